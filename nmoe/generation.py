@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
-from nmoe.parsing import json_of
+from nmoe.parsing import json_object
 
 FILE = "generation_config.json"
 
@@ -25,9 +25,9 @@ def read_generation(directory: Path) -> dict[str, Any]:
     has it; empty where there is neither file. Raises UserError, with the path, for a file that is no JSON object."""
     path = directory / FILE
     if path.exists():
-        return _object(path)
+        return json_object(path)
     path = directory / "config.json"
-    raw = _object(path) if path.exists() else {}
+    raw = json_object(path) if path.exists() else {}
     return {name: raw[name] for name in TOKEN_IDS if raw.get(name) is not None}
 
 
@@ -76,13 +76,3 @@ def _sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
     if not given and samples is not True:
         return {}
     return {name: value for name, value in (_SAMPLING | given).items() if value is not None}
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        raw = json_of(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return raw

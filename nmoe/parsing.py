@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
+
+from nmoe.errors import UserError
 
 # A key of n parts takes n squared memory to read.
 _MOST_PARTS = 100
@@ -18,6 +21,20 @@ def json_of(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("arrays or objects nested too deeply") from None
+
+
+def json_object(path: Path, missing: str = "") -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError, with the path, where there is no such file (`missing` then says what belongs
+    there), where it cannot be read, and where it holds anything else."""
+    try:
+        found = json_of(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file{missing and f'; {missing}'}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return found
 
 
 def toml_of(text: str) -> dict[str, Any]:

@@ -31,7 +31,8 @@ LEVELS = [
     {"model", "text"},
     {"parallel"},
     {"config", "trajectory", "generation"},
-    {"types", "errors", "statistics", "cores", "parsing"},
+    {"parsing"},
+    {"types", "errors", "statistics", "cores"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -28,7 +28,7 @@ from nmoe.model.shards import Shards, files_of, write_index, write_shards
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.parts import is_sharded
-from nmoe.parsing import json_of
+from nmoe.parsing import json_object
 from nmoe.types import ExpertWeightsForm
 
 # As large as the shards that transformers writes.
@@ -213,7 +213,7 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
     path = directory / "config.json"
     if not path.exists() and (directory / "adapter_config.json").exists():
         raise UserError(f"{directory}: an adapter, not a model; load the base that adapter_config.json names, with it")
-    raw = _read_object(path)
+    raw = json_object(path, "a checkpoint is a directory with config.json and model.safetensors")
     model_type = raw.get("model_type")
     known = FAMILIES.names()
     # Only a name: `module:object`, which registries also take, would let a checkpoint choose what is imported.
@@ -271,17 +271,3 @@ def _write_settings(config: dict[str, Any], generation: dict[str, Any], director
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if generation:
         (directory / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        raw = json_of(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such file; a checkpoint is a directory with config.json and model.safetensors"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return raw

@@ -26,7 +26,7 @@ from nmoe.model.families.base import identity
 from nmoe.model.lora import EXPERTS, Lora, LoraSettings, Site, sites
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
-from nmoe.parsing import json_of
+from nmoe.parsing import json_object
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 
@@ -141,7 +141,7 @@ def read_base(directory: Path) -> tuple[str, str | None]:
     name = read_settings(directory)[1]
     if not (directory / BASE).exists():
         return name, None
-    raw = _read_json(directory / BASE)
+    raw = json_object(directory / BASE)
     if not isinstance(raw.get("path"), str) or not isinstance(raw.get("fingerprint"), str):
         raise UserError(f"{directory / BASE}: torn: it holds the base's path and fingerprint")
     return raw["path"], raw["fingerprint"]
@@ -151,7 +151,7 @@ def read_settings(directory: Path) -> tuple[LoraSettings, str, dict[str, Any]]:
     """Settings, the base's name ("" if there is none) and all of adapter_config.json. Raises UserError if the file is damaged
     or describes something other than the LoRA that nmoe supports."""
     file = directory / CONFIG
-    raw = _read_json(file)
+    raw = json_object(file, f"an adapter is {CONFIG} and {WEIGHTS}")
     if raw.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type = {raw.get('peft_type')!r} is not supported; nmoe trains and loads LORA")
     for key, nothing in _NOTHING.items():
@@ -316,15 +316,3 @@ def _row_orders(model: Transformer) -> dict[str, Tensor]:
         elif entry.stacked and len(entry.shape) == 3:  # all experts' in one, with outputs last
             orders[entry.theirs] = entry.read(torch.arange(entry.shape[2]).expand(1, 1, -1))[0, 0]
     return orders
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        raw = json_of(file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file; an adapter is {CONFIG} and {WEIGHTS}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: torn: {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{file}: torn: not a JSON object")
-    return raw

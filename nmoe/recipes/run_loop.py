@@ -34,7 +34,7 @@ from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
 from nmoe.runs.places import claim_exports, place_records
 from nmoe.runs.progress import Progress
-from nmoe.runs.recorded import recorded_device, recorded_schedule_steps
+from nmoe.runs.recorded import recorded_device, recorded_exports, recorded_schedule_steps
 from nmoe.runs.samples import CONSOLE_CHARACTERS, sample_lines
 from nmoe.runs.saver import Saver
 from nmoe.runs.sinks.sink import Attempt
@@ -310,7 +310,8 @@ def _opened(start: tuple[Path, str, dict[str, Any], Resume], config: RunConfig) 
     directory = RunDirectory.create(*start, defaults=default_keys(config))
     try:
         if (exports := exports_of(config)) is not None:
-            claim_exports(directory.path, exports)
+            before = recorded_exports(directory.path)
+            claim_exports(directory.path, exports, before == config.checkpoint.export_directory)
         if directory.resumed_from is None:
             place_records(directory.path, config.run)
     except BaseException:

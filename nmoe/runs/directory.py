@@ -26,8 +26,8 @@ LOCK = ".lock"
 """The file of a run that the process which writes it has locked."""
 # What may change when a run is resumed: how long it goes on, what is kept, what watches it, and where its metrics go too. With
 # another number of steps the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is
-# here because 0 stands for the free cores; `recorded_threads` gives the count to use again. A run may go on on another device, and
-# says so.
+# here because 0 stands for the cores that the process may use; `recorded_threads` gives the count to use again. A run may go on on
+# another device, and says so.
 _KEYS_THAT_MAY_DIFFER = (
     "run.resume",
     "run.steps",
@@ -46,21 +46,23 @@ class RunLock:
     """An exclusive lock on a file, which holds the number of the process that has it, so that only one process writes a run. The
     kernel releases it when the holder ends, even by `kill -9`.
 
-    Raises UserError, with the remedy, if another process, or another RunLock of this one, holds it. A forked child does not inherit
-    it: a worker that outlives its killed parent leaves the run free."""
+    Raises UserError, with the remedy, if another process, or another RunLock of this one, holds it; StorageError where it cannot be
+    written. A forked child does not inherit it: a worker that outlives its killed parent leaves the run free."""
 
     def __init__(self, path: Path, remedy: str = "choose another name with --run.name=NAME") -> None:
         # Not by thread, so that any thread can release it. Without flock there is no lock that a killed holder gives back.
         self._lock = FileLock(path, mode=0o644, thread_local=False, fallback_to_soft=False)
         try:
-            self._lock.acquire(blocking=False)
+            with storage_errors(path):
+                self._lock.acquire(blocking=False)
         except Timeout as error:
             holder = path.read_text(errors="replace").strip()
             raise UserError(
                 f"{path.parent}: this run is being written by process {holder or 'unknown'}; "
                 f"wait for it to end, stop it, or {remedy}"
             ) from error
-        path.write_text(f"{os.getpid()}\n")
+        with storage_errors(path):
+            path.write_text(f"{os.getpid()}\n")
 
     def release(self) -> None:
         """Releases the lock. A second call does nothing."""

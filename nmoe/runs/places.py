@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nmoe.config.tables.run import RunSection
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.runs.recorded import read_provenance
 from nmoe.runs.storage import make_directory, storage_errors, write_atomically
 
@@ -43,21 +44,26 @@ def place_records(path: Path, settings: RunSection, variables: Mapping[str, str]
         undo.pop_all()
 
 
-def claim_exports(run: Path, exports: Path) -> None:
-    """Marks a directory as that of a run's exported checkpoints: a save replaces and prunes those of the same name. Raises
-    UserError where another run has marked it, or has left checkpoints there, and StorageError."""
+def claim_exports(run: Path, exports: Path, exported_before: bool) -> None:
+    """Marks a directory as that of a run's exported checkpoints: a save replaces and prunes those of the same name.
+
+    exported_before: whether the run exported there before it was resumed. Checkpoints without a mark, as earlier versions left
+    them, are then its own.
+
+    Raises UserError where another run has marked the directory, or has left checkpoints there, and StorageError."""
     marker, remedy = exports / _MARKER, "choose another --checkpoint.export_directory or --run.name"
     start = read_provenance(run) | {"resumed": []}
     mark = {"run": str(run.resolve()), "start": hashlib.sha256(json.dumps(start).encode()).hexdigest()}
     saved = any(exports.glob("step_*"))
     try:
-        found = json.loads(marker.read_text())
-    except (OSError, ValueError):
-        found = None
+        found = json_of(marker.read_text())
+        marked = {"run": found["run"], "start": found["start"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        marked = {}
     # A run that began again, before its first checkpoint, has exported nothing.
-    own = isinstance(found, dict) and (found == mark or found["start"] == mark["start"])
-    again = isinstance(found, dict) and found["run"] == mark["run"] and not saved
-    if not own and not again and (saved or found is not None):
+    again = not saved and marked.get("run") in (None, mark["run"])
+    own = marked["start"] == mark["start"] if marked else exported_before
+    if not (own or again):
         raise UserError(f"{exports}: holds the exported checkpoints of another run; move them, or {remedy}")
     with storage_errors(exports):
         make_directory(exports, remedy)

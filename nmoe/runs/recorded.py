@@ -1,12 +1,12 @@
 """What a run recorded of its starts: each with its machine, threads, device, and what a resumption changed."""
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from nmoe.errors import UserError
+from nmoe.parsing import json_of, toml_of
 from nmoe.runs.checkpoint import latest_checkpoint
 
 
@@ -23,10 +23,8 @@ def recorded_threads(path: Path) -> int | None:
 
 def recorded_precision(path: Path) -> Literal["float32", "bfloat16", "float16"] | None:
     """The precision of a run's config.toml; None where that has none, or cannot be read (`RunDirectory.create` says so)."""
-    try:
-        return tomllib.loads((path / "config.toml").read_text())["model"].get("precision")
-    except (tomllib.TOMLDecodeError, KeyError):
-        return None
+    model = _configuration(path).get("model")
+    return model.get("precision") if isinstance(model, dict) else None
 
 
 def recorded_steps(path: Path) -> int | None:
@@ -45,12 +43,24 @@ def _recorded(path: Path) -> dict[str, Any] | None:
     """The config.toml of a run that has a checkpoint; None where it cannot be read (`RunDirectory.create` says so)."""
     if latest_checkpoint(path / "checkpoints") is None:
         return None
+    found = _configuration(path)
+    run, optimizer = found.get("run"), found.get("optimizer")
+    return found if isinstance(run, dict) and "steps" in run and isinstance(optimizer, dict) else None
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    """The config.toml of a run; empty where it cannot be read."""
     try:
-        found = tomllib.loads((path / "config.toml").read_text())
-        found["run"]["steps"], found["optimizer"].items()
-    except (OSError, tomllib.TOMLDecodeError, KeyError):
-        return None
-    return found
+        return toml_of((path / "config.toml").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def recorded_exports(path: Path) -> str | None:
+    """The checkpoint.export_directory of a run that can go on from a checkpoint; None without one."""
+    found = _recorded(path) or {}
+    checkpoint = found.get("checkpoint")
+    return checkpoint.get("export_directory") if isinstance(checkpoint, dict) else None
 
 
 def recorded_device(path: Path) -> str | None:
@@ -68,7 +78,7 @@ def read_provenance(path: Path) -> dict[str, Any]:
     """
     file = path / "provenance.json"
     try:
-        record = json.loads(file.read_text())
+        record = json_of(file.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: missing or not JSON ({error}); put back the file the run wrote") from error
     if not isinstance(record, dict) or "resumed" not in record:

@@ -4,7 +4,6 @@ Whatever else lies in the way is named, and deleted only where the user agrees.
 """
 
 import hashlib
-import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from nmoe.config.commands import COMMANDS
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.runs.directory import LOCK, RunLock
 from nmoe.runs.storage import storage_errors
 
@@ -43,7 +43,7 @@ def fingerprint(path: Path) -> str:
 def continued_by_hand(run: Path) -> bool:
     """Whether a training command, such as `nmoe rl train`, started or resumed the run last. False for what is no run."""
     try:
-        record = json.loads((run / "provenance.json").read_text())
+        record = json_of((run / "provenance.json").read_text())
         argv = [record, *record["resumed"]][-1]["argv"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -81,7 +81,12 @@ def agree_to_delete(paths: Sequence[Path], why: str, flag: str, given: bool) -> 
     named = "\n".join(f"  {path}" for path in paths)
     if sys.stdin.isatty() and sys.stdout.isatty():
         print(f"{why}\n{named}")
-        if input("Delete them? [y/N] ").strip().lower() in ("y", "yes"):
+        try:
+            answer = input("Delete them? [y/N] ")
+        except EOFError:  # Ctrl-D
+            print()
+            answer = ""
+        if answer.strip().lower() in ("y", "yes"):
             return
         raise UserError("nothing was deleted")
     raise UserError(f"{why}\n{named}\nMove them, name another directory with --out, or pass {flag} to delete them")

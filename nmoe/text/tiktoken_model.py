@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from nmoe.errors import UserError
-from nmoe.parsing import json_of
+from nmoe.parsing import json_object
 
 FILE, CONFIG = "tiktoken.model", "tokenizer_config.json"
 
@@ -53,7 +53,7 @@ _LETTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i,
 
 def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
     """The tokenizer, and the `tokenizer_config.json` for it, which names no code. Raises UserError, naming the file."""
-    config = _config(directory / CONFIG)
+    config = json_object(directory / CONFIG)
     named = _table(config, "auto_map", directory).get("AutoTokenizer") or [""]
     module = str(named[0] if isinstance(named, list) else named)
     if not module.startswith(_MODULES):
@@ -84,16 +84,6 @@ def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
     kept = {key: value for key, value in config.items() if key not in ("auto_map", "added_tokens_decoder")}
     ours = {"tokenizer_class": "PreTrainedTokenizerFast", IN_TEXT: False}
     return backend, json.dumps(kept | ours, indent=2) + "\n"
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        config = json_of(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return config
 
 
 def _table(config: dict[str, Any], key: str, directory: Path) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.errors import UserError
+from nmoe.errors import StorageError, UserError
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.replace import delete
 from nmoe.speedrun.speedrun import Pipeline
@@ -185,9 +187,15 @@ def test_what_a_speedrun_did_not_make_is_named_and_kept_without_consent(
             "Move them, name another directory with --out, or pass --replace to delete them",
         ]
     assert (content(tmp_path), len(did)) == (before, 3)
+    ask = input
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda asked: "" if asked == "Delete them? [y/N] " else "y")
+    with pytest.raises(UserError, match=r"^nothing was deleted$"):
+        pipeline(tmp_path, did, resume=True, names=FULL)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # Ctrl-D
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", ask)
     with pytest.raises(UserError, match=r"^nothing was deleted$"):
         pipeline(tmp_path, did, resume=True, names=FULL)
     assert (content(tmp_path), len(did)) == (before, 3)
@@ -252,6 +260,18 @@ def test_what_another_process_writes_is_not_touched(tmp_path: Path, held: str, l
     assert sorted(path for path in tmp_path.rglob("*")) == before
     begin()
     assert did == ["done", "done"]
+
+
+def test_a_run_that_cannot_be_locked_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "rl").close()
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refused)
+    with pytest.raises(StorageError, match=rf"^{tmp_path}/rl/\.lock: cannot be written: Permission denied"):
+        delete([tmp_path / "rl"], "stop it")
+    assert (tmp_path / "rl/metrics.jsonl").exists()
 
 
 def test_what_can_not_be_resumed(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.reward import Completion, Prompt, Rating, RewardError, Samples, UnavailableError
 from nmoe.envs.rewards.service import Service
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.runs.storage import storage_errors
 
 _SHOWN_CHARS = 200
@@ -181,8 +182,8 @@ class Cache:
     def get(self, key: str) -> str | None:
         """Returns the text under a key; None if there is none, or if the file is not one of ours."""
         try:
-            content = json.loads(self._path(key).read_text(encoding="utf-8"))["content"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            content = json_of(self._path(key).read_text(encoding="utf-8"))["content"]
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return content if isinstance(content, str) else None
 

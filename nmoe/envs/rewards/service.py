@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import socket
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nmoe.config.tables.rewards import ServiceKeys
 from nmoe.envs.rewards.reward import RewardError, UnavailableError
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 
 if TYPE_CHECKING:
     import httpx2
@@ -109,8 +109,8 @@ class Service:
             )
         self._accepted += 1
         try:
-            return "", 0.0, json.loads(response.content)
-        except (ValueError, RecursionError):
+            return "", 0.0, json_of(response.content)
+        except ValueError:
             return f"the answer is not JSON: {said}", 0.0, None
 
     def _short(self, text: str) -> str:

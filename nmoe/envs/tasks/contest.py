@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from nmoe.envs.tasks.records import Record
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 
 _LISTS = (
     "input_output",
@@ -198,8 +199,8 @@ def _call(field: str, given: Any, wanted: Any, function: str) -> _Test:
     """Reads a call: a list of arguments, or texts of JSON with an argument in each line (LiveCodeBench)."""
     if isinstance(given, str):
         try:
-            given = [json.loads(line) for line in given.split("\n") if line.strip()]
-            wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+            given = [json_of(line) for line in given.split("\n") if line.strip()]
+            wanted = json_of(wanted) if isinstance(wanted, str) else wanted
         except ValueError as error:
             raise UserError(f"field {field!r}: the call of {function} is no JSON: {error}") from None
     if not isinstance(given, list):
@@ -223,8 +224,8 @@ def _plain(field: str, value: Any) -> Any:
         return value
     try:
         text = value if value.lstrip()[:1] in ("{", "[") else _unpacked(field, value)
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return json_of(text)
+    except ValueError as error:
         raise UserError(f"field {field!r} is no JSON: {error}") from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import stat
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nmoe.parsing import json_of
 from nmoe.sandbox.workspaces.store import MAKING, MARKER, lock
 
 
@@ -93,7 +93,7 @@ def _read_marker(path: Path) -> _Found | None:
     try:
         if not stat.S_ISREG(marker.lstat().st_mode):
             return None
-        record = json.loads(marker.read_text())
+        record = json_of(marker.read_text())
         if record["nmoe_workspace"] != 1:
             return None
         policy = record["policy"]
