@@ -287,7 +287,7 @@ def torn(name: str) -> Spoil:
 KEYS = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"
 BAD: dict[str, tuple[Spoil, str]] = {
     "torn weights": (torn("adapter_model.safetensors"), r"adapter_model\.safetensors: torn"),
-    "torn settings": (torn("adapter_config.json"), r"adapter_config\.json: torn"),
+    "torn settings": (torn("adapter_config.json"), r"adapter_config\.json: cannot be read"),
     "no weights": (lambda d: (d / "adapter_model.safetensors").unlink(), r"adapter_model\.safetensors: no such file"),
     "NaN": (tensors_with(lambda t: t[KEYS].__setitem__((3, 1), math.nan)), rf"safetensors: {KEYS} holds NaN"),
     "missing": (tensors_with(lambda t: t.pop(KEYS)), rf"another base: {KEYS} is missing"),
