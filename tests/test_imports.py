@@ -32,7 +32,7 @@ LEVELS = [
     {"parallel"},
     {"config", "trajectory", "generation"},
     {"parsing"},
-    {"types", "errors", "statistics", "cores"},
+    {"types", "errors", "statistics", "cores", "extras"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.extras import how_to_install
 from nmoe.grading.gym_forms import has_form
 
 VERSION = "0.1.25"
@@ -41,7 +42,7 @@ def check_installed() -> None:
         found = version("reasoning_gym")
     except PackageNotFoundError:
         raise UserError(
-            'type = "reasoning_gym" needs the package reasoning-gym: pip install "nmoe[environments]"'
+            f'type = "reasoning_gym" needs the package reasoning-gym: {how_to_install("environments")}'
         ) from None
     if found != VERSION:
         raise UserError(

@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from packaging.requirements import Requirement
 import nmoe
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.cores import choose_threads, cpu_quota, free_cores, usable_cores
+from nmoe.extras import how_to_install, requirements
 from nmoe.model.ops.cpu.processor import cpu_features, cpu_model
 from nmoe.preflight.findings import Advice, Finding
 from nmoe.sandbox.api import SandboxSetupError
@@ -51,7 +51,7 @@ def packages() -> Finding:
     """The versions of Python, nmoe and what it needs. What is missing or too old is needed."""
     versions = {"python": platform.python_version(), "nmoe": _version("nmoe")}
     versions |= {name: _version(name) for name in _SHOWN}
-    lacking = [one for one in _requirements() if not _is_met(one)]
+    lacking = [one for one in requirements() if not _is_met(one)]
     text = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items() if name != "triton")
     where = Path(nmoe.__file__).parent
     advice = tuple(
@@ -68,7 +68,7 @@ def packages() -> Finding:
 def extras() -> Finding:
     """The optional packages: of each extra of nmoe those that are not there."""
     missing = {
-        name: [one.name for one in _requirements(name) if not _is_met(one)]
+        name: [one.name for one in requirements(name) if not _is_met(one)]
         for name in _known_extras()
         if name in _EXTRAS
     }
@@ -76,7 +76,7 @@ def extras() -> Finding:
         f"{name}: {f'without {chr(44).join(lacks)}' if lacks else 'there'}" for name, lacks in missing.items()
     )
     advice = tuple(
-        Advice("more", f"{_EXTRAS[name]}: the extra {name!r} has {', '.join(lacks)}", f"pip install 'nmoe[{name}]'")
+        Advice("more", f"{_EXTRAS[name]}: the extra {name!r} has {', '.join(lacks)}", how_to_install(name))
         for name, lacks in missing.items()
         if lacks
     )
@@ -284,19 +284,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _requirements(extra: str = "") -> Iterator[Requirement]:
-    """What the installed nmoe needs on this machine, or what one of its extras adds; nothing where it has not been installed."""
-    try:
-        lines = importlib.metadata.requires("nmoe") or []
-    except importlib.metadata.PackageNotFoundError:
-        return
-    for line in lines:
-        one = Requirement(line)
-        applies = one.marker is None or one.marker.evaluate({"extra": extra})
-        if applies and not (extra and (one.marker is None or one.marker.evaluate({"extra": ""}))):
-            yield one
 
 
 def _known_extras() -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nmoe.errors import UserError
+from nmoe.extras import how_to_install
 from nmoe.runs.storage import storage_errors
 from nmoe.runs.svg import COLOURS
 
@@ -32,7 +33,7 @@ def plot_curves(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("plots need matplotlib, which is not installed; run: pip install 'nmoe[report]'") from error
+        raise UserError(f"plots need matplotlib, which is not installed; run: {how_to_install('report')}") from error
 
     figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
     axes = figure.add_subplot()

@@ -20,6 +20,7 @@ from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.config.tables.documents import DataSection
 from nmoe.data.prm.labelled import split_steps
 from nmoe.errors import ShortfallError, UserError
+from nmoe.extras import how_to_install
 from nmoe.model.device import choose_device
 from nmoe.model.ops.table import make_ready
 from nmoe.recipes.pretrain import pretrain
@@ -69,7 +70,7 @@ def speedrun(
     done but a promise is broken.
     """
     if find_spec("matplotlib") is None:
-        raise UserError("the report needs matplotlib, which is not installed; run: pip install 'nmoe[report]'")
+        raise UserError(f"the report needs matplotlib, which is not installed; run: {how_to_install('report')}")
     make_ready(choose_device(device, "--device"))  # said before anything is made
     pipeline = Pipeline(out, seed, full, resume, device)
     with Stages(out, pipeline.stages(), {"seed": seed, "full": full}, resume, replace, REPORTS) as stages:

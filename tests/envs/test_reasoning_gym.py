@@ -52,7 +52,7 @@ def test_without_the_package_the_error_says_what_to_install(
         raise gym.PackageNotFoundError(name)
 
     monkeypatch.setattr(gym, "version", absent)
-    with pytest.raises(UserError, match=r'needs the package reasoning-gym: pip install "nmoe\[environments\]"'):
+    with pytest.raises(UserError, match=r"needs the package reasoning-gym: pip install reasoning-gym==0\.1\.25"):
         make_pool(table("leg_counting"))
 
 

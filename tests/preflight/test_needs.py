@@ -46,7 +46,7 @@ def test_packages_of_task_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     mixture = with_environment(tmp_path, task_pool={"type": "mixture", "sources": [source]})
     evaluated = rl(tmp_path, eval=[{"environment": TABLES["environment"] | {"task_pool": POOL}}])
     for lacking in (config, mixture, evaluated):
-        with pytest.raises(UserError, match=r'pip install "nmoe\[environments\]"'):
+        with pytest.raises(UserError, match=r"pip install reasoning-gym==0\.1\.25"):
             packages(lacking)
     (failed,) = [check for check in preflight(config) if check.name == "packages"]
     assert failed.status == "fail"

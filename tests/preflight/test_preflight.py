@@ -285,7 +285,7 @@ def test_the_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sinks(SinksSection()).text == "none but metrics.jsonl"
     monkeypatch.setattr(sinks_of_runs, "find_spec", lambda name: None)
     assert sinks(SinksSection(to=("csv",))).status == "ok"
-    with pytest.raises(UserError, match=r"trackio: not installed; run: pip install 'nmoe\[trackio\]'"):
+    with pytest.raises(UserError, match=r"trackio: not installed; run: pip install 'trackio>=0\.43'"):
         sinks(SinksSection(to=("csv", "trackio")))
     monkeypatch.setattr(sinks_of_runs, "find_spec", lambda name: SimpleNamespace(origin="there"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -67,5 +67,5 @@ def test_running_mean() -> None:
 
 def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"pip install 'nmoe\[report\]'"):
+    with pytest.raises(UserError, match=r"run: pip install 'matplotlib>=3\.9'$"):
         plot_curves([{"step": 1, "a": 1.0}], ["a"], tmp_path / "x.png", "Title", "unit")

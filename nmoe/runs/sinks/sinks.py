@@ -9,6 +9,7 @@ from typing import Any
 
 from nmoe.config.tables.sinks import SinksSection
 from nmoe.errors import UserError
+from nmoe.extras import how_to_install
 from nmoe.runs.sinks.feed import Feed
 from nmoe.runs.sinks.sink import Attempt, Sink, scalars_of
 
@@ -49,8 +50,7 @@ def refuse_without_packages(names: Collection[str]) -> None:
     missing = [name for name in names if name != "csv" and not _is_installed(name)]
     if missing:
         raise UserError(
-            f"[sinks] to: {', '.join(missing)}: not installed; run: pip install 'nmoe[{','.join(missing)}]', "
-            "or leave it out"
+            f"[sinks] to: {', '.join(missing)}: not installed; run: {how_to_install(*missing)}, or leave it out"
         )
 
 
