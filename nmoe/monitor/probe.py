@@ -34,8 +34,15 @@ class ProbeRule(Rule[ProbeSection]):
             return None
         half = len(self._rewards) // 2
         rises = half > 0 and mean(self._rewards[half:]) > mean(self._rewards[:half])
+        now, before = metrics["probe"], metrics["probe_before"]
+        # The negative of a loss: a share of problems is not below 0.
+        worse = (
+            f"the held-out loss is {-now:.4f} after {-before:.4f}"
+            if now < 0
+            else f"held-out problems are solved at {now:.1%} after {before:.1%}"
+        )
         return (
-            f"held-out problems are solved at {metrics['probe']:.1%} after {metrics['probe_before']:.1%}, which is more than chance"
+            f"{worse}, which is more than chance"
             + (f", {self._lost} evaluations in a row" if self._lost > 1 else "")
             + (", while the reward rises" if rises else "")
         )

@@ -72,13 +72,13 @@ class Ledger:
 
     def probed(self) -> dict[int, dict[str, float]]:
         """By step, what the rules see of an evaluation: `{"probe": 0.31}`, and where that is a loss (`nmoe.runs.losses.loss_of`)
-        also the value before, `{"probe": 0.31, "probe_before": 0.5}`."""
+        also the value before, `{"probe": 0.31, "probe_before": 0.5}`. Higher is better: of a held-out loss both are negative."""
         decisive = decisive_results(self.evaluations())
         values, history, found = self.probes(), list[Mapping[str, Any]](), dict[int, dict[str, float]]()
         for step, result in decisive.items():
             history.append(result)
-            loss = loss_of(history)
-            found[step] = {"probe": values[step]} | ({} if loss is None else {"probe_before": loss.before})
+            loss, sign = loss_of(history), -1 if result.get("lower_is_better") else 1
+            found[step] = {"probe": values[step]} | ({} if loss is None else {"probe_before": sign * loss.before})
         return found
 
     def evaluations(self) -> list[dict[str, Any]]:

@@ -54,6 +54,16 @@ def test_what_the_rules_see_of_an_evaluation(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_the_rules_see_a_loss_and_the_one_before_with_one_sign(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    ledger = Ledger(tmp_path)
+    for step, value in ((5, 2.0), (10, 2.25), (15, 1.75)):
+        losses = {str(place): value + place / 100 for place in range(10)}
+        found = {"mode": "held_out_loss", "dataset": "texts", "problems": 10, "value": value, "lower_is_better": True}
+        ledger.evaluation(step, {"results": [found | {"outcomes": losses}]})
+    assert ledger.probed() == {5: {"probe": -2.0}, 10: {"probe": -2.25, "probe_before": -2.0}, 15: {"probe": -1.75}}
+
+
 def test_the_probe_out_of_distribution_decides_which_step_is_best(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     ledger = Ledger(tmp_path)

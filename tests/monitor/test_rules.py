@@ -191,6 +191,10 @@ def test_a_probe_that_is_worse_than_before_in_two_evaluations() -> None:
         "held-out problems are solved at 0.0% after 96.7%, which is more than chance, while the reward rises"
     )
     assert not Monitor([ProbeRule(ProbeSection(steps=1))]).observe(flat, lost)[0].message.endswith("rises")
+    of_loss = {"probe": -2.25, "probe_before": -2.0}
+    (alert,) = Monitor([ProbeRule(ProbeSection(steps=1))]).observe(flat, of_loss)
+    assert alert.message == "the held-out loss is 2.2500 after 2.0000, which is more than chance"
+    assert not Monitor([ProbeRule(ProbeSection(steps=1))]).observe(flat, {"probe": -1.99, "probe_before": -2.0})
 
 
 def preset(text: str = "", task: str = "sort", name: str = "sort") -> RLConfig:
