@@ -163,7 +163,7 @@ def evaluate(
     trained on, unless `allow_trained_on`; then the results say how many those are.
     """
     from nmoe.eval.evaluate import evaluate as evaluated
-    from nmoe.eval.overlap import find_overlap
+    from nmoe.eval.overlap import TrainedOn, find_overlap
 
     if min(problems, samples, max_new_tokens) < 1:
         raise UserError(
@@ -178,7 +178,7 @@ def evaluate(
     # The records of a dataset have no held-out split: they are what was asked for.
     if held_out(settings) is not None:
         environment = environment.held_out()
-    overlap = find_overlap(environment, problems, Path(model), tokenizer, allowed=allow_trained_on)
+    overlap = find_overlap(environment, problems, TrainedOn(Path(model), directory), allowed=allow_trained_on)
     limit = environment.token_limit(max_new_tokens)
     environment.leave_out_overlong(loaded.config.context_tokens, limit)
     with ToolRuntime(environment, SandboxSettings()) as runtime:

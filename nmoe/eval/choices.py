@@ -26,7 +26,7 @@ from nmoe.eval.core import cut
 from nmoe.eval.evaluate import Evaluation, distinct_problems, summarise_outcomes
 from nmoe.eval.likelihood import Continuation, Likelihood, likelihoods
 from nmoe.eval.outcomes import Outcome, key_of
-from nmoe.eval.overlap import find_overlap
+from nmoe.eval.overlap import TrainedOn, find_overlap
 from nmoe.eval.sweep import Cell, compare, table, table_json
 from nmoe.model.policy import load_policy_on
 from nmoe.model.transformer import Transformer
@@ -124,10 +124,11 @@ def _evaluate(
     tokenizer = Tokenizer.load(directory)
     asked: dict[str, list[Problem]] = {}
     trained_on: dict[str, int | None] = {}
+    trained = TrainedOn(checkpoint, directory)
     for benchmark in benchmarks:
         environment = Environment.from_settings(load_environment(benchmark), tokenizer)
         name, most = environment.settings.env_id, count or environment.pool.size or 200
-        overlap = find_overlap(environment, most, checkpoint, tokenizer, allowed=allow_trained_on)
+        overlap = find_overlap(environment, most, trained, allowed=allow_trained_on)
         trained_on[name] = (overlap.common or None) if overlap is not None else None
         asked[name] = distinct_problems(environment, most)
         if other := {one.task_type for one in asked[name]} - {"multiple_choice"}:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from nmoe.config.tables.records import DatasetSettings
@@ -22,7 +23,7 @@ from nmoe.text.question import conversation_key, digest_of, question_key
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Problem
 
-Asked = tuple[str, str]
+QuestionAt = tuple[str, str]
 """What is asked, as it is compared with others, and where: a file and line, or the problem's id."""
 _SHOWN = 60
 
@@ -40,10 +41,38 @@ class Overlap:
         return f"{self.common:,} of {self.count:,}"
 
 
-def overlap_of(problems: Iterable[Sequence[Asked]], training: Callable[[], Iterable[Asked]]) -> Overlap:
-    """The overlap of evaluated problems, each with the ways in which it could be asked, and of what is trained on, which is gone
-    through again for an example."""
-    known = {digest_of(key) for key, _ in training()}
+class Questions:
+    """What training asks: `Questions(lambda: asked_in_records(datasets))`. It is read once for any number of evaluations, and again
+    for an example of what one of them shares with it."""
+
+    def __init__(self, read: Callable[[], Iterable[QuestionAt]]) -> None:
+        self.read = read
+
+    @cached_property
+    def digests(self) -> frozenset[bytes]:
+        return frozenset(digest_of(key) for key, _ in self.read())
+
+
+class TrainedOn:
+    """What the run that `who` names was asked in training; `directory` is that of its checkpoint, with the tokenizer."""
+
+    def __init__(self, who: Path, directory: Path) -> None:
+        self.who, self._directory = who, directory
+
+    @cached_property
+    def questions(self) -> Questions | None:
+        """None where they are not known: of a checkpoint without its run, and of problems generated without end. Raises UserError
+        where the data of the run is no longer there."""
+        if (settings := trained_on(self.who)) is not None:
+            environment = Environment.from_settings(settings, Tokenizer.load(self._directory))
+            return None if environment.pool.size is None else Questions(lambda: asked_in_pool(environment))
+        datasets = records_trained_on(self.who)
+        return Questions(lambda: asked_in_records(datasets)) if datasets else None
+
+
+def overlap_of(problems: Iterable[Sequence[QuestionAt]], training: Questions) -> Overlap:
+    """The overlap of evaluated problems, each with the ways in which it could be asked, and of what is trained on."""
+    known = training.digests
     common, count, first = 0, 0, None
     for ways in problems:
         count += 1
@@ -53,19 +82,19 @@ def overlap_of(problems: Iterable[Sequence[Asked]], training: Callable[[], Itera
     if first is None:
         return Overlap(common, count, len(known))
     key, evaluated = first
-    there = next(where for text, where in training() if text == key)
+    there = next(where for text, where in training.read() if text == key)
     shown = key if len(key) <= _SHOWN else f"{key[:_SHOWN]}..."
     return Overlap(common, count, len(known), f"{shown!r}, {evaluated} and {there}")
 
 
-def asked_in_pool(environment: Environment) -> Iterator[Asked]:
+def asked_in_pool(environment: Environment) -> Iterator[QuestionAt]:
     """What the problems of a pool with an end ask, in their order."""
     order = environment.pool.order
     assert order.size is not None, "asked of finite pools alone"
     return ((problem_key(problem), place_of(problem)) for problem in map(order.at, range(order.size)))
 
 
-def asked_in_records(datasets: Sequence[DatasetSettings]) -> Iterator[Asked]:
+def asked_in_records(datasets: Sequence[DatasetSettings]) -> Iterator[QuestionAt]:
     """What records ask: their whole prompts, each message in them that is not the assistant's, and texts."""
     for dataset in datasets:
         for record in read_records(dataset):
@@ -74,7 +103,7 @@ def asked_in_records(datasets: Sequence[DatasetSettings]) -> Iterator[Asked]:
             yield from ((key, record.where) for text in _said(record) if (key := question_key(text)) != whole)
 
 
-def ways_to_ask(environment: Environment, problem: Problem) -> list[Asked]:
+def ways_to_ask(environment: Environment, problem: Problem) -> list[QuestionAt]:
     """A problem's question, as itself and as the environment words it for the model."""
     worded = question_key(environment.messages(problem)[-1].content)
     return [(key, place_of(problem)) for key in dict.fromkeys((problem_key(problem), worded))]
@@ -90,37 +119,29 @@ def place_of(problem: Problem) -> str:
     return str(problem.metadata.get("where", problem.id))
 
 
-def find_overlap(
-    benchmark: Environment, problems: int, who: Path, tokenizer: Tokenizer, *, allowed: bool
-) -> Overlap | None:
-    """How many of the benchmark's next problems the run that `who` names was trained on; None where that is not known: of a
-    checkpoint without its run, of problems generated without end, and where the data of the run is no longer there, which is
-    printed. Raises UserError where there are some and that is not `allowed`."""
+def find_overlap(benchmark: Environment, problems: int, trained: TrainedOn, *, allowed: bool) -> Overlap | None:
+    """How many of the benchmark's next problems the run was trained on; None where that is not known (`TrainedOn.questions`), and
+    where the data of the run is no longer there, which is printed. Raises UserError where there are some and that is not `allowed`,
+    and for a benchmark that cannot be read."""
     try:
-        training = _training_of(who, tokenizer)
-        found = None if training is None else overlap_of(_next(benchmark, problems), training)
+        training = trained.questions
+        if training is None:
+            return None
+        _ = training.digests  # read here, because a benchmark that cannot be read is another error
     except UserError as error:
-        print(f"{benchmark.settings.env_id}: not compared with what {who} was trained on: {error}")
+        print(f"{benchmark.settings.env_id}: not compared with what {trained.who} was trained on: {error}")
         return None
-    if found is not None and found.common and not allowed:
+    found = overlap_of(_next(benchmark, problems), training)
+    if found.common and not allowed:
         raise UserError(
-            f"{benchmark.settings.env_id}: {found} problems are among those that {who} was trained on (first {found.example}), so "
-            "that the result would say nothing about others; evaluate on problems that are held out, or permit it with "
-            "--allow-trained-on, which the results then say"
+            f"{benchmark.settings.env_id}: {found} problems are among those that {trained.who} was trained on (first "
+            f"{found.example}), so that the result would say nothing about others; evaluate on problems that are held out, or "
+            "permit it with --allow-trained-on, which the results then say"
         )
     return found
 
 
-def _training_of(who: Path, tokenizer: Tokenizer) -> Callable[[], Iterator[Asked]] | None:
-    """What the run that `who` names was asked in training."""
-    if (settings := trained_on(who)) is not None:
-        environment = Environment.from_settings(settings, tokenizer)
-        return None if environment.pool.size is None else lambda: asked_in_pool(environment)
-    datasets = records_trained_on(who)
-    return (lambda: asked_in_records(datasets)) if datasets else None
-
-
-def _next(benchmark: Environment, problems: int) -> list[list[Asked]]:
+def _next(benchmark: Environment, problems: int) -> list[list[QuestionAt]]:
     start = benchmark.state()
     found = [ways_to_ask(benchmark, problem) for problem in distinct_problems(benchmark, problems)]
     benchmark.load_state(start)

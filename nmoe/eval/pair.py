@@ -21,11 +21,10 @@ from nmoe.eval.asked import Asked, sampling_record
 from nmoe.eval.best_of_n import UNANSWERED, score_groups
 from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise_outcomes
 from nmoe.eval.outcomes import Outcome, outcomes_of
-from nmoe.eval.overlap import find_overlap
+from nmoe.eval.overlap import TrainedOn, find_overlap
 from nmoe.eval.subject import open_subject
 from nmoe.parsing import json_of
 from nmoe.runs.storage import append_whole, write_atomically
-from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
 
 
@@ -98,8 +97,9 @@ class Pair:
     def is_complete(self) -> bool:
         return self.file.exists() and b'\n{"complete"' in self.file.read_bytes()
 
-    def finish(self, done: list[Outcome], count: Callable[[int], None]) -> list[Outcome]:
-        """Samples the problems that are left, appending each to the file, and returns all outcomes."""
+    def finish(self, done: list[Outcome], count: Callable[[int], None], trained: TrainedOn) -> list[Outcome]:
+        """Samples the problems that are left, appending each to the file, and returns all outcomes. `trained` says what the model
+        was trained on; a file that was begun was compared with it then."""
         if self.is_complete:
             return done
         found, mode = list(done), self.asked.mode
@@ -123,15 +123,11 @@ class Pair:
             max_tokens=self.asked.max_tokens,
         ) as subject:
             refuse_open_problems(subject.environment)
-            trained_on = find_overlap(
-                subject.environment,
-                self.asked.problems,
-                self.checkpoint,
-                Tokenizer.load(self.directory),
-                allowed=self.asked.allow_trained_on,
-            )
             if not self.file.exists():
-                common = {} if trained_on is None or not trained_on.common else {"trained_on": trained_on.common}
+                overlap = find_overlap(
+                    subject.environment, self.asked.problems, trained, allowed=self.asked.allow_trained_on
+                )
+                common = {} if overlap is None or not overlap.common else {"trained_on": overlap.common}
                 write_atomically(self.file, _line(self.header() | common))
             try:
                 subject.collect(self.asked.problems, mode, self.asked.seed, on_group, {one.key for one in done})

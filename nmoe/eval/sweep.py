@@ -21,6 +21,7 @@ from nmoe.eval.asked import Asked, effortful
 from nmoe.eval.best_of_n import best_of_n
 from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.outcomes import Outcome
+from nmoe.eval.overlap import TrainedOn
 from nmoe.eval.pair import Pair, in_order
 from nmoe.generation import sampling_notes
 from nmoe.runs.progress import counting
@@ -93,9 +94,13 @@ def _finish(pairs: Sequence[Pair]) -> list[list[Outcome]]:
         for line in sampling_notes(directory, temperature):
             print(line)
     with counting("problems", sum(pair.asked.problems for pair in pairs)) as count:
+        trained: TrainedOn | None = None
         for place, pair in enumerate(pairs):
+            # The pairs of a model follow each other, so that its training data is read once.
+            if trained is None or trained.who != pair.checkpoint:
+                trained = TrainedOn(pair.checkpoint, pair.directory)
             before = sum(map(len, done[:place]))
-            done[place] = pair.finish(done[place], partial(_count_on, count, before))
+            done[place] = pair.finish(done[place], partial(_count_on, count, before), trained)
     return done
 
 

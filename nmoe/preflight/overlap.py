@@ -8,15 +8,16 @@ from functools import partial
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.config.tables.records import DatasetSettings
-from nmoe.data.held_out import held_out, prompt_of
+from nmoe.data.held_out import prompt_of
 from nmoe.data.records import read_records
 from nmoe.envs.environment import Environment
-from nmoe.eval.overlap import Asked, Overlap, asked_in_pool, asked_in_records, overlap_of, ways_to_ask
+from nmoe.eval.overlap import Overlap, QuestionAt, Questions, asked_in_pool, asked_in_records, overlap_of, ways_to_ask
 from nmoe.preflight.check import Check
 from nmoe.recipes.setup import load_tokenizer
 
 _NAME = "held-out problems"
 _SPLIT = "generated problems are split by a hash of their text: no problem of one split is in another"
+_HELD_OUT = "records are split by what they ask: no prompt is on both sides"
 _ENDLESS_PROBE = "a probe's problems not compared with the records: they have no end"
 _ENDLESS = "not compared: a pool without an end; splits of one generated pool never share one"
 
@@ -33,18 +34,21 @@ def overlap(config: RecordsConfig | RLConfig) -> Check:
 
 def _of_rl(config: RLConfig) -> Iterator[Check]:
     """A check for each [[eval]] table."""
+    if all(probe.environment is None for probe in config.eval):
+        yield from (Check(_NAME, "ok", _SPLIT) for _ in config.eval)
+        return
     tokenizer = load_tokenizer(config.model)
-    trained: Environment | None = None
+    trained = Environment.from_settings(config.environment, tokenizer)
+    training = Questions(partial(asked_in_pool, trained))
     for index, probe in enumerate(config.eval):
         if probe.environment is None:
             yield Check(_NAME, "ok", _SPLIT)
             continue
-        trained = trained or Environment.from_settings(config.environment, tokenizer)
         environment = Environment.from_settings(probe.environment, tokenizer)
         if trained.pool.size is None or environment.pool.size is None:
             yield Check(_NAME, "ok", _ENDLESS)
             continue
-        found = overlap_of(([one] for one in asked_in_pool(environment)), partial(asked_in_pool, trained))
+        found = overlap_of(([one] for one in asked_in_pool(environment)), training)
         yield _said(found, "problems", f"eval.{index}", "environment", allowed=probe.allow_trained_on)
 
 
@@ -54,18 +58,14 @@ def _of_records(config: RecordsConfig) -> Iterator[Check]:
     settings = config.records
     if config.evaluate_every:
         number = config.held_out_tables[0]
-        if (other := settings.held_out_dataset) is not None:
-            evaluated, trained = list(_prompts((other,))), list(_prompts(settings.datasets))
+        if (other := settings.held_out_dataset) is None:
+            yield Check(_NAME, "ok", _HELD_OUT)
         else:
-            prompts = list(_prompts(settings.datasets))
-            drawn = held_out([key for key, _ in prompts], settings.held_out, config.run.seed)
-            evaluated = [one for place, one in enumerate(prompts) if place in drawn]
-            trained = [one for place, one in enumerate(prompts) if place not in drawn]
-        found = overlap_of(([one] for one in evaluated), lambda: trained)
-        yield _said(found, "prompts", f"eval.{number}", "records.held_out_path", allowed=config.allows_trained_on)
+            found = overlap_of(([one] for one in _prompts((other,))), Questions(partial(_prompts, settings.datasets)))
+            yield _said(found, "prompts", f"eval.{number}", "records.held_out_path", allowed=config.allows_trained_on)
     if not config.probes:
         return
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, training = load_tokenizer(config.model), Questions(partial(asked_in_records, settings.datasets))
     for index, probe in config.probes.items():
         assert probe.environment is not None, "what makes it a probe"
         environment = Environment.from_settings(probe.environment, tokenizer)
@@ -73,12 +73,11 @@ def _of_records(config: RecordsConfig) -> Iterator[Check]:
         if order.size is None:
             yield Check(_NAME, "ok", _ENDLESS_PROBE)
             continue
-        problems = [ways_to_ask(environment, order.at(position)) for position in range(order.size)]
-        found = overlap_of(problems, lambda: asked_in_records(settings.datasets))
+        found = overlap_of((ways_to_ask(environment, order.at(position)) for position in range(order.size)), training)
         yield _said(found, "problems", f"eval.{index}", "environment", "messages", allowed=probe.allow_trained_on)
 
 
-def _prompts(datasets: Sequence[DatasetSettings]) -> Iterator[Asked]:
+def _prompts(datasets: Sequence[DatasetSettings]) -> Iterator[QuestionAt]:
     return ((prompt_of(record), record.where) for one in datasets for record in read_records(one))
 
 

@@ -1,4 +1,4 @@
-"""The checks of a configuration: all of them for `nmoe preflight`, and at the start of a run those that take no time."""
+"""The checks of a configuration: all of them for `nmoe preflight`, and at the start of a run those that take little time."""
 
 from __future__ import annotations
 

@@ -11,10 +11,13 @@ import pytest
 from tiny_models import DENSE
 
 from nmoe.config.modes import mode_of
+from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
+from nmoe.eval import overlap as overlapping
 from nmoe.eval import pair as pairing
 from nmoe.eval.asked import Asked, models_and_benchmarks
 from nmoe.eval.evaluate import Evaluation
+from nmoe.eval.overlap import asked_in_records
 from nmoe.eval.pair import SweepInterruptedError
 from nmoe.eval.sweep import Cell, compare, sweep, sweep_command, table, table_json
 from nmoe.generation import FILE, read_generation
@@ -175,6 +178,53 @@ def test_a_benchmark_that_the_model_was_trained_on_is_refused_unless_permitted(
     (found,) = sweep([run], [place / "cards.toml"], replace(DRAWN, seed=9), tmp_path / "results")
     assert found.result.trained_on is None
     assert "cards: not compared with what" in capsys.readouterr().out
+
+
+def test_training_data_is_read_once_for_a_model_and_not_again_for_a_file_that_was_begun(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, reads = tmp_path / "run", []
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step_000001").symlink_to(place / "a")
+    data = tmp_path / "records.jsonl"
+    data.write_text(json.dumps({"prompt": "Who?", "completion": "1"}) + "\n")
+    (run / "config.toml").write_text(f'[records]\npath = "{data}"\n')
+
+    def read(datasets: Any) -> Any:
+        reads.append(datasets)
+        return asked_in_records(datasets)
+
+    monkeypatch.setattr(overlapping, "asked_in_records", read)
+    benchmarks = [place / "cards.toml", place / "reverse.toml"]
+    whole = sweep([run], benchmarks, DRAWN, tmp_path / "results")
+    assert len(reads) == 1
+    # The last problem of each file and its end are lost, and so is the data: the files say that nothing was trained on.
+    for file in (tmp_path / "results").glob("*.jsonl"):
+        file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-2]))
+    data.unlink()
+    capsys.readouterr()
+    again = sweep([run], benchmarks, DRAWN, tmp_path / "results")
+    assert [one.evaluations for one in again] == [one.evaluations for one in whole]
+    assert len(reads) == 1
+    assert "not compared" not in capsys.readouterr().out
+
+
+def test_a_benchmark_that_cannot_be_read_is_no_fault_of_the_training_data(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "records.jsonl"
+    data.write_text(json.dumps({"prompt": "Who?", "completion": "1"}) + "\n")
+    (tmp_path / "config.toml").write_text(f'[records]\npath = "{data}"\n')
+    benchmark = Environment.from_toml(place / "cards.toml", Tokenizer.load(place / "a"))
+
+    def unreadable(*_: object) -> Any:
+        raise UserError("cards.jsonl:3: torn")
+
+    monkeypatch.setattr(overlapping, "distinct_problems", unreadable)
+    trained = overlapping.TrainedOn(tmp_path, place / "a")
+    with pytest.raises(UserError, match=r"^cards\.jsonl:3: torn$"):
+        overlapping.find_overlap(benchmark, 4, trained, allowed=True)
+    assert capsys.readouterr().out == ""
 
 
 def cell(name: str, *right: int, mode: str = "greedy_pass@1") -> Cell:

@@ -194,7 +194,8 @@ def test_records_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
         f"2 of 3 prompts are trained on, too (first '3 + 1 =', {tmp_path}/same.jsonl:1 and {tmp_path}/train.jsonl:4)"
     )
     assert check(same, allow_trained_on=True).status == "warn"
-    assert check({"held_out": 0.2}).text == "none of 1 is among the 4 prompts trained on"
+    (tmp_path / "train.jsonl").unlink()
+    assert check({"held_out": 0.2}).text == "records are split by what they ask: no prompt is on both sides", "unread"
 
 
 def test_problems_of_a_probe_that_records_ask(tmp_path: Path) -> None:
