@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from nmoe.config.elsewhere import keys_meant
+from nmoe.config.elsewhere import keys_meant, no_counterpart
 from nmoe.errors import UserError
 
 P = ParamSpec("P")
@@ -49,6 +49,8 @@ def _argument_meant(name: str, known: list[str]) -> str:
     keys = keys_meant((name,))
     if keys and "config" in known:
         return f"no such argument; a setting is passed as config={{{keys[0]!r}: ...}}"
+    if (instead := no_counterpart((name,))) is not None:
+        return f"no such argument; it has no counterpart: {instead}"
     return f"no such argument; there are {', '.join(known)}"
 
 

@@ -48,7 +48,7 @@ KEYS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("max_prompt_length", "prompt_max_len", "prompt_length"), _PROMPT),
     **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "max_len", "model_max_length"), _CONTEXT),
     **dict.fromkeys(("gpu_memory_utilization", "vllm_gpu_memory_utilization"), ("engine.cache_mb",)),
-    **dict.fromkeys(("max_num_seqs", "use_vllm", "vllm_mode"), ("engine.max_sequences",)),
+    "max_num_seqs": ("engine.max_sequences",),
     # the algorithm
     **dict.fromkeys(("beta", "kl_beta", "kl_loss_coef", "init_kl_coef", "kl_coefficient", "kl_weight"), _KL),
     **dict.fromkeys(("use_kl_loss", "use_kl_in_reward"), ("algorithm.kl_in",)),
@@ -77,7 +77,7 @@ KEYS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("lr", "actor_learning_rate", "actor_lr", "max_lr", "peak_lr"), _RATE),
     **dict.fromkeys(("lr_warmup_ratio", "lr_warmup_steps_ratio"), ("optimizer.warmup_ratio",)),
     **dict.fromkeys(("lr_warmup_steps", "num_warmup_steps", "warmup"), ("optimizer.warmup_steps",)),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "warmup_style", "min_lr"), ("optimizer.min_lr_ratio",)),
+    "min_lr": ("optimizer.min_lr_ratio",),
     **dict.fromkeys(("l2", "wd"), ("optimizer.weight_decay",)),
     "adam_beta1": ("optimizer.beta1",),
     "adam_beta2": ("optimizer.beta2",),
@@ -116,9 +116,18 @@ KEYS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("save_steps", "save_freq", "save_interval"), ("checkpoint.every_steps",)),
     **dict.fromkeys(("save_total_limit", "max_actor_ckpt_to_keep", "max_ckpt_num"), ("checkpoint.keep",)),
     **dict.fromkeys(("eval_steps", "test_freq", "eval_freq", "eval_interval", "eval_strategy"), _EVERY),
-    **dict.fromkeys(("num_threads", "omp_num_threads", "dataloader_num_workers"), ("run.threads",)),
+    **dict.fromkeys(("num_threads", "omp_num_threads"), ("run.threads",)),
     **dict.fromkeys(("log_completions", "num_completions_to_print"), ("run.show_sample_every",)),
 }  # fmt: skip
+
+_SCHEDULE = "the learning rate rises linearly and falls as a cosine to optimizer.min_lr_ratio of its peak"
+
+WITHOUT: Mapping[str, str] = {
+    **dict.fromkeys(("use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port"), "a run samples with its own engine"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "warmup_style"), _SCHEDULE),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory"), "a run reads its data in its own process"),
+}  # fmt: skip
+"""Keys of other frameworks that nothing here corresponds to, and what holds instead."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "algorithm.advantage": {
@@ -144,7 +153,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "algorithm.kl_estimator": {
         **dict.fromkeys(("low_var_kl", "kl_low_var"), "k3"),
-        **dict.fromkeys(("mse", "abs"), "k2"),
+        "mse": "k2",
         "kl": "k1",
     },
     "algorithm.correction": {"icepop": "mask", "truncate": "tis", "token": "tis", "sequence": "sequence_mask"},
@@ -177,8 +186,18 @@ COMMANDS: Mapping[str, str] = {
 
 def keys_meant(path: Sequence[str]) -> Sequence[str]:
     """Our keys for one of another framework, the first that a command has being meant; none for a name that it is not known by."""
+    return next((KEYS[name] for name in _names(path) if name in KEYS), ())
+
+
+def no_counterpart(path: Sequence[str]) -> str | None:
+    """What holds instead of a key of another framework that nothing here corresponds to; None for any other key."""
+    return next((WITHOUT[name] for name in _names(path) if name in WITHOUT), None)
+
+
+def _names(path: Sequence[str]) -> Iterator[str]:
+    """The last names of a key, most of them first."""
     names = [name.lower().replace("-", "_") for part in path for name in part.split(".")]
-    return next((KEYS[name] for at in range(len(names)) if (name := ".".join(names[at:])) in KEYS), ())
+    return (".".join(names[at:]) for at in range(len(names)))
 
 
 def value_meant(key: str, value: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from nmoe.config.base import ConflictError, Section
-from nmoe.config.elsewhere import closest, keys_meant, table_leaves
+from nmoe.config.elsewhere import closest, keys_meant, no_counterpart, table_leaves
 from nmoe.config.locate import KeyPath, Locator, Place
 from nmoe.config.moved import PROBE_OUTSIDE, key_today
 from nmoe.config.overrides import read_value
@@ -143,6 +143,8 @@ def _unknown_key(
         return f"unknown key; {this} does not have it, {', '.join(owners)} {'has' if len(owners) == 1 else 'have'}"
     if (meant := _from_elsewhere(place, path, value, schema, commands)) is not None:
         return meant
+    if (instead := no_counterpart(keys)) is not None:
+        return f"unknown key; it has no counterpart: {instead}"
     key, known = str(path[-1]), keys_of(table)
     alike = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
     if alike:

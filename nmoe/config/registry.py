@@ -41,10 +41,11 @@ _of_this_call: ContextVar[dict[str, Any] | None] = ContextVar("_of_this_call", d
 class Registry:
     """The parts of one kind, by name. Its methods raise UserError for a name that has no part, or more than one."""
 
-    def __init__(self, kind: str, group: str, own: Mapping[str, str] = _NOTHING) -> None:
+    def __init__(self, kind: str, group: str, own: Mapping[str, str] = _NOTHING, key: str = "") -> None:
         """`kind`, such as "task", names the parts in messages; `group`, such as `nmoe.tasks`, is that of entry points. `own` has
-        the parts of nmoe: name -> `module:attribute`."""
-        self.kind, self.group, self.own = kind, group, own
+        the parts of nmoe: name -> `module:attribute`. `key` is the setting that names one, where other frameworks have names of
+        their own for its values (`nmoe.config.elsewhere`)."""
+        self.kind, self.group, self.own, self.key = kind, group, own, key
         self._registered: dict[str, Any] = {}
 
     def names(self) -> list[str]:
@@ -57,7 +58,7 @@ class Registry:
     def refusal(self, name: str, among: Iterable[str] | None = None) -> str:
         """Why a name that is not contained is refused: the names there are, of `among` where only those fit."""
         names = list(self.names() if among is None else among)
-        alike = closest(name, names, f"algorithm.{self.kind}")
+        alike = closest(name, names, self.key)
         hint = f"; did you mean {alike!r}?" if alike else ""
         known = f"one of {', '.join(names)}, or " if names else ""
         article = "an" if self.kind.startswith("a") else "a"
@@ -256,6 +257,7 @@ ADVANTAGES = Registry(
         **{name: f"nmoe.learner.advantages:{name}" for name in ("grpo", "dr_grpo", "rloo", "maxrl")},
         **{name: f"nmoe.learner.token_advantages:{name}" for name in ("reinforce_pp", "gae")},
     },
+    key="algorithm.advantage",
 )
 LOSSES = Registry(
     "loss",
@@ -265,4 +267,5 @@ LOSSES = Registry(
         "dual_clip": "nmoe.learner.objectives:clip",
         **{name: f"nmoe.learner.objectives:{name}" for name in ("gspo", "cispo", "dppo")},
     },
+    key="algorithm.loss",
 )

@@ -155,6 +155,10 @@ def contradictions() -> dict[str, tuple[dict[str, Any], str]]:
         "function": ({"config": {"algorithm.loss": ones}}, "is no setting; functions and objects are arguments"),
         "null": ({"config": {"run.name": None}}, "is no setting; leave it out for its default"),
         "lr": ({"lr": 1e-5}, r"lr: no such argument; a setting is passed as config=\{'optimizer.learning_rate'"),
+        "vllm": (
+            {"use_vllm": True},
+            "use_vllm: no such argument; it has no counterpart: a run samples with its own engine",
+        ),
         "reward_funcs": ({"reward_funcs": [ones]}, "reward_funcs: no such argument; did you mean rewards?"),
         "config lr": ({"config": {"lr": 1e-5}}, r"lr = 1e-5: unknown key; did you mean \[optimizer\] learning_rate"),
         "agent": ({"env": ones}, "what answers the policy turn by turn is a MultiTurnEnv"),

@@ -12,7 +12,7 @@ import pytest
 from nmoe.cli import main
 from nmoe.config.commands import COMMANDS
 from nmoe.config.elsewhere import COMMANDS as MEANT
-from nmoe.config.elsewhere import KEYS, VALUES, closest
+from nmoe.config.elsewhere import KEYS, VALUES, WITHOUT, closest
 from nmoe.config.schema import paths_of
 
 RL = """
@@ -87,6 +87,23 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 )
 def test_names_of_other_frameworks(told: Told, override: str, meant: str) -> None:
     assert told("rl", "train", "rl.toml", override) == f"{override}: unknown key; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("--use_vllm=true", "a run samples with its own engine"),
+        ("--dataloader_num_workers=4", "a run reads its data in its own process"),
+        (
+            "--optimizer.lr-scheduler-type=cosine",
+            "the learning rate rises linearly and falls as a cosine to optimizer.min_",
+        ),
+    ],
+)
+def test_a_key_without_a_counterpart_is_led_to_no_other(told: Told, override: str, instead: str) -> None:
+    assert told("rl", "train", "rl.toml", override).startswith(
+        f"{override}: unknown key; it has no counterpart: {instead}"
+    )
 
 
 def test_a_table_of_another_framework_and_a_key_of_another_command(told: Told) -> None:
@@ -221,6 +238,7 @@ def test_every_name_of_the_tables_leads_to_a_key_a_value_or_a_command() -> None:
         assert [key for key in keys if key.replace(".0.", ".") not in known] == [], name
         assert name not in known
     assert {key for key in VALUES if key not in known} == set()
+    assert WITHOUT.keys().isdisjoint(known | KEYS.keys())
     assert closest("Mine", ("mine", "other")) == "mine"
     assert closest("xyz", ("mine", "other")) is None
     assert json.dumps(MEANT)
