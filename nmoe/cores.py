@@ -1,13 +1,17 @@
 """The cores that this process may use, how many of them other programs keep busy, and the number of threads to compute with."""
 
+import functools
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 _MEASURE_S = 0.2
+_ASK_S = 120.0
 # A core counts as free if others use less than this share of it; the background of an idle machine is about 0.02.
 _NEGLIGIBLE_CORES = 0.25
 
@@ -35,14 +39,16 @@ def choose_threads(requested: int, processes: int = 1, environment: Mapping[str,
     return max(1, threads_for(usable_cores(), 0.0, cpu_quota()) // processes)
 
 
-def counts_of_torch(environment: Mapping[str, str] = os.environ) -> set[int]:
-    """The thread counts that torch may have chosen itself, as far as can be known: what the environment says, all usable
-    cores, or half of them where each computes as two."""
-    own, cores = environment.get("OMP_NUM_THREADS", "").partition(",")[0], usable_cores()
-    if own.isdigit():
-        return {int(own)}
-    siblings = Path("/sys/devices/system/cpu/smt/active")
-    return {cores, cores // 2} if siblings.exists() and siblings.read_text().strip() == "1" else {cores}
+@functools.cache
+def count_of_torch() -> int | None:
+    """The number of threads that torch chooses itself on this machine and in this environment, as a fresh process says; None where
+    none can be asked. Takes as long as importing torch."""
+    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_S)
+        return int(said.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def free_cores() -> int:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +15,10 @@ from nmoe.cores import (
     _quota_and_use,
     busy_seconds,
     choose_threads,
-    counts_of_torch,
+    count_of_torch,
     cpu_quota,
     free_cores,
     threads_for,
-    usable_cores,
 )
 
 
@@ -163,9 +163,23 @@ def test_the_count_is_the_users_or_that_of_the_cores(
     assert choose_threads(0, 16, {}) == 1
 
 
-def test_the_counts_that_torch_chooses_itself() -> None:
-    assert counts_of_torch({"OMP_NUM_THREADS": "3"}) == {3}
-    assert counts_of_torch({}) in ({usable_cores()}, {usable_cores(), usable_cores() // 2})
+@pytest.mark.parametrize(
+    ("said", "expected"), [("print(5)", 5), ("print('a warning')", None), ("raise SystemExit(1)", None), ("", None)]
+)
+def test_the_count_that_torch_chooses_itself_is_that_of_a_fresh_process(
+    said: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, python = subprocess.run, sys.executable if said else ""  # "" in a program that has Python inside
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command == [python, "-c", "import torch; print(torch.get_num_threads())"]
+        return original([python, "-c", said], **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "executable", python)
+    count_of_torch.cache_clear()
+    assert count_of_torch() == expected
+    count_of_torch.cache_clear()
 
 
 def test_the_work_of_others_is_what_this_process_did_not_do() -> None:

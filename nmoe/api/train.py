@@ -20,7 +20,7 @@ from nmoe.config.commands import RunConfig, load_run_with
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import DPOConfig, RewardConfig, SFTConfig
 from nmoe.config.registry import names_of_one_call
-from nmoe.cores import counts_of_torch
+from nmoe.cores import choose_threads, count_of_torch
 from nmoe.engine.function import GenerateFunction
 from nmoe.errors import UserError
 from nmoe.model.idle_threads import IDLE
@@ -256,7 +256,8 @@ def _config(
     while file is None and not named and not free.resume and (Path(free.directory) / free.name).exists():
         free, number = free.model_copy(update={"name": f"{config.run.name}-{number}"}), number + 1
     # A program that gave torch a number of threads keeps it; what torch chose itself is left to `choose_threads`.
-    if free.threads == 0 and (own := torch.get_num_threads()) not in counts_of_torch():
+    own = torch.get_num_threads()
+    if free.threads == 0 and own != choose_threads(0) and own != count_of_torch():
         free = free.model_copy(update={"threads": own})
     config = config.model_copy(update={"run": free})
     refuse_to_start(config)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import nmoe
+from nmoe.api import train
 from nmoe.api.environments import environment_table, read_config
 from nmoe.config.registry import load_object
 from nmoe.engine.api import Engine, Request
@@ -288,14 +289,25 @@ def test_a_run_leaves_torch_as_it_was() -> None:
         fills.fill_uninitialized_memory = before[2]
 
 
-def test_a_run_computes_with_the_threads_that_the_program_gave_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("chosen_by_torch", "expected"),
+    [
+        (2, 3),  # the program chose the 3
+        (3, 2),  # torch did: of 6 cores those of a kind, or one of each two
+        (None, 3),
+    ],
+)
+def test_a_run_computes_with_the_threads_that_the_program_gave_torch(
+    chosen_by_torch: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = torch.get_num_threads()
+    monkeypatch.setattr(train, "count_of_torch", lambda: chosen_by_torch)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     try:
         torch.set_num_threads(3)
         run = nmoe.train_sft(TINY, [{"prompt": "a", "completion": "b"}])
-        assert json.loads((run.path / "provenance.json").read_text())["threads"] == 3
-        assert "3 threads; idle ones " in (run.path / "log.txt").read_text()
+        assert json.loads((run.path / "provenance.json").read_text())["threads"] == expected
+        assert f"{expected} threads; idle ones " in (run.path / "log.txt").read_text()
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
