@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakSet
 
 from nmoe.config.modes import mode_of
 from nmoe.config.tables.pools import task_types
@@ -20,9 +19,6 @@ from nmoe.rollout.collector import Collector
 from nmoe.statistics import binomial_interval, pass_at_k, share_interval
 from nmoe.trajectory import Group
 from nmoe.types import Problem, Sampling
-
-# The environments of which it was said that they have fewer problems than are asked for.
-_SHORT = WeakSet[Environment]()
 
 
 @dataclass(frozen=True)
@@ -71,6 +67,8 @@ def evaluate(
     - `sampling_pass@1`, the mean over samples, with an interval over problems;
     - `pass@k` for every k from 2 to the number of samples, the probability that at least one of k samples is right;
     - `sampling_pass@n`, the share of problems where the most frequent answer is right; of equally frequent ones the first given.
+
+    Says where there are fewer problems than that (`say_if_fewer`).
     """
     refuse_open_problems(environment)
     groups = sample_problems(
@@ -84,6 +82,7 @@ def evaluate(
         seed=seed,
         runtime=runtime,
     )
+    say_if_fewer(environment, problems, len(groups))
     return summarise(groups, environment.settings.env_id, temperature)
 
 
@@ -113,22 +112,18 @@ def sample_problems(
     collector = Collector(engine, environment, context_tokens, sandboxes, workspaces=workspaces)
     key = (seed, "eval", samples, str(temperature))
     sampling = Sampling(max_new_tokens, temperature)
-    asked = [
-        (place, problem) for place, problem in enumerate(_asked(environment, problems)) if key_of(problem) not in done
-    ]
+    distinct = distinct_problems(environment, problems)
+    asked = [(place, problem) for place, problem in enumerate(distinct) if key_of(problem) not in done]
     places, left = [place for place, _ in asked], [problem for _, problem in asked]
     return collector.collect(left, samples, sampling, key, places, on_group, state=None).groups
 
 
-def _asked(environment: Environment, count: int) -> list[Problem]:
-    """The problems of an evaluation. Says so, once for an environment, where there are fewer than it asks for."""
-    found = distinct_problems(environment, count)
-    if len(found) < count and environment not in _SHORT:
-        _SHORT.add(environment)
+def say_if_fewer(environment: Environment, problems: int, found: int) -> None:
+    """Says on stderr that an environment has only `found` different problems, where that is fewer than are asked for."""
+    if found < problems:
         left_out = f", and {environment.overlong:,} do not fit the context" if environment.overlong else ""
-        there = f"there are only {len(found):,} different ones to ask{left_out}"
-        print(f"{environment.settings.env_id}: problems = {count:,}, and {there}", file=sys.stderr)
-    return found
+        there = f"there are only {found:,} different ones to ask{left_out}"
+        print(f"{environment.settings.env_id}: problems = {problems:,}, and {there}", file=sys.stderr)
 
 
 def distinct_problems(environment: Environment, count: int) -> list[Problem]:

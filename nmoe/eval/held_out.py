@@ -9,7 +9,7 @@ from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.asked import sampling_record
-from nmoe.eval.evaluate import Evaluation, refuse_open_problems, sample_problems, summarise
+from nmoe.eval.evaluate import Evaluation, refuse_open_problems, sample_problems, say_if_fewer, summarise
 
 
 class HeldOutProblems:
@@ -28,9 +28,11 @@ class HeldOutProblems:
         self._environment, self._tools, self._start = environment, tools, environment.state()
         self._problems, self._mode = problems, mode
         self._max_new_tokens, self._seed = max_new_tokens, seed
+        self._fewer_said = False
 
     def evaluate(self, engine: Engine, context_tokens: int) -> list[Evaluation]:
-        """The mode's results first: over all problems, with the value of each, then by source."""
+        """The mode's results first: over all problems, with the value of each, then by source. The first call says where there are
+        fewer problems than are asked for."""
         self._environment.load_state(self._start)
         refuse_open_problems(self._environment)
         groups = sample_problems(
@@ -45,6 +47,9 @@ class HeldOutProblems:
             seed=self._seed,
             runtime=self._tools,
         )
+        if not self._fewer_said:
+            say_if_fewer(self._environment, self._problems, len(groups))
+            self._fewer_said = True
         settings = self._environment.settings
         sampling = sampling_record(self._mode, self._max_new_tokens, settings.reasoning_effort)
         results = [

@@ -18,7 +18,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
-from nmoe.eval.evaluate import distinct_problems, sample_problems
+from nmoe.eval.evaluate import distinct_problems, sample_problems, say_if_fewer
 from nmoe.generation import sampling_notes
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.progress import counting
@@ -113,7 +113,7 @@ def open_subject(
     """Opens the model of a run or checkpoint with an environment.
 
     `on_held_out` takes the environment's eval split if it has one. `max_tokens` bounds a completion, as the context does.
-    `prepare` may select among the environment's problems.
+    `prepare` may select among the environment's problems. Says where there are fewer than `problems`.
     Raises UserError for what cannot be loaded, for a device that is not there, and if one of the first `problems` prompts fills the
     model's context.
     """
@@ -127,7 +127,9 @@ def open_subject(
     prepare(loaded)
     model = load_policy_on(directory, device, expert_weights).requires_grad_(False)
     start = loaded.state()
-    longest = max(len(loaded.prompt_ids(problem)) for problem in distinct_problems(loaded, problems))
+    first = distinct_problems(loaded, problems)
+    say_if_fewer(loaded, problems, len(first))
+    longest = max(len(loaded.prompt_ids(problem)) for problem in first)
     if longest >= model.config.context_tokens:
         raise UserError(
             f"environment {settings.env_id}: a prompt of {longest} tokens leaves no room in the model's context of "

@@ -10,10 +10,14 @@ from typing import Any, TypeVar
 import pytest
 from scipy import stats
 
+from nmoe.config.modes import mode_of
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
+from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation, distinct_problems, evaluate
+from nmoe.eval.held_out import HeldOutProblems
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Sample
@@ -187,7 +191,7 @@ def test_problems_of_an_evaluation_are_distinct(tokenizer: Tokenizer, tmp_path: 
     ]
 
 
-def test_fewer_problems_than_were_asked_for_are_told_once(
+def test_fewer_problems_than_were_asked_for_are_named_by_each_evaluation_and_once_by_a_probe(
     tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "env.toml"
@@ -195,9 +199,14 @@ def test_fewer_problems_than_were_asked_for_are_told_once(
     count = len(distinct_problems(Environment.from_toml(file, tokenizer), 50))
     environment = Environment.from_toml(file, tokenizer)
     line = f"skills: problems = 50, and there are only {count} different ones to ask\n"
-    for asked, said in ((count, ""), (50, line), (50, "")):
+    for asked, said in ((count, ""), (50, line), (50, line)):
         engine = ScriptedEngine(tokenizer, "+" * count)
         settings = {"samples": 1, "temperature": 0.0, "max_new_tokens": 40, "seed": 5}
         (result,) = evaluate(engine, environment, context_tokens=200, problems=asked, **settings)  # type: ignore[arg-type]
         assert result.problems == count
         assert capsys.readouterr().err == said
+    with ToolRuntime(environment, SandboxSettings()) as tools:
+        probe = HeldOutProblems(environment, tools, problems=50, mode=mode_of(), max_new_tokens=40, seed=5)
+        for said in (line, ""):
+            (result,) = probe.evaluate(ScriptedEngine(tokenizer, "+" * count), 200)
+            assert (result.problems, capsys.readouterr().err) == (count, said)
