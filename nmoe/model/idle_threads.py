@@ -39,8 +39,8 @@ _STALE_S = 60.0
 _FREE_LOOKS = 3
 # The test of whether a team can be had asks for so many times its threads: another process may start some meanwhile.
 _MARGIN = 2
-# A team takes milliseconds.
-_READY_S = 30.0
+# Starting a team and ending one takes milliseconds.
+_READY_S = 10.0
 _CORES_AT_START = usable_cores()  # libgomp counts them when it is loaded
 
 
@@ -84,7 +84,8 @@ class Libgomp:
 
 
 def can_start(count: int) -> bool:
-    """Whether the system lets this process have so many threads more: control groups and containers have limits."""
+    """Whether the system lets this process have so many threads more: control groups and containers have limits. They have ended
+    when this returns True."""
     end, started = threading.Event(), list[threading.Thread]()
     try:
         for _ in range(count):
@@ -97,6 +98,12 @@ def can_start(count: int) -> bool:
         end.set()
         for thread in started:
             thread.join()
+    # One that is joined counts until the kernel has let it go.
+    last = time.monotonic() + _READY_S
+    while any(Path(f"/proc/self/task/{thread.native_id}").exists() for thread in started):
+        if time.monotonic() > last:
+            return False
+        time.sleep(0.001)
     return True
 
 

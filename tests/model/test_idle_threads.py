@@ -241,6 +241,24 @@ def test_a_team_is_tried_with_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(thread.is_alive() for thread in started)
 
 
+def test_the_threads_of_a_trial_have_ended_before_the_team_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is joined still counts against the limit for a moment; libgomp would end the process for it."""
+    seen: list[str] = []
+
+    class Task(SimpleNamespace):
+        def exists(self) -> bool:
+            seen.append(self.path)
+            return len(seen) < 5
+
+    monkeypatch.setattr(idle_threads, "Path", lambda path: Task(path=path))
+    assert idle_threads.can_start(2)
+    assert len(seen) == 6  # the first of two four times, then both
+    assert len(set(seen)) == 2
+    monkeypatch.setattr(idle_threads, "_READY_S", 0.01)
+    monkeypatch.setattr(Task, "exists", lambda self: True)
+    assert not idle_threads.can_start(2)
+
+
 def test_a_team_makes_the_threads_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_threads, "_CORES_AT_START", 6)
     monkeypatch.setattr(idle_threads, "usable_cores", lambda: 4)  # of 6 when libgomp was loaded
