@@ -12,6 +12,7 @@ _CHOICE = re.compile(
     r"|(?:\(([A-J])\)|([A-J])[.):])(?:\s|\\[ ,;:]|\\q?quad|~)+)(?![A-J]\s*$)(\S.*)",
     re.DOTALL,
 )
+_ONLY = re.compile(r"\s*\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}\s*")
 _OPTION = re.compile(r"(?:\\text\s*\{)?\s*(?:option|choice|answer)\s*:?\s+(\(?[A-J]\)?)\s*\}?", re.IGNORECASE)
 
 
@@ -24,9 +25,16 @@ def read_choice(text: str) -> tuple[str, str] | None:
     return next(letter for letter in letters if letter), value
 
 
-def is_letter(letter: str, text: str) -> bool:
+def only_choice(text: str) -> str | None:
+    r"""The letter of "\text{(B)}", which is surely a choice; None for any other raw text."""
+    match = _ONLY.fullmatch(text)
+    return match[1] if match else None
+
+
+def is_letter(letter: str, text: str, any_case: bool = False) -> bool:
     """Whether a text is the letter of a choice."""
-    return normalize(without_option(text)).strip("().: ") == letter
+    said = normalize(without_option(text)).strip("().: ")
+    return (said.upper() if any_case else said) == letter
 
 
 def without_option(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from nmoe.grading.extraction import joined_boxes
 from nmoe.grading.math import expressions
-from nmoe.grading.math.choices import is_letter, read_choice, without_option
+from nmoe.grading.math.choices import is_letter, only_choice, read_choice, without_option
 from nmoe.grading.math.forms import Answer, Compound, Form, read_answer
 from nmoe.grading.math.intervals import REAL_LINE, as_intervals
 from nmoe.grading.math.names import names_a_term, rename, renamed_arguments
@@ -24,7 +24,7 @@ from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.grading.math.numbers import Number, decimal_commas, is_surely_decimal, read_number, same
 from nmoe.grading.math.policy import DEFAULT, Policy
 from nmoe.grading.math.question import is_as_asked, repeats, repeats_equation, wants_equation
-from nmoe.grading.math.scalars import REALS, Scalar, dollars, letter_unit, percent_value
+from nmoe.grading.math.scalars import REALS, Scalar, dollars, letter_unit, percent_value, read_amounts
 from nmoe.grading.math.screen import differ, equations_differ
 from nmoe.grading.math.units import asked_units, asks_cents, asks_percent, changes_number
 from nmoe.grading.math.worked import is_worked_out
@@ -36,6 +36,7 @@ _MAX_SET = 30
 _MAX_NORMALIZED_CHARS = 2 * MAX_ANSWER_CHARS
 _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,15}")
 _WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
+_CASELESS = re.compile(r"[A-Z][a-z]{2,}|[a-z]{5,}|(?i:yes|no|true|false)")
 _YES_OR_NO = re.compile(r"(yes|no), \S.*", re.IGNORECASE | re.DOTALL)
 _NUMBER_SET = re.compile(r"\\mathbb\{([A-Z])\}")
 _INDEX = re.compile(r"([a-z])\\in ?(?:\\mathbb\{[NZ]\}|[NZ])(?:[_^](?:[*+]|\{[*+]\}))?")
@@ -132,10 +133,12 @@ def _compare(gold: str, answer: str, leaves: Leaves, policy: Policy) -> bool | N
         return _compare(choices[0][1], choices[1][1], leaves, policy) if choices[0][0] == choices[1][0] else False
     if choices[0]:
         letter, value = choices[0]
-        return True if is_letter(letter, answer) else _compare(value, answer, leaves, policy)
+        return True if is_letter(letter, answer, any_case=True) else _compare(value, answer, leaves, policy)
     if choices[1]:
         letter, value = choices[1]
         return True if is_letter(letter, gold) else _compare(gold, value, leaves, policy)
+    if (chosen := only_choice(gold)) and is_letter(chosen, answer, any_case=True):
+        return True
     answer = without_option(answer)
     comparison = _Comparison(leaves, policy)
     found = comparison.answers(read_answer(gold), read_answer(answer))
@@ -173,6 +176,8 @@ class _Comparison:
 
     def answers(self, gold: Answer, answer: Answer) -> bool | None:
         if gold.text == answer.text or _sentence_case(gold.text) == _sentence_case(answer.text):
+            return True
+        if _same_words(gold.text, answer.text) or _same_amounts(gold.text, answer.text):
             return True
         if (said := _YES_OR_NO.fullmatch(gold.text)) and answer.text.lower() == said[1].lower():
             return True
@@ -485,6 +490,17 @@ def _text_of(form: Form) -> str:
 def _sentence_case(text: str) -> str:
     """Lowers the first letter of words of three letters or more, and of "No": "East" is "east", but a point A is not a."""
     return _WORD.sub(lambda word: word[0][0].lower() + word[0][1:], text) if "\\" not in text else text
+
+
+def _same_words(gold: str, answer: str) -> bool:
+    """Whether a gold of whole words is written in another case. "ABC", "abc" and "x" may be names, whose case counts."""
+    words = gold.split(" ")
+    return gold.casefold() == answer.casefold() and all(map(_CASELESS.fullmatch, words))
+
+
+def _same_amounts(gold: str, answer: str) -> bool:
+    """Whether both are the same amounts of units in the same order: "2 hours 30 minutes" and "2 hours and 30 minutes"."""
+    return (amounts := read_amounts(gold)) is not None and amounts == read_amounts(answer)
 
 
 def _all(found: Iterable[bool | None]) -> bool | None:

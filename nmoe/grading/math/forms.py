@@ -65,6 +65,7 @@ class Answer:
 
 _WORDED = re.compile(r"(?<=[0-9}\])\s%])\\(?:text|textrm|textnormal|textbf|mathrm|mbox)\s*\{\s*([^{}]*?)\s*\}")
 _GROUPED_COUNT = re.compile(r"\s*([0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?(?:\s|\\?%|[\ue000A-Za-z]).*)", re.DOTALL)
+_GROUPS = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+")
 _SEPARATING_WORD = re.compile(r"\s*(?:,\s*)?(?:or|and)\s*")
 
 _FIRST_NUMBER = re.compile(r"\s*\(1\)(?:\s|\\[ ,;:]|~)*[^)\s]")
@@ -346,7 +347,12 @@ def _bracketed(text: str, tokens: Sequence[tuple[str, int]], level: int) -> Form
     parts = _split(inner, {",", ";"})
     if not all(part for part, _ in parts):
         return None
-    if (opening, closing) == (r"\{", r"\}"):
+    plain = (
+        (opening, closing) == ("{", "}")
+        and len(parts) > 1
+        and not _GROUPS.fullmatch(",".join(part for part, _ in parts))
+    )
+    if (opening, closing) == (r"\{", r"\}") or plain:
         if any(token in ("|", ":") for token, _ in inner):
             return _by_property(inner, level)
         return Compound("set", tuple(_read(normalize(part), level + 1) for part, _ in parts))

@@ -64,8 +64,10 @@ def _excluded(form: Compound) -> Compound | None:
     for one in relations:
         if not isinstance(one, Compound) or (one.kind, one.detail) != ("relation", r"\ne") or len(one.parts) != 2:
             return None
-        name, point = one.parts
-        if not _is_variable(name) or name != relations[0].parts[0]:  # type: ignore[union-attr]
+        name, point = one.parts if _is_variable(one.parts[0]) else one.parts[::-1]
+        if not points:
+            variable = name
+        if not _is_variable(name) or name != variable:
             return None
         points += point.parts if isinstance(point, Compound) and point.kind == "set" else [point]
     return Compound("set", tuple(points))

@@ -75,6 +75,8 @@ _SPELLINGS = {
     r"^{\circ}": r"^\circ ",
     r"\varnothing": r"\emptyset ",
     r"\O": r"\emptyset ",
+    r"\log_e": r"\ln ",
+    r"\log_{e}": r"\ln ",
     r"\lbrace": r"\{",
     r"\rbrace": r"\}",
     r"\lvert": "|",

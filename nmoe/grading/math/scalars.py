@@ -33,7 +33,9 @@ _DOLLARS = re.compile(r"\s*(\$?)[+-]?\\?\$\s?[0-9.,]+\1\s*")
 # Degrees are a unit of an angle, but in a function's argument they are not the unit of its value.
 _ANGLE = re.compile(r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
 _FOREIGN_CURRENCY = re.compile(r"([€£¥₹₩₽])(.+)")
-_BASE = re.compile(r"([0-9A-Fa-f]+)_(?:\{([0-9]{1,2}|[a-z]+)\}|([0-9]))")
+_BASE = re.compile(r"(?:([0-9A-Fa-f]+)|\(([0-9A-Fa-f]+)\))_(?:\{([0-9]{1,2}|[a-z]+)\}|([0-9]))")
+_AMOUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?!and\b)([A-Za-z]+)")
+_AMOUNTS = re.compile(rf"{_AMOUNT.pattern}(?:(?:, and|,| and)? ?{_AMOUNT.pattern})+")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BASES |= {"ten": "10", "twelve": "12", "sixteen": "16"}
 
@@ -86,10 +88,11 @@ def read_scalar(text: str) -> Scalar:
     if number := read_number(text):
         return Scalar(text, number)
     if match := _BASE.fullmatch(text):
-        base = match[2] or match[3]
-        digits = match[1].lstrip("0").upper() or "0"
+        base = match[3] or match[4]
+        digits = (match[1] or match[2]).lstrip("0").upper() or "0"
         base = _BASES.get(base, base)
-        return Scalar(digits, read_number(digits), base=base) if base.isdigit() else Scalar(text, None)
+        written = base.isdigit() and all(int(digit, 16) < int(base) for digit in digits)  # a_2 is the second of some a
+        return Scalar(digits, read_number(digits), base=base) if written else Scalar(text, None)
     if match := _PERCENT.fullmatch(text):
         return _with_unit(match[1], "%")
     if match := _DEGREE.fullmatch(text):
@@ -110,6 +113,15 @@ def _with_unit(text: str, unit: str) -> Scalar:
     if unit == "degree" and not _ANGLE.fullmatch(value):
         return Scalar(rf"{value}^\circ", None)
     return Scalar(value, read_number(value), unit)
+
+
+def read_amounts(text: str) -> list[tuple[Number, str]] | None:
+    """The numbers and units of "2 hours and 30 minutes"; None for a normalised text other than several amounts of known units."""
+    if not _AMOUNTS.fullmatch(text):
+        return None
+    found = [(read_number(number), spell_unit(unit, "")) for number, unit in _AMOUNT.findall(text)]
+    known = [(number, unit) for number, unit in found if number is not None and known_unit(unit)]
+    return known if len(known) == len(found) else None
 
 
 def letter_unit(scalar: Scalar) -> Scalar | None:
