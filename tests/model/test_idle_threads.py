@@ -331,3 +331,34 @@ def test_libomp_is_left_alone_though_it_has_the_function_of_libgomp(monkeypatch:
     library = SimpleNamespace(GOMP_parallel=SimpleNamespace(), free=None, kmp_set_blocktime=SimpleNamespace())
     monkeypatch.setattr(idle_threads, "_libraries", lambda: iter([library]))
     assert find_runtime() is None
+
+
+# One sleep and one spin for each number of threads that the system allows more, by a user who is held to it.
+_ALLOWED = """
+import os, resource, time, torch
+from nmoe.model import idle_threads
+torch.set_num_threads(2)
+torch.ones(300, 300) @ torch.ones(300, 300)
+idle_threads._CORES_AT_START = 30
+os.setresuid(54321, 54321, 54321)
+have, most = len(os.listdir("/proc/self/task")), resource.getrlimit(resource.RLIMIT_NPROC)[1]
+for room in (20, 29, 30, 31, 45, 59, 61, 62, 70):
+    resource.setrlimit(resource.RLIMIT_NPROC, (have + room, most))
+    for _ in range(10):
+        runtime = idle_threads.find_runtime()
+        could = runtime.sleep(2, lambda: None)
+        runtime.spin()
+        while len(os.listdir("/proc/self/task")) > have:
+            time.sleep(0.001)
+    print(room, could)
+"""
+
+
+@pytest.mark.long  # sets the limits of another user
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.skipif(not isinstance(find_runtime(), Libgomp), reason="torch computes with another OpenMP runtime")
+def test_no_limit_on_threads_ends_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", _ALLOWED], capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    said = dict(line.split() for line in ended.stdout.splitlines())
+    assert {room for room, could in said.items() if could == "True"} == {"61", "62", "70"}
