@@ -70,8 +70,7 @@ def test_what_has_no_length_is_refused(tmp_path: Path) -> None:
     endless = config(tmp_path, None)
     with pytest.raises(UserError, match=r"run\.episodes = 2: the task pool of 'sort' has no end; give run\.steps"):
         with_steps_of_episodes(endless)
-    (check,) = preflight(endless)
-    assert (check.name, check.status) == ("episodes", "fail")
+    assert "episodes" in [check.name for check in preflight(endless) if check.status == "fail"]
     critic = {"critic": {"path": "c", "warmup_steps": 10}, "algorithm": {"advantage": "gae"}}
     with pytest.raises(UserError, match=r"critic\.warmup_steps = 10: leaves no step .* 2 are 10 steps"):
         with_steps_of_episodes(config(tmp_path, **critic))
