@@ -1,6 +1,20 @@
 """Errors that end a command with one clear message: what was wrong, where, and what to do about it."""
 
 
+def shown(value: object, characters: int = 80) -> str:
+    """A value as a message shows it: as Python writes it, in one line of at most so many characters."""
+    try:
+        text = repr(value)
+    except Exception as error:  # the user's object may raise anything
+        text = f"what cannot be shown ({type(error).__name__})"
+    return cut(" ".join(line.strip() for line in text.splitlines()), characters)
+
+
+def cut(text: str, characters: int = 80) -> str:
+    """A text of at most so many characters: the end of a longer one is "..."."""
+    return text if len(text) <= characters else text[: characters - 3] + "..."
+
+
 class UserError(Exception):
     """Bad input. A command that meets it prints the message without a traceback and exits with code 2."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from nmoe.config.elsewhere import keys_meant, no_counterpart
-from nmoe.errors import UserError
+from nmoe.errors import UserError, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,11 +89,11 @@ def rows_of(data: Any, what: str) -> list[dict[str, Any]]:
     elif hasattr(data, "to_dict") and hasattr(data, "columns"):
         data = data.to_dict("records")
     if isinstance(data, str | bytes) or not isinstance(data, Iterable):
-        raise UserError(f"{what} is {_shown(data)}, and no records: pass a list of dicts, a datasets.Dataset or a file")
+        raise UserError(f"{what} is {shown(data)}, and no records: pass a list of dicts, a datasets.Dataset or a file")
     rows = []
     for number, record in enumerate(data):
         if not isinstance(record, Mapping):
-            raise UserError(f"record {number} of {what} is {_shown(record)}, not a dict")
+            raise UserError(f"record {number} of {what} is {shown(record)}, not a dict")
         rows.append(dict(record))
     if not rows:
         raise UserError(f"{what} has no records")
@@ -129,7 +129,7 @@ def settings(path: str, value: Any) -> Any:
         return value
     if tuple(getattr(value, "shape", (0,))) == () and hasattr(value, "item"):
         return value.item()
-    raise UserError(f"config: {path} = {_shown(value)} is no setting; {_way_of(value)}")
+    raise UserError(f"config: {path} = {shown(value)} is no setting; {_way_of(value)}")
 
 
 def _is_of_environment(path: str) -> bool:
@@ -155,10 +155,5 @@ def refuse_contradiction(said: Mapping[str, Any], given: Mapping[str, Any], path
             refuse_contradiction(one, other, f"{path}.{key}", argument)
         elif one != other:
             raise UserError(
-                f"config: {path}.{key} = {_shown(one)}, and {argument} says {_shown(other)}: drop one of the two"
+                f"config: {path}.{key} = {shown(one)}, and {argument} says {shown(other)}: drop one of the two"
             )
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from nmoe.runs.sample_limits import CHARACTERS, PROBLEMS
+
 
 def samples(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
@@ -22,10 +24,10 @@ def samples(
         typer.Option(
             metavar="N", min=1, help="Without --step: how many problems, each with its best and worst sample."
         ),
-    ] = 4,
+    ] = PROBLEMS,
     characters: Annotated[
         int, typer.Option(metavar="N", min=0, help="The most characters of a prompt or completion; 0: all.")
-    ] = 1500,
+    ] = CHARACTERS,
 ) -> None:
     """Show what the policy wrote: prompt, completion, reward and why.
 

@@ -15,7 +15,7 @@ from nmoe.config.moved import PROBE_OUTSIDE, key_today
 from nmoe.config.overrides import read_value
 from nmoe.config.schema import TAG, choices_of, follow, item_of, keys_of, paths_of, sections_of, tag_of
 from nmoe.config.toml import toml_value
-from nmoe.errors import UserError
+from nmoe.errors import UserError, cut
 
 _LONGEST_VALUE = 60
 
@@ -294,8 +294,7 @@ def _type_words(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = toml_value(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    return cut(toml_value(value), _LONGEST_VALUE)
 
 
 def _dotted(path: KeyPath) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nmoe.errors import UserError
+from nmoe.errors import UserError, shown
 from nmoe.parsing import json_of
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 from nmoe.text.harmony_format import CHANNELS, ROLES
@@ -15,7 +15,6 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", 
 # Tool calls of ShareGPT-like datasets, and of OpenAI's format before `tool_calls`.
 _ROLES_OF_CALLS = {"function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_SHOWN_CHARS = 80
 _OBJECTS = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
 _PRINTED_ROLE = re.compile(r"'(?:role|from)': '(?:system|user|human|assistant|gpt)'")
 
@@ -87,11 +86,6 @@ def held(value: object) -> str:
     """A value in a message: "null", or "the number 3"."""
     word = json_word(value)
     return word if value is None else f"the {word.partition(' ')[2]} {shown(value)}"
-
-
-def shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
 
 
 def _message(value: object, where: str) -> ChatMessage:

@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 from nmoe.config.tables.records import DatasetSettings, Kind
 from nmoe.data.layouts import plain_columns
-from nmoe.data.messages import listed, read_messages, read_tools, shown, text_of, text_or_messages
+from nmoe.data.messages import listed, read_messages, read_tools, text_of, text_or_messages
 from nmoe.data.rows import Row, read_rows
-from nmoe.errors import UserError
+from nmoe.errors import UserError, shown
 from nmoe.text.conversation import ChatMessage, ToolDefinition
 
 Messages = tuple[ChatMessage, ...]

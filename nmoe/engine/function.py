@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from nmoe.engine.api import Delta, Engine, EngineStats, R, Request
-from nmoe.errors import UserError
+from nmoe.errors import UserError, shown
 from nmoe.model.config import ModelConfig
 from nmoe.types import FinishReason, Sample
 
@@ -43,7 +43,7 @@ class FunctionEngine:
         if inspect.isawaitable(returned):
             returned = await returned
         if not isinstance(returned, list) or len(returned) != request.n:
-            raise UserError(f"generate_fn: it returned {_short(returned)}, not a list of {request.n} samples")
+            raise UserError(f"generate_fn: it returned {shown(returned)}, not a list of {request.n} samples")
         for index, sample in enumerate(returned):
             if isinstance(sample, Sample):
                 _as_lists(sample)
@@ -83,10 +83,10 @@ def _plain(value: Any) -> Any:
 def _fault(sample: Any, request: Request, model: ModelConfig) -> str | None:
     """What is wrong with a sample, if anything is."""
     if not isinstance(sample, Sample):
-        return f"is {_short(sample)}, not a Sample"
+        return f"is {shown(sample)}, not a Sample"
     for name in ("token_ids", "logprobs", "versions"):
         if not isinstance(value := getattr(sample, name), list):
-            return f"has {name} = {_short(value)}, not a list"
+            return f"has {name} = {shown(value)}, not a list"
     count = len(sample.token_ids)
     if not 0 < count <= request.sampling.max_new_tokens:
         return f"has {count} tokens; between 1 and max_new_tokens = {request.sampling.max_new_tokens} were asked for"
@@ -130,8 +130,3 @@ def _fault(sample: Any, request: Request, model: ModelConfig) -> str | None:
 
 def _all_below(vocabulary: int, ids: list[Any]) -> bool:
     return all(isinstance(one, int) and 0 <= one < vocabulary for one in ids)
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -50,7 +50,7 @@ from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.registry import check_source
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.user_code import find_definition
-from nmoe.errors import UserError
+from nmoe.errors import UserError, shown
 from nmoe.runs.resolve import resolve_tokenizer
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.sources import WorkspaceError, identity_of, source_of
@@ -141,7 +141,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             yield f"reward       {reward.name}: cannot be used"
             mistakes.append(str(error))
     problems: list[Problem] = []
-    shown = False
+    rendered = False
     for name, pool in _sources(settings):
         yield ""
         here = not isinstance(pool, HubPool) or local_copy(split_path(pool.dataset)[0]) is not None
@@ -168,16 +168,16 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             except UserError as error:
                 mistakes.append(f"source {name}: {error}")
         right, wrong = _graded(environment, problem)
-        if not shown:
-            shown = True
+        if not rendered:
+            rendered = True
             yield from _rendered(environment, tokenizer, problem, right)
         if not TASKS[problem.task_type].has_gold:
             yield f"problem {problem.id}: open, so that no answer to it is right or wrong"
             continue
         if TASKS[problem.task_type].knows_answer(problem):
-            yield f"problem {problem.id}, gold {_short(problem.gold)}"
-            yield f"  right answer {_short(right.answer)}: {right.said}"
-            yield f"  wrong answer {_short(wrong.answer)}: {wrong.said}"
+            yield f"problem {problem.id}, gold {shown(problem.gold)}"
+            yield f"  right answer {shown(right.answer)}: {right.said}"
+            yield f"  wrong answer {shown(wrong.answer)}: {wrong.said}"
             mistakes += _verdict_mistakes(problem, right, wrong)
         else:
             which = "record" if TASKS[problem.task_type].knows_answers else "task"
@@ -292,9 +292,9 @@ async def _graded_in_session(environment: Environment, problem: Problem, ids: li
 
 def _verdict_mistakes(problem: Problem, right: _Graded, wrong: _Graded) -> Iterator[str]:
     if not right.as_wanted:
-        yield f"problem {problem.id}: its gold answer {_short(right.answer)} has to be graded correct, and is {right.said}"
+        yield f"problem {problem.id}: its gold answer {shown(right.answer)} has to be graded correct, and is {right.said}"
     if not wrong.as_wanted:
-        yield f"problem {problem.id}: the wrong answer {_short(wrong.answer)} has to be graded incorrect, and is {wrong.said}"
+        yield f"problem {problem.id}: the wrong answer {shown(wrong.answer)} has to be graded incorrect, and is {wrong.said}"
 
 
 def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Problem, wrong: _Graded) -> Iterator[str]:
@@ -311,7 +311,7 @@ def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Probl
         yield f"  after the wrong answer the conversation is over, in the state {exchange and exchange.state}"
         return
     kind, given_ids = environment.follow_up(problem, turns, (), [exchange])
-    yield f"  after the wrong answer the user says {_short(exchange.user)}, in the state {exchange.state}; " + (
+    yield f"  after the wrong answer the user says {shown(exchange.user)}, in the state {exchange.state}; " + (
         "a new branch begins:" if kind == "prompt" else "the same branch goes on:"
     )
     yield from _indented(tokenizer.decode(given_ids))
@@ -372,8 +372,3 @@ def _describe_workspace(settings: WorkspaceSettings, problems: Sequence[Problem]
 
 def _sum(weights: dict[str, float]) -> str:
     return " + ".join(f"{weight:g} {name}" for name, weight in weights.items() if weight)
-
-
-def _short(text: str) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

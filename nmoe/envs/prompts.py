@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nmoe.data.messages import held, read_messages, shown, text_or_messages
-from nmoe.errors import UserError
+from nmoe.data.messages import held, read_messages, text_or_messages
+from nmoe.errors import UserError, shown
 from nmoe.text.conversation import ChatMessage
 from nmoe.types import Message
 

@@ -13,6 +13,7 @@ from nmoe.runs.places import refuse_missing
 from nmoe.runs.plots import plot_curves
 from nmoe.runs.record import interval_of, read_evaluations
 from nmoe.runs.recorded import read_provenance, resumptions
+from nmoe.runs.sample_limits import CHARACTERS
 from nmoe.runs.samples import latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import headline
@@ -56,7 +57,6 @@ SUMMARY = (
     "verifier_ece",
 )
 _LAST_ALERTS = 10
-_SAMPLE_CHARACTERS = 1500
 
 
 def write_report(run: Path) -> Path:
@@ -134,7 +134,7 @@ def _headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mappin
 
 def _samples(run: Path) -> str:
     """Samples of several problems."""
-    bodies = ("\n".join(sample_lines(record, _SAMPLE_CHARACTERS)) for record in latest_samples(run))
+    bodies = ("\n".join(sample_lines(record, CHARACTERS)) for record in latest_samples(run))
     return "\n".join(fenced(body, "text") for body in bodies)
 
 

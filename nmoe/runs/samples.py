@@ -9,14 +9,13 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.runs.ledger import read_lines
+from nmoe.runs.sample_limits import PROBLEMS
 from nmoe.runs.storage import step_name, step_of
 from nmoe.text.printable import printable
 
 CONSOLE_CHARACTERS = 400
 # Of a text of more lines than these two together, its first and last lines are shown.
 _HEAD, _TAIL = 8, 4
-PROBLEMS = 4
-"""How many problems a report shows, and `nmoe runs samples` by default."""
 
 Record = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmoe.config.tables.rewards import ServiceKeys
 from nmoe.envs.rewards.reward import RewardError, UnavailableError
-from nmoe.errors import UserError
+from nmoe.errors import UserError, cut
 from nmoe.parsing import json_of
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Service:
         text = " ".join(text.split())
         if self._token:
             text = text.replace(self._token, "***")
-        return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")
+        return repr(cut(text, _SHOWN_CHARS))
 
 
 def _why_not_reached(error: BaseException) -> str:

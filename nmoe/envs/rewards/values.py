@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from nmoe.envs.rewards.reward import RewardError
+from nmoe.errors import shown
 
-_SHOWN_CHARS = 200
+_shown = partial(shown, characters=200)
 # Advantages are computed in single precision, which can represent the square of this.
 LARGEST = 1e18
 
@@ -59,11 +61,3 @@ def _checked(who: str, value: Any, place: int, count: int) -> float | None:
             place,
         )
     return number
-
-
-def _shown(value: Any) -> str:
-    try:
-        shown = repr(value)
-    except Exception as error:  # the user's object may raise anything
-        shown = f"what cannot be shown ({type(error).__name__})"
-    return shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."

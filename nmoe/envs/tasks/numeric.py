@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nmoe.envs.tasks.task import Attempt, QuestionTask
-from nmoe.errors import UserError
+from nmoe.errors import UserError, shown
 from nmoe.grading.math.equivalence import settle
 from nmoe.grading.math.normalization import normalize
 from nmoe.grading.math.numbers import read_number
@@ -22,8 +22,9 @@ class NumericTask(QuestionTask):
 
     def check_gold(self, problem: Problem) -> None:
         if read_number(normalize(problem.gold)) is None:
-            shown = problem.gold if len(problem.gold) <= 80 else problem.gold[:77] + "..."
-            raise UserError(f"the gold answer of a problem of type {problem.task_type} is a number, not {shown!r}")
+            raise UserError(
+                f"the gold answer of a problem of type {problem.task_type} is a number, not {shown(problem.gold)}"
+            )
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         number = read_number(normalize(problem.gold))

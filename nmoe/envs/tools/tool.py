@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
-from nmoe.errors import UserError
+from nmoe.errors import UserError, cut
 from nmoe.sandbox.api import Sandbox
 from nmoe.text.conversation import ToolDefinition
 from nmoe.types import Failure
@@ -114,8 +114,7 @@ def as_output(value: Any) -> ToolOutput:
 
 def shortened(text: str) -> str:
     """Shortens a reason to one line of limited length."""
-    text = " ".join(text.split())
-    return text if len(text) <= _REASON_CHARS else text[: _REASON_CHARS - 3] + "..."
+    return cut(" ".join(text.split()), _REASON_CHARS)
 
 
 def _simplified(schema: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
