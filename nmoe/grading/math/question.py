@@ -22,14 +22,16 @@ _RATIONALIZE = re.compile(r"\brationali[sz]", re.IGNORECASE)
 # A question that has a number and asks for another form of it.
 _CONVERT = re.compile(
     r"\b(?:as|in|into|to)\s+(?:(?:an?|its|the)\s+)?(?:[a-z]+\s+){0,3}?"
-    r"(?:decimals?|fractions?|percent|percentage|mixed|scientific|standard form|lowest terms|simplest)\b"
-    r"|\bdecimal (?:form|expansion|representation|equivalent|value)|\bfraction(?:al)? (?:form|equal|equivalent|that equals)"
+    r"(?:decimals?|fractions?|percent|percentage|mixed|scientific|ratio of|quotient of|standard form|lowest terms|simplest)\b"
+    r"|\bdecimal (?:form|expansion|representation|equivalent|value)"
+    r"|\bfraction(?:al)? (?:form|(?:is |that is )?(?:equal|equivalent)|(?:that )?equals)"
     r"|\bequivalent (?:fraction|decimal|percent)|\bwhat percent|\bsimplif|\bsimplest|\breduce\b|\bconvert|\brewrite",
     re.IGNORECASE,
 )
 # What it asks for is the value of the expression at its end: "Compute 1/8."
 _VALUE_OF = re.compile(
-    r"(?:.*\b(?:what(?:'s| is)|compute|evaluate|calculate|find|determine|work out|value of)\b|[^A-Za-z]*(?=[\\$0-9]))(.*)",
+    r"(?:.*\b(?:what(?:'s| is)|compute|evaluate|calculate|find|determine|work out|value of)\b"
+    r"(?:\s*(?:the|exact|following|expression|value|of|quotient|number|result)\b)*:?|[^A-Za-z]*(?=[\\$0-9]))(.*)",
     re.IGNORECASE | re.DOTALL,
 )
 _LITERAL = re.compile(r"(?<![0-9.,])[0-9]*\.[0-9]+(?![0-9])|(?<![0-9.,])[0-9]+(?:\.[0-9]+)?(?=\\?%)")
