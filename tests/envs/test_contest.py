@@ -143,6 +143,10 @@ class Runs:
         ({"input_output": json.dumps({"inputs": [1], "outputs": ["1"]})}, "is int, not text"),
         ({"input_output": json.dumps({"inputs": ["1"], "outputs": ["\ud800"]})}, "lone surrogate"),
         ({"input_output": json.dumps({"fn_name": "f", "inputs": [3], "outputs": [4]})}, "arguments of f are int"),
+        (
+            {"input_output": json.dumps({"fn_name": "f", "inputs": ["[" * 100_000], "outputs": ["4"]})},
+            "f is no JSON: arrays",
+        ),
         ({"input_output": json.dumps({"fn_name": "f(", "inputs": [[3]], "outputs": [4]})}, "no name of a function"),
         (
             {"tests": [{"input": "1", "output": "2", "type": "interactive"}]},
