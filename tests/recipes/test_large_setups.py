@@ -19,7 +19,7 @@ from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import deal, score
-from nmoe.learner.learner import Learner, _scored
+from nmoe.learner.learner import Learner, scored_columns
 from nmoe.learner.objectives import (
     Objective,
     classification,
@@ -151,7 +151,7 @@ def passed(learner: Learner, whole: Batch, objective: Objective) -> Tensor:
     micro = on_host.to(learner.model.device)
     trace = RouterTrace()
     outputs = score(learner.model, micro, trace, 1.0, learner.head, learner.head_only)
-    loss, _ = objective(outputs, _scored(micro))
+    loss, _ = objective(outputs, scored_columns(micro))
     config = learner.model.config
     load_YE = count_load(trace, config.experts)
     assert load_YE.shape == (len(learner.model.blocks), config.experts)
