@@ -7,9 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -50,9 +50,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, .
                 raise result
             return result
 
-        stand_in_module = ModuleType(module)
-        setattr(stand_in_module, function, record)
-        monkeypatch.setitem(sys.modules, module, stand_in_module)
+        # Of the real module, which others import too.
+        monkeypatch.setattr(import_module(module), function, record)
         return calls
 
     return stand_in
