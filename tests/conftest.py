@@ -26,6 +26,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Where there is no C++ compiler every process that loads the kernels says so once; what tests read of one is the rest.
 os.environ["PYTHONWARNINGS"] = "ignore:the C++ kernels could not be compiled"
 
+# No test asks the hub, and none waits for one that cannot be reached.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import torch
 
 from nmoe.config import Locator, Place, Section, parse
