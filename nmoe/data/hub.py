@@ -51,8 +51,12 @@ def unreachable() -> str | None:
     parts = urlsplit(constants.ENDPOINT)
     if parts.hostname is None or not getproxies().keys().isdisjoint({parts.scheme, "all"}):
         return None
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    place = parts.hostname if parts.port is None else f"{parts.hostname}:{port}"
+    try:
+        named_port = parts.port
+    except ValueError:
+        return f"HF_ENDPOINT = {constants.ENDPOINT} names no valid port; a port is 1 to 65535"
+    port = named_port or (443 if parts.scheme == "https" else 80)
+    place = parts.hostname if named_port is None else f"{parts.hostname}:{port}"
     tried, why = _unreachable.get(place, (-_ASK_AGAIN_S, ""))
     if time.monotonic() - tried < _ASK_AGAIN_S:
         return why

@@ -148,6 +148,14 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return tried
 
 
+def test_an_endpoint_of_the_hub_with_a_port_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, no_network: list[str]
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://localhost:99999")
+    assert hub_module.unreachable() == "HF_ENDPOINT = http://localhost:99999 names no valid port; a port is 1 to 65535"
+    assert no_network == []
+
+
 def test_all_that_is_wrong_is_said_at_once_without_a_network(tmp_path: Path, no_network: list[str]) -> None:
     hub_data = {"type": "hf", "task_type": "gsm8k", "dataset": "someone/sums"}
     file = {"type": "jsonl", "path": "gone.jsonl", "task_type": "math"}

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field
 
@@ -67,13 +68,13 @@ class ServiceKeys(RewardKeys):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        try:
+        parts = None
+        with suppress(ValueError):
             parts = urlsplit(self.url)
-            named = parts.scheme in ("http", "https") and bool(parts.hostname)
-        except ValueError:
-            named = False
-        if not named:
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
             yield Conflict("url", "must be a URL that begins with http:// or https:// and names a host")
+        elif (unusable := _unusable(parts)) is not None:
+            yield Conflict("url", unusable)
         elif parts.username is not None or parts.password is not None:
             yield Conflict(
                 "url", "contains a user or password, which would be written to the run's config.toml; use token_env"
@@ -161,6 +162,20 @@ class RewardModelRewardConfig(RewardKeys):
                 "only_if_correct",
                 "a reward model's scale has no zero, so wrong answers at 0 could be the best; use a judge or a function",
             )
+
+
+def _unusable(parts: SplitResult) -> str | None:
+    """Why no connection can be made to the host and port of a URL; None where one may be."""
+    try:
+        if parts.port == 0:
+            return "names port 0; a port is 1 to 65535"
+    except ValueError:
+        return "names no valid port; a port is 1 to 65535"
+    try:
+        (parts.hostname or "").encode("idna")
+    except UnicodeError:
+        return f"names no valid host: each part of {parts.hostname!r} between two dots has 1 to 63 characters"
+    return None
 
 
 def names_in(template: str) -> set[str]:
