@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice
 from typing import Protocol
@@ -127,6 +127,8 @@ def rewards(
 
     scripted = FunctionEngine(engine, say, lambda: learner.version, learner.model.config)
     first, again = (collect(scripted, samples=2, max_new_tokens=config.sampling.max_new_tokens) for _ in range(2))
+    if why := _why_masked([*first, *again]):
+        return Check(name, "fail", f"an example answer to {problem.id} has no reward: {why}")
     # Rewards that say so themselves draw at random, or compare the samples of a group.
     drawn = {
         one.name for one in environment.settings.rewards if isinstance(one, FunctionRewardConfig) and not one.replay
@@ -143,9 +145,18 @@ def rewards(
     return Check(name, "ok", said)
 
 
+def _why_masked(trajectories: Sequence[Trajectory]) -> str:
+    """Why the first sample that cannot be trained on is masked: its failure and the grade's reason; empty where none is."""
+    masked = next((one.grade for one in trajectories if not one.trainable), None)
+    return "" if masked is None else ": ".join(filter(None, (masked.failure, masked.reason)))
+
+
 def mismatch(learner: Learner, engine: Engine, collect: _Collect) -> Check:
     """The difference of the engine's and the learner's log-probabilities of the tokens that the engine samples."""
-    trajectories = [one for one in collect(engine, samples=_SAMPLES, max_new_tokens=_NEW_TOKENS) if one.trainable]
+    sampled = collect(engine, samples=_SAMPLES, max_new_tokens=_NEW_TOKENS)
+    trajectories = [one for one in sampled if one.trainable]
+    if not trajectories:
+        return Check("engine and learner", "fail", f"not compared: no sample can be trained on; {_why_masked(sampled)}")
     batch = policy_batch(trajectories, None, "token", _NEW_TOKENS)
     assert batch.behaviour_logprobs_T is not None, "the engine gives the log-probability of each token"
     engine_N = batch.behaviour_logprobs_T[batch.scored_T].double()

@@ -109,6 +109,16 @@ def test_rewards_that_want_the_wrong_answer(tmp_path: Path, monkeypatch: pytest.
     assert (check.status, "nothing right would be learned" in check.text) == ("fail", True)
 
 
+def test_a_service_that_is_down_leaves_nothing_to_compare(tmp_path: Path) -> None:
+    reward = {"type": "http", "name": "svc", "url": "http://127.0.0.1:9/score", "retries": 0}
+    settings = {"env_id": "sort", "format": "boxed", "task_pool": {"type": "generated", "task_type": "sort"}}
+    checks = found(tmp_path, environment={**settings, "rewards": [reward]})
+    why = "grader_error: reward 'svc': http://127.0.0.1:9/score, asked 1 times: connection refused"
+    assert (checks["rewards"].status, checks["engine and learner"].status) == ("fail", "fail")
+    assert checks["rewards"].text == f"an example answer to sort/0 has no reward: {why}"
+    assert checks["engine and learner"].text == f"not compared: no sample can be trained on; {why}"
+
+
 def test_golds_that_are_not_graded_correct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NMOE_GOLDS", str(tmp_path / "golds"))
     records = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(4)]
