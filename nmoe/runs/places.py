@@ -29,18 +29,20 @@ def place_records(path: Path, settings: RunSection, variables: Mapping[str, str]
     checkpoint, stay.
 
     Raises UserError where another run's records lie, and StorageError; then none of the places is left behind."""
-    places = {key: getattr(settings, key) or variables.get(variable) for key, variable in VARIABLES.items()}
     targets = {
-        "metrics.jsonl": (places["metrics_directory"], Path(settings.name, "metrics.jsonl")),
-        "samples": (places["samples_directory"], Path(settings.name, "samples")),
-        "spikes.jsonl": (places["spikes_file"], Path()),
+        "metrics_directory": ("metrics.jsonl", Path(settings.name, "metrics.jsonl")),
+        "samples_directory": ("samples", Path(settings.name, "samples")),
+        "spikes_file": ("spikes.jsonl", Path()),
     }
     with ExitStack() as undo:
-        for (name, (place, below)), key in zip(targets.items(), VARIABLES, strict=True):
+        for key, (name, below) in targets.items():
+            given, variable = getattr(settings, key), VARIABLES[key]
+            place = given or variables.get(variable)
             if place and not (link := path / name).is_symlink():
                 target = Path(place).absolute() / below
                 if target.resolve() != link.resolve():
-                    _link(link, target, key, undo)
+                    by_variable = "" if given else f"change the variable {variable}, or "
+                    _link(link, target, f"{by_variable}choose another --run.{key}", undo)
         undo.pop_all()
 
 
@@ -78,14 +80,17 @@ def refuse_missing(path: Path) -> None:
             raise UserError(f"{link}: leads to {link.readlink()}, which is not there; mount its disk, or put it back")
 
 
-def _link(link: Path, target: Path, key: str, undo: ExitStack) -> None:
-    remedy = f"choose another --run.{key}"
+def _link(link: Path, target: Path, remedy: str, undo: ExitStack) -> None:
     directory = link.is_dir()
     if target.resolve().is_relative_to(link.parent.resolve()):
         raise UserError(f"{target}: lies in the directory of the run itself; {remedy}")
     if target.is_dir() != directory and target.exists():
         raise UserError(f"{target}: is {'a file' if directory else 'a directory'}; {remedy}")
     if target.exists() and (any(target.iterdir()) if directory else target.stat().st_size):
+        if not _holds_records(target):
+            raise UserError(
+                f"{target}: is there already, and holds something other than the records of a run; {remedy}"
+            )
         raise UserError(f"{target}: holds the records of another run; move them, or {remedy}")
     if target.is_dir() or target.is_file():
         # Nothing yet, but two runs that write one file would cut each other's lines when they are resumed.
@@ -103,3 +108,14 @@ def _link(link: Path, target: Path, key: str, undo: ExitStack) -> None:
             undo.callback(target.unlink)
         link.symlink_to(target, target_is_directory=directory)
         undo.callback(link.unlink)
+
+
+def _holds_records(target: Path) -> bool:
+    """Whether a run wrote what lies there: the samples of steps, or a file whose first line is the record of a step."""
+    if target.is_dir():
+        return any(target.glob("step_*.jsonl"))
+    try:
+        with target.open() as lines:
+            return "step" in json.loads(lines.readline())
+    except (OSError, ValueError, TypeError):
+        return False

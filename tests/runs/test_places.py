@@ -111,6 +111,31 @@ def test_a_place_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
         started(tmp_path / "others" / "two", settings("spikes.jsonl", "two"), {})
 
 
+def test_a_place_that_a_variable_chose_names_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "samples" / "one" / "samples").mkdir(parents=True)
+    (tmp_path / "samples" / "one" / "samples" / "notes.txt").touch()
+    own, other = (
+        "lies in the directory of the run itself",
+        "is there already, and holds something other than the records of a run",
+    )
+    for variable, place, below, said, key in (
+        ("METRICS_LOG_DIR", "runs/one", "/one/metrics.jsonl", own, "metrics_directory"),
+        ("SAMPLES_LOG_DIR", "samples", "/one/samples", other, "samples_directory"),
+        ("SPIKE_LOG_PATH", "run.toml", "", other, "spikes_file"),
+        ("SPIKE_LOG_PATH", "run.toml/x", "", "no directory can be made there", "spikes_file"),
+    ):
+        with pytest.raises(UserError) as refused:
+            started(tmp_path / "runs" / "one", RunSection(name="one", steps=2), {variable: str(tmp_path / place)})
+        named = tmp_path / place.removesuffix("/x")
+        assert (
+            str(refused.value)
+            == f"{named}{below}: {said}; change the variable {variable}, or choose another --run.{key}"
+        )
+    with pytest.raises(UserError, match=f"run.toml: {other}; choose another --run.spikes_file"):
+        started(tmp_path / "x", RunSection(name="x", steps=2, spikes_file=str(tmp_path / "run.toml")), {})
+
+
 def test_exported_checkpoints_are_of_one_run(tmp_path: Path) -> None:
     """A save replaces and prunes what has the names of its checkpoints."""
     exports = tmp_path / "exports"
