@@ -20,14 +20,17 @@ def speedrun(
     ] = False,
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Delete runs and files in OUT that are in the way and that no speedrun made."),
+        typer.Option(
+            "--replace",
+            help="Delete what is in the way in OUT: what no speedrun made or you have changed, and what --full would extend.",
+        ),
     ] = False,
     device: Device = "auto",
 ) -> None:
     """Train a small model from scratch: pretraining, GRPO, evaluation.
 
     Makes a tokenizer, pretrains, post-trains, evaluates and writes a report, without a download. An earlier speedrun in OUT is
-    replaced; your own runs beside it stay.
+    replaced; your own runs beside it stay. With --full a plain one is replaced only with --replace.
 
     \b
     Example:

@@ -91,8 +91,9 @@ class Stages:
 
     reports: the names of the files that `report` writes.
 
-    Without `resume`, an earlier pipeline there is replaced. What it did not make, or the user has changed since, is deleted only
-    where a stage is to make a file of its name, and only with `replace`, or with the user's consent in a terminal.
+    Without `resume`, an earlier pipeline there is replaced; one that `full` would extend is replaced only with `replace`, or with
+    the user's consent in a terminal. What it did not make, or the user has changed since, is deleted only where a stage is to make
+    a file of its name, and only with the same consent. A stage whose files are gone or changed is done again.
 
     Raises UserError, with nothing deleted, where `out` is no directory of a pipeline, where another process writes it or a run that
     is to be replaced, where the consent is missing, and where there is no pipeline with these settings to resume; StorageError when
@@ -185,6 +186,7 @@ class Stages:
             )
         )
         record.attempts, record.making = 0, []
+        self._whole.add(stage.name)
         self._write()
         print(f"== {stage.name}: {seconds:.0f} s", flush=True)
 
@@ -196,6 +198,7 @@ class Stages:
         self._record = before if isinstance(before, _Record) and resume else _Record(settings=settings)
         made = before.made if isinstance(before, _Record) else {}
         own = [name for name, mark in made.items() if self._is_own(name, mark)]
+        self._whole = {stage.name for stage in self._record.done if stage.made.keys() <= set(own)}
         to_come = [stage for stage in self._plan if not self._is_done(stage)]
         # A stage that was interrupted goes on with what it has, unless it would start from something else now.
         making = self._record.making if resume else []
@@ -205,7 +208,7 @@ class Stages:
         in_the_way = [self._out / name for name in names if name not in making]
         others = [path for path in in_the_way if path.name not in own and _is_there(path)]
         now = [self._out / name for name in own if not resume or (made[name] is None and name not in making)]
-        later = [path for stage in to_come for path in self._stale(stage)] if resume else []
+        later = [path for stage in to_come for path in self._stale(stage) if path not in others]
         refuse_held([*others, *now, *later], _ELSEWHERE)
         agree_to_delete(
             others,
@@ -213,13 +216,22 @@ class Stages:
             "--replace",
             replace,
         )
+        if not resume and isinstance(before, _Record) and before.done and self._would_extend(before, settings):
+            agree_to_delete(
+                now,
+                f"{self._out} holds a speedrun without the added stages, which --full --resume adds. Without --resume it begins "
+                "again, and these paths are deleted:",
+                "--replace",
+                replace,
+            )
         # Of an extended pipeline a stage keeps what it has until the stage that replaces it begins.
         delete([*others, *now], _ELSEWHERE)
         self._record.settings = settings
         self._write()
 
     def _is_done(self, stage: Stage) -> bool:
-        return any((one.name, one.start) == (stage.name, stage.start) for one in self._record.done)
+        key = stage.name, stage.start
+        return stage.name in self._whole and any((one.name, one.start) == key for one in self._record.done)
 
     def _is_own(self, name: str, mark: str | None) -> bool:
         """Whether a file or run is there as this pipeline left it."""
@@ -229,8 +241,8 @@ class Stages:
         return not continued_by_hand(path) if mark is None else fingerprint(path) == mark
 
     def _stale(self, stage: Stage) -> list[Path]:
-        """What the stage made when it started from something else."""
-        earlier = [one for one in self._record.done if one.name == stage.name and one.start != stage.start]
+        """What a stage that is to be done again made before: it started from something else, or part of it is gone."""
+        earlier = [one for one in self._record.done if one.name == stage.name]
         return [path for one in earlier for name in one.made if _is_there(path := self._out / name)]
 
     def _marks(self, names: Sequence[str]) -> dict[str, str]:
@@ -246,11 +258,14 @@ class Stages:
     def _refuse_others(self, before: _Record | str | None, settings: dict[str, Any]) -> None:
         if not isinstance(before, _Record):
             raise UserError(f"{self._file}: cannot be read: {before}; run without --resume to begin again")
-        if settings not in (before.settings, before.settings | {"full": True}):
+        if settings != before.settings and not self._would_extend(before, settings):
             raise UserError(
                 f"{self._file}: was started with {json.dumps(before.settings)}, not with {json.dumps(settings)}; --resume needs "
                 "the same options; run without it to begin again"
             )
+
+    def _would_extend(self, before: _Record, settings: dict[str, Any]) -> bool:
+        return settings != before.settings and settings == before.settings | {"full": True}
 
     def _write(self) -> None:
         write_atomically(self._file, (self._record.model_dump_json(indent=1) + "\n").encode())

@@ -159,6 +159,81 @@ def test_a_stage_that_is_done_again_is_recorded_once(
     assert [stage["name"] for stage in recorded] == ["one", "two", "added", "three"]
 
 
+def test_a_replacement_that_is_killed_leaves_no_stage_that_counts_as_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[str] = []
+    pipeline(tmp_path, did, resume=False)
+
+    def delete_one_and_die(paths: Sequence[Path], remedy: str) -> None:
+        delete(paths[:1], remedy)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nmoe.speedrun.stages.delete", delete_one_and_die)
+        with pytest.raises(Killed):
+            pipeline(tmp_path, did, resume=False)
+    assert [name for name in PLAIN if not (tmp_path / name).exists()] == ["one"]
+    stages = pipeline(tmp_path, did, resume=True)
+    assert did == ["one", "two", "three", "one"]
+    assert {stage.name for stage in stages.done} == set(PLAIN) == set(content(tmp_path)) - {"report"}
+
+
+def test_a_stage_of_which_a_part_is_gone_is_done_again_as_a_whole(tmp_path: Path) -> None:
+    did: list[list[str]] = []
+
+    def work() -> Mapping[str, float]:
+        did.append(sorted(name for name in ("a", "b") if (tmp_path / name).exists()))
+        for name in ("a", "b"):
+            (tmp_path / name).write_text(name)
+        return {}
+
+    for resume in (False, True, True):
+        with Stages(tmp_path, [Stage("both", work, ("a", "b"))], {}, resume) as stages:
+            stages.run()
+        (tmp_path / "a").unlink(missing_ok=True)
+    assert did == [[], [], []], "b of the first attempt is removed before the second"
+
+
+@pytest.mark.parametrize("names", [PLAIN, FULL])
+def test_a_changed_run_of_a_stage_is_named_and_replaced_by_consent(tmp_path: Path, names: Sequence[str]) -> None:
+    did: list[str] = []
+
+    def stages(resume: bool, full: bool = names is FULL, replace: bool = False) -> None:
+        def work() -> Mapping[str, float]:
+            did.append("rl")
+            return a_run(tmp_path / "rl").close() or {}
+
+        plan = [Stage("reinforcement", work, ("rl",), "added" if full else "")]
+        with Stages(tmp_path, plan, {"seed": 0, "full": full}, resume, replace) as opened:
+            opened.run()
+
+    stages(False, full=False)
+    (tmp_path / "rl/my_notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"in the way\. A speedrun did not make .* changed afterwards:\n  .*/rl\nMove"):
+        stages(True)
+    assert ((tmp_path / "rl/my_notes.txt").exists(), did) == (True, ["rl"])
+    stages(True, replace=True)
+    assert ((tmp_path / "rl/my_notes.txt").exists(), did) == (False, ["rl", "rl"])
+
+
+def test_what_full_would_extend_is_replaced_by_consent_only(tmp_path: Path) -> None:
+    did: list[str] = []
+    pipeline(tmp_path, did, resume=False)
+    before = content(tmp_path)
+    with pytest.raises(UserError) as refused:
+        pipeline(tmp_path, did, resume=False, names=FULL)
+    assert str(refused.value).splitlines() == [
+        f"{tmp_path} holds a speedrun without the added stages, which --full --resume adds. Without --resume it begins again, "
+        "and these paths are deleted:",
+        *(f"  {tmp_path}/{name}" for name in ("one", "two", "three", "report")),
+        "Move them, name another directory with --out, or pass --replace to delete them",
+    ]
+    assert (content(tmp_path), len(did)) == (before, 3)
+    pipeline(tmp_path, did, resume=False, names=FULL, replace=True)
+    assert did[3:] == ["one", "added", "two", "three"]
+
+
 def test_a_stage_killed_before_the_extension_begins_again_from_its_new_start(tmp_path: Path) -> None:
     did: list[str] = []
     with pytest.raises(Killed):
