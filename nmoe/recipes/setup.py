@@ -18,7 +18,7 @@ from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.config.tables.model import ExpertProfile, ModelSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.cores import choose_threads
-from nmoe.errors import MissingInputError, UserError
+from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
 from nmoe.learner.sharding import share_model
 from nmoe.model.checkpoint import load_model, new_model
@@ -37,7 +37,7 @@ from nmoe.parallel.ranks import Ranks
 from nmoe.runs.git import refuse_dirty
 from nmoe.runs.provenance import provenance
 from nmoe.runs.recorded import recorded_precision, recorded_threads
-from nmoe.runs.resolve import maker_of, resolve_checkpoint
+from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 C = TypeVar("C", bound=RecordsConfig)
@@ -134,15 +134,12 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
     """The tokenizer that a run names, or the one in its checkpoint."""
     if settings.tokenizer == BYTES and not Path(BYTES).exists():
         return Tokenizer.train((), SMALLEST_VOCABULARY)
-    directory = settings.tokenizer or settings.path
-    assert directory is not None, "the configuration asks for a tokenizer where there is no checkpoint"
-    if settings.tokenizer and (maker := maker_of(Path(directory))):
-        raise MissingInputError(f"{directory}: no such directory, whose tokenizer is asked for{maker}", directory)
+    directory = None if settings.tokenizer is None else resolve_tokenizer(Path(settings.tokenizer))
     checkpoint = None if settings.path is None else resolve_checkpoint(Path(settings.path))
-    if not settings.tokenizer:
+    if directory is None:
         assert checkpoint is not None, "without a tokenizer of its own there is a checkpoint"
         return Tokenizer.load(checkpoint)
-    return Tokenizer.load(Path(directory), checkpoint)
+    return Tokenizer.load(directory, checkpoint)
 
 
 def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:

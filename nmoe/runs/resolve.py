@@ -32,6 +32,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 # Weights in safetensors alone: a pickle could run code.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_WITHOUT_WEIGHTS = [pattern for pattern in _FILES if pattern != "*.safetensors"]
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -46,7 +47,7 @@ def resolve_shape(path: Path) -> Path:
     return _resolved(path, ["config.json"])
 
 
-def _resolved(path: Path, files: list[str]) -> Path:
+def _resolved(path: Path, files: list[str], neither: str = "neither a checkpoint (no config.json in it)") -> Path:
     for candidate in (path, path / "rl"):
         if (candidate / "config.json").exists() or (candidate / "adapter_config.json").exists():
             return candidate
@@ -68,7 +69,7 @@ def _resolved(path: Path, files: list[str]) -> Path:
     what = (
         "is a file; name the directory of a checkpoint or run"
         if path.is_file()
-        else f"neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/){remedy}"
+        else f"{neither} nor a run that has saved one (checkpoints/){remedy}"
     )
     raise MissingInputError(f"{path}: {what}", str(path))
 
@@ -103,8 +104,11 @@ def _fetched(name: str, files: list[str]) -> Path:
 
 
 def resolve_tokenizer(path: Path) -> Path:
-    """The directory of a tokenizer: `path` itself if it holds one, or the checkpoint that it stands for. Raises UserError."""
-    return path if (path / "tokenizer.json").exists() else resolve_checkpoint(path)
+    """The directory of a tokenizer: `path` itself if it holds one, or the checkpoint that it stands for; of a model on the hub no
+    weights are fetched. Raises UserError."""
+    if any((path / file).exists() for file in ("tokenizer.json", "tiktoken.model")):
+        return path
+    return _resolved(path, _WITHOUT_WEIGHTS, "neither a tokenizer (no tokenizer.json in it), nor a checkpoint,")
 
 
 def trained_on(path: Path) -> EnvironmentSettings | None:

@@ -169,7 +169,7 @@ def test_commands(told: Told, arguments: str, meant: str) -> None:
     [
         ("rl train start.toml", 'start.toml:4: [model] path = "nowhere": neither a checkpoint'),
         ("rl train start.toml --model.path=qa.jsonl", "--model.path=qa.jsonl: is a file; name the directory"),
-        ("rl train rl.toml --model.tokenizer=nope", "--model.tokenizer=nope: nope/tokenizer.json: no such file"),
+        ("rl train rl.toml --model.tokenizer=nope", "--model.tokenizer=nope: neither a tokenizer (no tokenizer.json"),
         (
             "sft sft.toml --records.path=no.jsonl@[:3]",
             "--records.path=no.jsonl@[:3]: no.jsonl: cannot be read: No such",

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.errors import UserError
+from nmoe.config.tables.model import ModelSection
+from nmoe.errors import MissingInputError, UserError
+from nmoe.recipes.setup import load_tokenizer
 from nmoe.runs.checkpoint import best_checkpoint, mark_best
-from nmoe.runs.resolve import maker_of, resolve_checkpoint
+from nmoe.runs.resolve import maker_of, resolve_checkpoint, resolve_tokenizer
+from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 
 def checkpoints(run: Path, *steps: int) -> Path:
@@ -46,6 +49,32 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "speedrun/rl/checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="neither a checkpoint"):
         resolve_checkpoint(tmp_path / "speedrun")
+
+
+def test_a_tokenizer_is_that_of_a_run_or_checkpoint_too(tmp_path: Path) -> None:
+    saved = checkpoints(tmp_path / "run", 20, 40)
+    tokenizer = Tokenizer.train(["ab ab ab"], SMALLEST_VOCABULARY + 1)
+    tokenizer.save(saved / "step_000040")
+    shape = {
+        "hidden_size": 8,
+        "layers": 1,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 8,
+        "context_tokens": 8,
+    }
+    for named in (tmp_path / "run", saved / "step_000040"):
+        settings = ModelSection.model_validate({"shape": shape, "tokenizer": str(named)})
+        assert load_tokenizer(settings).fingerprint == tokenizer.fingerprint
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words/tiktoken.model").touch()
+    assert resolve_tokenizer(tmp_path / "words") == tmp_path / "words", "the other kind of tokenizer that is read"
+    with pytest.raises(
+        MissingInputError, match=r"nothing: neither a tokenizer .*, nor a checkpoint, nor a run"
+    ) as refused:
+        resolve_tokenizer(tmp_path / "nothing")
+    assert refused.value.named == str(tmp_path / "nothing"), "by which the line of the configuration is found"
 
 
 def test_what_is_missing_is_made_by_a_command_that_replaces_nothing(

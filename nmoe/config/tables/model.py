@@ -117,7 +117,7 @@ class ModelSection(Section):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="directory of the tokenizer, or `bytes`: each is a token; default: the one in `path`",
+        description="directory, run or checkpoint of the tokenizer, or `bytes`: each is a token; default: the one in `path`",
     )
 
     def conflicts(self) -> Iterator[Conflict]:
