@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nmoe.errors import UserError
 from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
 from nmoe.model.config import ModelConfig, Numerics, RopeScaling
 from nmoe.model.delta import GatedDeltaNet
+from nmoe.model.device import kind_of
 from nmoe.model.linear import Linear, RMSNorm
 from nmoe.model.moe import GeGLU, MoE, Router, RouterTrace, SwiGLU
 from nmoe.model.ops.head import head_product
@@ -200,7 +202,16 @@ class Transformer(nn.Module):
         return self
 
     def compile_feed_forward(self) -> Transformer:
-        """Compiles the feed-forward halves of the blocks with torch at their first use. Parameter names do not change."""
+        """Compiles the feed-forward halves of the blocks with torch at their first use. Parameter names do not change.
+
+        Raises UserError where torch is installed below a folder with a space: its compiler cannot link there (seen with 2.13).
+        """
+        library = Path(torch.__file__).parent / "lib"
+        if kind_of(self.device).on_host and " " in str(library):
+            raise UserError(
+                f"model.compile: torch's compiler cannot link {str(library)!r}, which has a space; leave model.compile out, or "
+                "install into a folder without one"
+            )
         _separate_inductor_caches()
         # Asks the compiler, too, for results that repeat, where they are asked for.
         repeats, warns = (

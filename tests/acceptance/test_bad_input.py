@@ -236,7 +236,7 @@ def test_a_prompt_longer_than_the_context(command: Nmoe, nmoe: Nmoe, pool: Calla
     )
     base = (tmp_path / "x.toml").read_text().split('path = "')[1].split('"')[0]
     refused(
-        nmoe("eval", base, "environment.toml", "--problems=4"),
+        nmoe("eval", base, "environment.toml", "--problems=2"),
         "environment pool: a prompt of",
         "tokens leaves no room in the model's context of 64",
     )

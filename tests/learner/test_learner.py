@@ -319,6 +319,14 @@ def test_compiled_blocks_have_the_same_gradient(tiny_model: MakeModel, random_ba
     assert model.blocks[0].ffn._compiled_call_impl is not None  # it is no plain call any more
 
 
+def test_compiling_below_a_folder_with_a_space_is_refused(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__file__", "/home/me/my models/torch/__init__.py")
+    with pytest.raises(UserError, match=r"model\.compile: .*'/home/me/my models/torch/lib', which has a space"):
+        tiny_model(experts=0, layers=1).compile_feed_forward()
+
+
 @pytest.mark.parametrize("coefficient", [0.0, 0.5])
 def test_a_mixture_whose_layers_are_all_dense_trains_as_the_dense_model_that_it_is(
     tiny_model: MakeModel, random_batch: MakeBatch, coefficient: float
