@@ -104,7 +104,7 @@ KEYS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("dataset_train_split", "prompt_split"), ("environment.task_pool.split", "records.split")),
     **dict.fromkeys(("max_samples", "max_train_samples"), ("environment.task_pool.max_examples",)),
     **dict.fromkeys(("reward_funcs", "reward_function", "custom_reward_function", "reward_weights"), _REWARDS),
-    **dict.fromkeys(("remote_rm_url", "reward", "rewards"), _REWARDS),
+    **dict.fromkeys(("remote_rm_url", "reward", "rewards", "reward_model.path", "reward_model.model.path"), _REWARDS),
     **dict.fromkeys(("system_prompt", "system_message"), ("environment.system",)),
     **dict.fromkeys(("eval_dataset", "val_files", "eval_data", "eval_files"), ("records.held_out_path", "eval.0.environment")),
     # the run
@@ -125,6 +125,8 @@ _SCHEDULE = "the learning rate rises linearly and falls as a cosine to optimizer
 WITHOUT: Mapping[str, str] = {
     **dict.fromkeys(("use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port"), "a run samples with its own engine"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "warmup_style"), _SCHEDULE),
+    **dict.fromkeys(("reward_model.enable", "reward_model.enabled"), "name the model in [[rewards]], with type = \"reward_model\""),
+    **dict.fromkeys(("n_gpus_per_node", "nnodes", "actor_num_gpus_per_node"), "torchrun starts one process for each GPU"),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory"), "a run reads its data in its own process"),
 }  # fmt: skip
 """Keys of other frameworks that nothing here corresponds to, and what holds instead."""
@@ -215,7 +217,7 @@ def closest(value: str, choices: Sequence[str], key: str = "") -> str | None:
     return same[alike[0]] if alike else None
 
 
-def table_leaves(path: tuple[str, ...], value: object) -> Iterator[tuple[str, ...]]:
+def table_leaves(path: tuple[str | int, ...], value: object) -> Iterator[tuple[str | int, ...]]:
     """The paths of the values of a table: `(("actor", "optim", "lr"),)` for `{"optim": {"lr": 1}}` at `("actor",)`."""
     if isinstance(value, Mapping) and value:
         for key, one in value.items():

@@ -102,8 +102,10 @@ def explain(
             below = tuple(int(part) if part.isdigit() else part for part in key.split(".") if part)
             yield at(where, path + below, message, _value_at(value, below))
     elif kind == "extra_forbidden":
-        place = where.place_of_key(path)
-        yield _named(place, path, _unknown_key(place, path, value, annotations[-2], schema, commands), value)
+        for place, leaves in _leaves_by_place(path, value, where).items():
+            name = leaves[0] if place.is_override and len(leaves) == 1 else path
+            message = _unknown_key(place, path, leaves, annotations[-2], schema, commands)
+            yield _named(place, name, message, _value_at(value, name[len(path) :]))
     elif kind == "missing":
         yield _missing(path, annotations, where)
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -127,24 +129,42 @@ def explain(
         yield at(where, path, error["msg"], value)
 
 
+def _leaves_by_place(path: KeyPath, value: Any, where: Locator) -> dict[Place, list[KeyPath]]:
+    """The paths of the values at and below an unknown key, by the place that wrote them: the file, and each override by itself."""
+    found: dict[Place, list[KeyPath]] = {}
+    for leaf in table_leaves(path, value):
+        place = where.place(leaf)
+        found.setdefault(place if place.is_override else where.place_of_key(path), []).append(leaf)
+    return found
+
+
 def _unknown_key(
-    place: Place, path: KeyPath, value: Any, table: Any, schema: type[Section], commands: Mapping[str, type[Section]]
+    place: Place,
+    path: KeyPath,
+    leaves: Sequence[KeyPath],
+    table: Any,
+    schema: type[Section],
+    commands: Mapping[str, type[Section]],
 ) -> str:
     """Names what the key is called today, the commands that have it, or our key for one of another framework; else suggests a key
-    of the same table that is spelled alike, or the same key of another table."""
-    keys = tuple(key for key in path if isinstance(key, str))
+    of the same table that is spelled alike, or the same key of another table.
+
+    `leaves` are the values below `path` that were written at `place`: a command that has the table may lack them."""
+    keys, written = _names_alone(path), [_names_alone(leaf) for leaf in leaves]
     if (today := key_today(keys)) is not None:
         return _renamed(today)
     if keys == ("eval", "ood"):
         return PROBE_OUTSIDE
-    owners = [f"`nmoe {command}`" for command, other in commands.items() if keys in paths_of(other, in_arrays=True)]
-    if owners:
-        this = next((f"`nmoe {command}`" for command, other in commands.items() if other is schema), "this command")
-        return f"unknown key; {this} does not have it, {', '.join(owners)} {'has' if len(owners) == 1 else 'have'}"
-    if (meant := _from_elsewhere(place, path, value, schema, commands)) is not None:
+    this = next((f"`nmoe {command}`" for command, other in commands.items() if other is schema), "this command")
+    known_by = {command: set(paths_of(other, in_arrays=True)) for command, other in commands.items()}
+    if owners := [f"`nmoe {command}`" for command, paths in known_by.items() if paths.issuperset(written)]:
+        return f"unknown key; {this} does not have it, {_have(owners)}"
+    if (meant := _from_elsewhere(place, path, leaves, schema, commands)) is not None:
         return meant
-    if (instead := no_counterpart(keys)) is not None:
+    if (instead := next(filter(None, map(no_counterpart, written)), None)) is not None:
         return f"unknown key; it has no counterpart: {instead}"
+    if owners := [f"`nmoe {command}`" for command, paths in known_by.items() if keys in paths]:
+        return f"unknown key; {this} has no [{'.'.join(keys)}], {_have(owners)}"
     key, known = str(path[-1]), keys_of(table)
     alike = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
     if alike:
@@ -162,6 +182,15 @@ def _unknown_key(
     return f"unknown key; known here: {', '.join(known)}"
 
 
+def _names_alone(path: KeyPath) -> tuple[str, ...]:
+    """A path without the numbers of array items."""
+    return tuple(key for key in path if isinstance(key, str))
+
+
+def _have(owners: Sequence[str]) -> str:
+    return f"{', '.join(owners)} {'has' if len(owners) == 1 else 'have'}"
+
+
 def _as_written(place: Place, path: KeyPath, key: tuple[str, ...]) -> str:
     """A key as it is written where `path` was: as an override, whose text is one dotted path, or in a file, where its table leads
     to it."""
@@ -173,12 +202,13 @@ def _as_written(place: Place, path: KeyPath, key: tuple[str, ...]) -> str:
 
 
 def _from_elsewhere(
-    place: Place, path: KeyPath, value: Any, schema: type[Section], commands: Mapping[str, type[Section]]
+    place: Place, path: KeyPath, below: Sequence[KeyPath], schema: type[Section], commands: Mapping[str, type[Section]]
 ) -> str | None:
-    """Our keys for those of another framework: for one key, or for each that is known of a table of theirs."""
+    """Our keys for those of another framework: for one key, or for each that is known of a table of theirs, whose values are those
+    `below`."""
     said = {}
     whole = tuple(map(str, path))
-    leaves = [leaf for leaf in table_leaves(whole, value) if keys_meant(leaf)]
+    leaves = [leaf for leaf in (tuple(map(str, one)) for one in below) if keys_meant(leaf)]
     for leaf in leaves or [whole]:
         if (found := key_meant(leaf, schema)) is not None:
             said[leaf] = _as_written(place, path, found)
@@ -188,8 +218,8 @@ def _from_elsewhere(
                 return f"unknown key; {leaf[-1]} is of `nmoe {owners[0]}`"
     if len(said) == 1 and (place.is_override or whole in said):
         return f"unknown key; did you mean {next(iter(said.values()))}?"
-    below = (f"for {'.'.join(leaf[len(path) :]) or leaf[-1]} write {key}" for leaf, key in said.items())
-    return f"unknown table; {', '.join(below)}" if said else None
+    each = (f"for {'.'.join(leaf[len(path) :]) or leaf[-1]} write {key}" for leaf, key in said.items())
+    return f"unknown table; {', '.join(each)}" if said else None
 
 
 def key_meant(path: tuple[str, ...], schema: type[Section]) -> tuple[str, ...] | None:
