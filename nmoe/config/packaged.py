@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -31,7 +30,8 @@ ENVIRONMENTS = PACKAGED / "environments"
 CONFIGS = PACKAGED / "configs"
 PREPARATIONS = PACKAGED / "preparations"
 
-_NAME = re.compile(r"(?P<name>[A-Za-z0-9_-]+(?:\.\d[A-Za-z0-9_-]*)*)(?P<suffix>\.toml)?")
+_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.\d[A-Za-z0-9_-]*)*")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(?=/)")
 _VALUE = re.compile(r"(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<resource>\w+(?:\.\w+)*))?")
 
 
@@ -67,20 +67,31 @@ class _Kind:
         ]
 
     def find(self, named: str, path: Path) -> Path:
-        """The file that `named` means, where no such file lies at `path`."""
-        match = _NAME.fullmatch(named)
-        if match is None:
-            return self._find_moved(named, path)
-        known, name = self.all(), match["name"]
-        found = [one for one in known if one.name == name]
+        """The file that `named` means, where no such file lies at `path`: the packaged one, if it is written as a name.
+
+        What ends in .toml or has a separator is a file and nothing else: in a wrong folder another configuration would be trained.
+        """
+        if match := _URL.match(named):
+            url = match[0] + "//" + named[match.end() :].lstrip("/")
+            raise UserError(f"{url}: a URL, not a file; fetch the {self.noun} and name the file")
+        known = self.all()
+        if _is_file_name(named):
+            name = PurePath(named.removesuffix(f"/{self.file}")).name.removesuffix(".toml")
+            if path.exists():
+                return path
+            if any(one.name == name for one in known):
+                raise UserError(f"{path}: no such file; the packaged {self.noun} of that name is written {name!r}")
+            if named == f"{name}.toml" and (hint := self._hint(name, known)):
+                raise UserError(f"{path}: no such file{hint}")
+            return path
+        found = [one for one in known if one.name == named]
         if found:
             return self._only(found)
-        hint = self._hint(name, known)
-        if path.exists() or (match["suffix"] and not hint):
+        if path.exists() or not _NAME.fullmatch(named):
             return path
         raise UserError(
             f"{path}: no such file or directory, nor is there a packaged {self.noun} of that name "
-            f"(`{self.listed_by}` shows them){hint}"
+            f"(`{self.listed_by}` shows them){self._hint(named, known)}"
         )
 
     def packaged(self, named: str) -> Path:
@@ -107,21 +118,6 @@ class _Kind:
         if one.path is None:
             raise UserError(f"{self.noun} {one.name!r} of the package {one.package}: {one.problem}")
         return one.path
-
-    def _find_moved(self, named: str, path: Path) -> Path:
-        """The packaged file of a path such as `configs/sort_grpo.toml`, from when the repository's top held the folder."""
-        old = PurePath(named.removesuffix(f"/{self.file}"))
-        match = _NAME.fullmatch(old.name)
-        if match is None or old.parent.name != self.directory.name:
-            return path
-        found = next((one.path for one in self.all() if (one.name, one.package) == (match["name"], "nmoe")), None)
-        if found is None:
-            return path
-        warnings.warn(
-            f"{path} is not there; the packaged {self.noun} {match['name']!r} is read: write its name instead of the path",
-            stacklevel=3,
-        )
-        return found
 
     def _offered(self, entry: EntryPoint) -> Packaged:
         package = "an unnamed package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
@@ -156,6 +152,10 @@ class _Kind:
         raise UserError(f"the entry point {value!r} leads to no {self.noun}: there is no {' or '.join(looked_at)}")
 
 
+def _is_file_name(named: str) -> bool:
+    return named.endswith(".toml") or PurePath(named).name != named
+
+
 _ENVIRONMENT = _Kind("environment", ENVIRONMENTS, "environment.toml", "nmoe env list")
 _CONFIGURATION = _Kind("configuration", CONFIGS, "config.toml", "nmoe config list")
 _PREPARATION = _Kind("preparation", PREPARATIONS, "preparation.toml", "nmoe config list")
@@ -178,11 +178,11 @@ def packaged_preparations() -> list[Packaged]:
 
 def find_environment(named: str, directory: Path = Path()) -> Path:
     """The TOML file that `named` means: a file, a directory that holds environment.toml, or else a packaged environment's name,
-    `skills` or `skills.toml`.
+    `skills`.
 
-    Relative paths start from `directory`. Of paths that do not exist, `environments/NAME.toml` means the packaged NAME, with a
-    warning, and any other is returned as it is, for its reader to refuse. A bare name that nothing has is refused here, by
-    UserError, as is one that two packages offer.
+    Relative paths start from `directory`. What ends in .toml or has a separator is a file and nothing else: where it does not exist
+    it is returned as it is, for its reader to refuse. Raises UserError for a file that is not there and has a packaged one's name,
+    for a URL, for a bare name that nothing has, and for one that two packages offer.
     """
     path = directory / named
     if path.is_dir():
@@ -191,8 +191,8 @@ def find_environment(named: str, directory: Path = Path()) -> Path:
 
 
 def find_configuration(named: str) -> Path:
-    """The TOML file that `named` means: a file, or else a packaged configuration's name, `sft` or `sft.toml`; what is neither is
-    treated as in `find_environment`.
+    """The TOML file that `named` means: a file, or else a packaged configuration's name, `sft`; what is neither is treated as
+    in `find_environment`.
 
     A directory does not stand in a name's way: beside a folder `sft`, too, `sft` means the packaged one.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import invalidate_caches
@@ -134,7 +133,16 @@ def test_a_configurations_name(install: Install, tmp_path: Path, monkeypatch: py
         Packaged("lost", "mine 1.2", None, problem),
         Packaged("own", "mine 1.2", package / "runs/own.toml"),
     ]
-    assert find_configuration("own") == find_configuration("own.toml") == package / "runs/own.toml"
+    assert find_configuration("own") == package / "runs/own.toml"
+    # In the wrong folder a file's name must not train the packaged configuration.
+    for missing in ("sort_grpo.toml", "configs/sort_grpo.toml", "nowhere/sort_grpo"):
+        with pytest.raises(UserError) as refused:
+            load_run(Path(missing), RLConfig)
+        assert str(refused.value) == (
+            f"{missing}: no such file; the packaged configuration of that name is written 'sort_grpo'"
+        )
+    with pytest.raises(UserError, match=r"^https://example\.com/x\.toml: a URL, not a file; fetch the configuration"):
+        load_run(Path("https://example.com/x.toml"), RLConfig)
     loaded = load_run(Path("sort_grpo"), RLConfig)
     assert (loaded.run.name, loaded.run.steps, loaded.environment.env_id) == ("sort_grpo", 100, "sort")
     # A folder of the name does not hide it, a file does.
@@ -144,9 +152,7 @@ def test_a_configurations_name(install: Install, tmp_path: Path, monkeypatch: py
     assert find_configuration("sort_grpo.toml") == Path("sort_grpo.toml")
     assert load_run(Path("sort_grpo.toml"), RLConfig).run.steps == 2
     for wrong in ("sort_grop", "sort_grop.toml"):
-        with pytest.raises(
-            UserError, match=rf"^{wrong}: no such file .* packaged configuration .* did you mean 'sort_grpo'\?"
-        ):
+        with pytest.raises(UserError, match=rf"^{wrong}: no such file.* did you mean 'sort_grpo'\?"):
             load_run(Path(wrong), RLConfig)
     with pytest.raises(
         UserError, match=r"^skills: .* packaged configuration of that name .*; there is a packaged environment of that"
@@ -164,42 +170,27 @@ def test_a_configurations_name(install: Install, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("old", "found"),
+    ("path", "name"),
     [
-        ("environments/skills.toml", "skills.toml"),
-        ("../environments/skills.toml", "skills.toml"),
-        ("clone/environments/code_fix", "code_fix/environment.toml"),
-        ("environments/code_fix/environment.toml", "code_fix/environment.toml"),
+        ("skills.toml", "skills"),
+        ("../environments/skills.toml", "skills"),
+        ("clone/code_fix", "code_fix"),
+        ("environments/code_fix/environment.toml", "code_fix"),
         ("environments/mine.toml", None),
-        ("elsewhere/skills.toml", None),
-        ("environments/x/skills.toml", None),
     ],
 )
-def test_old_paths_of_environments(old: str, found: str | None, tmp_path: Path) -> None:
-    """They lay at the top of the repository."""
-    if found is None:
-        assert find_environment(old, tmp_path) == tmp_path / old
+def test_a_path_is_never_a_packaged_environment(path: str, name: str | None, tmp_path: Path) -> None:
+    if name is None:
+        assert find_environment(path, tmp_path) == tmp_path / path
         return
-    name = found.partition("/")[0].removesuffix(".toml")
-    with pytest.warns(
-        match=f"^{re.escape(str(tmp_path / old))} is not there; the packaged environment '{name}' is read: "
-    ):
-        assert find_environment(old, tmp_path) == ENVIRONMENTS / found
-    # What lies there comes first.
-    path = tmp_path / old
-    path.parent.mkdir(parents=True)
-    path.touch()
-    assert find_environment(old, tmp_path) == path
-
-
-def test_old_paths_of_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.warns(
-        match=r"^configs/sort_grpo\.toml is not there; the packaged configuration 'sort_grpo' is read: write its name"
-    ):
-        assert load_run(Path("configs/sort_grpo.toml"), RLConfig).run.name == "sort_grpo"
-    with pytest.raises(ConfigError, match=r"^configs/mine\.toml: no such file$"):
-        load_run(Path("configs/mine.toml"), RLConfig)
+    with pytest.raises(UserError) as refused:
+        find_environment(path, tmp_path)
+    assert str(refused.value) == (
+        f"{tmp_path / path}: no such file; the packaged environment of that name is written {name!r}"
+    )
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).touch()
+    assert find_environment(path, tmp_path) == tmp_path / path
 
 
 RUN = '[run]\nsteps = 2\n[model]\npath = "base"\n[environment]\npath = "{}"\n'
