@@ -220,7 +220,7 @@ def test_documents_are_one_dataset_or_several_sources(
 
 def test_collapsing_experts_are_told_of_once(workshop: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # Any load is too uneven, and none recovers.
-    rule = {"violation": "1e-9", "warmup_steps": "0", "steps": "2"}
+    rule = {"violation": "1e-9", "warmup_steps": "0", "balance_steps": "0", "steps": "2"}
     overrides = [f"--run.directory={tmp_path}", *SHORT, "--run.steps=4"]
     overrides += [f"--monitor.experts.{key}={value}" for key, value in rule.items()]
     run = pretrain(load_run(workshop / "base.toml", PretrainConfig, overrides))

@@ -232,7 +232,11 @@ def test_the_best_step_is_kept_where_no_checkpoint_was_due(
 
 
 # Any load is too uneven, and none recovers.
-COLLAPSING = ("--monitor.experts.violation=1e-9", "--monitor.experts.warmup_steps=0")
+COLLAPSING = (
+    "--monitor.experts.violation=1e-9",
+    "--monitor.experts.warmup_steps=0",
+    "--monitor.experts.balance_steps=0",
+)
 
 
 def test_collapsing_experts_are_told_of(reinforce: Reinforce) -> None:

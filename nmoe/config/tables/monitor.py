@@ -54,6 +54,11 @@ class ExpertsSection(RuleSection):
     warmup_steps: int = Field(
         default=10, ge=0, description="first steps, which are not looked at: a fresh router is uneven"
     )
+    balance_steps: int = Field(
+        default=60,
+        ge=0,
+        description="first steps in which idle experts alone count: a fresh router that is healthy needs them to balance its load",
+    )
 
 
 class DiskSection(RuleSection):
