@@ -25,6 +25,7 @@ from nmoe.engine.function import GenerateFunction
 from nmoe.errors import UserError
 from nmoe.model.idle_threads import IDLE
 from nmoe.recipes.setup import BYTES
+from nmoe.runs.directory import is_free
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import write_atomically
@@ -253,7 +254,7 @@ def _config(
     named = "name" in tables.get("run", {})
     config = load_run_with(file, schema, tables, source, name)
     free, number = config.run, 2
-    while file is None and not named and not free.resume and (Path(free.directory) / free.name).exists():
+    while file is None and not named and not free.resume and not is_free(Path(free.directory) / free.name):
         free, number = free.model_copy(update={"name": f"{config.run.name}-{number}"}), number + 1
     # A program that gave torch a number of threads keeps it; what torch chose itself is left to `choose_threads`.
     own = torch.get_num_threads()

@@ -66,7 +66,8 @@ def directory(config: RunConfig) -> Check:
     if not os.access(above := existing(path), os.W_OK | os.X_OK):
         text = f"{above} cannot be written; permit it, or choose another run.directory"
         return Check("run directory", "fail", text)
-    return Check("run directory", "ok", f"{path} {'is resumed' if (path / 'config.toml').exists() else 'is free'}")
+    resumed = config.run.resume and (path / "config.toml").exists()
+    return Check("run directory", "ok", f"{path} {'is resumed' if resumed else 'is free'}")
 
 
 def existing(path: Path) -> Path:

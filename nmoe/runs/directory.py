@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from nmoe.errors import UserError
+from nmoe.errors import StorageError, UserError
 from nmoe.parsing import toml_of
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
 from nmoe.runs.ledger import Ledger, read_lines
-from nmoe.runs.places import refuse_missing
+from nmoe.runs.places import PLACED, is_lost, refuse_missing, remove_links
 from nmoe.runs.recorded import read_provenance
 from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_errors, write_atomically
 
@@ -103,9 +103,10 @@ class RunDirectory:
         """Creates the directory of a new run or, with `resume`, opens one at its last checkpoint.
 
         Resuming removes every record after the checkpoint's step. A run that was killed before its first checkpoint starts over and
-        keeps only log.txt. A run that does not exist yet starts where `resume` is "auto": a command with `--run.resume=auto` can be
-        repeated until it is done. The config.toml and provenance.json of a resumed run stay as they were until `record_start`,
-        since the checkpoint may yet be refused.
+        keeps only log.txt. So does, without `resume` and under any configuration, one that ended before its first step. A run that
+        does not exist yet starts where `resume` is "auto": a command with `--run.resume=auto` can be repeated until it is done. The
+        config.toml and provenance.json of a resumed run stay as they were until `record_start`, since the checkpoint may yet be
+        refused.
 
         `defaults` names dotted keys of `config_toml` that hold their defaults. A run from before such a key existed lacks it, and
         can be resumed.
@@ -121,10 +122,15 @@ class RunDirectory:
             lock = RunLock(path / LOCK)
             undo.callback(lock.release)
             # Again: another process may have created the run before the lock was taken.
-            refuse_unless_free(path, resume)
+            _refuse_taken(path, resume)
             if fresh := _is_empty(path):
                 undo.callback(_discard, path)
-            run = cls(path, lock, _prepare(path, config_toml, defaults), config_toml, provenance)
+            elif not resume:
+                Ledger(path).cut_back(None)
+                remove_links(path)
+            if resume and not fresh:
+                _refuse_other_run(path, config_toml, defaults)
+            run = cls(path, lock, _prepare(path), config_toml, provenance)
             run._fresh = fresh
             if run.resumed_from is None:
                 run.record_start()
@@ -180,6 +186,22 @@ class RunDirectory:
 
 def refuse_unless_free(path: Path, resume: Resume) -> None:
     """Raises UserError unless a new run can take `path` or, with `resume`, the one that is there can go on."""
+    if not resume and not _is_empty(path) and (path / LOCK).exists():
+        with suppress(StorageError):  # a disk that cannot be written: what lies there says enough
+            RunLock(path / LOCK).release()
+    _refuse_taken(path, resume)
+
+
+def is_free(path: Path) -> bool:
+    """Whether a new run can take `path`."""
+    try:
+        refuse_unless_free(path, False)
+    except UserError:
+        return False
+    return True
+
+
+def _refuse_taken(path: Path, resume: Resume) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"{path}: is a file, not the directory of a run; choose another name with --run.name=NAME")
     if (file := next((above for above in path.parents if above.is_file()), None)) is not None:
@@ -190,18 +212,30 @@ def refuse_unless_free(path: Path, resume: Resume) -> None:
         if resume is True and not (path / LOCK).exists():
             raise UserError(f"{path}: there is no run to resume{_similar(path)}; leave --run.resume out to start one")
         return
-    if not resume:
+    if not resume and not _ended_before_its_first_step(path):
         raise UserError(
             f"{path}: exists and is not empty; pass --run.resume=true to go on with this run, "
             "or choose another name with --run.name=NAME"
         )
-    if not (path / "config.toml").exists():
+    if resume and not (path / "config.toml").exists():
         raise UserError(f"{path}: not the directory of a run (no config.toml), so there is nothing to resume")
+
+
+def _ended_before_its_first_step(path: Path) -> bool:
+    """Whether a run began here and trained nothing: a reward function raised in its first step, say."""
+    if not all((path / name).exists() for name in (*SUBDIRECTORIES, "config.toml")):
+        return False
+    saved = any((path / "checkpoints").iterdir())
+    return not saved and not any(is_lost(path / name) for name in PLACED) and not _size(path / "metrics.jsonl")
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _is_empty(path: Path) -> bool:
     # Hidden files do not count: a start that was killed early leaves a lock and nothing else.
-    return not path.exists() or all(entry.name.startswith(".") for entry in path.iterdir())
+    return not path.is_dir() or all(entry.name.startswith(".") for entry in path.iterdir())
 
 
 def _similar(path: Path) -> str:
@@ -211,14 +245,18 @@ def _similar(path: Path) -> str:
     return f", but there is {path.with_name(named[0])} (--run.name={named[0]})" if named else ""
 
 
-def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | None:
-    """Resets the directory to its last checkpoint, which is returned, or to the state of a new run."""
-    remove_partials(path)
+def _refuse_other_run(path: Path, config_toml: str, defaults: Collection[str]) -> None:
+    """Raises UserError where the run cannot go on as it is."""
     refuse_missing(path)
     stored = path / "config.toml"
     if stored.exists():
         _refuse_other_config(stored, config_toml, defaults)
         _refuse_lost_checkpoints(path)
+
+
+def _prepare(path: Path) -> Path | None:
+    """Resets the directory to its last checkpoint, which is returned, or to the state of a new run."""
+    remove_partials(path)
     for name in SUBDIRECTORIES:
         (path / name).mkdir(exist_ok=True)
     checkpoints = path / "checkpoints"

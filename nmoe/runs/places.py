@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from nmoe.config.tables.run import RunSection
@@ -15,6 +15,8 @@ from nmoe.runs.recorded import read_provenance
 from nmoe.runs.storage import make_directory, storage_errors, write_atomically
 
 _MARKER = ".run.json"
+PLACED = ("metrics.jsonl", "samples", "spikes.jsonl")
+"""The records of a run that may lie elsewhere."""
 VARIABLES = {
     "metrics_directory": "METRICS_LOG_DIR",
     "samples_directory": "SAMPLES_LOG_DIR",
@@ -74,10 +76,30 @@ def claim_exports(run: Path, exports: Path, exported_before: bool) -> None:
 
 def refuse_missing(path: Path) -> None:
     """Raises UserError where a record of the run lies in a place that is not there now."""
-    for name in ("metrics.jsonl", "samples", "spikes.jsonl"):
-        link = path / name
-        if link.is_symlink() and not link.exists():
+    for name in PLACED:
+        if is_lost(link := path / name):
             raise UserError(f"{link}: leads to {link.readlink()}, which is not there; mount its disk, or put it back")
+
+
+def is_lost(link: Path) -> bool:
+    """Whether this leads to a place that is not there now."""
+    return link.is_symlink() and not link.exists()
+
+
+def remove_links(path: Path) -> None:
+    """Removes the links of a run that has trained nothing, and the emptied records where they lead: it may begin again with
+    others."""
+    for name in PLACED:
+        if not (link := path / name).is_symlink():
+            continue
+        target = link.resolve()
+        link.unlink()
+        if target.is_dir():
+            with suppress(OSError):  # something else lies there
+                target.rmdir()
+            link.mkdir()
+        else:
+            target.unlink()
 
 
 def _link(link: Path, target: Path, remedy: str, undo: ExitStack) -> None:

@@ -122,6 +122,13 @@ def test_functions_records_and_tables_are_what_the_run_uses() -> None:
     assert sample["components"]["vowels"] == vowels([text])[0]
     assert sample["components"]["closure"] == float(text.startswith(sample["columns"]["letter"]))
     assert run.path == Path("runs/records")
+
+    def boom(completions: list[str], **columns: Any) -> list[float]:
+        raise ValueError("boom")
+
+    with pytest.raises(UserError, match="boom"):
+        nmoe.train_rl(TINY, env=records, rewards=[boom], config=SHORT)
+    assert "boom" in Path("runs/records-2/failures.jsonl").read_text()
     assert nmoe.train_rl(TINY, env=records, rewards=[vowels], config=SHORT).path == Path("runs/records-2")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from nmoe.preflight.memory import memory, said_at_the_start
 from nmoe.preflight.preflight import preflight, refuse_to_start
 from nmoe.preflight.sinks import sinks
 from nmoe.recipes.run_loop import open_run
+from nmoe.runs.directory import LOCK, RunLock
 from nmoe.runs.sinks import sinks as sinks_of_runs
 
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 64}
@@ -273,6 +275,10 @@ def test_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "run" / "config.toml").write_text("")
     with pytest.raises(UserError, match=r"exists and is not empty; pass --run.resume=true"):
         directory(rl(tmp_path))
+    lock = RunLock(tmp_path / "run" / LOCK)
+    with pytest.raises(UserError, match=rf"run: this run is being written by process {os.getpid()}; wait"):
+        directory(rl(tmp_path))
+    lock.release()
     assert directory(rl(tmp_path, run={"steps": 3, "resume": True})).text.endswith("is resumed")
     # Root, who may run the tests, can write everywhere.
     monkeypatch.setattr(disk_module.os, "access", lambda path, mode: Path(path) != tmp_path / "closed")

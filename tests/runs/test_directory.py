@@ -14,7 +14,7 @@ import pytest
 
 from nmoe.errors import StorageError, UserError
 from nmoe.runs.checkpoint import save_checkpoint
-from nmoe.runs.directory import Resume, RunDirectory
+from nmoe.runs.directory import Resume, RunDirectory, is_free
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.recorded import read_provenance, recorded_threads, resumptions
 
@@ -73,9 +73,35 @@ def test_a_new_run_has_its_layout(tmp_path: Path) -> None:
 
 
 def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
-    create(tmp_path / "x").close()
-    with pytest.raises(UserError, match=r"x: exists and is not empty; pass --run\.resume=true .* --run\.name=NAME"):
-        create(tmp_path / "x")
+    begun, saved, other = (tmp_path / name for name in ("begun", "saved", "other"))
+    make_run(begun, steps=1, checkpoint=None)
+    with create(saved) as run:
+        save_checkpoint(run.checkpoints, 1, write, keep=1)
+    create(other).close()
+    (other / "config.toml").unlink()
+    for path in (begun, saved, other):
+        with pytest.raises(UserError, match=r": exists and is not empty; pass --run\.resume=true .* --run\.name=NAME"):
+            create(path)
+        assert not is_free(path)
+
+
+def test_a_run_that_ended_before_its_first_step_blocks_no_start(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    with create(tmp_path / "x") as run:
+        run.ledger.failure({"step": 1, "failure": "grader_error"})
+        run.ledger.evaluation(0, {"results": []})
+        run.log.write_text("log\n")
+    (run.path / "notes.md").write_text("mine")
+    assert is_free(run.path)
+    assert (run.path / "failures.jsonl").read_text(), "what failed can be read until the next start"
+    changed = CONFIG.replace("learning_rate = 0.1", "learning_rate = 0.2")
+    with create(tmp_path / "x", changed) as run:
+        assert (run.start_step, (run.path / "config.toml").read_text()) == (0, changed)
+        assert (run.path / "failures.jsonl").read_text() == ""
+        assert os.listdir(run.path / "eval") == []
+        assert [(run.path / name).read_text() for name in ("notes.md", "log.txt")] == ["mine", "log\n"]
+        run.ledger.metrics(1, {"loss": 0.5})
+    assert not is_free(run.path)
 
 
 def test_what_is_no_run_is_not_resumed(tmp_path: Path) -> None:
@@ -271,8 +297,12 @@ def test_two_processes_do_not_write_one_run_and_a_kill_frees_it(tmp_path: Path) 
 
 def test_a_run_open_in_this_process_is_locked_until_closed(tmp_path: Path) -> None:
     run = create(tmp_path)
-    with pytest.raises(UserError, match=f"written by process {os.getpid()}"):
-        create(tmp_path, resume=True)
+    for resume in (False, True):
+        with pytest.raises(UserError, match=f"this run is being written by process {os.getpid()}"):
+            create(tmp_path, resume=resume)
+    run.ledger.metrics(1, {"loss": 0.5})
+    with pytest.raises(UserError, match=f"this run is being written by process {os.getpid()}"):
+        create(tmp_path)
     run.close()
     run.close()
     create(tmp_path, resume=True).close()

@@ -1,6 +1,7 @@
 """Records in places of their own: a run writes them there, and everything that reads the run finds them."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from nmoe.config.tables.run import RunSection
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.places import claim_exports, place_records
+from nmoe.runs.places import VARIABLES, claim_exports, place_records
 from nmoe.runs.record import read_run
 from nmoe.runs.recorded import recorded_exports
 
@@ -56,6 +57,22 @@ def test_a_run_that_starts_over_keeps_its_places(tmp_path: Path) -> None:
         run.ledger.metrics(1, {"loss": 0.25})
     assert read_run(run.path).last("loss") == 0.25
     assert (run.path / "metrics.jsonl").is_symlink()
+
+
+def test_a_run_that_ended_before_its_first_step_may_begin_with_other_places(tmp_path: Path) -> None:
+    places = [
+        RunSection(
+            name="one", steps=2, **{key: str(tmp_path / where / key) for key in VARIABLES}
+        ) for where in "ab"
+    ]  # fmt: skip
+    with started(tmp_path / "one", places[0], {}) as run:
+        run.ledger.spike({"step": 1, "grad_norm": 73.0})
+        run.ledger.samples(1, [{"text": "a"}])
+    with started(tmp_path / "one", places[1], {}) as run:
+        run.ledger.metrics(1, {"loss": 0.5})
+    assert [file for file in (tmp_path / "a").rglob("*") if file.is_file() or file.name == "samples"] == []
+    assert (tmp_path / "b/metrics_directory/one/metrics.jsonl").read_text()
+    assert os.listdir(run.path / "samples") == []
 
 
 def test_other_runs_records_and_a_missing_disk_are_refused(tmp_path: Path) -> None:
