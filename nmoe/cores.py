@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+# More than any machine has cores: libgomp ends a process of a hundred thousand by a segmentation fault.
+MOST_THREADS = 1024
 _MEASURE_S = 0.2
 _ASK_S = 120.0
 # A core counts as free if others use less than this share of it; the background of an idle machine is about 0.02.
@@ -27,14 +29,15 @@ def choose_threads(requested: int, processes: int = 1, environment: Mapping[str,
 
     Other processes do not count: the numbers of a run depend on its threads, and must not depend on what else ran as it began. Idle
     threads leave the cores to them (`nmoe.model.idle_threads`). torchrun's own OMP_NUM_THREADS = 1, which it sets for want of
-    another, does not count either. Raises ValueError for a negative number.
+    another, does not count either. A value that no machine can mean, as more than `MOST_THREADS`, is as good as none. Raises
+    ValueError for a negative number.
     """
     if requested < 0:
         raise ValueError(f"a thread count is positive, or 0 to choose one, got {requested}")
     if requested:
         return requested
     own = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if own.isdigit() and int(own) > 0 and not (own == "1" and "TORCHELASTIC_RUN_ID" in environment):
+    if own.isdigit() and 0 < int(own) <= MOST_THREADS and not (own == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return int(own)
     return max(1, threads_for(usable_cores(), 0.0, cpu_quota()) // processes)
 

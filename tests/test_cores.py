@@ -208,3 +208,10 @@ def test_cores_that_others_use_are_not_free_and_change_no_run() -> None:
         for spinner in spinners:
             spinner.kill()
             spinner.communicate()
+
+
+def test_more_threads_than_a_machine_can_mean_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores_module, "usable_cores", lambda: 6)
+    monkeypatch.setattr(cores_module, "cpu_quota", lambda: math.inf)
+    assert choose_threads(0, 2, {"OMP_NUM_THREADS": "1024"}) == 1024
+    assert choose_threads(0, 2, {"OMP_NUM_THREADS": "1025"}) == 3, "the cores, as where the variable is no number"

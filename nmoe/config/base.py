@@ -14,6 +14,9 @@ T = TypeVar("T")
 
 MAX_SEED = 2**63 - 1
 
+# What any other integer is at most: nothing that a run counts, steps, tokens, records or megabytes, comes to more.
+MOST = 10**12
+
 # A file with a slice behind it, as the datasets library has it behind the name of a split.
 _SLICED_FILE = re.compile(r"(?P<file>.+\.\w+)(?P<slice>\[-?[\d%]*:-?[\d%]*\])", re.DOTALL)
 
@@ -96,7 +99,12 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:
-        conflicts = [*self._paths_that_are_none(), *self._names_of_nothing(), *self.conflicts()]
+        conflicts = [
+            *self._paths_that_are_none(),
+            *self._names_of_nothing(),
+            *self._numbers_of_nothing(),
+            *self.conflicts(),
+        ]
         if conflicts:
             raise ConflictError(conflicts)
         return self
@@ -108,6 +116,14 @@ class Section(BaseModel):
             for mark in field.metadata:
                 if isinstance(mark, NameIn) and isinstance(value, str) and (refusal := mark.refusal(value)) is not None:
                     yield Conflict(name, refusal)
+
+    def _numbers_of_nothing(self) -> Iterator[Conflict]:
+        """Integers beyond what can be meant, of fields without a bound of their own."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            bounded = any(hasattr(mark, "le") or hasattr(mark, "lt") for mark in field.metadata)
+            if isinstance(value, int) and value > MOST and not bounded:
+                yield Conflict(name, f"must be at most {MOST:,}")
 
     def _paths_that_are_none(self) -> Iterator[Conflict]:
         """Paths that no system opens as they are meant: with a null character, of which Python's complaint would name no key; with

@@ -260,6 +260,22 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
             ["--sampling.max_new_tokens=512: leaves no room for a prompt in model.shape.context_tokens = 512"],
         ),
         (["--sampling.max_new_tokens=511"], []),
+        (["--run.threads=1024", "--run.steps=1000000000", "--batch.group_size=65536"], []),
+        (["--run.threads=1025"], ["--run.threads=1025: must be at most 1024"]),
+        (["--run.steps=1000000001"], ["--run.steps=1000000001: must be at most 1000000000"]),
+        (["--checkpoint.keep=1000000000001"], ["--checkpoint.keep=1000000000001: must be at most 1,000,000,000,000"]),
+        (
+            ["--batch.group_size=65537"],
+            [
+                "--batch.group_size=65537: prompts_per_step x group_size = 1,048,592 samples of a step; at most 1,048,576"
+            ],
+        ),
+        (
+            ["--batch.prompts_per_step=200000"],
+            [
+                "--batch.prompts_per_step=200000: prompts_per_step x group_size = 1,600,000 samples of a step; at most 1,048,576"
+            ],
+        ),
         (
             ["--sampling.temperature=0"],
             ["--sampling.temperature=0: at 0 all completions of a group are equal, so nothing is learned"],

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, Section
 
+# The largest batches that papers report are of some thousand samples.
+MOST_SAMPLES = 2**20
+
 
 class MicroBatchSection(Section):
     """[batch] of the supervised commands: the size of a micro-batch."""
@@ -18,6 +21,15 @@ class GroupBatchSection(MicroBatchSection):
 
     prompts_per_step: int = Field(default=16, gt=0, description="problems per step")
     group_size: int = Field(default=8, ge=1, description="completions per problem, which are compared with one another")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        samples = self.prompts_per_step * self.group_size
+        if samples > MOST_SAMPLES:
+            key = "group_size" if self.group_size > self.prompts_per_step else "prompts_per_step"
+            yield Conflict(
+                key, f"prompts_per_step x group_size = {samples:,} samples of a step; at most {MOST_SAMPLES:,}"
+            )
 
 
 class BatchSection(GroupBatchSection):

@@ -7,8 +7,12 @@ from typing import Literal
 from pydantic import Field
 
 from nmoe.config.base import MAX_SEED, Conflict, Section
+from nmoe.cores import MOST_THREADS
 
 NAME = r"\w[\w.+=-]*"
+
+# At a thousand steps a second, eleven days.
+MOST_STEPS = 10**9
 
 
 class RunSection(Section):
@@ -20,9 +24,12 @@ class RunSection(Section):
     directory: str = Field(default="runs", min_length=1, description="the directory of all runs")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of all random draws")
     threads: int = Field(
-        default=0, ge=0, description="CPU threads; 0: `OMP_NUM_THREADS`, or as many as there are cores to use"
+        default=0,
+        ge=0,
+        le=MOST_THREADS,
+        description="CPU threads; 0: `OMP_NUM_THREADS`, or as many as there are cores to use",
     )
-    steps: int = Field(gt=0, description="optimizer steps")
+    steps: int = Field(gt=0, le=MOST_STEPS, description="optimizer steps")
     resume: bool | Literal["auto"] = Field(
         default=False,
         description='true: resume from the run\'s latest checkpoint; refused where there is no run of this name. "auto": resume '
@@ -52,7 +59,9 @@ class RunSection(Section):
 class RecordsRunSection(RunSection):
     """[run] of a command that learns from records: its length can be given in epochs instead."""
 
-    steps: int = Field(default=0, ge=0, description="optimizer steps; 0: as many as records.epochs takes")
+    steps: int = Field(
+        default=0, ge=0, le=MOST_STEPS, description="optimizer steps; 0: as many as records.epochs takes"
+    )
 
 
 class SamplingRunSection(RunSection):
@@ -68,7 +77,9 @@ class SamplingRunSection(RunSection):
 class RLRunSection(SamplingRunSection):
     """[run] of reinforcement learning: its length can be given in episodes instead."""
 
-    steps: int = Field(default=0, ge=0, description="steps, each with its prompts; 0: as many as `episodes` take")
+    steps: int = Field(
+        default=0, ge=0, le=MOST_STEPS, description="steps, each with its prompts; 0: as many as `episodes` take"
+    )
     episodes: float | None = Field(
         default=None,
         gt=0,
@@ -82,6 +93,7 @@ class SelfplayRunSection(SamplingRunSection):
     steps: int = Field(
         default=1,
         gt=0,
+        le=MOST_STEPS,
         description="optimizer steps of the verifier over all rounds; without training there are none",
     )
 
