@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from nmoe.config.base import DataPath, FromFile, Section
+from nmoe.config.kinds import of_another_kind
 from nmoe.config.locate import KeyPath, Locator, Place, locate
 from nmoe.config.overrides import indexed, lay_over, malformed, override_document, read_override
 from nmoe.config.problems import ConfigError, Mistake, at, explain, key_meant, renamed_key
@@ -55,6 +56,8 @@ def _laid_over(
         data, where = _read(path, schema)
     except ConfigError as error:
         raise ConfigError(error.problems + problems) from None
+    overridden = {str(override[0][0]) for text in overrides if (override := read_override(text)) is not None}
+    _refuse_another_kind(path, data, overridden, schema)
     _start_paths(data, schema, path.parent)
     for text in overrides:
         if (override := read_override(text)) is None:
@@ -76,6 +79,7 @@ def load_with(path: Path | None, schema: type[S], tables: Mapping[str, Any], sou
     """
     data, where = ({}, Locator(Place(source))) if path is None else _read(path, schema)
     if path is not None:
+        _refuse_another_kind(path, data, tables.keys(), schema)
         _start_paths(data, schema, path.parent)
     lay_over(data, where, copy.deepcopy(dict(tables)), Locator(Place(source)))
     return _check(data, schema, where, [], {})
@@ -161,6 +165,7 @@ def _read_section(
     except UserError as error:
         raise ConfigError([Mistake(place, str(error))]) from None
     data, where_file = _read(found, section, named_at=str(place))
+    _refuse_another_kind(found, data, beside.keys(), section, named_at=str(place))
     _start_paths(data, section, found.parent)
     where_file = where_file.below(path)
     lay_over(data, where_file, beside, where, path)
@@ -190,6 +195,15 @@ def _start_paths_below(value: Any, annotation: Any, directory: Path) -> None:
             not marks[0].may_be_name or _exists(directory / split_path(value[key])[0])
         ):
             value[key] = str(directory / value[key])
+
+
+def _refuse_another_kind(
+    path: Path, data: dict[str, Any], beside: Collection[str], schema: type[Section], named_at: str = ""
+) -> None:
+    """Raises ConfigError for a file that is no file for `schema`, but for a command or a place of another kind."""
+    if (said := of_another_kind(path, data, {*data, *beside}, schema)) is not None:
+        by = f" (named at {named_at})" if named_at else ""
+        raise ConfigError([Mistake(Place(str(path)), said + by)])
 
 
 def _exists(path: Path) -> bool:

@@ -14,6 +14,8 @@ from nmoe.config.commands import COMMANDS, load_run
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig
+from nmoe.config.environment import load_environment
+from nmoe.config.preparation import load_preparation
 from nmoe.config.schema import paths_of
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.config.toml import toml_value
@@ -191,6 +193,45 @@ NOT_ITS_OWN = {
 def test_what_a_command_does_not_read_is_refused(command: str, override: str, config: Write) -> None:
     (problem,) = (p for p in refusals(config(SHAPE), COMMANDS[command], override) if "--" in p)
     assert ": unknown key" in problem
+
+
+def test_a_file_of_another_kind_is_answered_in_one_line(tmp_path: Path) -> None:
+    environment, run, sft, mixed = (tmp_path / f"{name}.toml" for name in ("env", "rl", "sft", "mixed"))
+    environment.write_text('env_id = "e"\nversion = "1"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\n')
+    run.write_text(
+        '[run]\nsteps = 1\n[model]\npath = "m"\n[environment]\npath = "env.toml"\n[sampling]\n[batch]\ngroup_size = 2\n'
+    )
+    sft.write_text('[run]\nsteps = 1\n[model]\npath = "m"\n[records]\npath = "r.jsonl"\n')
+    mixed.write_text('[run]\nsteps = 1\n[model]\npath = "m"\n[environment]\npath = "rl.toml"\n')
+
+    def said(load: Callable[[], object]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load()
+        return str(caught.value)
+
+    an_environment = (
+        f'{environment}: is an environment, not a configuration of `nmoe rl train`; name it by [environment] path = "'
+    )
+    for overrides in ([], ["--model.path=m", "--run.steps=2"]):
+        assert said(lambda: load_run(environment, RLConfig, overrides)) == f'{an_environment}{environment}"'  # noqa: B023
+    assert said(lambda: load_environment(run)) == (
+        f"{run}: is a configuration of `nmoe rl train`, not an environment; its environment is env.toml"
+    )
+    assert said(lambda: load_run(run, SFTConfig)) == (
+        f"{run}: is a configuration of `nmoe rl train`, not a configuration of `nmoe sft`"
+    )
+    assert said(lambda: load_run(sft, RLConfig)) == (
+        f"{sft}: is a configuration of `nmoe sft`, not a configuration of `nmoe rl train`"
+    )
+    assert said(lambda: load_run(mixed, RLConfig)) == (
+        f"{run}: is a configuration of `nmoe rl train`, not an environment; its environment is env.toml (named at {mixed}:6)"
+    )
+    assert said(lambda: load_preparation(sft)).startswith(
+        f"{sft}: is a configuration of `nmoe sft`, not a configuration of"
+    )
+    # One table too many, or an override that brings the required one, leaves a file what it is.
+    assert load_run(sft, DPOConfig).records.path == "r.jsonl"
+    assert len(refusals(run, SFTConfig, "--records.path=r.jsonl")) == 3
 
 
 def test_a_resolved_configuration_holds_what_applies(config: Write) -> None:

@@ -1,0 +1,61 @@
+"""Recognizes by its tables what a TOML file holds, so that a file in another's place is answered in one line."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.base import Section
+
+
+def _kinds() -> Mapping[str, type[Section]]:
+    """The schema of each kind of file, by what messages call it."""
+    from nmoe.config.commands import COMMANDS  # these modules import the loader, which imports this one
+    from nmoe.config.environment import EnvironmentSettings
+    from nmoe.config.preparation import PreparationSettings
+
+    return {
+        "an environment": EnvironmentSettings,
+        "a configuration of `nmoe data prepare`": PreparationSettings,
+        **{f"a configuration of `nmoe {command}`": schema for command, schema in COMMANDS.items()},
+    }
+
+
+def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str], schema: type[Section]) -> str | None:
+    """Says what the file `path` is instead of a file for `schema`, and where it belongs; None where it may be one.
+
+    `tables` is the file's document, and `keys` are its keys at the top with those of overrides. The file is of another kind if
+    `schema` knows none of its keys and the other most of them, or if `schema` lacks a required table that the other does not
+    know, and the other lacks none.
+    """
+    kinds = _kinds()
+    own = next((name for name, other in kinds.items() if other is schema), None)
+    if own is None or not tables:
+        return None
+
+    def unknown(kind: type[Section], among: Collection[str]) -> set[str]:
+        return set(among) - kind.model_fields.keys()
+
+    def lacking(kind: type[Section], among: Collection[str]) -> set[str]:
+        return {key for key, known in kind.model_fields.items() if known.is_required()} - set(among)
+
+    best = min(kinds, key=lambda name: len(unknown(kinds[name], tables)) + len(lacking(kinds[name], tables)))
+    strangers = unknown(kinds[best], tables)
+    foreign = unknown(schema, tables) == tables.keys() and 2 * len(strangers) < len(tables)
+    for_another_command = (
+        bool(lacking(schema, keys) - kinds[best].model_fields.keys())
+        and not lacking(kinds[best], tables)
+        and len(strangers) < len(unknown(schema, tables))
+    )
+    if best == own or not (foreign or for_another_command):
+        return None
+    return f"is {best}, not {own}{_remedy(path, tables, best, schema)}"
+
+
+def _remedy(path: Path, tables: Mapping[str, Any], kind: str, schema: type[Section]) -> str:
+    """Where a file of this kind belongs, or the file that was most likely meant."""
+    if kind == "an environment":
+        return f'; name it by [environment] path = "{path}"' if "environment" in schema.model_fields else ""
+    named = tables.get("environment")
+    if "env_id" in schema.model_fields and isinstance(named, Mapping) and isinstance(named.get("path"), str):
+        return f"; its environment is {named['path']}"
+    return ""
