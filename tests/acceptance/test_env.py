@@ -69,8 +69,8 @@ def test_a_check_shows_prompt_tokens_mask_and_grades(command: Nmoe, own: Path, w
     assert "pool         jsonl own/data.jsonl as sort" in lines
     assert [line.partition(";")[0] for line in lines[-5:]] == [
         "problem digits/0, gold '12'",
-        "  right answer '12': correct (exact: the same digits or not)",
-        "  wrong answer '122': incorrect (exact: the same digits or not)",
+        "  right answer '12': correct (exact: the same digits)",
+        "  wrong answer '122': incorrect (exact: other digits)",
         "",
         "ok",
     ]

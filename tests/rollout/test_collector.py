@@ -214,7 +214,7 @@ def test_a_record_holds_what_is_needed_to_sample_again(environment: Make, harmon
         "weights": dict.fromkeys(COMPONENTS, 0.0) | {"correctness": 1.0},
         "extras": trajectory.grade.extras,
         "answer": "9",
-        "verdict": {"outcome": "incorrect", "score": 0.0, "layer": "exact", "reason": "the same digits or not"},
+        "verdict": {"outcome": "incorrect", "score": 0.0, "layer": "exact", "reason": "other digits"},
     }
     assert json.loads(json.dumps(record))["prompt_ids"] == [1]
 

@@ -31,4 +31,5 @@ class DigitsTask(QuestionTask):
         return problem.gold, problem.gold + problem.gold[-1]
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        return Verdict.of(attempt.answer.strip() == problem.gold, "exact", "the same digits or not")
+        same = attempt.answer.strip() == problem.gold
+        return Verdict.of(same, "exact", "the same digits" if same else "other digits")

@@ -35,7 +35,8 @@ class FileSearchTask(QuestionTask):
         return problem.gold, f"not {problem.gold}"
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        return Verdict.of(_bare(attempt.answer) == _bare(problem.gold), "exact", "the same text or not")
+        same = _bare(attempt.answer) == _bare(problem.gold)
+        return Verdict.of(same, "exact", "the same text" if same else "another text")
 
 
 def _bare(answer: str) -> str:

@@ -33,7 +33,8 @@ class TextMatchTask(QuestionTask):
         return problem.gold, f"not {problem.gold}"
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        return Verdict.of(plain(attempt.answer) == plain(problem.gold), "exact", "the same text or not")
+        same = plain(attempt.answer) == plain(problem.gold)
+        return Verdict.of(same, "exact", "the same text" if same else "another text")
 
 
 def plain(text: str) -> str:
