@@ -93,7 +93,7 @@ def write_report(run: Path) -> Path:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, with columns of numbers aligned to the right. Floats are shown with four digits.
+    """A Markdown table, with columns of numbers aligned to the right. Floats are written as `figure` does.
 
     Raises ValueError for a row that does not have as many cells as the header.
     """
@@ -119,8 +119,15 @@ def fenced(text: str, language: str) -> str:
     return f"{fence}{language}\n{text}\n{fence}\n"
 
 
+def figure(value: float) -> str:
+    """The number with four digits, or all those before the point, and without the sign of zero: `14,183`, `0.1235`, `0`."""
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
 def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else markdown_text(str(value))
+    return figure(value) if isinstance(value, float) else markdown_text(str(value))
 
 
 def _section(title: str, body: str) -> str:

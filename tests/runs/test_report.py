@@ -100,6 +100,13 @@ def test_what_is_no_run_or_no_evaluation_is_named(tmp_path: Path, run: Path) -> 
         write_report(run)
 
 
+def test_figures_of_a_table() -> None:
+    values = [-0.0, 14183.4, -12345.6, 9999.4, 0.00001234, 1e16, float("nan")]
+    assert [line.strip("| \n") for line in markdown_table(["a"], [[one] for one in values]).splitlines()[2:]] == [
+        *("0", "14,183", "-12,346", "9999", "1.234e-05", "1e+16", "nan")
+    ]
+
+
 def test_markdown_table() -> None:
     assert markdown_table(["a", "b|c"], [[1, "x\ny"], [0.123456, "|"]]) == (
         "| a | b\\|c |\n| ---: | --- |\n| 1 | x y |\n| 0.1235 | \\| |\n"
