@@ -35,6 +35,7 @@ from nmoe.runs.output import logged
 from nmoe.runs.places import claim_exports, place_records
 from nmoe.runs.progress import Progress
 from nmoe.runs.recorded import recorded_device, recorded_exports, recorded_schedule_steps
+from nmoe.runs.resumption import how_to_resume
 from nmoe.runs.samples import CONSOLE_CHARACTERS, sample_lines
 from nmoe.runs.saver import Saver
 from nmoe.runs.sinks.sink import Attempt
@@ -195,7 +196,7 @@ class Run:
                 if last:
                     return
                 if stopping:
-                    self.note(f"interrupted: saved step {step}; go on with --run.resume=true")
+                    self.note(f"interrupted: saved step {step}; go on with {how_to_resume()}")
                     raise KeyboardInterrupt
 
     def close_sinks(self) -> None:

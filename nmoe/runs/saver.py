@@ -11,6 +11,7 @@ from types import TracebackType
 from nmoe.errors import UserError
 from nmoe.model.snapshot import Snapshot
 from nmoe.runs.checkpoint import MANIFEST, checkpoint_step, latest_checkpoint, mark_best, save_checkpoint
+from nmoe.runs.resumption import how_to_resume
 from nmoe.runs.state import STATE, Part, snapshot_parts
 from nmoe.runs.storage import bytes_free, make_directory, step_name, storage_errors
 
@@ -127,5 +128,5 @@ def refuse_without_room(directory: Path, step: int, size: int) -> None:
     raise UserError(
         f"{directory / step_name(step)}: not written, since a checkpoint takes {needed:,} bytes and {free:,} are free on its disk. "
         f"The run ends here{left}. Make room, lower checkpoint.keep, or move the run to another disk; it "
-        "goes on with --run.resume=true."
+        f"goes on with {how_to_resume()}."
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from nmoe.errors import StorageError, UserError
+from nmoe.runs.resumption import how_to_resume
 
 _STORAGE_ERRNOS = {
     errno.ENOSPC,
@@ -41,7 +42,7 @@ def storage_errors(path: Path) -> Iterator[None]:
             raise
         raise StorageError(
             f"{path}: cannot be written: {reason} ({bytes_free(path):,} bytes free on its disk). "
-            "Make room or permit writing there; a run goes on from its last checkpoint with --run.resume=true."
+            f"Make room or permit writing there; a run goes on from its last checkpoint with {how_to_resume()}."
         ) from error
 
 

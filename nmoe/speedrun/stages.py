@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunLock
 from nmoe.runs.replace import agree_to_delete, continued_by_hand, delete, fingerprint, refuse_held
+from nmoe.runs.resumption import resumed_by
 from nmoe.runs.storage import make_directory, storage_errors, write_atomically
 
 # Marks the directory of a pipeline, which the one that writes it has locked.
@@ -171,7 +172,8 @@ class Stages:
         record.making, record.making_from = list(stage.makes), stage.start
         self._write()
         began, cpu = time.perf_counter(), time.process_time()
-        figures = stage.work()
+        with resumed_by("the same options and --resume"):
+            figures = stage.work()
         seconds = time.perf_counter() - began
         record.done.append(
             StageRecord(

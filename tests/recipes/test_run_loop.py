@@ -17,6 +17,7 @@ from nmoe.model.idle_threads import IDLE
 from nmoe.model.snapshot import Snapshot
 from nmoe.recipes.run_loop import HeldOut, Interruptible, Recipe, Run, Step, open_run
 from nmoe.runs.ledger import read_metrics
+from nmoe.runs.resumption import resumed_by
 from nmoe.runs.state import Part
 
 
@@ -95,7 +96,9 @@ def test_steps_are_evaluated_and_saved_when_due_the_last_and_the_best_always(tmp
     assert [line for line in log if "value" in line] == ["step 0: value 0.1", "step 3: value 0.9", "step 5: value 0.2"]
 
 
-def test_a_signal_ends_the_run_after_the_step_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+def test_a_signal_ends_the_run_after_the_step_and_a_resumed_one_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Interrupted(Counting):
         def step(self, step: int) -> Step:
             if step == 3:
@@ -103,8 +106,9 @@ def test_a_signal_ends_the_run_after_the_step_and_a_resumed_one_goes_on(tmp_path
             return super().step(step)
 
     recipe = Interrupted({}, every=0)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), resumed_by("--again"):
         follow(tmp_path, recipe)
+    assert "interrupted: saved step 3; go on with --again\n" in capsys.readouterr().out
     assert recipe.log == ["start", "step 1", "step 2", "save 2", "step 3", "save 3"]
     resumed = Counting({}, every=0)
     run = follow(tmp_path, resumed, resume=True)

@@ -16,6 +16,7 @@ import pytest
 from nmoe.errors import StorageError, UserError
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.replace import delete
+from nmoe.runs.storage import storage_errors
 from nmoe.speedrun.speedrun import Pipeline
 from nmoe.speedrun.stages import Stage, Stages
 
@@ -232,6 +233,21 @@ def test_what_full_would_extend_is_replaced_by_consent_only(tmp_path: Path) -> N
     assert (content(tmp_path), len(did)) == (before, 3)
     pipeline(tmp_path, did, resume=False, names=FULL, replace=True)
     assert did[3:] == ["one", "added", "two", "three"]
+
+
+def test_a_stage_says_how_to_go_on_with_the_pipeline(tmp_path: Path) -> None:
+    def full() -> Mapping[str, float]:
+        with storage_errors(tmp_path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return {}
+
+    with (
+        Stages(tmp_path, [Stage("base", full, ("base",))], {}, False) as stages,
+        pytest.raises(StorageError, match=r"from its last checkpoint with the same options and --resume\.$"),
+    ):
+        stages.run()
+    with pytest.raises(StorageError, match=r"from its last checkpoint with --run\.resume=true\.$"):
+        full()
 
 
 def test_a_stage_killed_before_the_extension_begins_again_from_its_new_start(tmp_path: Path) -> None:
