@@ -8,9 +8,11 @@ from typing import TypeVar
 import torch
 
 from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands.supervised import VerifierConfig
 from nmoe.model.device import choose_device, kind_of
 from nmoe.parallel.gang import gang
 from nmoe.plan.ranks import RankPlan, plan, with_offload
+from nmoe.plan.size import Size
 from nmoe.plan.table import advice, gib, lines, parts
 from nmoe.preflight.check import Check
 from nmoe.preflight.doctor import machine_memory
@@ -39,6 +41,29 @@ def memory_alone(config: RunConfig) -> Check:
     total, free = memory_of(device)
     there = f"{gib(free)} free of {gib(total)} on {device.type}" if total else "what this machine has is not known"
     return Check("memory", "warn", f"{there}; what the run takes is not known without its model")
+
+
+def weights_fit(config: RunConfig, size: Size) -> Check:
+    """Whether the least that a rank holds fits all the memory that it has, whatever is free now: its weights and, where they are
+    trained, their gradients and optimizer. Raises UserError as `plan` does."""
+    held = {"weights": size.weights, "gradients": size.gradients, "optimizer": size.optimizer}
+    # Of several ranks each may hold a part, which is counted where the whole does not fit.
+    total, _ = memory_of(size.device)
+    if size.device.type == "cpu":
+        total //= gang().local_size
+    if gang().size > 1 and sum(held.values()) > total:
+        planned = plan(settled(config), gang().size, gang().local_size).held
+        held = {name: planned.get(name, 0) for name in held}
+    if not config.trains or (isinstance(config, VerifierConfig) and config.verifier.trains_head_alone):
+        held = {"weights": held["weights"]}
+    said = ", ".join(f"{name} {gib(count)}" for name, count in held.items())
+    if not 0 < total < sum(held.values()):
+        return Check("memory", "ok", f"{said}, of {gib(total)} on {size.device.type}")
+    helps = (
+        "a smaller model" + (", an adapter by [lora]" if len(held) > 1 and not size.adapts else "") + " or more ranks"
+    )
+    said += f", which alone do not fit the {gib(total)} that {size.device.type} has in all"
+    return Check("memory", "fail", f"{said}; what helps: {helps}")
 
 
 def said_at_the_start(config: RunConfig) -> list[str]:

@@ -17,7 +17,7 @@ from nmoe.plan.size import Size, size_of
 from nmoe.preflight.check import Check, checked, failure
 from nmoe.preflight.disk import directory, disk, first_checkpoint, room
 from nmoe.preflight.learning_rate import learning_rate
-from nmoe.preflight.memory import memory, memory_alone
+from nmoe.preflight.memory import memory, memory_alone, weights_fit
 from nmoe.preflight.needs import data, hub, lacking_of_hub, packages, services
 from nmoe.preflight.overlap import overlap
 from nmoe.preflight.rehearsal import rehearse, round_trip
@@ -113,6 +113,7 @@ def refuse_to_start(config: RunConfig) -> None:
             found.append(overlap(config))
     offloads(config.parallel, gang().size, choose_device(config.model.device).type)
     with suppress(UserError):
-        found.append(first_checkpoint(config, size_of(config)))
+        size = size_of(config)
+        found += [weights_fit(config, size), first_checkpoint(config, size)]
     if failed := [check for check in found if check.status == "fail"]:
         raise UserError("\n".join(f"{check.name}: {check.text}" for check in failed))

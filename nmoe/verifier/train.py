@@ -86,7 +86,7 @@ def verifier(config: VerifierConfig) -> Path:
     groups = [form.training(one.messages, one.steps, one.labels) for one in train]
     sizes = [sum(len(shown.inputs) for shown in group) for group in groups]
     examples = ExampleStream(groups, sizes, config.run.seed)
-    learner = everywhere(start.learner, config, head, head_only=head is not None and section.language_weight == 0)
+    learner = everywhere(start.learner, config, head, head_only=section.trains_head_alone)
     judge = Judge(start.model, head, form, learner=learner)
     epochs = config.run.steps * section.tokens_per_step / sum(sizes)
     counts = Counter(label for one in train for label in one.labels if label is not None)

@@ -302,6 +302,13 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         ),
         (["--sampling.max_new_tokens=511"], []),
         (["--run.threads=1024", "--run.steps=1000000000", "--batch.group_size=65536"], []),
+        (
+            ["--model.shape.hidden_size=2147483647", "--model.shape.head_dim=2147483646"],
+            [
+                "--model.shape.hidden_size=2147483647: makes with heads x head_dim a matrix of 18,446,744,047,939,747,848 numbers, "
+                "which no machine holds"
+            ],
+        ),
         (["--run.threads=1025"], ["--run.threads=1025: must be at most 1024"]),
         (["--run.steps=1000000001"], ["--run.steps=1000000001: must be at most 1000000000"]),
         (["--checkpoint.keep=1000000000001"], ["--checkpoint.keep=1000000000001: must be at most 1,000,000,000,000"]),

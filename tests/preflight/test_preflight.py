@@ -17,7 +17,7 @@ from tiny_models import DENSE, FAMILIES, MOE
 
 from nmoe.config.commands import COMMANDS, RunConfig, command_for, load_run_with
 from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.commands.supervised import PretrainConfig, VerifierConfig
 from nmoe.config.packaged import packaged_configurations
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.config.tables.sinks import SinksSection
@@ -34,7 +34,7 @@ from nmoe.preflight import disk as disk_module
 from nmoe.preflight import memory as memory_module
 from nmoe.preflight.disk import checkpoints_at_once, directory, disk, first_checkpoint
 from nmoe.preflight.learning_rate import learning_rate
-from nmoe.preflight.memory import memory, said_at_the_start
+from nmoe.preflight.memory import memory, said_at_the_start, weights_fit
 from nmoe.preflight.preflight import preflight, refuse_to_start
 from nmoe.preflight.sinks import sinks
 from nmoe.recipes.run_loop import open_run
@@ -245,6 +245,45 @@ def test_a_run_says_what_it_takes_before_it_begins(tmp_path: Path, monkeypatch: 
     assert "does not fit" in said_at_the_start(config)[-1]
     monkeypatch.setattr(memory_module, "memory_of", lambda device: (0, 0))
     assert said_at_the_start(config) == [line.removesuffix(f", of {gib(needed)}")]
+
+
+def test_weights_that_no_free_memory_could_hold_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 a parameter takes 4 bytes, its gradient 4 and AdamW 8. What is free now does not count, nor what is estimated."""
+    config = rl(tmp_path, run={"steps": 100, "name": "one"})
+    needed = 16 * size_of(config).parameters
+    assert sum(estimate(config, size_of(config)).values()) > needed
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed, 0))
+    refuse_to_start(config)
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed - 1, needed - 1))
+    part = gib(needed // 4)
+    with pytest.raises(UserError) as refused:
+        refuse_to_start(config)
+    assert refused.value.exit_code == 2
+    assert str(refused.value) == (
+        f"memory: weights {part}, gradients {part}, optimizer {gib(needed // 2)}, which alone do not fit the {gib(needed)} "
+        "that cpu has in all; what helps: a smaller model, an adapter by [lora] or more ranks"
+    )
+    # Two ranks of one machine have half of its memory each, and half of all three.
+    monkeypatch.setattr(memory_module, "gang", lambda: SimpleNamespace(size=2, local_size=2))
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed, 0))
+    assert weights_fit(config, size_of(config)).status == "ok"
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed // 2, 0))
+    assert weights_fit(config, size_of(config)).status == "fail"
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (0, 0))
+    assert weights_fit(config, size_of(config)).status == "ok", "where the memory is not known"
+
+
+def test_weights_that_are_not_trained_need_no_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"run": {"steps": 1, "directory": str(tmp_path)}, "model": TABLES["model"]}
+    for head, weight, bytes_each in (("discriminative", 0.0, 4), ("discriminative", 0.5, 16), ("generative", 0.0, 16)):
+        section = {"prm_source": "prm800k/phase2", "head": head, "language_weight": weight}
+        config = load_run_with(None, VerifierConfig, tables | {"verifier": section}, "test", "run")
+        size = size_of(config)
+        for lacking, status in ((0, "ok"), (1, "fail")):
+            monkeypatch.setattr(
+                memory_module, "memory_of", lambda device, n=size.parameters * bytes_each - lacking: (n, n)
+            )
+            assert weights_fit(config, size).status == status
 
 
 def test_the_limit_of_the_control_group(tmp_path: Path) -> None:

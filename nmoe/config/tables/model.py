@@ -20,6 +20,9 @@ DEVICE = r"auto|cpu|cuda(:\d+)?"
 # Beyond every model there is. A shape of more would not end: a model has an object for each layer, and a name for each expert.
 MOST_LAYERS, MOST_EXPERTS, MOST_CONTEXT, LARGEST = 4096, 2**16, 2**25, 2**31 - 1
 
+# Of one matrix; from some 2**61 on torch cannot count its bytes.
+MOST_NUMBERS = 2**50
+
 
 class ModelShape(Section):
     """[model.shape]: a new model, dense or mixture-of-experts. The tokenizer gives the vocabulary's size."""
@@ -62,6 +65,16 @@ class ModelShape(Section):
             yield Conflict("experts_per_token", f"must be between 1 and experts = {self.experts}")
         if self.experts > 0 and self.expert_width == 0:
             yield Conflict("expert_width", "a mixture-of-experts model needs the width of an expert")
+        widths = {
+            "heads x head_dim": self.heads * self.head_dim,
+            "intermediate_size": 2 * self.intermediate_size,
+            "all experts": 2 * self.expert_width * max(self.experts, self.shared_experts),
+        }
+        widest = max(widths, key=lambda name: widths[name])
+        if (numbers := self.hidden_size * widths[widest]) > MOST_NUMBERS:
+            yield Conflict(
+                "hidden_size", f"makes with {widest} a matrix of {numbers:,} numbers, which no machine holds"
+            )
 
     @property
     def rope_dim(self) -> int:

@@ -65,6 +65,11 @@ class VerifierSection(Section):
     )
     tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
 
+    @property
+    def trains_head_alone(self) -> bool:
+        """Whether the language model keeps its weights, and only the head on it learns."""
+        return self.head == "discriminative" and self.language_weight == 0
+
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if self.reads == "every" and self.head == "generative":
