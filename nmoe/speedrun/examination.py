@@ -13,9 +13,11 @@ from nmoe.envs.environment import Environment
 from nmoe.eval.evaluate import Evaluation, sample_problems, summarise
 from nmoe.model.policy import load_policy
 from nmoe.recipes.setup import device_and_dtype
+from nmoe.runs.checkpoint import checkpoint_step
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
+from nmoe.types import Grade
 
 SAMPLED_PROBLEMS = 1200
 GREEDY_PROBLEMS = 600
@@ -25,17 +27,20 @@ LONGER_PROBLEMS = 600
 
 @dataclass(frozen=True)
 class Transcript:
-    """A problem and the model's completion at temperature 1, with control tokens spelled out."""
+    """A problem and the model's completion at temperature 1, with control tokens spelled out. `reason` says, for people, why it was
+    judged as it was; an examination from before there were reasons has none."""
 
     question: str
     gold: str
     text: str
     correct: bool
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """Results by kind. The first of each list is over all skills, the others are by skill."""
+    """Results by kind. The first of each list is over all skills, the others are by skill. `step` is that of the examined
+    checkpoint; an examination from before it was noted has none."""
 
     sampled: list[Evaluation]
     greedy: list[Evaluation]
@@ -47,6 +52,7 @@ class Examination:
     response_tokens: float
     transcripts: list[Transcript]
     outcomes: list[float]  # 1 or 0 for each sampled problem, in their order
+    step: int | None = None
 
     def figures(self, who: str) -> dict[str, float | int]:
         """Flat figures for summary.json, such as `trained_correctness` and `greedy_trained_reverse`."""
@@ -116,6 +122,7 @@ def examine(who: str, path: Path, config: RLConfig, longer: Path, seed: int) -> 
         response_tokens=sum(group.trajectories[0].sampled_tokens for group in sampled) / len(sampled),
         transcripts=_transcripts(sampled, tokenizer),
         outcomes=[group.trajectories[0].grade.extras["correctness"] for group in sampled],
+        step=checkpoint_step(directory),
     )
     for result in [examination.sampled, examination.greedy, examination.pass16, examination.longer]:
         print(f"{who}: {result[0]}")
@@ -137,6 +144,16 @@ def _transcripts(groups: Sequence[Group], tokenizer: Tokenizer) -> list[Transcri
             group.problem.gold,
             tokenizer.decode(group.trajectories[0].token_ids),
             group.trajectories[0].grade.extras["correctness"] == 1,
+            reason(group.trajectories[0].grade),
         )
         for _, group in sorted(first.items())
     ]
+
+
+def reason(grade: Grade) -> str:
+    """Why a completion is right or wrong, in a few words."""
+    if grade.verdict is not None:
+        return grade.verdict.reason
+    if grade.failure == "truncated":
+        return "cut off at the token limit"
+    return "not in the required format, so that no answer counts"

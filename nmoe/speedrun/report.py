@@ -58,6 +58,7 @@ def write_speedrun_report(
         markdown_table(["skill", "mode", "base", "trained"], _rows(before, after)),
         f"On the same problems, sampled, the trained model is right {100 * gain.value:.1f} points more often "
         f"[{100 * gain.interval.low:.1f}, {100 * gain.interval.high:.1f}], paired.\n",
+        *([f"{examined}\n"] if (examined := which_checkpoint(after, len(metrics))) else []),
         f"In the required format: {before.format_ok:.1%} before, {after.format_ok:.1%} after "
         f"(longer problems: {before.longer_format_ok:.1%}, {after.longer_format_ok:.1%}). "
         f"Response length: {before.response_tokens:.1f} tokens before, {after.response_tokens:.1f} after.\n",
@@ -83,6 +84,16 @@ def write_speedrun_report(
     report = out / "report.md"
     write_atomically(report, "\n".join(parts).encode())
     return report
+
+
+def which_checkpoint(after: Examination, steps: int) -> str:
+    """Which checkpoint of reinforcement learning was examined as the trained model; nothing where that was not noted."""
+    if after.step is None:
+        return ""
+    return (
+        f"The trained model is the checkpoint that solved the most validation problems, that of step {after.step} of {steps}: "
+        "the last one may solve fewer."
+    )
 
 
 def _figures(stage: StageRecord) -> str:
@@ -120,5 +131,6 @@ def _transcripts(before: Examination, after: Examination) -> list[str]:
         parts.append(f"**{markdown_text(base.question)}** (gold: {markdown_text(base.gold)})\n")
         for who, transcript in (("base", base), ("trained", trained)):
             verdict = "correct" if transcript.correct else "wrong"
-            parts.append(f"{who}, {verdict}:\n\n{fenced(transcript.text, 'text')}")
+            why = transcript.reason and f" ({markdown_text(transcript.reason)})"
+            parts.append(f"{who}, {verdict}{why}:\n\n{fenced(transcript.text, 'text')}")
     return parts

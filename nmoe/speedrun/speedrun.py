@@ -32,7 +32,7 @@ from nmoe.selfplay.loop import selfplay
 from nmoe.speedrun.corpus import corpus_texts, write_conversations, write_corpus
 from nmoe.speedrun.examination import Examination, examine
 from nmoe.speedrun.promises import PROMISES, shortfalls
-from nmoe.speedrun.report import write_speedrun_report
+from nmoe.speedrun.report import which_checkpoint, write_speedrun_report
 from nmoe.speedrun.roles import LONGEST, SHORTEST, WARM_UP
 from nmoe.speedrun.stage_corpus import StageDocuments
 from nmoe.speedrun.stages import Stage, StageRecord, Stages
@@ -247,6 +247,8 @@ class Pipeline:
             f"format {summary['base_format_ok']:.1%} -> {summary['format_ok']:.1%}, "
             f"{summary['wall_s'] / 60:.1f} minutes, {summary['peak_memory_mb']:.0f} MB"
         )
+        if examined := which_checkpoint(after, len(metrics)):
+            print(examined)
         print(f"report: {report}\ntalk to it: nmoe chat {self._out}")
         return summary
 
