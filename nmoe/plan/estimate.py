@@ -11,6 +11,9 @@ from nmoe.model.device import kind_of
 from nmoe.model.ops.delta import CHUNK
 from nmoe.plan.size import Size, parameters_of
 
+# A sampled token on the host: its id and its log-probability, each an object and its place in a list.
+_SAMPLED_TOKEN = 72
+
 
 def estimate(config: RunConfig, size: Size) -> dict[str, int]:
     """Bytes by part. Frozen models of rewards and judges are not counted, nor torch itself."""
@@ -30,6 +33,9 @@ def estimate(config: RunConfig, size: Size) -> dict[str, int]:
     if isinstance(config, RLConfig):
         parts["reference"] = size.trained * width if config.algorithm.kl_coef > 0 else 0
         parts["other models"] = _other_models(config, size)
+    if isinstance(config, RLConfig | SelfplayConfig) and size.device.type == "cpu":
+        samples = config.batch.prompts_per_step * config.batch.group_size
+        parts["sampled tokens"] = samples * config.sampling.max_new_tokens * _SAMPLED_TOKEN
     if isinstance(config, RLConfig | SelfplayConfig) or (isinstance(config, ProbedConfig) and config.probes):
         most = kind_of(size.device).cache_bytes(size.device, sum(parts.values()), trains=True)
         engine = config.engine

@@ -210,6 +210,9 @@ def test_memory_against_what_there_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert parts["reference"] == parts["weights"] == 4 * size.parameters, "the reference is as large as the policy"
     # 256 sequences of 64 tokens in blocks of 16 and one block more, of 2 layers x 1 head x (16 + 16) numbers.
     assert parts["key-value cache"] == 256 * (64 // 16 + 1) * 16 * 2 * 32 * 4
+    assert parts["sampled tokens"] == 4 * 4 * 16 * (2 * 8 + 32 + 24), (
+        "an integer and a float of Python, and two places in lists"
+    )
     needed = sum(parts.values())
     for total, free, status in [(needed - 1, needed - 1, "fail"), (needed, needed - 1, "warn"), (needed, needed, "ok")]:
         monkeypatch.setattr(memory_module, "memory_of", lambda device, total=total, free=free: (total, free))
