@@ -82,7 +82,8 @@ def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
     """Loads the CONFIG among the arguments of a training verb, refuses what cannot go well (`nmoe preflight`), and prints what it
     will take of memory. An error of the block that says that an input is missing gets the place that names the input."""
     config = read_configuration(arguments, schema)
-    from nmoe.config.commands import located
+    from nmoe.config.loader import located
+    from nmoe.config.packaged import find_configuration
     from nmoe.preflight.memory import said_at_the_start, settled
     from nmoe.preflight.preflight import refuse_to_start
 
@@ -97,7 +98,8 @@ def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
                 typer.echo(line)
         yield config
     except UserError as error:
-        if (placed := located(error, *file_and_overrides(arguments), schema)) is error:
+        file, overrides = file_and_overrides(arguments)
+        if (placed := located(error, find_configuration(str(file)), overrides, schema)) is error:
             raise
         raise placed from error
 

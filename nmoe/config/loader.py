@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from nmoe.config.overrides import indexed, lay_over, malformed, override_documen
 from nmoe.config.problems import ConfigError, Mistake, at, explain, key_meant, renamed_key
 from nmoe.config.schema import follow, has_several_types, item_of, section_for, sections_of
 from nmoe.config.slices import split_path
-from nmoe.errors import UserError
+from nmoe.errors import MissingInputError, UserError
 from nmoe.parsing import toml_of
 
 S = TypeVar("S", bound=Section)
@@ -45,6 +45,38 @@ def places(path: Path, schema: type[Section], overrides: Sequence[str] = ()) -> 
     data, where, _ = _laid_over(path, schema, overrides)
     _read_sections(data, schema, where, (), [])
     return data, where
+
+
+def located(error: UserError, path: Path, overrides: Sequence[str], schema: type[Section]) -> UserError:
+    """The error, with the place in the file `path`, or the override, that names the missing input which it tells of; with all of
+    them where several do. The error itself where it tells of none, or where no place names it, such as a default."""
+    missing: BaseException | None = error
+    while missing is not None and not isinstance(missing, MissingInputError):
+        missing = missing.__cause__ or missing.__context__
+    if missing is None:
+        return error
+    data, where = places(path, schema, overrides)
+    found = {key: value for key, value in _texts((), data) if _names(value, missing.named)}
+    if not found:
+        return error
+    message = re.sub(rf"^(\w+ ){{0,2}}{re.escape(missing.named)}: ", "", str(error))
+    *others, last = found
+    beside = "".join(f"{at(where, key, '', found[key])}".removesuffix(": ") + ", " for key in others)
+    return UserError(beside + str(at(where, last, message, found[last])))
+
+
+def _names(value: str, named: str) -> bool:
+    """Whether a value names the input: alone, with a slice, or behind a source's name (`jsonl:problems.jsonl`)."""
+    return named in (value, split_path(value)[0], str(Path(value)), value.partition(":")[2])
+
+
+def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
+    """All strings below a value, with their paths."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts((*path, key), below)
 
 
 def _laid_over(

@@ -27,7 +27,7 @@ from typing import Any
 
 from nmoe.config.elsewhere import closest
 from nmoe.config.moved import module_today
-from nmoe.errors import UserError
+from nmoe.errors import MissingInputError, UserError, cut
 
 _IN_MODULE = re.compile(r"[\w.]+:[A-Za-z_]\w*")
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -141,16 +141,18 @@ def load_object(kind: str, name: str) -> Any:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the module may raise anything while it is imported
         hint = moved_hint(error.name) if isinstance(error, ImportError) and error.name else ""
-        raise UserError(
-            f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}{hint}"
+        raise MissingInputError(
+            f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}{hint}", name
         ) from error
     finally:
         sys.path.remove(here)
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise UserError(
-            f"{kind} {name}: {getattr(module, '__file__', None) or module_name} has no {attribute!r}"
+        own = sorted(key for key, one in vars(module).items() if getattr(one, "__module__", None) == module_name)
+        known = f"; it defines {cut(', '.join(own))}" if own else ""
+        raise MissingInputError(
+            f"{kind} {name}: {getattr(module, '__file__', None) or module_name} has no {attribute!r}{known}", name
         ) from None
 
 

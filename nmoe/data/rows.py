@@ -34,7 +34,7 @@ from nmoe.config.slices import Slice, rows_of, split_name, split_path
 from nmoe.data.copies import how_to_fetch, kept_datasets
 from nmoe.data.hub import hub_or_cache
 from nmoe.data.messages import json_word
-from nmoe.errors import MissingInputError, StorageError, UserError
+from nmoe.errors import MissingInputError, StorageError, UserError, cut
 from nmoe.parsing import json_of
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def read_rows(
         local = Path(name) if form or pattern else local_copy(name)
         if local is None and _is_path(name):
             raise MissingInputError(f"{name}: cannot be read: No such file or directory{_similar(name)}", path)
+        if local is not None and (local / "config.toml").is_file() and (local / "checkpoints").is_dir():
+            raise MissingInputError(f"{name}: is a run, not a dataset; name a file of rows or a dataset", path)
         if local is None or (local.is_dir() and form is None and not data_files and not pattern):
             dataset = _load_dataset(name, subset, split, data_files, local, path)
             yield from _dataset_rows(dataset, f"{name if local is None else local}: {split}", part)
@@ -361,7 +363,7 @@ def _failure(name: str, subset: str | None, split: str, local: Path | None, reas
     of_subset = "" if subset is None else f", subset {subset!r}"
     what = f"dataset {name!r}{of_subset}, split {split!r}"
     if local is not None:
-        return f"{what}: the local copy {local} cannot be loaded: {reason}"
+        return f"{what}: the local copy {local} cannot be loaded: {cut(' '.join(str(reason).split()), 200)}"
     return (
         f"{what}: there is no such file or directory, nor one below $NMOE_DATASETS, and the hub did not give it: {reason}; "
         f"give the path of a local copy, {how_to_fetch(name)}, or name a mirror of the hub in $HF_ENDPOINT{_similar(name)}"

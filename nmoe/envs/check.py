@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.config.loader import located
 from nmoe.config.packaged import find_environment
 from nmoe.config.slices import split_path
 from nmoe.config.tables.curriculum import Rubric
@@ -127,19 +128,19 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             yield f"tool         {name}" + (f", defined in {check_source(name)}, not imported" if ":" in name else "")
         except UserError as error:
             yield f"tool         {name}: cannot be used"
-            mistakes.append(str(error))
+            mistakes.append(_placed(path, error))
     if settings.tools is not None and any(":" in name for name in settings.tools.use):
         yield "             the prompt below declares the tools of nmoe alone; yours are declared once they are imported"
         try:  # yours are not loaded, and a format that takes no tools refuses them when a run begins
             RENDERERS[settings.format](tokenizer, [_STAND_IN_TOOL], settings.reasoning_effort)
         except UserError as error:
-            mistakes.append(f"[tools] {error}")
+            mistakes.append(_placed(path, error, "[tools] "))
     for reward in settings.rewards:
         try:
             yield f"reward       {reward.name}: {_describe_source(reward)}"
         except UserError as error:
             yield f"reward       {reward.name}: cannot be used"
-            mistakes.append(str(error))
+            mistakes.append(_placed(path, error))
     problems: list[Problem] = []
     rendered = False
     for name, pool in _sources(settings):
@@ -150,8 +151,8 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             its_own = unlimited.model_copy(update={"env_id": name, "task_pool": pool if here else _DATALESS})
             environment = Environment(its_own, tokenizer, Shard(), user_code=False)
         except UserError as error:
-            yield f"source {name}: cannot be used: {error}"
-            mistakes.append(f"source {name}: {error}")
+            yield f"source {name}: cannot be used"
+            mistakes.append(_placed(path, error, f"source {name}: "))
             continue
         if environment.pool.order.read_as:
             yield f"records      {environment.pool.order.read_as}"
@@ -166,7 +167,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             try:
                 yield from _checked_golds(environment)
             except UserError as error:
-                mistakes.append(f"source {name}: {error}")
+                mistakes.append(_placed(path, error, f"source {name}: "))
         right, wrong = _graded(environment, problem)
         if not rendered:
             rendered = True
@@ -178,7 +179,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             yield f"problem {problem.id}, gold {shown(problem.gold)}"
             yield f"  right answer {shown(right.answer)}: {right.said}"
             yield f"  wrong answer {shown(wrong.answer)}: {wrong.said}"
-            mistakes += _verdict_mistakes(problem, right, wrong)
+            mistakes += (f"{path}: {said}" for said in _verdict_mistakes(problem, right, wrong))
         else:
             which = "record" if TASKS[problem.task_type].knows_answers else "task"
             yield f"problem {problem.id}: its {which} names no right answer, so that none was graded"
@@ -186,18 +187,24 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             try:
                 yield from _conversation(environment, tokenizer, problem, wrong)
             except UserError as error:
-                mistakes.append(f"problem {problem.id}: {error}")
+                mistakes.append(_placed(path, error, f"problem {problem.id}: "))
     yield ""
     if settings.workspace is not None:
         try:
             yield f"workspace    {_describe_workspace(settings.workspace, problems)}"
         except (UserError, WorkspaceError) as error:
-            yield f"workspace    cannot be used: {error}"
-            mistakes.append(f"[workspace] {error}")
+            yield "workspace    cannot be used"
+            mistakes.append(f"{path}: [workspace] {error}")
     if mistakes:
         count = "" if len(mistakes) == 1 else f"{len(mistakes)} problems\n"
-        raise UserError(count + "\n".join(f"{path}: {mistake}" for mistake in mistakes))
+        raise UserError(count + "\n".join(mistakes))
     yield "ok"
+
+
+def _placed(path: Path, error: UserError, within: str = "") -> str:
+    """A mistake with the line of the file that names what is missing, or with the file and what it stands `within`."""
+    placed = located(error, path, (), EnvironmentSettings)
+    return f"{path}: {within}{error}" if placed is error else str(placed)
 
 
 def describe_pool(pool: TaskPool) -> str:
@@ -337,7 +344,8 @@ def _describe_source(reward: RewardConfig) -> str:
     """Returns where a reward comes from, as far as it shows without importing code or calling a service. Raises UserError."""
     match reward:
         case FunctionRewardConfig():
-            return f"{reward.call}, defined in {find_definition('reward function', reward.call)[0]}, not imported"
+            file, _ = find_definition("reward function", reward.call)
+            return f"{reward.call}, defined in {file}, not imported: `nmoe preflight` calls it"
         case HttpRewardConfig():
             return f"{reward.url}, not asked"
         case JudgeRewardConfig():

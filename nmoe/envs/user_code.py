@@ -13,14 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.registry import Registry, moved_hint
-from nmoe.errors import UserError
+from nmoe.errors import MissingInputError, UserError, cut, shown
+
+# Values whose source alone shows that they cannot be called.
+_NO_FUNCTION = (
+    ast.Constant,
+    ast.List,
+    ast.Dict,
+    ast.Set,
+    ast.JoinedStr,
+    ast.ListComp,
+    ast.DictComp,
+    ast.SetComp,
+    ast.BinOp,
+)
 
 
 def load_function(registry: Registry, name: str) -> Callable[..., Any]:
     """The function that `name` names. Raises UserError if there is none."""
     function: Callable[..., Any] = registry.get(name)
     if not callable(function):
-        raise UserError(f"{registry.kind} {name}: {function!r} is not a function")
+        raise MissingInputError(f"{registry.kind} {name}: {shown(function)} is not a function", name)
     return function
 
 
@@ -58,19 +71,36 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 def find_definition(kind: str, name: str) -> tuple[Path, ast.stmt]:
     """Finds the file and the statement that define `package.module:function`, without importing anything.
 
-    Raises UserError if the file or the function does not exist.
+    Raises UserError if the file or the function does not exist, or is a value that cannot be called.
     """
     module, _, function = name.partition(":")
-    file = _file_of(module, f"{kind} {name}")
+    try:
+        file = _file_of(module, f"{kind} {name}")
+    except UserError as error:
+        raise MissingInputError(str(error), name) from None
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"{kind} {name}: {file} is no Python: {error}") from error
+        raise MissingInputError(f"{kind} {name}: {file} is no Python: {error}", name) from error
     definition = _top_level(tree, function)
     if definition is None:
         known = ", ".join(sorted(_functions(tree))) or "none"
-        raise UserError(f"{kind} {name}: {file} has no function {function!r}; its functions are {known}")
+        raise MissingInputError(f"{kind} {name}: {file} has no function {function!r}; its functions are {known}", name)
+    if (
+        isinstance(definition, ast.Assign | ast.AnnAssign)
+        and definition.value
+        and _is_no_function(definition, function)
+    ):
+        value = cut(ast.unparse(definition.value))
+        raise MissingInputError(f"{kind} {name}: {value} is not a function ({file}:{definition.lineno})", name)
     return file, definition
+
+
+def _is_no_function(assignment: ast.Assign | ast.AnnAssign, name: str) -> bool:
+    """Whether the source alone shows that the value of `name` cannot be called. `f, g = [one, two]` does not."""
+    targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
+    plain = any(isinstance(target, ast.Name) and target.id == name for target in targets)
+    return plain and isinstance(assignment.value, _NO_FUNCTION)
 
 
 def _file_of(module: str, what: str) -> Path:

@@ -138,7 +138,9 @@ def test_every_mistake_is_one_line(nmoe: Nmoe, own: Path) -> None:
         'own/environment.toml:11: [rubric] format = "x": expected a number, got a string',
     ]
     file.write_text(SORT.replace("data.jsonl", "absent.jsonl"))
-    refused("error: own/environment.toml: source digits: own/absent.jsonl: cannot be read")
+    (said,) = refused('error: own/environment.toml:8: [task_pool] path = "own/absent.jsonl": cannot be read')
+    assert "cannot be read" not in nmoe("env", "check", "own").out, "the fault is said once"
+    assert said.endswith("No such file or directory")
     file.write_text(SORT)
     (own / "data.jsonl").write_text(
         '{"problem": "Sort: 21", "answer": "12"}\n{"problem": "Sort: 31", "answer": "one"}\n'
@@ -150,8 +152,10 @@ def test_every_mistake_is_one_line(nmoe: Nmoe, own: Path) -> None:
     ).join(['[task_pool]\ntype = "mixture"\n', ""])
     file.write_text(two)
     lines = refused("error: 2 problems")
-    assert [line.partition(": ")[2].partition(" ")[2].partition(":")[0] for line in lines[1:]] == ["first", "second"]
-    assert nmoe("env", "check", "own", "--tokenizer=nowhere").err.startswith("error: nowhere: neither a checkpoint")
+    assert [line.split(": ")[1] for line in lines[1:]] == [
+        f'[task_pool.sources[{place}]] path = "own/{name}.jsonl"' for place, name in enumerate(("first", "second"))
+    ]
+    assert nmoe("env", "check", "own", "--tokenizer=nowhere").err.startswith("error: nowhere: neither a tokenizer")
 
 
 def test_a_grader_that_is_wrong_is_found(nmoe: Nmoe, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +226,9 @@ def test_tools_of_the_users_own_are_read_and_not_imported(nmoe: Nmoe, own: Path,
     assert found.code == 2
     assert found.err.startswith("error: 6 problems\n")
     for line, (name, message) in zip(found.err.splitlines()[1:], bad.items(), strict=True):
-        assert line.startswith(f"own/environment.toml: tool {name}")
+        place = list(bad).index(name)
+        named = f'16: [tools] use[{place}] = "{name}": ' if place < 3 else f" tool {name} ("
+        assert line.startswith(f"own/environment.toml:{named}")
         assert line.endswith(message)
 
 

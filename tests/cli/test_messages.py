@@ -53,9 +53,9 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     Path("own.toml").write_text(f'version = "1"\n{RL.partition("[environment]")[2].replace("environment.", "")}')
     Path("qa.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n')
     Path("chat.jsonl").write_text('{"prompt": "2+2?", "completion": "4"}\n')
-    before = sorted(tmp_path.iterdir())
 
     def told(*arguments: str) -> str:
+        before = sorted(tmp_path.iterdir())
         monkeypatch.setattr(sys, "argv", ["nmoe", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -242,3 +242,40 @@ def test_every_name_of_the_tables_leads_to_a_key_a_value_or_a_command() -> None:
     assert closest("Mine", ("mine", "other")) == "mine"
     assert closest("xyz", ("mine", "other")) is None
     assert json.dumps(MEANT)
+
+
+def test_a_function_that_is_none_is_refused_with_its_line_by_check_and_run(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setitem(sys.modules, "brief", None)
+    monkeypatch.delitem(sys.modules, "brief")
+    Path("brief.py").write_text("limit = 3\n\ndef long(completions): ...\n")
+    reward = '[[environment.rewards]]\nname = "brief"\ntype = "function"\ncall = "{}"\n'
+    here = Path("brief.py").resolve()
+    for call, in_run, in_check in (
+        ("brief:limit", "3 is not a function", f"3 is not a function ({here}:1)"),
+        (
+            "brief:short",
+            f"{here} has no 'short'; it defines long",
+            f"{here} has no function 'short'; its functions are long",
+        ),
+        (
+            "nomodule:f",
+            "importing nomodule failed: ModuleNotFoundError: No module named 'nomodule'",
+            "there is no module 'nomodule', in the working directory or installed",
+        ),
+    ):
+        Path("rl.toml").write_text(RL + reward.format(call))
+        assert told("rl", "train", "rl.toml") == f'rl.toml:24: [environment.rewards[0]] call = "{call}": {in_run}'
+        own = Path("own.toml").read_text().partition("[[rewards]]")[0] + reward.format(call).replace("environment.", "")
+        Path("own.toml").write_text(own)
+        assert told("env", "check", "own.toml") == f'own.toml:12: [rewards[0]] call = "{call}": {in_check}'
+
+
+def test_a_run_in_the_place_of_records_is_named_in_one_line(told: Told) -> None:
+    Path("old/checkpoints").mkdir(parents=True)
+    Path("old/config.toml").write_text("")
+    assert told("sft", "sft.toml", "--records.path=old") == (
+        "--records.path=old: is a run, not a dataset; name a file of rows or a dataset"
+    )

@@ -95,7 +95,10 @@ def test_the_check_of_an_environment_shows_the_prompt_and_grades_nothing(prompts
     (prompts / "environment.toml").write_text(f'env_id = "demo"\n{POOL}{REWARD}')
     lines = list(check_environment(prompts / "environment.toml", None))
     assert lines[-2:] == ["", "ok"]
-    assert f"reward       long: open_rewards:long, defined in {prompts / 'open_rewards.py'}, not imported" in lines
+    assert (
+        f"reward       long: open_rewards:long, defined in {prompts / 'open_rewards.py'}, not imported: `nmoe preflight` calls it"
+        in lines
+    )
     assert "reward       1 correctness + 1 long" in lines
     assert any(line.startswith("records      ") and line.endswith("question from 'prompt'") for line in lines)
     assert any("open, so that no answer to it is right or wrong" in line for line in lines)

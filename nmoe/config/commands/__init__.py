@@ -1,7 +1,7 @@
 """The schema of each command's configuration, and how one is loaded."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,17 +9,13 @@ from nmoe.config.commands.base import AdaptableConfig, RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
-from nmoe.config.loader import load, load_with, places
-from nmoe.config.locate import KeyPath
+from nmoe.config.loader import load, load_with
 from nmoe.config.overrides import read_override
 from nmoe.config.packaged import find_configuration
-from nmoe.config.problems import at
-from nmoe.config.slices import split_path
 from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
-from nmoe.errors import MissingInputError, UserError
 from nmoe.parsing import toml_of
 
-__all__ = ["COMMANDS", "RunConfig", "command_for", "load_run", "located"]
+__all__ = ["COMMANDS", "RunConfig", "command_for", "load_run"]
 
 COMMANDS: dict[str, type[RunConfig]] = {
     "pretrain": PretrainConfig,
@@ -42,35 +38,6 @@ def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
     ConfigError with all problems, and UserError for a name that nothing has."""
     path = find_configuration(str(path))
     return _completed(load(path, schema, overrides, COMMANDS), path.stem)
-
-
-def located(error: UserError, path: Path, overrides: Sequence[str], schema: type[RunConfig]) -> UserError:
-    """The error, with the place of the configuration that names the missing input which it tells of. The error itself where it
-    tells of none, or where no place names it, such as a default."""
-    missing: BaseException | None = error
-    while missing is not None and not isinstance(missing, MissingInputError):
-        missing = missing.__cause__ or missing.__context__
-    if missing is None:
-        return error
-    data, where = places(find_configuration(str(path)), schema, overrides)
-    for key, value in _texts((), data):
-        if _names(value, missing.named):
-            return UserError(str(at(where, key, str(error).removeprefix(f"{missing.named}: "), value)))
-    return error
-
-
-def _names(value: str, named: str) -> bool:
-    """Whether a value names the input: alone, with a slice, or behind a source's name (`jsonl:problems.jsonl`)."""
-    return named in (value, split_path(value)[0], str(Path(value)), value.partition(":")[2])
-
-
-def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
-    """All strings below a value, with their paths."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, Mapping | list | tuple):
-        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _texts((*path, key), below)
 
 
 def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
