@@ -168,7 +168,10 @@ def _unknown_key(
     key, known = str(path[-1]), keys_of(table)
     alike = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
     if alike:
-        return f"unknown key; did you mean {alike[0]!r}?"
+        below = leaves[0][len(path) :] if len(leaves) == 1 else ()
+        whole = tuple(map(str, (*path[:-1], alike[0], *below)))
+        meant = _as_written(place, path, whole) if place.is_override else repr(alike[0])
+        return f"unknown key; did you mean {meant}?"
     file = () if place.is_override else path[: place.root]
     elsewhere = [
         found

@@ -130,7 +130,8 @@ def read_records(settings: DatasetSettings, accepted: Sequence[Kind] = get_args(
         raise UserError(f"{settings.path}: no records")
     fields, made = _columns_of(first, settings.columns)
     row = (first[0], fields)
-    kind = _kind_of(row, settings, accepted)
+    null = [name for name, value in first[1].items() if value is None]
+    kind = _kind_of(row, settings, accepted, null)
     known = FORMATS[kind]
     columns = [name for name in (*known.needed, *known.optional) if row[1].get(name) is not None]
     origins = {name: repr(origin) for name, origin in settings.columns.items()} | made
@@ -158,7 +159,8 @@ def _uses(kind: Kind, columns: Sequence[str]) -> bool:
     return {*FORMATS[kind].needed, *FORMATS[kind].optional}.issuperset(columns)
 
 
-def _kind_of(row: Row, settings: DatasetSettings, accepted: Sequence[Kind]) -> Kind:
+def _kind_of(row: Row, settings: DatasetSettings, accepted: Sequence[Kind], null: Sequence[str]) -> Kind:
+    """The kind of a row under nmoe's names; `null` are the columns of the file that hold nothing in it, for the message."""
     where, fields = row
     there = [name for name, value in fields.items() if value is not None]
     if settings.kind is not None:
@@ -171,6 +173,8 @@ def _kind_of(row: Row, settings: DatasetSettings, accepted: Sequence[Kind]) -> K
     if len(kinds) == 1:
         return kinds[0]
     columns = ", ".join(map(repr, there)) or "none"
+    if not kinds and null:
+        columns += f" (without {', '.join(map(repr, null))}, null in this record)"
     if kinds:
         wanted = " or ".join(f'kind = "{kind}"' for kind in kinds)
         raise UserError(f"{where}: the columns {columns} fit {' and '.join(kinds)}; choose one: {wanted}")

@@ -24,6 +24,7 @@ import difflib
 import errno
 import gzip
 import io
+import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -123,6 +124,8 @@ def _object(where: str, line: bytes) -> dict[str, object]:
         value = json_of(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8: {error}; convert the file") from error
+    except json.JSONDecodeError as error:  # its line would be that of the text, which is always 1
+        raise UserError(f"{where}: not JSON: {error.msg}, column {error.colno}; each line holds one object") from error
     except ValueError as error:
         raise UserError(f"{where}: not JSON: {error}; each line holds one object") from error
     if not isinstance(value, dict):

@@ -68,7 +68,8 @@ def format_check(
         expert_weights=expert_weights,
         max_tokens=limit,
     ) as subject:
-        yield f"completions of at most {subject.max_new_tokens:,} tokens (--max-tokens)"
+        by = "--max-tokens" if subject.max_new_tokens == limit else "what the prompts leave of the model's context"
+        yield f"completions of at most {subject.max_new_tokens:,} tokens ({by})"
         groups = subject.sample(problems, mode_of(), seed)
         sampled = subject.sample(problems, mode_of(samples=SAMPLES, temperature=1.0), seed) if has_gold(groups) else []
         yield from report(subject.environment, [group.trajectories[0] for group in groups], sampled)

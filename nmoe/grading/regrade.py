@@ -123,8 +123,10 @@ def _verdicts(lines: list[Line], extract: Extract, policy: Policy) -> Iterator[V
 
 def _line(where: str, record: Mapping[str, Any]) -> Line:
     for field in ("gold", "prediction", *(("question",) if "question" in record else ())):
-        if not isinstance(record.get(field), str):
-            shown = json.dumps(record.get(field))[:80]
+        if field not in record:
+            raise UserError(f"{where}: no field {field!r}; a line is {_EXAMPLE}")
+        if not isinstance(record[field], str):
+            shown = json.dumps(record[field])[:80]
             raise UserError(f"{where}: {field!r} is {shown}, not a string; a line is {_EXAMPLE}")
     name = {"id": record["id"]} if "id" in record else {"line": int(where.rpartition(":")[2])}
     return Line(name, record["gold"], record["prediction"], record.get("question"))

@@ -305,7 +305,7 @@ def read_bundle(path: Path) -> Bundle:
     file = path / FILE
     try:
         raw = json_of(file.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{path}: no replay bundle (no {FILE} in it); a run's are the directories in its replay/"
         ) from None

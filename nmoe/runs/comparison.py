@@ -88,8 +88,9 @@ def compare_runs(a: str, b: str) -> Iterator[str]:
         yield f"warning: these are runs of different commands ({', '.join(sorted(commands))}): a name may mean two things"
     elif differing > 1:
         yield f"warning: A and B differ in {differing} keys, so that no difference below has one cause"
-    if len(steps := {run.last_step for run in (*group_a, *group_b)}) > 1:
-        yield f"warning: the runs end at different steps ({', '.join(map(str, sorted(steps)))})"
+    if len({run.last_step for run in (*group_a, *group_b)}) > 1:
+        ends = (", ".join(map(str, sorted({run.last_step for run in group}))) for group in (group_a, group_b))
+        yield "warning: the runs end at different steps (A at {}, B at {})".format(*ends)
     rows = [
         ("metric", "A", "B", "B - A"),
         *_metric_rows(group_a, group_b),

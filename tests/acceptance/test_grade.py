@@ -85,7 +85,7 @@ def test_stdin(command: Nmoe) -> None:
     result = command("grade", "-", stdin='\n{"gold": "5"}\n')
     assert result.code == 2
     assert result.out == ""
-    assert "stdin:2: 'prediction' is null, not a string" in result.err
+    assert "stdin:2: no field 'prediction'; a line is" in result.err
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,8 @@ def test_stdin(command: Nmoe) -> None:
     [
         ("{", "predictions.jsonl:2: not JSON"),
         ("[1]", "predictions.jsonl:2: an array, not an object"),
-        ('{"prediction": "5"}', "predictions.jsonl:2: 'gold' is null, not a string"),
+        ('{"prediction": "5"}', "predictions.jsonl:2: no field 'gold'; a line is"),
+        ('{"gold": null, "prediction": "5"}', "predictions.jsonl:2: 'gold' is null, not a string"),
         ('{"gold": 5, "prediction": "5"}', "predictions.jsonl:2: 'gold' is 5, not a string"),
         ('{"gold": "5", "prediction": ["5"]}', "predictions.jsonl:2: 'prediction' is [\"5\"], not a string"),
         ('{"gold": "$.$", "prediction": "5"}', "predictions.jsonl:2: nothing is left of the gold answer '$.$'"),

@@ -107,7 +107,7 @@ def test_bad_overrides_are_all_listed_and_nothing_starts(
     assert captured.err.splitlines() == [
         "error: 2 problems",
         "--run.seed=-x: expected an integer, got a string",
-        "--optimizer.learnng_rate=1: unknown key; did you mean 'learning_rate'?",
+        "--optimizer.learnng_rate=1: unknown key; did you mean --optimizer.learning_rate?",
     ]
 
 

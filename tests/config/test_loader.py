@@ -215,15 +215,15 @@ def test_overrides_are_named_by_their_own_text(write: Write) -> None:
         "5: not an override; those are written --section.key=value",
         "--name=7: expected a string, got an integer; write --name='\"7\"'",
         "--range.low=x: expected an integer, got a string",
-        "--range.hgih=1: unknown key; did you mean 'high'?",
-        "--rnage.low=1: unknown key; did you mean 'range'?",
+        "--range.hgih=1: unknown key; did you mean --range.high?",
+        "--rnage.low=1: unknown key; did you mean --range.low?",
         "--high=3: unknown key; did you mean --range.high?",
     ]
 
 
 def test_a_problem_inside_an_overridden_table_names_the_key(write: Write) -> None:
     assert problems(write("x.toml", ""), Outer, "--range={low=1, hgih=2}", "--shape={type='circle'}") == [
-        "--range={low=1, hgih=2}: hgih = 2: unknown key; did you mean 'high'?",
+        "--range={low=1, hgih=2}: hgih = 2: unknown key; did you mean --range.high?",
         "--shape={type='circle'}: radius: required key is missing (in metres)",
     ]
 

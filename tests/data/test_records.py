@@ -312,5 +312,10 @@ def test_what_fits_nothing(tmp_path: Path) -> None:
         'name the columns in `columns`, such as {prompt = "question", completion = "answer"} '
         "(`nmoe data show`: --column prompt=question --column completion=answer)"
     )
+    path = write(tmp_path / "x.jsonl", {"messages": None})
+    with pytest.raises(
+        UserError, match=r"x\.jsonl:1: the columns none \(without 'messages', null in this record\) fit no f"
+    ):
+        read_records(DatasetSettings(path=path), ["prompt_completion", "messages"])
     with pytest.raises(UserError, match=r"x\.jsonl: no records"):
         read_records(DatasetSettings(path=write(tmp_path / "x.jsonl")))

@@ -197,7 +197,7 @@ Break = Callable[[Path], str]
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.jsonl", b'{"a": 1}\n{"a": \n', r"x\.jsonl:2: not JSON: Expecting value"),
+        ("x.jsonl", b'{"a": 1}\n{"a": \n', r"x\.jsonl:2: not JSON: Expecting value, column \d; each line"),
         ("x.json", b'[{"a": 1}, 3]', r"x\.json: row 2: a number, not an object"),
         ("x.json", b'[{"a": 1}', r"x\.json: not JSON: "),
         ("x.json", b"[\xff]", r"x\.json: not UTF-8"),

@@ -178,6 +178,10 @@ def test_a_model_that_does_not_end_is_cut_where_the_limit_says(
         lines = told(**settings)
         assert lines[0] == f"completions of at most {limit} tokens (--max-tokens)"
         assert mean(lines) <= limit
+    (said, *_) = told(max_tokens=100_000)
+    assert re.fullmatch(
+        r"completions of at most 8,1\d\d tokens \(what the prompts leave of the model's context\)", said
+    )
     file.write_text(f"{file.read_text()}[budget]\ncompletion_tokens = 5\n")
     assert told()[0] == "completions of at most 5 tokens (--max-tokens)"
     efforts = []

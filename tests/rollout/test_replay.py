@@ -352,6 +352,9 @@ def test_routes_that_were_changed_or_lost(bundle: Path, tokenizer: Tokenizer) ->
 
 
 def test_what_is_no_bundle_is_refused(bundle: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "file.json").touch()
+    with pytest.raises(UserError, match=r"file\.json: no replay bundle \(no bundle\.json in it\)"):
+        read_bundle(tmp_path / "file.json")
     with pytest.raises(UserError, match=r"no replay bundle \(no bundle\.json in it\)"):
         read_bundle(tmp_path)
     other = Tokenizer.train(["another"] * 5, 300)

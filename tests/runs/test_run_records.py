@@ -126,6 +126,13 @@ def test_runs_of_different_commands_are_compared_with_a_warning(tmp_path: Path) 
     assert warning.startswith("warning: these are runs of different commands (dpo, sft)")
 
 
+def test_runs_that_end_at_different_steps_are_named_in_their_order(tmp_path: Path) -> None:
+    make_run(tmp_path / "long", [3.0, 2.0, 1.0]).close()
+    make_run(tmp_path / "short", [3.0]).close()
+    lines = list(compare_runs(f"{tmp_path}/long", f"{tmp_path}/short"))
+    assert "warning: the runs end at different steps (A at 3, B at 1)" in lines
+
+
 def test_two_runs_are_compared_at_their_last_steps_with_unpaired_intervals(tmp_path: Path) -> None:
     make_run(tmp_path / "a", [3.0, 2.0], correct=50).close()
     make_run(tmp_path / "b", [3.0, 1.5], rate=0.01, correct=80).close()

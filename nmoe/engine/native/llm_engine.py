@@ -76,8 +76,11 @@ class LLMEngine:
         """Queues a request. The callbacks are called for every token, and for every sample as it ends. Raises UserError if the
         request can never run."""
         settings = request.sampling
-        if not request.prompt_ids or request.n < 1 or settings.max_new_tokens < 1:
-            raise UserError(f"request {request.request_id}: prompt, n and max_new_tokens must not be empty")
+        if not request.prompt_ids:
+            raise UserError(f"request {request.request_id}: the prompt has no tokens")
+        for name, value in (("n", request.n), ("max_new_tokens", settings.max_new_tokens)):
+            if value < 1:
+                raise UserError(f"request {request.request_id}: {name} = {value}: must be at least 1")
         check_sampling(request.request_id, settings)
         self._check_fits(request, len(request.prompt_ids) + settings.max_new_tokens)
         return self._queue(request, on_token, on_sample)
