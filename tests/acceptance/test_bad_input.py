@@ -94,7 +94,7 @@ def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> 
     # A configuration with a shape has the tokenizer alone from there.
     refused(
         nmoe("rl", "train", "code_fix"),
-        'tokenizer = "runs/speedrun/base": no such directory',
+        'tokenizer = "runs/speedrun/base": neither a tokenizer',
         "; `nmoe speedrun` makes it, or",
     )
     (tmp_path / "pool.jsonl").unlink()
