@@ -152,7 +152,7 @@ def test_data_show_of_pairs_steps_and_other_columns(nmoe: Nmoe, tmp_path: Path) 
         (GOOD, ["--kind", "pairs"], 'kind = "pairs": must be one of "text", "messages"'),
         (GOOD, ["--column", "prompt"], "--column prompt: write COLUMN=NAME"),
         (GOOD, ["--column", "promt=prompt"], "'promt' is not a column of a format"),
-        (GOOD, ["--tokenizer", "nowhere"], "nowhere: neither a checkpoint"),
+        (GOOD, ["--tokenizer", "nowhere"], "nowhere: neither a tokenizer"),
     ],
 )
 def test_data_show_names_what_is_wrong(
