@@ -14,7 +14,7 @@ POLITE, RUDE = "Welcome.", "Go away."
 
 def share(model):
     """The share of sampled answers that are polite."""
-    answers = nmoe.generate(model, GREETINGS, n=16, max_new_tokens=16)
+    answers = nmoe.generate(model, GREETINGS, samples=16, max_new_tokens=16)
     return sum(answer.text.strip() == POLITE for group in answers for answer in group) / (16 * len(GREETINGS))
 
 

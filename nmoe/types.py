@@ -131,6 +131,9 @@ class Problem:
 # How experts that a checkpoint stores in MXFP4 are kept in memory: in the model's dtype, or in their four bits.
 ExpertWeightsForm = Literal["dequantized", "mxfp4"]
 
+# Of weights, activations and key-value cache.
+Precision = Literal["float32", "bfloat16", "float16"]
+
 Given = Literal["tool", "user", "prompt"]
 
 

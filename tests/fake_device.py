@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import nmoe
 from nmoe.model import device as devices
-from nmoe.model.device import Kind, Precision, Record
+from nmoe.model.device import Kind, Record
+from nmoe.types import Precision
 
 DEVICE = torch.device("meta", 7)
 

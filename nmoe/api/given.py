@@ -24,6 +24,8 @@ _PARAMETERS = {
     **dict.fromkeys(("args", "settings", "training_args", "cfg"), "config"),
     **dict.fromkeys(("rollout_func", "rollout_fn", "sample_fn", "agent", "generate"), "generate_fn"),
     **dict.fromkeys(("model_name", "checkpoint", "policy", "model_name_or_path"), "model"),
+    **dict.fromkeys(("n", "num_return_sequences", "num_samples"), "samples"),
+    **dict.fromkeys(("dtype", "torch_dtype"), "precision"),
 }
 _OWN_LOOP = "a run makes its own AdamW by [optimizer]; with another optimizer, write the loop: examples/rl_loop.py"
 

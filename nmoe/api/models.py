@@ -27,8 +27,9 @@ from nmoe.model.transformer import Transformer
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.text.renderers import RENDERERS, natural_format
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import ExpertWeightsForm, FinishReason, Message, Sample, Sampling
+from nmoe.types import ExpertWeightsForm, FinishReason, Message, Precision, Sample, Sampling
 
+Model = str | Path | Transformer
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
@@ -53,11 +54,15 @@ class Completion:
 
 
 def load_model(
-    path: str | Path, device: str = "auto", expert_weights: ExpertWeightsForm = "dequantized"
+    path: str | Path,
+    device: str = "auto",
+    expert_weights: ExpertWeightsForm = "dequantized",
+    precision: Precision | None = None,
 ) -> Transformer:
     """Loads the model of a run or checkpoint; an adapter comes on its base. `device` is "auto" (a GPU where there is one), "cpu",
-    "cuda" or, of several, "cuda:1"; the weights are float32 on a CPU and bfloat16 on a GPU. With `expert_weights` "mxfp4" a
-    released gpt-oss keeps its experts in their four bits, to be sampled and not to be trained.
+    "cuda" or, of several, "cuda:1". `precision` is that of weights and activations, "float32", "bfloat16" or "float16"; None is
+    bfloat16 on a GPU, and on a CPU that multiplies bfloat16 for weights stored in it, else float32. With `expert_weights` "mxfp4"
+    a released gpt-oss keeps its experts in their four bits, to be sampled and not to be trained.
 
         >>> import nmoe
         >>> model = nmoe.load_model(checkpoint)
@@ -66,21 +71,38 @@ def load_model(
 
     Raises UserError for a path that holds no model, a model of an unknown family, and a device that is not there.
     """
-    return _loaded(resolve_checkpoint(model_path(path, "path")), device, expert_weights)
-
-
-def _loaded(directory: Path, device: str, expert_weights: ExpertWeightsForm) -> Transformer:
+    named = model_path(path, "path")
+    directory = resolve_checkpoint(named)
     if expert_weights not in get_args(ExpertWeightsForm):
         raise UserError(f"expert_weights = {expert_weights!r} is neither 'dequantized' nor 'mxfp4'")
-    return load_policy_on(directory, device, expert_weights, "device")
+    if precision not in (None, *get_args(Precision)):
+        raise UserError(f"precision = {precision!r} is none of {', '.join(map(repr, get_args(Precision)))}")
+    model = load_policy_on(directory, device, expert_weights, precision, "device")
+    model.origin = named
+    return model
+
+
+def _opened(
+    model: Model, device: str, expert_weights: ExpertWeightsForm, precision: Precision | None
+) -> tuple[Path, Path, Transformer]:
+    """The path that a model was asked for by, the directory of its tokenizer, and the model: loaded, or as it was passed."""
+    if not isinstance(model, Transformer):
+        path = model_path(model)
+        loaded = load_model(path, device, expert_weights, precision).requires_grad_(False)
+        return path, resolve_checkpoint(path), loaded
+    if model.origin is None:
+        raise UserError("model: it does not say where its tokenizer is; pass what nmoe.load_model returned, or a path")
+    if (device, expert_weights, precision) != ("auto", "dequantized", None):
+        raise UserError("model is loaded already: device, expert_weights and precision are those of nmoe.load_model")
+    return model.origin, resolve_checkpoint(model.origin), model
 
 
 @explained
 def generate(
-    model: str | Path,
+    model: Model,
     prompts: Prompt | Sequence[Prompt],
     *,
-    n: int = 1,
+    samples: int = 1,
     max_new_tokens: int = 256,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -88,8 +110,9 @@ def generate(
     seed: int = 0,
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
+    precision: Precision | None = None,
 ) -> list[list[Completion]]:
-    """Samples `n` completions of each prompt: one list per prompt.
+    """Samples completions of each prompt, `samples` of them: one list per prompt.
 
         >>> import nmoe
         >>> [[completion]] = nmoe.generate(checkpoint, "Sort: 312", max_new_tokens=8, temperature=0.0)
@@ -98,14 +121,14 @@ def generate(
 
     A prompt is a text or a list of messages; it is rendered in the format of the environment that the model was
     trained on, else in the one that the tokenizer is made for: Harmony, its chat template, or plain text. The samples
-    depend on `seed` and on the place of the prompt, not on the other prompts. `device` and `expert_weights` are
-    those of `load_model`.
-    Raises UserError for a prompt that leaves no room in the model's context.
+    depend on `seed` and on the place of the prompt, not on the other prompts. `model` is a path or what `load_model` returned;
+    for a path, `device`, `expert_weights` and `precision` are those of `load_model`.
+    Raises UserError for a prompt that leaves no room in the model's context, and for `samples` below 1.
     """
-    path = model_path(model)
-    directory = resolve_checkpoint(path)
-    tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device, expert_weights)
-    loaded.requires_grad_(False)
+    if samples < 1:
+        raise UserError(f"samples = {samples} is less than 1")
+    path, directory, loaded = _opened(model, device, expert_weights, precision)
+    tokenizer = Tokenizer.load(directory)
     trained = trained_on(path)
     form = natural_format(tokenizer) or "text" if trained is None else in_format(trained, tokenizer).format
     renderer = RENDERERS[form](tokenizer)
@@ -120,7 +143,7 @@ def generate(
         sampling = Sampling(
             min(max_new_tokens, room), temperature, top_p, top_k, tuple(renderer.stop_ids), seed=seed + place
         )
-        requests.append(Request(tuple(prompt_ids), n, sampling, f"generate/{place}"))
+        requests.append(Request(tuple(prompt_ids), samples, sampling, f"generate/{place}"))
     engine = NativeEngine(loaded, EngineSection().max_sequences)
 
     async def sample() -> list[list[Sample]]:
@@ -130,13 +153,13 @@ def generate(
         reasoning, text = renderer.said(sample.token_ids)
         return Completion(text, reasoning, tuple(sample.token_ids), tuple(sample.logprobs), sample.finish_reason)
 
-    return [[completion(sample) for sample in samples] for samples in engine.run(sample())]
+    return [[completion(one) for one in group] for group in engine.run(sample())]
 
 
 @explained
 @names_of_one_call()
 def evaluate(
-    model: str | Path,
+    model: Model,
     env: Env,
     *,
     data: Data | None = None,
@@ -147,6 +170,7 @@ def evaluate(
     seed: int = 0,
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
+    precision: Precision | None = None,
     allow_trained_on: bool = False,
 ) -> list[Evaluation]:
     """Evaluates a model on the problems of an environment: over all of them first, then by source.
@@ -158,7 +182,8 @@ def evaluate(
 
     `env` and `data` are those of `train_rl`. Generated problems are those of the held-out split. One sample per problem
     gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and, by majority, `sampling_pass@n`.
-    `device` and `expert_weights` are those of `load_model`.
+    `model` is a path or what `load_model` returned; for a path, `device`, `expert_weights` and `precision` are those of
+    `load_model`.
     Raises UserError for problems without a right answer, for numbers that are not positive, and for problems that the run was
     trained on, unless `allow_trained_on`; then the results say how many those are.
     """
@@ -169,16 +194,14 @@ def evaluate(
         raise UserError(
             f"problems = {problems}, samples = {samples}, max_new_tokens = {max_new_tokens}: each is at least 1"
         )
-    path = model_path(model)
-    directory = resolve_checkpoint(path)
-    tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device, expert_weights)
-    loaded.requires_grad_(False)
+    path, directory, loaded = _opened(model, device, expert_weights, precision)
+    tokenizer = Tokenizer.load(directory)
     settings = parse(environment_table(env, data=data), EnvironmentSettings, Locator(Place("evaluate")))
     environment = Environment.from_settings(settings, tokenizer)
     # The records of a dataset have no held-out split: they are what was asked for.
     if held_out(settings) is not None:
         environment = environment.held_out()
-    overlap = find_overlap(environment, problems, TrainedOn(Path(model), directory), allowed=allow_trained_on)
+    overlap = find_overlap(environment, problems, TrainedOn(path, directory), allowed=allow_trained_on)
     limit = environment.token_limit(max_new_tokens)
     environment.leave_out_overlong(loaded.config.context_tokens, limit)
     with ToolRuntime(environment, SandboxSettings()) as runtime:

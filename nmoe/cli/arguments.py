@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from nmoe.errors import UserError
-from nmoe.types import ExpertWeightsForm
+from nmoe.types import ExpertWeightsForm, Precision
 
 if TYPE_CHECKING:
     from nmoe.config.commands import RunConfig
@@ -63,6 +63,15 @@ ExpertWeights = Annotated[
     ExpertWeightsForm,
     typer.Option(
         help="mxfp4 keeps the experts of a released gpt-oss in their four bits: about a quarter of bfloat16's memory."
+    ),
+]
+PrecisionOfWeights = Annotated[
+    Precision | None,
+    typer.Option(
+        "--precision",
+        help="Of weights and activations; default: bfloat16 on a GPU, and on a CPU that multiplies bfloat16 for weights stored in "
+        "it, else float32.",
+        show_default=False,
     ),
 ]
 ForCommand = Annotated[

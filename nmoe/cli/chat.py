@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nmoe.cli.arguments import Checkpoint, Device, ExpertWeights, Seed, Temperature
+from nmoe.cli.arguments import Checkpoint, Device, ExpertWeights, PrecisionOfWeights, Seed, Temperature
 
 
 def chat(
@@ -30,6 +30,7 @@ def chat(
     ] = "auto",
     seed: Seed = 0,
     device: Device = "auto",
+    precision: PrecisionOfWeights = None,
     expert_weights: ExpertWeights = "dequantized",
 ) -> None:
     """Chat with a checkpoint in the terminal.
@@ -44,4 +45,4 @@ def chat(
     """
     from nmoe.serve.chat import chat
 
-    chat(checkpoint, temperature, max_new_tokens, seed, system, format, device, expert_weights)
+    chat(checkpoint, temperature, max_new_tokens, seed, system, format, device, expert_weights, precision)

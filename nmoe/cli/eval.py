@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nmoe.cli.arguments import Device, ExpertWeights, Seed, TemperatureOfMode
+from nmoe.cli.arguments import Device, ExpertWeights, PrecisionOfWeights, Seed, TemperatureOfMode
 from nmoe.errors import UserError
 
 
@@ -59,6 +59,7 @@ def evaluate(
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",
+    precision: PrecisionOfWeights = None,
     expert_weights: ExpertWeights = "dequantized",
     best_of: Annotated[
         Path | None,
@@ -128,7 +129,7 @@ def evaluate(
 
         environment = named[1] if len(named) > 1 else None
         for line in check_format(
-            named[0], environment, problems or 20, seed, device, expert_weights, max_tokens, reasoning_effort
+            named[0], environment, problems or 20, seed, device, expert_weights, max_tokens, reasoning_effort, precision
         ):
             typer.echo(line)
         return
@@ -137,7 +138,7 @@ def evaluate(
             raise UserError("core is decided by likelihoods, and samples nothing; leave out the settings of sampling")
         from nmoe.eval.core_command import core_command
 
-        core_command(named[:-1], problems, device, out)
+        core_command(named[:-1], problems, device, out, precision)
         return
     from nmoe.config.modes import LIKELIHOOD_MODES, mode_of
 
@@ -146,7 +147,7 @@ def evaluate(
             raise UserError(f"{mode} samples nothing; leave out the settings of sampling")
         from nmoe.eval.choices import choices_command
 
-        choices_command(named, mode, problems, device, out, allow_trained_on=allow_trained_on)
+        choices_command(named, mode, problems, device, out, allow_trained_on=allow_trained_on, precision=precision)
         return
     chosen = mode_of(mode, samples, temperature)
     from nmoe.eval.asked import Asked, models_and_benchmarks
@@ -165,5 +166,6 @@ def evaluate(
         expert_weights,
         best_of,
         allow_trained_on,
+        precision,
     )
     sweep_command(checkpoints, benchmarks, asked, results, out, load_scorer)

@@ -11,7 +11,7 @@ from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.modes import Mode
 from nmoe.errors import UserError
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.types import ExpertWeightsForm
+from nmoe.types import ExpertWeightsForm, Precision
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Asked:
     expert_weights: ExpertWeightsForm = "dequantized"
     best_of: Path | None = None
     allow_trained_on: bool = False
+    precision: Precision | None = None
 
 
 def sampling_record(mode: Mode, max_tokens: int | None, effort: str | None) -> dict[str, Any]:

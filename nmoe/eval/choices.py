@@ -34,7 +34,7 @@ from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import write_atomically
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Problem
+from nmoe.types import Precision, Problem
 
 _FIGURES = {"likelihood_letter": ("likelihood_letter",), "likelihood_text": ("likelihood_text", "likelihood_text_norm")}
 
@@ -91,6 +91,7 @@ def choices_command(
     out: Path | None = None,
     *,
     allow_trained_on: bool = False,
+    precision: Precision | None = None,
 ) -> None:
     """Prints a table of all models on all benchmarks with paired tests, and writes it to `out` as JSON.
 
@@ -102,7 +103,8 @@ def choices_command(
     checkpoints, benchmarks = models_and_benchmarks(named)
     torch.set_num_threads(choose_threads(0))
     found = [
-        _evaluate(one, benchmarks, mode, problems, device, allow_trained_on=allow_trained_on) for one in checkpoints
+        _evaluate(one, benchmarks, mode, problems, device, precision, allow_trained_on=allow_trained_on)
+        for one in checkpoints
     ]
     records = []
     for each in _FIGURES[mode]:
@@ -117,7 +119,14 @@ def choices_command(
 
 
 def _evaluate(
-    checkpoint: Path, benchmarks: Sequence[Path], mode: str, count: int | None, device: str, *, allow_trained_on: bool
+    checkpoint: Path,
+    benchmarks: Sequence[Path],
+    mode: str,
+    count: int | None,
+    device: str,
+    precision: Precision | None,
+    *,
+    allow_trained_on: bool,
 ) -> list[Cell]:
     """A cell for each benchmark and mode."""
     directory = resolve_checkpoint(checkpoint)
@@ -133,7 +142,7 @@ def _evaluate(
         asked[name] = distinct_problems(environment, most)
         if other := {one.task_type for one in asked[name]} - {"multiple_choice"}:
             raise UserError(f"{name}: {mode} is of multiple choice, not of problems of type {', '.join(sorted(other))}")
-    model = load_policy_on(directory, device).requires_grad_(False)
+    model = load_policy_on(directory, device, precision=precision).requires_grad_(False)
     cells = []
     for name, problems in asked.items():
         right: dict[str, list[bool]] = {one: [] for one in _FIGURES[mode]}

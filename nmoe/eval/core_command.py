@@ -16,13 +16,13 @@ from nmoe.cores import choose_threads
 from nmoe.errors import UserError
 from nmoe.eval.core import decisions
 from nmoe.eval.core_sets import CORE, CoreSet, find_sets, read_set
-from nmoe.model.device import choose_device, dtype_for
-from nmoe.model.policy import load_policy
+from nmoe.model.policy import load_policy_on
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import write_atomically
 from nmoe.statistics import Interval, binomial_interval, stratified_share
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Precision
 
 ITEMS = 500
 
@@ -91,7 +91,9 @@ class CoreResult:
         yield f"{self.name} of {self.checkpoint}: {self.score:.4f} [{self.interval.low:.4f}, {self.interval.high:.4f}]{without}"
 
 
-def core_command(checkpoints: Sequence[Path], items: int | None, device: str, out: Path | None) -> None:
+def core_command(
+    checkpoints: Sequence[Path], items: int | None, device: str, out: Path | None, precision: Precision | None = None
+) -> None:
     """Prints the score of each checkpoint, and writes them to `out` as JSON. Takes at most `items` of a set, 500 by default.
 
     Raises UserError where no set is found, for an item without its fields, and for a checkpoint that cannot be loaded.
@@ -102,7 +104,7 @@ def core_command(checkpoints: Sequence[Path], items: int | None, device: str, ou
     directories = [resolve_checkpoint(one) for one in checkpoints]
     results = []
     for checkpoint, directory in zip(checkpoints, directories, strict=True):
-        result = evaluate_core(str(checkpoint), directory, read, device)
+        result = evaluate_core(str(checkpoint), directory, read, device, precision)
         results.append(result)
         for line in result.lines():
             print(line)
@@ -111,12 +113,15 @@ def core_command(checkpoints: Sequence[Path], items: int | None, device: str, ou
 
 
 def evaluate_core(
-    checkpoint: str, directory: Path, read: Mapping[CoreSet, Sequence[Mapping[str, Any]]], device: str = "auto"
+    checkpoint: str,
+    directory: Path,
+    read: Mapping[CoreSet, Sequence[Mapping[str, Any]]],
+    device: str = "auto",
+    precision: Precision | None = None,
 ) -> CoreResult:
     """The result of the model in `directory` on these sets."""
     torch.set_num_threads(choose_threads(0))
-    on = choose_device(device, "--device")
-    model = load_policy(directory, dtype_for(on), on)[0].requires_grad_(False)
+    model = load_policy_on(directory, device, precision=precision).requires_grad_(False)
     tokenizer = Tokenizer.load(directory)
     found: list[SetResult] = []
     before = 0

@@ -27,7 +27,7 @@ from nmoe.grading.extraction import from_response
 from nmoe.runs.resolve import trained_on
 from nmoe.statistics import binomial_interval
 from nmoe.trajectory import Group, Trajectory
-from nmoe.types import FAILURES, ExpertWeightsForm, Problem
+from nmoe.types import FAILURES, ExpertWeightsForm, Precision, Problem
 
 ENOUGH = 0.95
 # Beyond these solve rates most groups are all wrong, or all right.
@@ -49,6 +49,7 @@ def format_check(
     expert_weights: ExpertWeightsForm = "dequantized",
     max_tokens: int | None = None,
     reasoning_effort: str | None = None,
+    precision: Precision | None = None,
 ) -> Iterator[str]:
     """Samples one greedy response and several samples of each problem, and yields the report on them line by line.
 
@@ -67,6 +68,7 @@ def format_check(
         device=device,
         expert_weights=expert_weights,
         max_tokens=limit,
+        precision=precision,
     ) as subject:
         by = "--max-tokens" if subject.max_new_tokens == limit else "what the prompts leave of the model's context"
         yield f"completions of at most {subject.max_new_tokens:,} tokens ({by})"

@@ -23,9 +23,12 @@ from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise_outco
 from nmoe.eval.outcomes import Outcome, outcomes_of
 from nmoe.eval.overlap import TrainedOn, find_overlap
 from nmoe.eval.subject import open_subject
+from nmoe.model.device import choose_device
+from nmoe.model.policy import sampling_precision
 from nmoe.parsing import json_of
 from nmoe.runs.storage import append_whole, write_atomically
 from nmoe.trajectory import Group
+from nmoe.types import Precision
 
 
 class SweepInterruptedError(UserError):
@@ -65,8 +68,13 @@ class Pair:
             "max_tokens": self.asked.max_tokens,
             "reasoning_effort": self.settings.reasoning_effort,
             "seed": self.asked.seed,
+            "precision": self.precision,
             "best_of": None if self.asked.best_of is None else str(self.asked.best_of),
         } | ({"allow_trained_on": True} if self.asked.allow_trained_on else {})
+
+    @property
+    def precision(self) -> Precision:
+        return sampling_precision(self.directory, choose_device(self.asked.device, "--device"), self.asked.precision)
 
     def records(self) -> list[dict[str, Any]]:
         """The records of the problems in the file, none where there is no file. A line torn by a kill is removed."""
@@ -121,6 +129,7 @@ class Pair:
             device=self.asked.device,
             expert_weights=self.asked.expert_weights,
             max_tokens=self.asked.max_tokens,
+            precision=self.asked.precision,
         ) as subject:
             refuse_open_problems(subject.environment)
             if not self.file.exists():

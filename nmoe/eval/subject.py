@@ -25,7 +25,7 @@ from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
-from nmoe.types import ExpertWeightsForm
+from nmoe.types import ExpertWeightsForm, Precision
 
 
 class SamplingInterruptedError(UserError):
@@ -109,6 +109,7 @@ def open_subject(
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
     max_tokens: int | None = None,
+    precision: Precision | None = None,
 ) -> Iterator[Subject]:
     """Opens the model of a run or checkpoint with an environment.
 
@@ -125,7 +126,7 @@ def open_subject(
         loaded = loaded.held_out()
         print("on the eval split, which training never meets")
     prepare(loaded)
-    model = load_policy_on(directory, device, expert_weights).requires_grad_(False)
+    model = load_policy_on(directory, device, expert_weights, precision).requires_grad_(False)
     start = loaded.state()
     first = distinct_problems(loaded, problems)
     say_if_fewer(loaded, problems, len(first))

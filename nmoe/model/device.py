@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +22,17 @@ from torch import Tensor
 from nmoe.config.tables.model import DEVICE
 from nmoe.errors import UserError
 from nmoe.model.nvml import utilization
-
-Precision = Literal["float32", "bfloat16", "float16"]
+from nmoe.model.ops.cpu.processor import cpu_features
+from nmoe.types import Precision
 
 # `record(run)` calls `run` at least once and returns a function that does the same again, on the present content of the buffers.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 # The default bound of an engine's cache on a CPU.
 _CPU_CACHE_BYTES = 4 * 2**30
+
+# Instructions that multiply bfloat16: without one it is slower than float32.
+_BF16_PRODUCTS = {"avx512_bf16", "amx_bf16"}
 
 # The share of an accelerator's free memory that an engine's cache takes by default: what is left is for the activations and
 # logits of training, or where nothing is trained for those of one step of the engine.
@@ -42,6 +45,11 @@ class Kind:
     name = "cpu"
     on_host = True
     precision: Precision = "float32"  # of weights and activations where nothing else is asked for
+
+    def sampling_precision(self, stored: torch.dtype) -> Precision:
+        """The precision of a model that is sampled and not trained, where nothing else is asked for: bfloat16 for weights that are
+        stored in it if the processor multiplies it, else float32."""
+        return "bfloat16" if stored == torch.bfloat16 and _BF16_PRODUCTS & cpu_features() else "float32"
 
     def count(self) -> int:
         """How many devices of this kind the machine has."""
@@ -99,6 +107,9 @@ class Cuda(Kind):
     name = "cuda"
     on_host = False
     precision: Precision = "bfloat16"
+
+    def sampling_precision(self, stored: torch.dtype) -> Precision:
+        return self.precision
 
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from nmoe.errors import UserError
-from nmoe.model.checkpoint import load_model
-from nmoe.model.device import choose_device, dtype_for
+from nmoe.model.checkpoint import load_model, stored_dtype
+from nmoe.model.device import choose_device, dtype_for, kind_of
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.lora import Lora
 from nmoe.model.peft_format import BASE, base_notes, is_adapter, read_adapter, read_base
 from nmoe.model.transformer import Transformer
-from nmoe.types import ExpertWeightsForm
+from nmoe.types import ExpertWeightsForm, Precision
 
 
 def load_policy(
@@ -48,14 +48,27 @@ def load_policy(
 
 
 def load_policy_on(
-    directory: Path, device: str, expert_weights: ExpertWeightsForm = "dequantized", named: str = "--device"
+    directory: Path,
+    device: str,
+    expert_weights: ExpertWeightsForm = "dequantized",
+    precision: Precision | None = None,
+    named: str = "--device",
 ) -> Transformer:
-    """The policy of a checkpoint on the device that `device` names, in that device's dtype; an adapter is on its base.
+    """The policy of a checkpoint on the device that `device` names, in its `sampling_precision`; an adapter is on its base.
 
     Raises UserError as `load_policy` does, and for a device that is not there, which `named` asked for.
     """
     on = choose_device(device, named)
-    return load_policy(directory, dtype_for(on), on, expert_weights)[0]
+    dtype = dtype_for(on, sampling_precision(directory, on, precision))
+    return load_policy(directory, dtype, on, expert_weights)[0]
+
+
+def sampling_precision(directory: Path, device: torch.device, asked: Precision | None = None) -> Precision:
+    """The precision in which a checkpoint is sampled: the one asked for, else bfloat16 on a GPU, and on a CPU that of the stored
+    weights, if it is bfloat16 and the processor multiplies it, else float32. Raises UserError for a broken checkpoint."""
+    if asked is not None:
+        return asked
+    return kind_of(device).sampling_precision(stored_dtype(base_of(directory) if is_adapter(directory) else directory))
 
 
 def base_of(directory: Path) -> Path:

@@ -7,10 +7,10 @@ import torch
 
 from nmoe.config.tables.model import ExpertProfile
 from nmoe.model.config import ModelConfig
-from nmoe.model.device import Precision
 from nmoe.model.expert_profile import ProfiledExperts
 from nmoe.model.moe import Router
 from nmoe.model.transformer import Transformer
+from nmoe.types import Precision
 
 
 def set_precision(model: Transformer, precision: Precision) -> Transformer:

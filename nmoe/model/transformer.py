@@ -122,6 +122,8 @@ class Transformer(nn.Module):
         # generation_config.json of the checkpoint that the weights came from; not used here, written again when the model is
         # saved.
         self.generation: dict[str, Any] = {}
+        # The run or checkpoint that `nmoe.load_model` was asked for; None for a model that was built in another way.
+        self.origin: Path | None = None
         # Its own first values would not be kept, and on the device meta they cost the import of torch's compiler.
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
         self.embedding = nn.Embedding.from_pretrained(empty_VD, freeze=False)

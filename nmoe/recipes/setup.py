@@ -39,6 +39,7 @@ from nmoe.runs.provenance import provenance
 from nmoe.runs.recorded import recorded_precision, recorded_threads
 from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
+from nmoe.types import Precision
 
 C = TypeVar("C", bound=RecordsConfig)
 R = TypeVar("R", bound=RunConfig)
@@ -201,7 +202,7 @@ class ModelIdentity(BaseModel):
     checkpoint: str
     start: str
     numerics: Literal["fast", "exact"]
-    precision: Literal["float32", "bfloat16", "float16"]
+    precision: Precision
     context_tokens: int | None = None
     expert_profile: ExpertProfile | None = None
 

@@ -23,7 +23,7 @@ from nmoe.text.harmony import Harmony, StreamParser
 from nmoe.text.incremental import IncrementalDecoder
 from nmoe.text.printable import printable
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import ExpertWeightsForm, Sampling
+from nmoe.types import ExpertWeightsForm, Precision, Sampling
 
 _NEW = "/new"
 
@@ -37,6 +37,7 @@ def chat(
     form: ChatFormat = "auto",
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
+    precision: Precision | None = None,
 ) -> None:
     """Reads lines from standard input until it ends; `/new` begins another conversation. On a terminal it prompts, says how to
     leave, and Ctrl-C stops an answer.
@@ -45,7 +46,7 @@ def chat(
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)
-    model = load_policy_on(directory, device, expert_weights).requires_grad_(False)
+    model = load_policy_on(directory, device, expert_weights, precision).requires_grad_(False)
     if (environment := trained_on(checkpoint)) is not None and form == "auto":
         environment = in_format(environment, tokenizer)
         form = "text" if environment.format == "boxed" else environment.format

@@ -567,7 +567,7 @@ def test_supervised_runs_read_lists_and_end_after_an_epoch() -> None:
     assert tuned.metrics[0]["loss"] > 0
     assert dpo.metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3), "policy and reference are one at first"
     assert len(list(Path("runs/data").glob("*.jsonl"))) == 2, "the examples, and the pairs once"
-    assert nmoe.generate(dpo, ["1 + 1 ="], n=2, max_new_tokens=4)[0][1].finish_reason in ("length", "stop")
+    assert nmoe.generate(dpo, ["1 + 1 ="], samples=2, max_new_tokens=4)[0][1].finish_reason in ("length", "stop")
     with pytest.raises(UserError, match="jsonl:1: the text has a lone surrogate"):
         nmoe.train_sft(TINY, [{"prompt": "a\ud800", "completion": "b"}])
     with pytest.raises(UserError, match="problems = 0, samples = 1, max_new_tokens = 256: each is at least 1"):

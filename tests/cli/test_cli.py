@@ -137,9 +137,12 @@ def test_the_other_verbs_hand_over_their_arguments(
         "--out=r",
         "--device=cpu",
         "--expert-weights=mxfp4",
+        "--precision=bfloat16",
     ]
     assert nmoe("eval", "a", "e", *several) == 0
-    eight = Asked(mode_of(samples=8, temperature=0.6), 5, 7, None, None, "cpu", "mxfp4", Path("runs/b"))
+    eight = Asked(
+        mode_of(samples=8, temperature=0.6), 5, 7, None, None, "cpu", "mxfp4", Path("runs/b"), precision="bfloat16"
+    )
     evals = Path("evals")
     assert calls == [
         ([Path("runs/a")], [Path("e.toml")], Asked(mode_of(), 200, 0), evals, None, load_scorer),
@@ -148,20 +151,23 @@ def test_the_other_verbs_hand_over_their_arguments(
 
     calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])
     assert nmoe("eval", "runs/a", "--format-check") == 0
-    limits = ("--max-tokens=64", "--reasoning-effort=low")
+    limits = ("--max-tokens=64", "--reasoning-effort=low", "--precision=float32")
     assert nmoe("eval", "a", "e", "--format-check", "--problems=50", "--seed=3", *limits) == 0
     assert calls == [
-        (Path("runs/a"), None, 20, 0, "auto", "dequantized", None, None),
-        (Path("a"), Path("e"), 50, 3, "auto", "dequantized", 64, "low"),
+        (Path("runs/a"), None, 20, 0, "auto", "dequantized", None, None, None),
+        (Path("a"), Path("e"), 50, 3, "auto", "dequantized", 64, "low", "float32"),
     ]
     assert capsys.readouterr().out == "ready\nready\n"
 
     calls = stand_in("nmoe.serve.chat", "chat")
     assert nmoe("chat", "runs/a", "--temperature=0", "--max-new-tokens=9", "--seed=2") == 0
-    assert nmoe("chat", "m", "--system=Be brief.", "--format", "chat", "--expert-weights", "mxfp4") == 0
+    assert (
+        nmoe("chat", "m", "--system=Be brief.", "--format", "chat", "--expert-weights", "mxfp4", "--precision=bfloat16")
+        == 0
+    )
     assert calls == [
-        (Path("runs/a"), 0.0, 9, 2, None, "auto", "auto", "dequantized"),
-        (Path("m"), 0.7, 256, 0, "Be brief.", "chat", "auto", "mxfp4"),
+        (Path("runs/a"), 0.0, 9, 2, None, "auto", "auto", "dequantized", None),
+        (Path("m"), 0.7, 256, 0, "Be brief.", "chat", "auto", "mxfp4", "bfloat16"),
     ]
 
     calls = stand_in("nmoe.runs.export", "export_checkpoint")

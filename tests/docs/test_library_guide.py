@@ -25,10 +25,11 @@ def test_the_guide_to_the_library_runs_as_printed(
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "library_guide"}
     parts = blocks((GUIDES / "library.md").read_text(), "python")
-    assert len(parts) == 8
+    assert len(parts) == 9
     for part in parts:
         exec(compile(part, "library.md", "exec"), names)
     assert "did you mean 'learning_rate'" in capsys.readouterr().out
+    assert len(names["answers"]) == 4, "samples of a loaded model"
     assert set(map(len, names["lengths"])) == {4}, "one request for each group"
     assert [run.name for run in sorted((tmp_path / "runs").iterdir())][:2] == ["Boxes", "Greater"]
 

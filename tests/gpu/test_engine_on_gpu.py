@@ -9,12 +9,12 @@ from tiny_models import DENSE, FAMILIES, MOE, peaked_model
 from nmoe.engine.api import Request
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.model.config import ModelConfig
-from nmoe.model.device import CudaRecorder, Precision
+from nmoe.model.device import CudaRecorder
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import set_precision
-from nmoe.types import Sample, Sampling
+from nmoe.types import Precision, Sample, Sampling
 
 pytestmark = pytest.mark.gpu
 

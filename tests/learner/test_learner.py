@@ -21,11 +21,11 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.forward import score
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs, Scored, clip, cross_entropy, reference_divergence, total
-from nmoe.model.device import Precision
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
+from nmoe.types import Precision
 
 MakeModel = Callable[..., Transformer]
 MakeBatch = Callable[..., Batch]

@@ -10,7 +10,6 @@ from tiny_models import tiny_family
 from torch import Tensor
 
 from nmoe.model.checkpoint import export_model, load_model, save_model
-from nmoe.model.device import Precision
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.ops.cpu.packing import PackedWeights
@@ -18,6 +17,7 @@ from nmoe.model.ops.table import kernels_in_use
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
+from nmoe.types import Precision
 
 
 @pytest.fixture
