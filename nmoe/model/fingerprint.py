@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from nmoe.model.checkpoint import read_config
-from nmoe.model.shards import Shards
+from nmoe.model.shards import open_tensors
 
 # Settings that decoders had not when fingerprints were first written into adapters. At 0 or empty they leave a decoder as it was.
 _LATER = (
@@ -26,7 +26,7 @@ def fingerprint(directory: Path) -> str:
     if (scaling := settings["rope_scaling"]) is not None:
         settings["rope_scaling"] = {name: value for name, value in scaling.items() if value or name not in _LATER}
     digest = hashlib.sha256(json.dumps([family.MODEL_TYPE, settings], sort_keys=True).encode())
-    shards = Shards(directory)
+    shards = open_tensors(directory)
     for name in sorted(shards.files):
         digest.update(f"{name} {shards.dtype_name(name)} {shards.shapes[name]}".encode())
         digest.update(shards.read(name).reshape(-1).view(torch.uint8).numpy().data)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nmoe.errors import UserError
+from nmoe.gguf_file import is_gguf
+from nmoe.model.gguf import GGUFTensors
 from nmoe.parsing import json_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,6 +38,31 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint, whichever its format: `Shards` or `GGUFTensors`."""
+
+    listing: Path  # what names them all
+    files: dict[str, Path]
+    shapes: dict[str, tuple[int, ...]]
+
+    def dtype(self, name: str, /) -> torch.dtype | None:
+        """The dtype that a tensor is stored in."""
+
+    def dtype_name(self, name: str, /) -> str:
+        """The type as its format writes it."""
+
+    def nbytes(self, name: str, /) -> int:
+        """The size of a tensor as it is read."""
+
+    def read(self, name: str, rows: slice | None = None, /) -> Tensor:
+        """Reads one tensor, or only these rows of its first axis."""
+
+
+def open_tensors(checkpoint: Path) -> StoredTensors:
+    """The tensors of a checkpoint: a directory, or a GGUF file. Raises UserError as the two classes do."""
+    return GGUFTensors(checkpoint) if is_gguf(checkpoint) else Shards(checkpoint)
 
 
 class Shards:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from nmoe.errors import UserError
+from nmoe.gguf_file import is_gguf
 from nmoe.model.checkpoint import export_model, read_config, stored_dtype
 from nmoe.model.peft_format import is_adapter, save_adapter
 from nmoe.model.policy import base_of, load_policy
@@ -73,6 +74,8 @@ def export_checkpoint(
             else:
                 with lora.merged():
                     export_model(model, partial)
+            if is_gguf(source):
+                Tokenizer.load(source).save(partial)
             for name in _TOKENIZER_FILES:
                 if (source / name).exists():
                     shutil.copyfile(source / name, partial / name)

@@ -11,6 +11,7 @@ from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.records import DatasetSettings, SFTRecordsSection
 from nmoe.data.hub import hub_or_cache
 from nmoe.errors import MissingInputError
+from nmoe.gguf_file import is_gguf
 from nmoe.parsing import toml_of
 from nmoe.runs.checkpoint import best_checkpoint, latest_checkpoint
 
@@ -48,6 +49,8 @@ def resolve_shape(path: Path) -> Path:
 
 
 def _resolved(path: Path, files: list[str], neither: str = "neither a checkpoint (no config.json in it)") -> Path:
+    if is_gguf(path):
+        return path
     for candidate in (path, path / "rl"):
         if (candidate / "config.json").exists() or (candidate / "adapter_config.json").exists():
             return candidate
@@ -67,7 +70,7 @@ def _resolved(path: Path, files: list[str], neither: str = "neither a checkpoint
                 f", nor could it be had from the Hugging Face hub ({why}); fetch it and name the directory: {fetch}"
             )
     what = (
-        "is a file; name the directory of a checkpoint or run"
+        "is a file; name the directory of a checkpoint or run, or a GGUF file"
         if path.is_file()
         else f"{neither} nor a run that has saved one (checkpoints/){remedy}"
     )

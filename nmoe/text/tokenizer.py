@@ -15,8 +15,10 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 
 from nmoe import generation
 from nmoe.errors import MissingInputError, StorageError, UserError
+from nmoe.gguf_file import is_gguf, read_header
 from nmoe.parsing import json_of
 from nmoe.text import tiktoken_model
+from nmoe.text.gguf_tokenizer import tokenizer_of
 from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, RETURN
 
 # The pattern of GPT-4's cl100k_base (https://github.com/openai/tiktoken), but each digit is a piece of its own: numbers
@@ -119,7 +121,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, checkpoint: Path | None = None) -> Tokenizer:
-        """Reads the Hugging Face files in `directory`, written here or elsewhere; or `tiktoken.model` where that is all there is.
+        """Reads the Hugging Face files in `directory`, written here or elsewhere; or `tiktoken.model` where that is all there is;
+        or a GGUF file in its place.
         A turn also ends as the generation settings in `directory` say, and those of the `checkpoint` that it is used with.
 
         Raises UserError, naming the file, when tokenizer.json is missing or cannot be read.
@@ -127,6 +130,9 @@ class Tokenizer:
         path, ends = directory / _MODEL_FILE, generation.ends_in(directory)
         if checkpoint is not None:
             ends = (*ends, *generation.ends_in(checkpoint))
+        if is_gguf(directory):
+            backend, side_files = tokenizer_of(read_header(directory))
+            return cls(backend, side_files, str(directory), ends)
         if not path.exists() and (directory / tiktoken_model.FILE).exists():
             backend, config = tiktoken_model.read(directory)
             others = {name: _read(directory / name) for name in _SIDE_FILES if (directory / name).exists()}

@@ -168,7 +168,7 @@ def test_each_stored_tensor_is_read_once(sharded: Path, monkeypatch: pytest.Monk
             read.setdefault(name, []).extend(whole if rows is None else whole[rows])
             return super().read(name, rows)
 
-    monkeypatch.setattr("nmoe.model.checkpoint.Shards", Counting)
+    monkeypatch.setattr("nmoe.model.shards.Shards", Counting)
     monkeypatch.setattr("nmoe.model.families.base._PIECE_BYTES", 1000)
     load_model(sharded)
     shapes = Shards(sharded).shapes

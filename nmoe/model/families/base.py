@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.shards import Shards
+from nmoe.model.shards import StoredTensors
 from nmoe.parallel.parts import is_sharded, to_fill
 
 # Llama's name of the head, which a checkpoint may contain although the head is tied to the embedding.
@@ -95,7 +95,7 @@ def fill(
     state: dict[str, Tensor],
     family: Family,
     config: ModelConfig,
-    shards: Shards,
+    shards: StoredTensors,
     buffers: Collection[str],
     entries: Iterable[Entry] | None = None,
 ) -> None:
@@ -106,8 +106,7 @@ def fill(
     UserError naming file and tensor.
     """
     entries = list(family.entries(config) if entries is None else entries)
-    stored = {entry.theirs: _stored_names(entry.theirs, family, shards) for entry in entries}
-    _compare(entries, stored, family, config, shards)
+    stored = _compare(entries, family, config, shards)
     for name in _unfilled(state, entries, buffers):
         state[name].zero_()
     by_weight: dict[str, list[Entry]] = {}
@@ -120,6 +119,11 @@ def fill(
     if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):
         embedding = state["embedding.weight"]
         _compare_tied_head(embedding.full_tensor() if is_sharded(embedding) else embedding, shards)
+
+
+def check_names(family: Family, config: ModelConfig, shards: StoredTensors) -> None:
+    """Raises UserError, as `fill` does, where a checkpoint's names, shapes and dtypes are not those of its configuration."""
+    _compare(list(family.entries(config)), family, config, shards)
 
 
 def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Collection[str]) -> list[str]:
@@ -135,7 +139,7 @@ def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Colle
 
 
 def _fill_entry(
-    part: Tensor, entry: Entry, names: tuple[str, ...], unpack: Callable[..., Tensor], shards: Shards
+    part: Tensor, entry: Entry, names: tuple[str, ...], unpack: Callable[..., Tensor], shards: StoredTensors
 ) -> None:
     """Copies one stored tensor, the names of which are several if it is packed, into its part of the model."""
     file = shards.files[names[0]]
@@ -159,7 +163,7 @@ def _fill_entry(
         del tensor
 
 
-def _pieces(entry: Entry, names: tuple[str, ...], shards: Shards) -> Iterator[slice | None]:
+def _pieces(entry: Entry, names: tuple[str, ...], shards: StoredTensors) -> Iterator[slice | None]:
     """The rows of the first axis to read at a time; None for the whole tensor."""
     plain = names == (entry.theirs,) and entry.read is identity
     alike = bool(entry.shape) and all(shards.shapes[name][:1] == entry.shape[:1] for name in names)
@@ -174,7 +178,7 @@ def _pieces(entry: Entry, names: tuple[str, ...], shards: Shards) -> Iterator[sl
         yield slice(first, min(first + step, count))
 
 
-def _compare_tied_head(embedding_VD: Tensor, shards: Shards) -> None:
+def _compare_tied_head(embedding_VD: Tensor, shards: StoredTensors) -> None:
     """Raises UserError if a head that should be tied to the embedding is stored with other values: transformers would untie the
     two."""
     same = shards.shapes[TIED_HEAD] == embedding_VD.shape
@@ -209,7 +213,7 @@ def tensors_of(
         yield entry.theirs, math.prod(entry.shape) * state[entry.ours].element_size(), make
 
 
-def _stored_names(theirs: str, family: Family, shards: Shards) -> tuple[tuple[str, ...], Callable[..., Tensor]]:
+def _stored_names(theirs: str, family: Family, shards: StoredTensors) -> tuple[tuple[str, ...], Callable[..., Tensor]]:
     for packing in family.PACKINGS:
         names = tuple(theirs + suffix for suffix in packing.suffixes)
         if all(name in shards.files for name in names):
@@ -218,14 +222,11 @@ def _stored_names(theirs: str, family: Family, shards: Shards) -> tuple[tuple[st
 
 
 def _compare(
-    entries: list[Entry],
-    stored: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]],
-    family: Family,
-    config: ModelConfig,
-    shards: Shards,
-) -> None:
-    """Raises UserError that lists, by file, tensors that are missing, have a wrong shape or dtype, or do not belong to this
-    architecture."""
+    entries: list[Entry], family: Family, config: ModelConfig, shards: StoredTensors
+) -> dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]]:
+    """The stored names of each entry's tensor, and what unpacks them. Raises UserError that lists, by file, tensors that are
+    missing, have a wrong shape or dtype, or do not belong to this architecture."""
+    stored = {entry.theirs: _stored_names(entry.theirs, family, shards) for entry in entries}
     problems: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
         names, _ = stored[entry.theirs]
@@ -255,6 +256,7 @@ def _compare(
         more = sum(map(len, problems.values())) - len(first[:_SHOWN])
         shown = "; ".join(first[:_SHOWN]) + (f"; and {more} more" if more else "")
         raise UserError(f"{file}: not a checkpoint of the architecture in its config.json: {shown}")
+    return stored
 
 
 def _wrong_shape(entry: Entry, found: tuple[int, ...]) -> str:

@@ -1,0 +1,175 @@
+"""The header of a GGUF file, the format of llama.cpp: metadata, and where each tensor lies. Values of tensors are not read here.
+
+Format: gguf.md of the repository ggml-org/ggml (versions 2 and 3, little-endian).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import MissingInputError, UserError, shown
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_MOST_DIMENSIONS = 8
+
+# Codes of the format to those of `struct`.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the file. Example: `StoredTensor("blk.0.attn_q.weight", (576, 576), 3, 57083232)`, where 3 is Q4_1."""
+
+    name: str
+    shape: tuple[int, ...]  # rows first, as in torch; the file has them in the opposite order
+    kind: int  # ggml's number of the type
+    offset: int  # of its first byte in the file
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The header of one file."""
+
+    path: Path
+    size: int
+    metadata: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """A value of the metadata, of this type; the default where the key is absent. Raises UserError for one of another type."""
+        value = self.metadata.get(key, default)
+        if key in self.metadata and (not isinstance(value, kind) or (isinstance(value, bool) and kind is int)):
+            raise UserError(f"{self.path}: {key} = {shown(value)} is not of the type that belongs there")
+        return value
+
+    def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        """A value that the file must have. Raises UserError where it is absent or of another type."""
+        if key not in self.metadata:
+            raise UserError(f"{self.path}: the file lacks {key}; it is not a whole language model")
+        return self.get(key, kind)
+
+    @property
+    def architecture(self) -> str:
+        """`llama`, `qwen3moe`, ..., by which the keys of the model begin."""
+        return str(self.need("general.architecture", str))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, which stands for a checkpoint wherever one is named."""
+    return path.suffix == SUFFIX and path.is_file()
+
+
+def read_header(path: Path) -> GGUFFile:
+    """The header of a file. The last few are kept, as a model and its tokenizer are read one after the other.
+
+    Raises UserError for a file that is torn, of another format, or of a version that is not read.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise MissingInputError(f"{path}: cannot be read: {error.strerror}", str(path)) from None
+    return _header(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=4)
+def _header(path: Path, _changed: int, size: int) -> GGUFFile:
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != _MAGIC:
+                raise UserError(f"{path}: not a GGUF file: it does not begin with the letters GGUF; fetch it again")
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                return _Reader(path, content).header(size)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+class _Reader:
+    """Reads one value after another, and never beyond the file's end."""
+
+    def __init__(self, path: Path, content: mmap) -> None:
+        self.path, self.content, self.at = path, content, len(_MAGIC)
+
+    def header(self, size: int) -> GGUFFile:
+        version = self.scalar("I")
+        if version not in _VERSIONS:
+            if version & 0xFFFF == 0:
+                raise UserError(
+                    f"{self.path}: a big-endian GGUF file, which is not read; convert it with gguf-convert-endian"
+                )
+            raise UserError(f"{self.path}: GGUF version {version} is not read, only 2 and 3; convert the model again")
+        tensor_count, key_count = self.scalar("Q"), self.scalar("Q")
+        metadata = {}
+        for _ in range(key_count):
+            key = self.string()
+            metadata[key] = self.value(self.scalar("I"))
+        if metadata.get("split.count", 1) != 1:
+            raise UserError(
+                f"{self.path}: one of {metadata['split.count']} parts of a model; join them with llama-gguf-split --merge"
+            )
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise UserError(f"{self.path}: general.alignment = {shown(alignment)} is not a number of bytes")
+        relative = [self.tensor() for _ in range(tensor_count)]
+        first = -(-self.at // alignment) * alignment
+        tensors = {one.name: StoredTensor(one.name, one.shape, one.kind, first + one.offset) for one in relative}
+        if len(tensors) != len(relative):
+            raise UserError(f"{self.path}: two of its tensors have one name; fetch the file again")
+        return GGUFFile(self.path, size, metadata, tensors)
+
+    def tensor(self) -> StoredTensor:
+        name, dimensions = self.string(), self.scalar("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise self.torn(f"tensor {shown(name)} with {dimensions} dimensions")
+        shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
+        return StoredTensor(name, shape, self.scalar("I"), self.scalar("Q"))
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise self.torn(f"a value of type {kind}")
+        inner, count = self.scalar("I"), self.scalar("Q")
+        if inner in _SCALARS:
+            code = f"<{self.bounded(count)}{_SCALARS[inner]}"
+            return list(struct.unpack(code, self.take(struct.calcsize(code))))
+        read: Callable[[], Any] = self.string if inner == _STRING else lambda: self.value(inner)
+        if inner == _ARRAY:
+            raise self.torn("an array of arrays")
+        return [read() for _ in range(self.bounded(count))]
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(code)))[0]
+
+    def string(self) -> str:
+        return self.take(self.scalar("Q")).decode("utf-8", "replace")
+
+    def take(self, count: int) -> bytes:
+        end = self.at + count
+        if end > len(self.content):
+            raise self.torn(f"{count} bytes")
+        taken, self.at = self.content[self.at : end], end
+        return taken
+
+    def bounded(self, count: int) -> int:
+        """A count of values of at least a byte each, which the file has room for."""
+        if count > len(self.content) - self.at:
+            raise self.torn(f"{count} values")
+        return count
+
+    def torn(self, what: str) -> UserError:
+        return UserError(
+            f"{self.path}: torn: its header asks for {what} at byte {self.at}, and the file has {len(self.content)}; fetch it again"
+        )
