@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holding import hold
 
-from nmoe.speedrun.promises import PROMISES
+from nmoe.speedrun.promises import SCRATCH_PROMISES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from calibration import calibration_s
@@ -19,7 +19,7 @@ SLOW_CALIBRATION_S = 0.38
 summary = json.loads(Path(sys.argv[1]).read_text())
 out = Path(sys.argv[1]).parent
 slower = max(1.0, calibration_s() / SLOW_CALIBRATION_S)
-bounds = {promise.figure: (promise.low, promise.high) for promise in PROMISES} | {
+bounds = {promise.figure: (promise.low, promise.high) for promise in SCRATCH_PROMISES} | {
     "trained_correctness_low": (0.87, 1.0),
     "trained_problems": (1000, float("inf")),
     "greedy_base_reverse": (0.0, 0.4),

@@ -27,7 +27,7 @@ from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.packaged import packaged_environment
 from nmoe.runs.ledger import read_metrics
-from nmoe.speedrun.examination import examine
+from nmoe.speedrun.scratch_examination import examine
 
 RESULTS = Path(__file__).parent / "results" / "ranks.json"
 # The first steps load code and fill caches.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -20,7 +20,7 @@ _UNLUCKY = "try another seed with --seed; if that falls short too, {out}/report.
 _BASE = "pretraining came out differently here: see {out}/base/metrics.jsonl, and try another seed with --seed"
 _NUMERICS = "engine and learner disagree, which no seed excuses: please report it with {out}/rl/provenance.json and metrics.jsonl"
 
-PROMISES = (
+SCRATCH_PROMISES = (
     Promise("base_correctness", 0.05, 0.35, _BASE),
     Promise("trained_correctness", 0.90, 1.0, _UNLUCKY),
     Promise("correctness_trained_add", 0.75, 1.0, _UNLUCKY),
@@ -33,11 +33,11 @@ PROMISES = (
 )
 
 
-def shortfalls(summary: Mapping[str, float | int], out: str) -> list[str]:
+def shortfalls(promises: Sequence[Promise], summary: Mapping[str, float | int], out: str) -> list[str]:
     """One line, with advice, for each promise that the figures break. A figure that is missing or not a number breaks its
     promise."""
     lines = []
-    for promise in PROMISES:
+    for promise in promises:
         value = summary.get(promise.figure, float("nan"))
         if not promise.low <= value <= promise.high:
             remedy = promise.remedy.format(out=out)

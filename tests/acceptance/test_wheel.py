@@ -29,13 +29,13 @@ from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.recipes.pretrain import pretrain
 
-speedrun = import_module("nmoe.speedrun.speedrun")
+speedrun = import_module("nmoe.speedrun.scratch")
 speedrun.TOKENIZER_DOCUMENTS, speedrun.CORPUS_DOCUMENTS, speedrun.TOOL_DOCUMENTS = 200, 200, 20
 speedrun.write_domain = lambda out, seed: None
 out = Path("out")
 out.mkdir()
-speedrun.Pipeline(out, 0, True, False)
-print(speedrun.Pipeline(out, 0, False, False).tokenizer_and_corpus()["documents"])
+speedrun.Scratch(out, 0, True, False)
+print(speedrun.Scratch(out, 0, False, False).tokenizer_and_corpus()["documents"])
 values = {
     "run.directory": "out", "run.steps": 1, "optimizer.warmup_steps": 0, "data.held_out_documents": 20,
     "model.tokenizer": "out/tokenizer", "data.documents": "out/corpus.jsonl",
@@ -129,7 +129,7 @@ def test_the_installed_speedrun_starts(installed: Callable[..., str], site: Path
     assert {"200", "out/base"} <= set(lines)
     # What one process has no use for would make every training start seconds later.
     assert "slow imports: set()" in lines
-    assert f"{site}/nmoe/speedrun/speedrun.py" in lines[-1]
+    assert f"{site}/nmoe/speedrun/scratch.py" in lines[-1]
     assert str(ROOT / "nmoe") not in lines[-1]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nmoe.speedrun.promises import PROMISES, shortfalls
+from nmoe.speedrun.promises import SCRATCH_PROMISES, shortfalls
 
 KEPT: dict[str, float | int] = {
     "base_correctness": 0.2,
@@ -18,12 +18,14 @@ KEPT: dict[str, float | int] = {
 
 
 def test_all_kept() -> None:
-    assert KEPT.keys() == {promise.figure for promise in PROMISES}
-    assert shortfalls(KEPT, "runs/x") == []
+    assert KEPT.keys() == {promise.figure for promise in SCRATCH_PROMISES}
+    assert shortfalls(SCRATCH_PROMISES, KEPT, "runs/x") == []
 
 
 def test_every_shortfall_says_what_was_promised_and_what_to_do() -> None:
-    lines = shortfalls(KEPT | {"trained_correctness": 0.727, "correctness_trained_reverse": 0.296}, "runs/x")
+    lines = shortfalls(
+        SCRATCH_PROMISES, KEPT | {"trained_correctness": 0.727, "correctness_trained_reverse": 0.296}, "runs/x"
+    )
     assert [line.split(":")[0] for line in lines] == [
         "trained_correctness = 0.727, promised 0.9 to 1",
         "correctness_trained_reverse = 0.296, promised 0.75 to 1",
@@ -38,5 +40,10 @@ def test_a_base_too_good_a_mismatch_and_a_figure_that_is_none_are_shortfalls() -
         ("first_step_ppo_kl", -0.1),
         ("format_ok", float("nan")),
     ):
-        assert len(shortfalls(KEPT | {figure: value}, "runs/x")) == 1
-    assert len(shortfalls({name: value for name, value in KEPT.items() if name != "format_ok"}, "runs/x")) == 1
+        assert len(shortfalls(SCRATCH_PROMISES, KEPT | {figure: value}, "runs/x")) == 1
+    assert (
+        len(
+            shortfalls(SCRATCH_PROMISES, {name: value for name, value in KEPT.items() if name != "format_ok"}, "runs/x")
+        )
+        == 1
+    )

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from nmoe.eval.evaluate import Evaluation
-from nmoe.speedrun.examination import Examination, Transcript, reason
-from nmoe.speedrun.report import write_speedrun_report
+from nmoe.speedrun.report import Transcript, reason
+from nmoe.speedrun.scratch_examination import Examination
+from nmoe.speedrun.scratch_report import write_scratch_report
 from nmoe.types import Failure, Grade, Verdict
 
 
@@ -21,12 +22,21 @@ def examination(step: int | None, transcript: Transcript) -> Examination:
 def report(out: Path, step: int | None) -> str:
     (out / "rl").mkdir(exist_ok=True)
     (out / "rl/provenance.json").write_text(json.dumps({"cpu": "a CPU", "threads": 1, "torch": "2", "resumed": []}))
-    figures = ("mismatch_abs_mean", "mismatch_abs_max", "route_flips", "wall_s", "cpu_s", "peak_memory_mb", "seed")
+    figures = (
+        "mismatch_abs_mean",
+        "mismatch_abs_max",
+        "route_flips",
+        "wall_s",
+        "cpu_s",
+        "peak_memory_mb",
+        "seed",
+        "rl_steps",
+    )
     metrics = [{"step": at, "time_rollout_s": 1.0, "tokens_per_second": 9.0} for at in (1, 2, 3)]
     wrong = Transcript("2 + 2", "4", "it is 4", False, "not in the required format, so that no answer counts")
     right = Transcript("2 + 2", "4", "4", True)
     before, after = examination(5, wrong), examination(step, right)
-    return write_speedrun_report(out, "trained", dict.fromkeys(figures, 0), [], metrics, before, after).read_text()
+    return write_scratch_report(out, "trained", dict.fromkeys(figures, 0), [], metrics, before, after).read_text()
 
 
 def test_the_report_names_the_checkpoint_and_the_reasons(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from nmoe.errors import StorageError, UserError
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.replace import delete
 from nmoe.runs.storage import storage_errors
-from nmoe.speedrun.speedrun import Pipeline
+from nmoe.speedrun.scratch import Scratch
 from nmoe.speedrun.stages import Stage, Stages
 
 PLAIN, FULL = ("one", "two", "three"), ("one", "added", "two", "three")
@@ -386,7 +386,7 @@ def test_what_can_not_be_resumed(tmp_path: Path) -> None:
 
 
 def test_the_speedruns_stages_make_no_file_twice_and_are_extended_at_reinforcement_learning(tmp_path: Path) -> None:
-    plain, full = (Pipeline(tmp_path, 0, full, False).stages() for full in (False, True))
+    plain, full = (Scratch(tmp_path, 0, full, False).stages() for full in (False, True))
     for plan in (plain, full):
         names = [name for stage in plan for name in stage.makes]
         assert len(set(names)) == len(names)

@@ -15,26 +15,14 @@ from nmoe.model.policy import load_policy
 from nmoe.recipes.setup import device_and_dtype
 from nmoe.runs.checkpoint import checkpoint_step
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.speedrun.report import Transcript, reason
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
-from nmoe.types import Grade
 
 SAMPLED_PROBLEMS = 1200
 GREEDY_PROBLEMS = 600
 PASS16_PROBLEMS = 150
 LONGER_PROBLEMS = 600
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """A problem and the model's completion at temperature 1, with control tokens spelled out. `reason` says, for people, why it was
-    judged as it was; an examination from before there were reasons has none."""
-
-    question: str
-    gold: str
-    text: str
-    correct: bool
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,12 +136,3 @@ def _transcripts(groups: Sequence[Group], tokenizer: Tokenizer) -> list[Transcri
         )
         for _, group in sorted(first.items())
     ]
-
-
-def reason(grade: Grade) -> str:
-    """Why a completion is right or wrong, in a few words."""
-    if grade.verdict is not None:
-        return grade.verdict.reason
-    if grade.failure == "truncated":
-        return "cut off at the token limit"
-    return "not in the required format, so that no answer counts"
