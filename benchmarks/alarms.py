@@ -63,7 +63,29 @@ def table(results: dict[str, Any]) -> str:
         lines.append(f"| `{one['rule']}` | {one['what']} | {one['begins']} | {after} | {one['window']} | {shown} |")
     steps = sum(runs.values())
     closing = f"False alarms are alerts on {len(runs)} healthy recorded runs, {steps:,} steps in all: {listed(runs)}."
-    return "\n".join([*lines, "", closing, ""])
+    return "\n".join([*lines, "", closing, "", *real_table(results.get("real"))])
+
+
+def real_table(real: dict[str, Any] | None) -> list[str]:
+    """What `mismatch` finds on a real model, and its level in the healthy run."""
+    if real is None:
+        return []
+    lines = [
+        "| an engine that is not the learner, on a real model | policy | entropy | mismatch, mean | `mismatch` fires after |",
+        "|---|---|---:|---:|---|",
+    ]
+    for part, what in (("first", "nothing"), ("last", "nothing")):
+        entropy, level = real[f"{part}_entropy_mean"], real[f"{part}_mismatch_abs_mean"]
+        lines.append(f"| {what} | {part} 5 of {real['steps']} steps | {entropy:.2f} | {level:.3f} | |")
+    for one in real["faults"]:
+        after = f"not in {one['steps']} steps" if one["delay"] is None else f"{one['delay']} steps"
+        kind = "base" if one["policy"] == "base" else f"after {real['steps']} steps"
+        lines.append(
+            f"| {one['what']} | {kind} | {one['entropy_mean']:.2f} | {one['mismatch_abs_mean']:.3f} | {after} |"
+        )
+    said = "nothing" if not real["alarms"] else "; ".join(real["alarms"])
+    closing = f"The healthy run of {real['model']} ({real['steps']} steps, bfloat16) set off: {said}."
+    return [*lines, "", closing, ""]
 
 
 def named(run: Path) -> str:

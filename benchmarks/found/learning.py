@@ -163,7 +163,11 @@ def rules_of_exact_match() -> Result:
 
     monitor = monitor_of(load_run(Path("numina_grpo"), RLConfig), 0, Path())
     row = {"reward_mean": 0.4, "advantage_std": 0.5, "correctness": 0.4, "format_ok": 0.95, "has_boxed": 0.8}
-    alerts = [one for _ in range(6) for one in monitor.observe({**row, "high_reward_but_wrong": 0.01})]
+    alerts = [
+        one
+        for _ in range(6)
+        for one in monitor.observe({**row, "high_reward_but_wrong": 0.01, "rewarded_but_wrong": 0.01})
+    ]
     said = {alert.rule: "bug" in alert.message for alert in alerts}
     shown = ", ".join(f"{name}{' (a bug)' if bug else ''}" for name, bug in sorted(said.items()))
     return shown or "nothing", said == {"format": False, "reward_hacking": True}

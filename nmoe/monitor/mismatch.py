@@ -3,31 +3,88 @@
 from __future__ import annotations
 
 from nmoe.config.tables.monitor import MismatchSection
-from nmoe.monitor.rule import Metrics, Recent, Rule
+from nmoe.monitor.rule import Metrics, Rule
+
+# The mean difference of a token's log-probabilities at one nat of entropy. A model of 30 layers has 5e-6 in float32 and 0.02 in
+# bfloat16, and 0.06 where its weights are changed by 1% (docs/playbook.md).
+_ABOVE = {"float32": 1e-4}
+_ABOVE_IN_HALF_PRECISION = 0.05
+# Steps that the level of a run is the mean of.
+_LEVEL_STEPS = 5
+
+
+def highest_mismatch(precision: str, entropy: float) -> float:
+    """The mean difference of a token's log-probabilities, in nats, that rounding in this precision does not reach. `entropy` is
+    the policy's, in nats a token.
+
+    Rounding moves the likely tokens of a sharp distribution less: the difference goes with the square root of the entropy
+    (docs/decisions.md). Below one nat the bound stays where it is, because a few uncertain tokens then decide."""
+    return _ABOVE.get(precision, _ABOVE_IN_HALF_PRECISION) * max(entropy, 1.0) ** 0.5
 
 
 class MismatchRule(Rule[MismatchSection]):
+    """Compares each step with a bound and with the run's own level: the lowest mean of five steps so far, of the difference over
+    the square root of the entropy. A level that only falls cannot hide a later growth, as the mean of the first steps would once
+    the policy is sharp."""
+
     name = "mismatch"
     source = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-    remedies = (
-        'set [model] numerics = "exact"',
-        'correct for it: algorithm.correction = "tis"',
-        "look at route_flips and at what top-p and top-k keep",
-    )
+    counts_itself = True
 
-    def __init__(self, settings: MismatchSection, half_precision: bool = False) -> None:
+    def __init__(
+        self,
+        settings: MismatchSection,
+        precision: str = "float32",
+        *,
+        exact: bool = False,
+        routes: bool = False,
+        truncates: bool = False,
+        corrects: bool = False,
+    ) -> None:
+        """`exact`: numerics are exact on this machine, so that any difference is a symptom. `routes`: the model has routed experts;
+        `truncates`: sampling keeps a part of the vocabulary; `corrects`: the run has a correction."""
         super().__init__(settings)
-        self._above = settings.above or (0.02 if half_precision else 1e-6)
-        self._start = Recent(5)
+        self._precision, self._exact = precision, exact
+        self._recent: list[float] = []
+        self._level: float | None = None
+        self._bad = 0
+        first = (
+            "report it"
+            if exact
+            else 'set [model] numerics = "exact": rounding then makes no difference, a fault still does'
+        )
+        hints = {
+            'correct for it: algorithm.correction = "tis"': not corrects,
+            "look at route_flips": routes,
+            "look at what top-p and top-k keep": truncates,
+        }
+        self.remedies = (first, *(hint for hint, applies in hints.items() if applies))
 
     def symptom(self, metrics: Metrics) -> str | None:
         mean = metrics.get("mismatch_abs_mean")
-        if mean is None:
+        if mean is None:  # a step without an update measures nothing, and does not break a row of steps
             return None
-        start = self._start.mean(mean)
-        if mean > self._above:
-            return f"engine and learner differ by {mean:.2g} a token"
-        # Far below the limit a difference is rounding, which comes and goes.
-        if start is None or mean <= max(self.settings.growth * start, self._above / 4):
+        said = self._excess(mean, metrics.get("entropy_mean", 1.0))
+        self._bad = 0 if said is None else self._bad + 1
+        if said is None or self._bad < self.settings.steps:
             return None
-        return f"engine and learner differ by {mean:.2g} a token, and began at {start:.2g}"
+        return f"engine and learner differ by {mean:.2g} a token, {self.settings.steps} steps in a row, {said}"
+
+    def _excess(self, mean: float, entropy: float) -> str | None:
+        """What the difference is beyond, if it is."""
+        if self._exact and not self.settings.above:
+            return "and with exact numerics by nothing" if mean > 0 else None
+        bound = highest_mismatch(self._precision, entropy)
+        if self.settings.above:
+            bound *= self.settings.above / highest_mismatch(self._precision, 0.0)
+        level, scaled = self._level, mean / max(entropy, 1e-3) ** 0.5
+        self._recent = [*self._recent[1 - _LEVEL_STEPS :], scaled]
+        if len(self._recent) == _LEVEL_STEPS:
+            recent = sum(self._recent) / _LEVEL_STEPS
+            self._level = recent if level is None else min(level, recent)
+        if mean > bound:
+            return f"and {bound:.2g} is the most that rounding explains"
+        # Far below the bound a difference is rounding, which comes and goes.
+        if level is None or mean <= bound / 10 or scaled <= self.settings.growth * level:
+            return None
+        return f"{scaled / level:.1f} times as much as before at the same entropy"

@@ -22,7 +22,7 @@ class RewardHackingRule(Rule[HackingSection]):
         early = bool(weights) and weights.get("weight/correctness", 0.0) < max(weights.values())
         if share is None or early or share <= self.settings.above:
             return None
-        return f"{share:.0%} of the samples are wrong and have a high reward"
+        return f"{share:.0%} of the samples are wrong and earn more than half of what being right pays"
 
 
 class WrongRewardRule(RewardHackingRule):
@@ -37,7 +37,7 @@ class WrongRewardRule(RewardHackingRule):
     )
 
     def symptom(self, metrics: Metrics) -> str | None:
-        share = metrics.get("high_reward_but_wrong", 0.0)
+        share = metrics.get("rewarded_but_wrong", 0.0)
         if share == 0:
             return None
         return f"{share:.1%} of the samples are wrong and rewarded above the mean, though right answers alone are: this is a bug"

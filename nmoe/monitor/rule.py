@@ -21,11 +21,11 @@ class Rule(ABC, Generic[S]):
     """The rule's table under [monitor]."""
     source: ClassVar[str]
     """Where the rule comes from: the section of the training guidelines, or the paper."""
-    remedies: ClassVar[tuple[str, ...]]
+    remedies: tuple[str, ...]
     """What to try, the first thing first."""
 
     counts_itself: ClassVar[bool] = False
-    """Whether `steps` counts stretches or evaluations, so that one symptom is enough."""
+    """Whether `steps` counts stretches, evaluations or measured steps, so that one symptom is enough."""
 
     smoke: ClassVar[bool] = False
     """Whether it is one of the training guidelines' early smoke-test criteria, which `[monitor] first_steps` is about."""

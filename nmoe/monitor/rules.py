@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.pools import task_types
-from nmoe.model.device import choose_device, kind_of
+from nmoe.model.device import choose_device, kind_of, precision_for
+from nmoe.model.exactness import numerics_here
 from nmoe.monitor.clip import ClipRule
 from nmoe.monitor.disk import DiskRule
 from nmoe.monitor.entropy import EntropyRule
@@ -66,12 +69,24 @@ def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
             LengthRule(own.length),
             ProbeRule(own.probe),
             (WrongRewardRule if exact else RewardHackingRule)(own.reward_hacking),
-            MismatchRule(own.mismatch, half_precision=config.model.precision not in (None, "float32")),
+            _mismatch_rule(config, experts, device),
         ]
         if weighs_format(config.environment) or task_types(config.environment.task_pool) != {"open"}:
             rules.append(FormatRule(own.format, boxes=exact and asks_for_box(config.environment)))
         return Monitor(rules, own.first_steps)
     return Monitor(rules)
+
+
+def _mismatch_rule(config: RLConfig, experts: int, device: torch.device) -> MismatchRule:
+    model, sampling = config.model, config.sampling
+    return MismatchRule(
+        config.monitor.mismatch,
+        precision_for(device, model.precision, model.numerics == "exact"),
+        exact=numerics_here(model.numerics, device) == "exact",
+        routes=bool(experts),
+        truncates=sampling.top_p < 1 or sampling.top_k > 0,
+        corrects=config.algorithm.correction != "none",
+    )
 
 
 def weighs_format(environment: EnvironmentSettings) -> bool:

@@ -7,8 +7,6 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Protocol
 
-import torch
-
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import reseeded
 from nmoe.config.tables.rewards import FunctionRewardConfig
@@ -20,6 +18,9 @@ from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.learner.learner import Learner
+from nmoe.model.device import choose_device
+from nmoe.model.exactness import numerics_here
+from nmoe.monitor.mismatch import highest_mismatch
 from nmoe.parallel.gang import everywhere
 from nmoe.preflight.check import Check
 from nmoe.recipes.setup import load_tokenizer
@@ -34,9 +35,8 @@ from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
 _TEXT = "x = 3.5 * (2 + 1)\n\n\tOne, two:  <b>caf\u00e9</b> \u4e2d\u6587 \U0001f600"
 _SAMPLES = 4
 _NEW_TOKENS = 32
-# The mean and the largest difference of log-probabilities in fp32 (docs/reference/metrics.md, mismatch_*), and in less.
-_MISMATCH = {torch.float32: (1e-6, 1e-4)}
-_LOW_PRECISION_MISMATCH = (0.05, 2.0)
+# The largest difference of a token's log-probabilities over the highest mean that rounding explains.
+_LARGEST_OVER_MEAN = 40.0
 
 
 class _Collect(Protocol):
@@ -74,7 +74,8 @@ def rehearse(config: RLConfig) -> Iterator[Check]:
             return list(group.trajectories)
 
         yield rewards(config, environment, engine, learner, problem, collect)
-        yield mismatch(learner, engine, collect)
+        exact = numerics_here(config.model.numerics, choose_device(device)) == "exact"
+        yield mismatch(learner, engine, collect, exact)
 
 
 def round_trip(tokenizer: Tokenizer) -> Check:
@@ -151,8 +152,9 @@ def _why_masked(trajectories: Sequence[Trajectory]) -> str:
     return "" if masked is None else ": ".join(filter(None, (masked.failure, masked.reason)))
 
 
-def mismatch(learner: Learner, engine: Engine, collect: _Collect) -> Check:
-    """The difference of the engine's and the learner's log-probabilities of the tokens that the engine samples."""
+def mismatch(learner: Learner, engine: Engine, collect: _Collect, exact: bool) -> Check:
+    """The difference of the engine's and the learner's log-probabilities of the tokens that the engine samples. With `exact`
+    numerics there is none."""
     sampled = collect(engine, samples=_SAMPLES, max_new_tokens=_NEW_TOKENS)
     trajectories = [one for one in sampled if one.trainable]
     if not trajectories:
@@ -162,11 +164,12 @@ def mismatch(learner: Learner, engine: Engine, collect: _Collect) -> Check:
     engine_N = batch.behaviour_logprobs_T[batch.scored_T].double()
     difference_N = (learner.logprobs(batch).result().double().cpu() - engine_N).abs()
     mean, largest = float(difference_N.mean()), float(difference_N.max())
-    limits = _MISMATCH.get(learner.model.embedding.weight.dtype, _LOW_PRECISION_MISMATCH)
+    # What the engine sampled is surprising by its entropy on average.
+    precision = str(learner.model.embedding.weight.dtype).removeprefix("torch.")
+    bound = 0.0 if exact else highest_mismatch(precision, -float(engine_N.mean()))
     said = f"log-probabilities of {len(difference_N)} tokens differ by {mean:.1e} on average, {largest:.1e} at most"
-    if mean > limits[0] or largest > limits[1]:
-        more = (
-            f"{said}, where {limits[0]:g} and {limits[1]:g} are allowed: the samples would be off-policy from the start"
-        )
+    if mean > bound or largest > _LARGEST_OVER_MEAN * bound:
+        rounding = f"rounding explains {bound:.0e} and {_LARGEST_OVER_MEAN * bound:.0e}"
+        more = f"{said}, where {rounding}: the samples would be off-policy from the start"
         return Check("engine and learner", "fail", f'{more}; set model.numerics = "exact", or report it')
     return Check("engine and learner", "ok", said)

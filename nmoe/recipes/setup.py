@@ -248,7 +248,7 @@ def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -
         lines.insert(
             0,
             f"numerics: exact was asked for, and on this machine the bits of {inexact} depend on the batch: hold "
-            "mismatch_* against the tolerance of fast numerics, a mean of 1e-6",
+            "mismatch_* against the bound of fast numerics, a mean of 1e-4",
         )
     return lines
 

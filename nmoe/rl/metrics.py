@@ -49,10 +49,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     closed = [t for t in trajectories if TASKS[t.problem.task_type].has_gold]
     if closed:
         metrics["correctness"] = _mean([t.grade.extras["correctness"] for t in closed])
-        # Rewarded above the mean of the step without being correct: a sign of reward hacking.
-        metrics["high_reward_but_wrong"] = _mean(
-            [t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in closed]
-        )
+        wrong = [t for t in closed if t.grade.extras["correctness"] == 0]
+        rewarded = [t for t in wrong if t.grade.score > metrics["reward_mean"]]
+        metrics["rewarded_but_wrong"] = len(rewarded) / len(closed)
+        # What shapes the way to right answers, such as a tenth for the format, is no high reward.
+        high = [t for t in rewarded if t.grade.score > t.grade.weights.get("correctness", 0.0) / 2]
+        metrics["high_reward_but_wrong"] = len(high) / len(closed)
     metrics["response_length_mean"] = _mean([t.sampled_tokens for t in everything])
     metrics["grader_error_rate"] = failures["grader_error"] / len(everything)
     metrics["turns_mean"] = _mean([len(t.turns) for t in everything])

@@ -49,7 +49,7 @@ def test_a_run_says_it_in_its_first_lines_and_its_provenance(library_by_rows: No
     line, *more = describe(config("exact"), None)
     assert line.startswith("numerics: exact was asked for, and on this machine the bits of ")
     assert "norms" in line
-    assert line.endswith("the tolerance of fast numerics, a mean of 1e-6")
+    assert line.endswith("the bound of fast numerics, a mean of 1e-4")
     assert more == describe(config("fast"), None) == []
     recorded = provenance_of(config("exact"), 1)["numerics"]
     assert recorded.startswith("exact, but for ")

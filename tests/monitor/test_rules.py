@@ -22,6 +22,7 @@ from nmoe.config.tables.monitor import (
     ExpertsSection,
     IdleSection,
     MemorySection,
+    MismatchSection,
     MonitorSection,
     ProbeSection,
     SlowDiskSection,
@@ -35,6 +36,7 @@ from nmoe.monitor.disk import DiskRule
 from nmoe.monitor.experts import ExpertsRule
 from nmoe.monitor.idle import IdleRule, Pauses
 from nmoe.monitor.memory import MemoryRule
+from nmoe.monitor.mismatch import MismatchRule
 from nmoe.monitor.monitor import CALM_STEPS, Monitor
 from nmoe.monitor.probe import ProbeRule
 from nmoe.monitor.rules import monitor_of
@@ -57,7 +59,7 @@ HEALTHY = {
     "response_length_mean": 100.0,
     "format_ok": 0.9,
     "high_reward_but_wrong": 0.0,
-    "mismatch_abs_mean": 1e-8,
+    "mismatch_abs_mean": 0.0,
     "time_step_s": 2.0,
 }
 
@@ -110,8 +112,7 @@ def test_healthy_steps_set_off_nothing() -> None:
         ({"format_ok": 0.49}, "format", 25),
         ({"format_ok": 0.65}, "format", 25),
         ({"high_reward_but_wrong": 0.21}, "reward_hacking", 25),
-        ({"mismatch_abs_mean": 2e-6}, "mismatch", 22),
-        ({"mismatch_abs_mean": 3e-7}, "mismatch", 22),
+        ({"mismatch_abs_mean": 1e-9}, "mismatch", 22),
         ({"time_step_s": 301.0}, "stalled", 21),
     ],
 )
@@ -137,6 +138,90 @@ def test_a_high_reward_for_wrong_answers_is_what_an_early_stage_asks_for() -> No
     late = early | {"weight/correctness": 1.0}
     assert fired([*rows(30, **early)]) == []
     assert fired([*rows(30, **early), *rows(9, **late)]) == [(35, "reward_hacking")]
+
+
+def differing(rule: MismatchRule, *steps: tuple[float, float]) -> list[bool]:
+    """Whether the rule says something at each of these means and entropies."""
+    seen = [rule.symptom({"mismatch_abs_mean": mean, "entropy_mean": entropy}) for mean, entropy in steps]
+    return [said is not None for said in seen]
+
+
+# A healthy run of SmolLM2-135M in bfloat16, its entropy and its mismatch at 18 of 30 steps of RL.
+REAL = [
+    (0.026, 1.55), (0.027, 1.61), (0.030, 1.55), (0.028, 1.66), (0.0275, 1.74), (0.032, 2.14), (0.030, 2.10),
+    (0.0267, 1.66), (0.0229, 1.14), (0.0303, 1.09), (0.0223, 0.80), (0.0155, 0.42), (0.0203, 0.32), (0.0199, 0.23),
+    (0.0157, 0.14), (0.0164, 0.19), (0.0124, 0.13), (0.0058, 0.06),
+]  # fmt: skip
+
+
+def test_the_mismatch_of_a_healthy_real_model_is_no_symptom() -> None:
+    assert not any(differing(MismatchRule(MismatchSection(), "bfloat16"), *REAL))
+    fp32 = [(mean / 5000, entropy) for mean, entropy in REAL]
+    assert not any(differing(MismatchRule(MismatchSection()), *fp32)), "4 to 6e-6"
+
+
+def test_a_mismatch_beyond_rounding_in_each_precision() -> None:
+    """The bound grows with the root of the entropy, from one nat on: 0.05 and 1e-4, at 1.44 nats 0.06 and 1.2e-4."""
+    for precision, bound in (("bfloat16", 0.05), ("float16", 0.05), ("float32", 1e-4)):
+        for entropy, factor in ((0.1, 1.0), (1.0, 1.0), (1.44, 1.2), (4.0, 2.0)):
+            above, below = (bound * factor * 1.01, entropy), (bound * factor * 0.99, entropy)
+            assert differing(MismatchRule(MismatchSection(), precision), *[above] * 3) == [False, True, True]
+            assert not any(differing(MismatchRule(MismatchSection(), precision), above, below, above, below))
+    asked = MismatchRule(MismatchSection(above=0.01, steps=1), "bfloat16")
+    assert differing(asked, (0.0101, 0.5), (0.0099, 0.5), (0.0199, 4.0), (0.0201, 4.0)) == [True, False, False, True]
+    rule = MismatchRule(MismatchSection(), "bfloat16")
+    seen = [rule.symptom({"mismatch_abs_mean": 0.08, "entropy_mean": 1.44}) for _ in range(2)]
+    assert seen == [
+        None,
+        "engine and learner differ by 0.08 a token, 2 steps in a row, and 0.06 is the most that rounding explains",
+    ]
+
+
+def test_a_mismatch_that_grows_is_measured_against_the_lowest_level_so_far() -> None:
+    """0.02 at 1.44 nats is 0.0167 at one nat, and 0.004 at 0.0576 nats the same."""
+    start, sharp = [(0.02, 1.44)] * 6, [(0.004, 0.0576)] * 5
+    rule = MismatchRule(MismatchSection(), "bfloat16")
+    assert not any(differing(rule, *start, *sharp))
+    assert differing(rule, *[(0.0159, 0.0576)] * 2) == [False, False], "under four times as much"
+    assert differing(rule, *[(0.0161, 0.0576)] * 2) == [False, True], "though the run began with 0.02"
+    assert not any(differing(rule, *start)), "a policy that is less sure differs by more"
+    small = MismatchRule(MismatchSection(), "bfloat16")
+    assert not any(differing(small, *[(1e-4, 1.0)] * 6, *[(0.0049, 1.0)] * 3)), "under a tenth of the bound"
+    assert differing(small, *[(0.0051, 1.0)] * 2) == [False, True]
+    # The level only falls: one that creeps up is seen, too.
+    creeping = [(0.006 * 1.05**step, 1.0) for step in range(40)]
+    assert differing(MismatchRule(MismatchSection(), "bfloat16"), *creeping).index(True) == 32
+
+
+def test_a_step_that_measures_no_mismatch_breaks_no_row() -> None:
+    rule = MismatchRule(MismatchSection(), "bfloat16")
+    far = {"mismatch_abs_mean": 0.2, "entropy_mean": 1.0}
+    assert [rule.symptom(row) is None for row in (far, {"skipped": 1.0}, far)] == [True, True, False]
+
+
+def test_exact_numerics_leave_no_mismatch() -> None:
+    rule = MismatchRule(MismatchSection(), exact=True)
+    assert differing(rule, *[(0.0, 1.0)] * 9, (1e-9, 1.0), (1e-9, 1.0)) == [False] * 10 + [True]
+    said = rule.symptom({"mismatch_abs_mean": 1e-9})
+    assert said == "engine and learner differ by 1e-09 a token, 2 steps in a row, and with exact numerics by nothing"
+    assert rule.remedies[0] == "report it"
+
+
+def test_remedies_for_a_mismatch_are_those_that_the_run_has() -> None:
+    def remedies(experts: int, **settings: Any) -> str:
+        tables = {"model": {"numerics": "fast"}} | settings
+        config = load_run_with(Path("speedrun"), RLConfig, tables, "mine.toml", "rl")
+        watched = monitor_of(config, experts, Path())._watched
+        return "; ".join(next(one.rule for one in watched if one.rule.name == "mismatch").remedies)
+
+    assert remedies(0) == (
+        'set [model] numerics = "exact": rounding then makes no difference, a fault still does; '
+        'correct for it: algorithm.correction = "tis"'
+    )
+    assert remedies(8).endswith("; look at route_flips")
+    assert remedies(0, sampling={"top_p": 0.9}).endswith("; look at what top-p and top-k keep")
+    assert "correction" not in remedies(0, algorithm={"correction": "tis"})
+    assert remedies(0, model={"numerics": "exact"}).startswith("report it")
 
 
 def noisy(step: int) -> float:
@@ -242,7 +327,7 @@ def test_a_lost_form_is_a_symptom_wherever_there_are_right_answers(text: str, ta
 
 
 def test_a_rewarded_wrong_answer_under_exact_match_is_a_bug() -> None:
-    row = {**HEALTHY, "high_reward_but_wrong": 0.001}
+    row = {**HEALTHY, "rewarded_but_wrong": 0.001}
     exact = monitor_of(preset("[rubric]\ncorrectness = 1.0\nefficiency = 0.2"), 0, Path())
     assert exact.observe(HEALTHY) == []
     (alert,) = exact.observe(row)

@@ -49,6 +49,7 @@ def test_rollout_metrics() -> None:
         "has_answer": 0.75,
         "truncated": 0.25,
         "format_ok": 0.5,
+        "rewarded_but_wrong": 0.25,
         "high_reward_but_wrong": 0.25,
         "response_length_mean": 4.0,
         "grader_error_rate": 0.2,
@@ -60,6 +61,19 @@ def test_rollout_metrics() -> None:
         "failures/truncated": 1.0,
         **REST,
     }
+
+
+def test_a_small_reward_for_the_format_is_no_high_one() -> None:
+    """Most samples of a base are wrong, and those in the right format earn 0.1, which is above the mean."""
+    samples = [response("a", reward, 0.0, 3) for reward in (0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.6, 0.5)]
+    samples.append(response("a", 1.1, 1.0, 3))
+    weighed = [replace(t, grade=replace(t.grade, weights={"correctness": 1.0, "format": 0.1})) for t in samples]
+    metrics = rollout_metrics(weighed)
+    assert metrics["reward_mean"] == pytest.approx(0.26)
+    assert metrics["rewarded_but_wrong"] == 0.2
+    assert metrics["high_reward_but_wrong"] == 0.1, "0.6 of 1; 0.5 is not more than half"
+    shaped = rollout_metrics([t for t in weighed if t.grade.score not in (0.6, 0.5, 1.1)])
+    assert (shaped["rewarded_but_wrong"], shaped["high_reward_but_wrong"]) == (pytest.approx(4 / 7), 0.0)
 
 
 def test_the_layers_that_settled_it() -> None:

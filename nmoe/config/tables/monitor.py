@@ -221,11 +221,21 @@ class HackingSection(AboveSection):
 class MismatchSection(AboveSection):
     """[monitor.mismatch]: the engine's log-probabilities are not the learner's."""
 
-    above: float = Field(default=0.0, ge=0, description="mismatch_abs_mean; 0: 1e-6 in float32, 0.02 in half precision")
-    growth: float = Field(
-        default=10.0, gt=1, description="times the mean of the first five steps, from a quarter of `above` on"
+    above: float = Field(
+        default=0.0,
+        ge=0,
+        description="mismatch_abs_mean, which beyond one nat of entropy is taken over its square root; 0: 1e-4 in float32, 0.05 in "
+        "half precision, and any difference with exact numerics",
     )
-    steps: int = Field(default=2, gt=0, description="steps in a row that show the symptom before the rule fires")
+    growth: float = Field(
+        default=4.0,
+        gt=1,
+        description="mismatch_abs_mean over the square root of entropy_mean, over the lowest mean of five steps so far; from a "
+        "tenth of `above` on",
+    )
+    steps: int = Field(
+        default=2, gt=0, description="measured steps in a row that show the symptom before the rule fires"
+    )
 
 
 class WatchSection(Section):
