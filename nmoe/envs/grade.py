@@ -1,7 +1,7 @@
 """The grade of a completion: components between 0 and 1, a failure name, and a score under given weights.
 
 format        1 if the completion ended by itself and has the form that the environment asks for
-structure     the share of that form's parts which are present; 0 if the completion did not end by itself
+structure     the share of that form which is in place; in formats other than Harmony 0 if the completion did not end by itself
 reasoning     1 if the format is right and there is reasoning before the answer
 tool_use      1 if the format is right and an available tool answered a call before the answer
 correctness   the score of the task's verdict: 1 for the gold answer, 0 for a wrong one, between the two for graded scores
@@ -34,21 +34,19 @@ COMPONENTS = RUBRIC_COMPONENTS
 class Reading:
     """The completion as the environment's format parses it, before comparison with the gold answer.
 
-    `structure` says which parts of the form are present. In Harmony they are: every turn parses, the last one ends in
-    <|return|>, and it has a final message that is not blank. `answer_counts` says whether the answer may be graded; in Harmony
-    a broken form forbids it.
+    `format_ok` says whether the form is complete. In Harmony every turn parses, the last one ends in <|return|>, and it has a
+    final message that is not blank. `structure` is the share of the form that is in place, and `unfinished` the one that counts if
+    tokens ran out within the last turn. `answer_counts` says whether the answer may be graded; in Harmony a broken form forbids
+    it.
     """
 
     extraction: Extraction
-    structure: tuple[bool, ...]
+    format_ok: bool
+    structure: float
+    unfinished: float
     reasoning_ok: bool
     answer_counts: bool
     parse_error: bool
-
-    @property
-    def format_ok(self) -> bool:
-        """Whether all parts of the form are present."""
-        return all(self.structure)
 
 
 def read_answer(parsed: ParsedAnswer, task: TaskProtocol, *, prose: bool = False) -> Reading:
@@ -57,7 +55,7 @@ def read_answer(parsed: ParsedAnswer, task: TaskProtocol, *, prose: bool = False
     In plain text, the form is complete if there is a box, and the reasoning is the text before it. Without a box, a right last
     number is still correct: only the form is missing.
     """
-    if not parsed.structure:
+    if parsed.well_formed is None:
         box = last_boxed(parsed.text)
         if box is None and task.bare_text:
             found = from_final(parsed.text, bare_final=True)
@@ -65,17 +63,21 @@ def read_answer(parsed: ParsedAnswer, task: TaskProtocol, *, prose: bool = False
             found = from_prose(parsed.text) if prose else from_response(parsed.text)
         return Reading(
             found,
-            structure=(box is not None,),
+            format_ok=box is not None,
+            structure=float(box is not None),
+            unfinished=0.0,
             reasoning_ok=box is not None and bool(parsed.text[: box.start].strip()),
             answer_counts=True,
             parse_error=False,
         )
-    holds = all(parsed.structure)
+    holds = parsed.well_formed
     return Reading(
         from_prose_final(parsed.text)
         if prose and not task.bare_final
         else from_final(parsed.text, bare_final=task.bare_final),
+        format_ok=holds,
         structure=parsed.structure,
+        unfinished=parsed.structure,
         reasoning_ok=holds and parsed.reasoned,
         answer_counts=holds,
         parse_error=not holds,
@@ -83,14 +85,14 @@ def read_answer(parsed: ParsedAnswer, task: TaskProtocol, *, prose: bool = False
 
 
 def joined_readings(readings: Sequence[Reading]) -> Reading:
-    """Joins the readings of consecutive answers: a part of the form is present if all of them have it, and the last answer
-    counts.
-    """
+    """Joins the readings of consecutive answers: the form is as complete as in the worst of them, and the last answer counts."""
     if len(readings) == 1:
         return readings[0]
     return Reading(
         readings[-1].extraction,
-        structure=tuple(all(parts) for parts in zip(*(one.structure for one in readings), strict=True)),
+        format_ok=all(one.format_ok for one in readings),
+        structure=min(one.structure for one in readings),
+        unfinished=min(one.unfinished for one in readings),
         reasoning_ok=all(one.reasoning_ok for one in readings),
         answer_counts=all(one.answer_counts for one in readings),
         parse_error=any(one.parse_error for one in readings),
@@ -115,9 +117,10 @@ async def grade_reading(
 
     `ended` says what ended the trajectory before the policy did. If it is None, the engine's finish reason of the last turn
     decides: "stop", "length" or "abort". A truncated completion gets 0 in every component, because a number that truncation
-    left last is not an answer. "abort" becomes `engine_error` and a verdict of "error" becomes `grader_error`; neither judges
-    the policy, so such a sample must be masked, not trained on with its score of 0. Exceptions of `task.verify` propagate: a
-    grader with a bug must stop the run, not teach that the answer was wrong.
+    left last is not an answer; only in Harmony, whose parts no text can forge, it is paid for the parts in place. "abort" becomes
+    `engine_error` and a verdict of "error" becomes `grader_error`; neither judges the policy, so such a sample must be masked,
+    not trained on with its score of 0. Exceptions of `task.verify` propagate: a grader with a bug must stop the run, not teach
+    that the answer was wrong.
     """
     tokens = sum(len(turn.sample.token_ids) for turn in turns)
     finish_reason = turns[-1].sample.finish_reason
@@ -126,7 +129,9 @@ async def grade_reading(
     answer = reading.extraction.answer
     format_ok = finished and reading.format_ok
     reasoning_ok = format_ok and reading.reasoning_ok
-    structure = sum(reading.structure) / len(reading.structure) if finished else 0.0
+    structure = reading.structure if finished else 0.0
+    if failure == "truncated" and finish_reason == "length":
+        structure = reading.unfinished
     tool_use_ok = format_ok and any(event.failure == "ok" for event in tool_events)
     verdict = None
     answered = finished and reading.answer_counts and answer is not None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nmoe.text.harmony_distance import HarmonyDistance
 from nmoe.text.harmony_format import (
     CALL,
     CHANNEL,
@@ -132,6 +133,10 @@ class Harmony:
     def parser(self, *, completion: bool = False) -> HarmonyParser:
         """A fresh state machine over this tokenizer."""
         return HarmonyParser(self.tokenizer, self._tokens, completion=completion)
+
+    def distance(self) -> HarmonyDistance:
+        """Measures how far completions are from a well-formed answer."""
+        return HarmonyDistance(self.tokenizer, self._tokens)
 
     def _render(self, message: Message, closing: str) -> list[int]:
         check_message(message)

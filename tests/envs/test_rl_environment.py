@@ -119,14 +119,15 @@ def test_well_formed_turns(
     assert (parts(grade), grade.failure) == (expected, "ok")
 
 
-def test_structure_counts_the_parts_that_hold(environment: Make, harmony: Harmony, tokenizer: Tokenizer) -> None:
+def test_structure_is_the_share_of_the_form_in_place(environment: Make, harmony: Harmony, tokenizer: Tokenizer) -> None:
     demo = environment(POOL + "[rubric]\nstructure = 1.0\ncorrectness = 0.0\n")
-    right, no_final = turn(harmony, ANALYSIS, RIGHT), turn(harmony, ANALYSIS)
-    call = turn(harmony, Message("assistant", "{}", channel="commentary", recipient="functions.sort"))
-    junk = [tokenizer.special_id("<|call|>")]
-    for ids, expected in ((right, 1.0), (no_final, 2 / 3), (call, 1 / 3), (junk, 0.0)):
+    right, junk = turn(harmony, ANALYSIS, RIGHT), [tokenizer.special_id("<|call|>")]
+    for ids, expected in ((right, 1.0), (right[1:], 0.8), (tokenizer.encode("4"), 0.2), (junk, 0.16)):
         assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == pytest.approx(expected)
-    assert asyncio.run(demo.grade(SORT, single_turn(right[:-1], "length"), 100)).score == 0
+    # What is in place counts where tokens ran out, too; over the budget nothing does.
+    grade = asyncio.run(demo.grade(SORT, single_turn(right[:-1], "length"), 100))
+    assert (grade.score, grade.failure, grade.extras["format_ok"]) == (pytest.approx(0.8), "truncated", 0.0)
+    assert asyncio.run(demo.grade(SORT, single_turn(right), len(right) - 1)).score == 0
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,9 @@ def test_a_turn_that_ended_at_either_end_stays_in_the_history_as_it_was_sampled(
     renderer = ChatRenderer(tokenizer)
     said = [*tokenizer.encode("one"), tokenizer.special_id(end)]
     assert renderer.parse([said]).text == "one"
-    assert all(renderer.parse([said]).structure)
-    assert not all(renderer.parse([said[:-1]]).structure)  # it did not end by itself
+    assert renderer.parse([said]).well_formed
+    unended = renderer.parse([said[:-1]])  # it did not end by itself
+    assert (unended.well_formed, unended.structure) == (False, 0.0)
     assert renderer.said(said) == (None, "one")
     given, after = renderer.follow_up([Message("user", "1?")], [Round([said], [[]], "2?")])
     # The tokens between are those that the template writes after its own end, whichever end was sampled.
@@ -116,7 +117,7 @@ def test_the_formats_take_the_ends_of_the_generation_settings(tmp_path: Path) ->
     assert HarmonyRenderer(released).stop_ids == (returns, call, over)
     assert PlainRenderer(released).stop_ids == (over, returns, call)
     said = HarmonyRenderer(released).parse([[*released.encode("hm"), over]])
-    assert said.structure[:2] == (False, False)  # ended, and not as a turn of Harmony ends
+    assert (said.well_formed, said.structure) == (False, pytest.approx(0.2))  # ended, and not as a turn of Harmony ends
     assert PlainRenderer(released).said([*released.encode("hm"), call]) == (None, "hm")
 
 

@@ -114,12 +114,14 @@ def test_what_is_learned_is_read_as_well_formed(directories: dict[str, Path]) ->
             turn.pop()
         for said in (turn, renderer.completion_ids("hm", "a")):
             answer = renderer.parse([said])
-            assert (answer.text, answer.structure, answer.reasoned) == ("a", (True, True, True), True)
+            assert (answer.text, answer.well_formed, answer.structure, answer.reasoned) == ("a", True, 1.0, True)
         # What opens the reasoning again, and what never closes it, has not the form.
         tokenizer = Tokenizer.load(directory)
         for text in ("<think>hm</think>a", "a"):
             ids = [*tokenizer.encode(text, control_tokens=True), renderer.stop_ids[0]]
-            assert not renderer.parse([ids]).structure[0]
+            answer = renderer.parse([ids])
+            assert not answer.well_formed
+            assert answer.structure < 1
 
 
 def test_pairs_have_one_sequence_a_side(directories: dict[str, Path]) -> None:

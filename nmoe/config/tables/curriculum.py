@@ -19,7 +19,8 @@ class Weights(Section):
     structure: float = Field(
         default=0.0,
         ge=0,
-        description="share of the format's parts that are right, for a policy that has not learned the format yet",
+        description="share of the format that is in place, also where the answer is malformed, for a policy that has not learned "
+        "the format yet",
     )
     reasoning: float = Field(default=0.0, ge=0, description="the reasoning is well formed and not empty")
     tool_use: float = Field(

@@ -65,15 +65,17 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """The turns of one answer, parsed: `ParsedAnswer("42", structure=(True, True, True), reasoned=True)`.
+    """The turns of one answer, parsed: `ParsedAnswer("42", well_formed=True, structure=1.0, reasoned=True)`.
 
-    `text` is the answer without its reasoning, "" where there is none. `structure` says which parts of the format hold: every
-    turn parses, the last one ends by itself, and it says something; plain text has no structure. `reasoned` says whether there
-    is reasoning before the answer.
+    `text` is the answer without its reasoning, "" where there is none. `well_formed` says whether it has the format: every turn
+    parses, the last one ends by itself, and it says something; None for plain text, which has no format. `structure` is the share
+    of the format that is in place, 1 where it is well-formed and less everywhere else. `reasoned` says whether there is reasoning
+    before the answer.
     """
 
     text: str
-    structure: tuple[bool, ...] = ()
+    well_formed: bool | None = None
+    structure: float = 0.0
     reasoned: bool = False
 
 

@@ -75,7 +75,9 @@ class ChatRenderer:
         parses = all(said.well_formed for said, _ in calling) and last.well_formed
         answered = bool(last.content) and not last.calls
         reasoned = any((said.reasoning or "").strip() for said, _ in (*calling, (last, ended)))
-        return ParsedAnswer(last.content if answered else "", (parses, ended, answered), reasoned)
+        # Without its end, a turn of a template has nothing that is sure to be a part of the form.
+        structure = (parses + ended + answered) / 3 if ended else 0.0
+        return ParsedAnswer(last.content if answered else "", parses and ended and answered, structure, reasoned)
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         said, _ = self._read(token_ids)

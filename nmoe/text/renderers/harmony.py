@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage, ToolDefinition, split_reasoning
 from nmoe.text.harmony import Harmony, HarmonyTokenizer
+from nmoe.text.harmony_distance import share_in_place
 from nmoe.text.harmony_format import END, RETURN
 from nmoe.text.harmony_tools import NAMESPACE, declare_tools
 from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools, turn_ends
@@ -17,7 +18,8 @@ from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 class HarmonyRenderer:
     """Harmony. An answer is well-formed where every turn parses, the last one ends in <|return|>, and its last final message is
-    not blank. Reasoning is an analysis message, not blank, before that final message, in any turn.
+    not blank. Reasoning is an analysis message, not blank, before that final message, in any turn. An answer that is not
+    well-formed has the share of the form that is in place (nmoe/text/harmony_distance.py).
 
     In a dataset's conversation, reasoning goes to `analysis`, calls to `commentary` and answers to `final`, unless the data
     names the channels.
@@ -33,6 +35,7 @@ class HarmonyRenderer:
     ) -> None:
         """With an `effort`, prompts say it in the system message, as the gpt-oss models were trained."""
         self._harmony = Harmony(tokenizer)
+        self._distance = self._harmony.distance()
         self._tools = tools
         self._effort = effort
         self._names = {tool.name for tool in tools}
@@ -72,13 +75,16 @@ class HarmonyRenderer:
 
     def parse(self, turns: Sequence[Sequence[int]]) -> ParsedAnswer:
         *calls, completion = [self._harmony.parse_completion(token_ids) for token_ids in turns]
-        parses = all(call.end == "call" for call in calls) and completion.error is None
+        parses_before = all(call.end == "call" for call in calls)
+        parses = parses_before and completion.error is None
         answered = bool((completion.final or "").strip())
         finals = [index for index, message in enumerate(completion.messages) if message.channel == "final"]
         thoughts = completion.messages[: finals[-1]] if finals else ()
         thoughts = (*(message for call in calls for message in call.messages), *thoughts)
         reasoned = any(message.channel == "analysis" and message.content.strip() for message in thoughts)
-        return ParsedAnswer(completion.final or "", (parses, completion.end == "return", answered), reasoned)
+        well_formed = parses and completion.end == "return" and answered
+        structure = 1.0 if well_formed else self._near_miss(turns[-1]) if parses_before else 0.0
+        return ParsedAnswer(completion.final or "", well_formed, structure, reasoned)
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         completion = self._harmony.parse_completion(token_ids)
@@ -113,6 +119,11 @@ class HarmonyRenderer:
             else:
                 sequence.read(self._harmony.render(declare_tools(part, tools) if number == 0 else part))
         return [*alone, sequence] if sequence.learned else alone
+
+    def _near_miss(self, token_ids: Sequence[int]) -> float:
+        """The share of the form that is in place in a last turn which is not well-formed; always less than 1."""
+        # A name in another spelling of tokens, or text that is blank only as a whole, is out of form at no distance.
+        return share_in_place(self._distance(token_ids) or 1.0)
 
     def _answer(self, event: ToolEvent) -> Message:
         # Another name, written by the policy as it liked, could read as a role.

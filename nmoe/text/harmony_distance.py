@@ -1,0 +1,139 @@
+"""How far a completion is from a well-formed Harmony answer: the fewest tokens to insert, delete or replace until it is one.
+
+A well-formed answer is
+
+    (<|channel|>analysis<|message|>TEXT<|end|><|start|>assistant)* <|channel|>final<|message|>TEXT<|return|>
+
+with `commentary` in place of `analysis` at will. Nothing is nearer to it than itself, and every other completion has an edit that
+brings it nearer: a reward that falls with this distance has no local maximum and cannot be farmed with stray control tokens.
+"""
+
+# States of the automaton are numbers; an edge is (state, label, state after it, price of the label).
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from nmoe.text.harmony_format import CHANNEL, CHANNELS, END, MESSAGE, RETURN, START, HarmonyTokenizer
+
+# A run of text is content for the price of the few tokens around it, so that it is never worth more deletions than these.
+_LONGEST_RUN = 24
+
+# What no text deletes, and every completion reaches: an answer from nothing has these parts.
+_PARTS = 5
+
+
+def share_in_place(distance: float) -> float:
+    """The share of the form that is in place: 1 for a well-formed answer, 0.8 where one token is missing or wrong, 0.2 for a text
+    without any part of the form, and ever less for more that is out of place."""
+    return 1 - distance / _PARTS if distance <= _PARTS - 1 else (_PARTS - 1) / _PARTS / distance
+
+
+class HarmonyDistance:
+    """Measures completions of one tokenizer: the edit distance to a regular language (Wagner 1974, Communications of the ACM 17).
+
+    An insertion, a deletion and a replacement cost 1, except that a piece of text in the place of a channel's name costs the share
+    of letters that are wrong: `Final` is nearer to `final` than `The` is. A name costs 1 in all, however many tokens spell it.
+    """
+
+    def __init__(self, tokenizer: HarmonyTokenizer, control_tokens: Mapping[int, str]) -> None:
+        self._tokenizer, self._control_tokens = tokenizer, control_tokens
+        self._texts: dict[int, str | None] = {}
+        self._differences: dict[tuple[int, int], float] = {}
+        self._edges: list[tuple[int, int | None, int, float]] = []
+        self._loops: list[tuple[int, bool]] = []  # a state of content, and whether only blank text stays in it
+        self._states = 1
+        special = tokenizer.special_id
+        for name in CHANNELS:
+            named = self._path(self._path(0, [special(CHANNEL)]), tokenizer.encode(name))
+            opened = self._path(named, [special(MESSAGE)])
+            if name == "final":
+                said = self._state()
+                self._edges.append((opened, None, said, 1.0))
+                self._loops += [(opened, True), (said, False)]
+                self._done = self._path(said, [special(RETURN)])
+            else:
+                self._loops.append((opened, False))
+                self._path(self._path(opened, [special(END), special(START)]), tokenizer.encode("assistant"), 0)
+        self._start = self._with_insertions([0.0, *[float("inf")] * (self._states - 1)])
+
+    def __call__(self, token_ids: Sequence[int]) -> float:
+        """The distance of what was sampled after <|start|>assistant; total: any integers have one. Another spelling of a name in
+        tokens than the tokenizer's own counts as wrong."""
+        costs = self._start
+        for token_id in self._without_long_runs(token_ids):
+            costs = self._after(costs, token_id)
+        return costs[self._done]
+
+    def _after(self, costs: list[float], token_id: int) -> list[float]:
+        text = self._text(token_id)
+        after = [cost + 1 for cost in costs]
+        for state, only_blank in self._loops:
+            if text is not None and (not only_blank or not text.strip()):
+                after[state] = min(after[state], costs[state])
+        for state, label, following, price in self._edges:
+            if (cost := costs[state] + price * self._difference(token_id, text, label)) < after[following]:
+                after[following] = cost
+        return self._with_insertions(after)
+
+    def _difference(self, token_id: int, text: str | None, label: int | None) -> float:
+        """How far a token is from an edge's label, from 0 to 1; the label None is any text that is not blank."""
+        if label is None:
+            return 0.0 if text is not None and text.strip() else 1.0
+        if token_id == label:
+            return 0.0
+        if text is None or label in self._control_tokens:
+            return 1.0
+        key = (token_id, label)
+        if key not in self._differences:
+            wanted = self._text(label) or ""
+            self._differences[key] = _edits(text, wanted) / max(len(text), len(wanted), 1)
+        return self._differences[key] or 1.0  # the same letters in another token are another token
+
+    def _with_insertions(self, costs: list[float]) -> list[float]:
+        # Edges are in the order of their paths, and only the last of a path leads back: twice reaches everything.
+        for _ in range(2):
+            for state, _label, following, price in self._edges:
+                if costs[state] + price < costs[following]:
+                    costs[following] = costs[state] + price
+        return costs
+
+    def _without_long_runs(self, token_ids: Sequence[int]) -> Iterator[int]:
+        """The tokens, without the middle of long runs of text."""
+        for is_text, run in groupby(token_ids, lambda token_id: self._text(token_id) is not None):
+            tokens = list(run)
+            if is_text and len(tokens) > _LONGEST_RUN:
+                tokens = tokens[: _LONGEST_RUN // 2] + tokens[-_LONGEST_RUN // 2 :]
+            yield from tokens
+
+    def _text(self, token_id: int) -> str | None:
+        """The text that a token stands for; None for a control token, and for an id outside the vocabulary."""
+        if token_id not in self._texts:
+            known = token_id not in self._control_tokens and 0 <= token_id < self._tokenizer.vocab_size
+            self._texts[token_id] = self._tokenizer.decode([token_id]) if known else None
+        return self._texts[token_id]
+
+    def _path(self, state: int, labels: Sequence[int], end: int | None = None) -> int:
+        """Adds edges with these labels, control tokens at 1 each and pieces of a name at 1 together; returns their last state."""
+        price = 1.0 if self._control_tokens.keys() & set(labels) else 1 / len(labels)
+        for place, label in enumerate(labels, 1):
+            following = self._state() if end is None or place < len(labels) else end
+            self._edges.append((state, label, following, price))
+            state = following
+        return state
+
+    def _state(self) -> int:
+        self._states += 1
+        return self._states - 1
+
+
+def _edits(one: str, other: str) -> int:
+    """The edit distance of two short texts, case and all (Levenshtein)."""
+    row = list(range(len(other) + 1))
+    for place, letter in enumerate(one, 1):
+        diagonal, row[0] = row[0], place
+        for column, wanted in enumerate(other, 1):
+            least = min(row[column] + 1, row[column - 1] + 1, diagonal + (letter != wanted))
+            diagonal, row[column] = row[column], least
+    return row[-1]
