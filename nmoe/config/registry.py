@@ -214,6 +214,7 @@ GENERATED_TASKS: Mapping[str, str] = {
     "arithmetic": f"{_TASKS}.arithmetic:ArithmeticTask",
     "sum": f"{_TASKS}.sum:SumTask",
     "guess": f"{_TASKS}.guess:GuessTask",
+    "compare": f"{_TASKS}.plain:CompareTask",
 }
 """Tasks of nmoe that make their own problems, and can grade the records of a dataset as well."""
 

@@ -1,0 +1,143 @@
+r"""Short questions in plain English for small chat models, with answers that are read wherever they stand in a message.
+
+A model that was not asked for a format says "12", "The sum is 12." or "7 + 5 = 12, because ...". All three are the answer 12. So
+the whole message goes to `verify`, and the readers below find the one answer that it commits to:
+
+    number    after the last "is", "are", "equals", "=" or ":"; else the last number
+    choice    after the last "is", "=" or ":"; else the only option that is named, words after "than" aside
+    letter    after the last "is", "=" or ":"; else the only letter that stands alone
+    order     the last options that are named, as many as there are
+
+A message gets one reading, so that listing candidates earns no more than a guess. Repeating the question earns nothing: a
+choice that names two options without a statement is no answer, and an order is never asked for in its own order. The same
+reading applies to a message that was cut, for an evaluation that separates what is known from how it is said.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.errors import UserError
+from nmoe.types import Problem, Verdict
+
+# A longer message is not read: no short answer needs it, and a verdict has bounded time.
+MAX_CHARS = 20_000
+_STATED = r"(?:\b(?:is|are|be|equals?)\b|=|:)[\s\"'“‘*_(\[{$]*"
+_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+# "= 7 + 3 + 2" and "is 7 times" state no result.
+_STATED_NUMBER = re.compile(rf"{_STATED}({_NUMBER})(?![\d.]*\d|\s*(?:[-+*/x×−]|times|plus|minus)\s*\d)", re.IGNORECASE)
+_ANY_NUMBER = re.compile(_NUMBER)
+_LETTER = r"(?<![\w'’])([A-Za-z])(?![\w'’])"
+# An article is no letter: "is a consonant", "I think".
+_STATED_LETTER = re.compile(rf"{_STATED}(?:the letter[\s\"'“‘*_]*)?(?!a [a-z]|I [a-z]){_LETTER}", re.IGNORECASE)
+_ALONE = re.compile(rf"(?!a [a-z]|I [a-z]){_LETTER}")
+_QUOTED = re.compile(r"\"([^\"]+)\"")
+
+
+def read_number(text: str) -> str | None:
+    """The number that a message gives as its answer, without thousands commas and trailing zeros; None if it names none."""
+    text = text[-MAX_CHARS:].replace("−", "-")
+    found = _STATED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
+    if not found:
+        return None
+    number = found[-1].replace(",", "")
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def read_choice(text: str, options: Sequence[str]) -> str | None:
+    """The option that a message chooses, compared without case; None if it names none, or several without a statement."""
+    text = text[-MAX_CHARS:]
+    either = "|".join(re.escape(one) for one in options)
+    word = rf"(?<![\w.-])({either})(?![\w-]|[.,]\d)"
+    found = re.findall(f"{_STATED}{word}", text, re.IGNORECASE)
+    if not found:
+        named = re.findall(word, re.sub(rf"\bthan\W+{word}", " ", text, flags=re.IGNORECASE), re.IGNORECASE)
+        found = named if len({one.casefold() for one in named}) == 1 else []
+    return next((one for one in options if found and one.casefold() == found[-1].casefold()), None)
+
+
+def read_letter(text: str) -> str | None:
+    """The letter that a message gives as its answer, in lower case; None if it names none, or several without a statement."""
+    text = text[-MAX_CHARS:]
+    stated = _STATED_LETTER.findall(text)
+    letters = {one.lower() for one in _ALONE.findall(text)}
+    if stated:
+        return str(stated[-1]).lower()
+    return letters.pop() if len(letters) == 1 else None
+
+
+def read_order(text: str, options: Sequence[str]) -> str | None:
+    """The last options that a message names, as many as there are, joined by ", "; None if it does not name each of them last."""
+    either = "|".join(re.escape(one) for one in options)
+    named = re.findall(rf"(?<![\w-])(?:{either})(?!\w)", text[-MAX_CHARS:], re.IGNORECASE)
+    last = [one.casefold() for one in named[-len(options) :]]
+    return ", ".join(last) if sorted(last) == sorted(one.casefold() for one in options) else None
+
+
+class PlainTask(QuestionTask):
+    """The base of these tasks: the whole message is read by `read`, and the reading is compared with the gold."""
+
+    bare_final = True
+    bare_text = True
+
+    def check_gold(self, problem: Problem) -> None:
+        if self.read(problem, problem.gold) != problem.gold:
+            raise UserError(
+                f"the gold answer {problem.gold!r} of a {problem.task_type} problem does not read as itself"
+            )
+
+    def read(self, problem: Problem, text: str) -> str | None:
+        """The answer that a message commits to; None if there is none."""
+        raise NotImplementedError
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        answer = self.read(problem, attempt.answer)
+        return Verdict.of(answer == problem.gold, "plain", "no single answer" if answer is None else f"read {answer!r}")
+
+    async def same(self, problem: Problem, one: str, other: str) -> bool:
+        readings = [self.read(problem, answer) for answer in (one, other)]
+        return readings[0] == readings[1] if readings[0] is not None else one.strip() == other.strip()
+
+
+class NumberTask(PlainTask):
+    """The answer is a number."""
+
+    def read(self, problem: Problem, text: str) -> str | None:
+        return read_number(text)
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, str(int(problem.gold) + 1)
+
+
+class ChoiceTask(PlainTask):
+    """The answer is one of the options that the question names."""
+
+    def options(self, problem: Problem) -> list[str]:
+        """The options: by default the words in quotation marks or, without any, the numbers."""
+        return _QUOTED.findall(problem.question) or _ANY_NUMBER.findall(problem.question)
+
+    def read(self, problem: Problem, text: str) -> str | None:
+        return read_choice(text, self.options(problem))
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, next(one for one in self.options(problem) if one != problem.gold)
+
+
+class CompareTask(ChoiceTask):
+    """ "Which number is larger, 34 or 72?" -> "72". The difficulty is the number of digits, one of the two with one digit less
+    in one problem of four."""
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        digits = [difficulty, difficulty - (difficulty > 1 and rng.random() < 0.25)]
+        rng.shuffle(digits)
+        left, right = (rng.randrange(0 if one == 1 else 10 ** (one - 1), 10**one) for one in digits)
+        if left == right:
+            right = left + 1 if left < 10 ** digits[1] - 1 else left - 1
+        return f"Which number is larger, {left} or {right}? Answer with one number.", str(max(left, right))
+
+    def split_key(self, question: str) -> str:
+        """Sorts the numbers: the same two in the other order are the same problem."""
+        return " ".join(sorted(_ANY_NUMBER.findall(question), key=int))
