@@ -21,12 +21,9 @@ from itertools import pairwise, product, takewhile
 from typing import Any
 
 from nmoe.errors import UserError
-from nmoe.text.conversation import END_THINK, THINK, ToolDefinition
+from nmoe.text.conversation import CALL, END_CALL, END_THINK, TAGS, THINK, ToolDefinition
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
-
-CALL, END_CALL = "<tool_call>", "</tool_call>"
-TAGS = (THINK, END_THINK, CALL, END_CALL)
 
 # Templates that print the day would make a prompt depend on it; this is the one that Llama's falls back to.
 _DATE = "26 Jul 2024"
@@ -78,18 +75,31 @@ class ChatTemplate:
         self._starts = _starts(added)
         self._whole = re.compile("|".join(map(re.escape, sorted({*added, *TAGS}, key=len, reverse=True))))
         # What the assistant's own words may not hold: all but the tags, which some tokenizers have as control tokens, too.
-        controls = [name for name in added if self._added[name] in tokenizer.control_ids and name not in TAGS]
-        self._foreign_starts = _starts(controls)
+        self._foreign_starts = _starts([name for name in added if name not in TAGS])
         self._ends = {name: one for name, one in tokenizer.added_tokens.items() if one in self.stop_ids}
         self._end = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))))
+        self._undeclared: list[str] = []
         if tools:  # a template that cannot go on should say so before a run starts
+            declared = self.text([{"role": "user", "content": "?"}])
+            self._undeclared = [tool.name for tool in tools if tool.name not in declared]
             said = ToolAnswer(tools[0].name, "ok", "0/0")
             self.continuation_ids([Message("user", "?")], [[said], [said]])
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Renders the conversation and the start of the assistant's next turn."""
+        """Renders the conversation and the start of the assistant's next turn. Raises UserError where neither the template nor a
+        message names a declared tool: a policy would never call it."""
+        unnamed = [name for name in self._undeclared if not any(name in message.content for message in messages)]
+        if unnamed:
+            raise UserError(
+                f"the chat template does not declare tools, so the policy cannot know {', '.join(unnamed)}; describe each by "
+                "its name in `system`, or use a template that declares tools"
+            )
         breaker, _ = self._unused(message.content for message in messages)
         return self._encode(self._render(self._guarded(messages, breaker), opens_turn=True), breaker)
+
+    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text that the template writes for a conversation, as it is."""
+        return self._render([dict(message) for message in messages])
 
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolDefinition] = ()
@@ -163,6 +173,14 @@ class ChatTemplate:
             elif reasoning.strip():
                 return None
         return self._encode(opened, breaker), self._encode(said, breaker)
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """The tokens that are no part of a sampled turn: control tokens, and those that write a user's message and open a turn,
+        which some tokenizers do not call special. Tags of reasoning and calls are none: in a turn they are its form."""
+        tags = {self._added.get(tag) for tag in TAGS}
+        asked = set(self.prompt_ids([Message("user", "?")])) & set(self._added.values())
+        return (self._tokenizer.control_ids | asked) - tags
 
     @cached_property
     def opens_reasoning(self) -> bool:
@@ -251,7 +269,17 @@ class ChatTemplate:
                 continue
             opened = self._render(messages[:index], tools=tools, opens_turn=True)
             if text.startswith(opened):
-                turns.append((len(opened), self._end_after(text, len(opened)), index))
+                end = self._end_after(text, len(opened))
+                # The end that was found may be that of a later message, with what the assistant read in between.
+                following = "".join(one.get("content") or "" for one in messages[index + 1 : index + 2])
+                if index + 1 < len(messages) and following in text[len(opened) : end]:
+                    alone = self._render(messages[: index + 1], tools=tools)
+                    if self._end.search(alone, len(opened)) is None:
+                        raise UserError(
+                            f"the chat template does not end messages[{index}], the assistant's, before the next one begins; use "
+                            "a template that does, or leave the record out"
+                        )
+                turns.append((len(opened), end, index))
         return turns
 
     def _end_after(self, text: str, start: int) -> int:
@@ -303,19 +331,30 @@ class ChatTemplate:
     def _guarded(self, messages: Sequence[Message], breaker: str) -> list[dict[str, str]]:
         """The messages as templates take them. Templates know no developer role; its messages get the role system."""
         return [
-            {"role": _ROLES.get(one.role, one.role), "content": self._guard(one.content, breaker)} for one in messages
+            {
+                "role": _ROLES.get(one.role, one.role),
+                "content": self._guard(one.content, breaker, self._own_words(one.role)),
+            }
+            for one in messages
         ]
+
+    def _own_words(self, role: str) -> re.Pattern[str] | None:
+        """What may not stand in a message of this role, where that is not every token name: the assistant's has its tags."""
+        return self._foreign_starts if role == "assistant" else None
 
     def _guarded_message(self, message: Mapping[str, Any], breaker: str) -> dict[str, Any]:
         guarded = {
             key: self._guard_all(value, breaker) for key, value in message.items() if key not in ("role", "content")
         }
-        starts = self._foreign_starts if message["role"] == "assistant" else None
+        starts = self._own_words(message["role"])
         return (
             {"role": _ROLES.get(message["role"], message["role"])}
             | guarded
-            | ({"content": self._guard(message["content"], breaker, starts)} if "content" in message else {})
+            | ({"content": self._guard_content(message["content"], breaker, starts)} if "content" in message else {})
         )
+
+    def _guard_content(self, content: str | None, breaker: str, starts: re.Pattern[str] | None) -> str | None:
+        return None if content is None else self._guard(content, breaker, starts)
 
     def _guard_all(self, value: Any, breaker: str) -> Any:
         """Guards all texts inside a value except plain words: templates compare names and look at the length of ids."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+TAGS = (THINK, END_THINK, CALL, END_CALL)
+"""The tags of reasoning and calls, which the assistant's own words may contain."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from nmoe.errors import MissingInputError, StorageError, UserError
 from nmoe.gguf_file import is_gguf, read_header
 from nmoe.parsing import json_of
 from nmoe.text import tiktoken_model
+from nmoe.text.conversation import TAGS
 from nmoe.text.gguf_tokenizer import tokenizer_of
 from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, RETURN
 
@@ -64,9 +65,11 @@ class Tokenizer:
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         # Some checkpoints declare control tokens as plain added words, which text would match.
         plain = [name for name in CONTROL_TOKENS if name in added and not added[name].special]
-        # Moonshot's declare those of tool calls so, in order that a decoder shows them. `save` writes their flags as they were.
+        # Moonshot's and DeepSeek's declare those of roles and calls so, in order that a decoder shows them. `save` writes their
+        # flags as they were.
         matched = self._config.get(tiktoken_model.IN_TEXT, True)
-        shown = [] if matched else [name for name in added if not added[name].special and name not in plain]
+        words = [name for name in added if not added[name].special and name not in plain]
+        shown = [name for name in words if _has_bars(name) or not matched]
         self._shown_ids = frozenset(backend.token_to_id(name) for name in shown)
         backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (*plain, *shown)])
         backend.encode_special_tokens = True
@@ -74,7 +77,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._special_ids = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
+        template = self.chat_template or ""
+        self._special_ids = {
+            token.content: id_
+            for id_, token in backend.get_added_tokens_decoder().items()
+            if token.special or _is_structure(token.content, template)
+        }
         self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self.vocab_size = max(self._known_ids, default=-1) + 1
         for token in CONTROL_TOKENS:
@@ -234,7 +242,8 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """The ids of all tokens that stand for a name and not for text, control tokens among them."""
+        """The ids of all tokens that stand for a name and not for text, control tokens among them. Added tokens that are text, such
+        as Gemma's for two line breaks, are left out."""
         return dict(self._special_ids)
 
     @cached_property
@@ -302,6 +311,17 @@ class Tokenizer:
                 remedy = 'it has a chat template: write format = "chat", or leave `format` out'
             raise UserError(f"{self._origin}: the tokenizer has no control token {token!r}; {remedy}")
         return self._special_ids[token]
+
+
+def _has_bars(name: str) -> bool:
+    """Whether a token's name has the form of a control token, such as <|im_end|>, or <\uff5cUser\uff5c> with wide bars."""
+    return name[1:2] in ("|", "\uff5c") and name[-2:-1] == name[1]
+
+
+def _is_structure(name: str, template: str) -> bool:
+    """Whether an added token that has no bars and is not called special is structure all the same: the chat template writes it, or
+    it is a tag of reasoning or calls. The others are text: Gemma has runs of line breaks and tags of HTML as added tokens."""
+    return name in TAGS or bool(name.strip() and name in template)
 
 
 def _read(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
-from nmoe.text.chat_template import TAGS, ChatTemplate, ChatTurn, ToolAnswer, read_turn
+from nmoe.text.chat_template import ChatTemplate, ChatTurn, ToolAnswer, read_turn
 from nmoe.text.conversation import END_THINK, THINK, ChatMessage, FunctionCall, ToolDefinition, split_reasoning
 from nmoe.text.harmony_format import HarmonyTokenizer
 from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools
@@ -45,9 +45,6 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, effort)
         self._names = {tool.name for tool in tools}
-        # Some tokenizers have these as control tokens, too; in a turn they are its form.
-        tags = {tokenizer.added_tokens.get(tag) for tag in TAGS}
-        self._control_ids = tokenizer.control_ids - tags
         self.stop_ids = self._template.stop_ids
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -137,7 +134,9 @@ class ChatRenderer:
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         body = token_ids[:-1] if ended else token_ids
         said = read_turn(self._tokenizer.decode(body), self._template.opens_reasoning)
-        is_text = self._control_ids.isdisjoint(body) and all(0 <= one < self._tokenizer.vocab_size for one in body)
+        is_text = self._template.control_ids.isdisjoint(body) and all(
+            0 <= one < self._tokenizer.vocab_size for one in body
+        )
         return replace(said, well_formed=said.well_formed and is_text), ended
 
     @cached_property
@@ -147,8 +146,21 @@ class ChatRenderer:
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "!", "reasoning_content": "because"},
         ]
-        ids = [token_id for piece, _ in self._template.conversation(probe) for token_id in piece]
-        return "because" in self._tokenizer.decode(ids)
+        return "because" in self._template.text(probe)
+
+    @cached_property
+    def _wants_text(self) -> bool:
+        """Whether the template writes a call only where it has no content, and the arguments as text, as an API gives them
+        (DeepSeek-V3). Most write it beside an empty content, and take an object."""
+        return not self._writes_calls(as_text=False) and self._writes_calls(as_text=True)
+
+    def _writes_calls(self, as_text: bool) -> bool:
+        call = _as_function_call(FunctionCall("square", {"side": "length"}), as_text)
+        calling = {"role": "assistant", "content": None if as_text else "", "tool_calls": [call]}
+        try:
+            return "length" in self._template.text([{"role": "user", "content": "?"}, calling])
+        except UserError:
+            return False
 
     def _says(self, message: ChatMessage, pieces: Pieces, index: int) -> bool:
         """Whether the pieces contain the message as a turn, with its reasoning if it has any."""
@@ -178,7 +190,9 @@ class ChatRenderer:
         elif reasoning is not None:
             taken["content"] = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{content}"
         if message.calls:
-            taken["tool_calls"] = [_as_function_call(call) for call in message.calls]
+            taken["tool_calls"] = [_as_function_call(call, self._wants_text) for call in message.calls]
+            if self._wants_text and not taken["content"]:
+                taken["content"] = None
         for key, value in (("name", message.name), ("tool_call_id", message.call_id)):
             if value is not None:
                 taken[key] = value
@@ -196,10 +210,12 @@ def _joined(pieces: Pieces, learned: set[int]) -> Rendered:
     return sequence
 
 
-def _as_function_call(call: FunctionCall) -> dict[str, Any]:
-    """The call as templates take it. They write arguments as JSON, so arguments that are JSON text already are parsed first."""
+def _as_function_call(call: FunctionCall, as_text: bool) -> dict[str, Any]:
+    """The call as templates take it: arguments as an object, because most write them as JSON, or `as_text`."""
     arguments = call.arguments
-    if isinstance(arguments, str):
+    if as_text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
         try:
             parsed = json_of(arguments)
         except ValueError:
