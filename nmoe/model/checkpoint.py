@@ -24,7 +24,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.families import FAMILIES, differences, family_of, gpt_oss, native
 from nmoe.model.families.base import Family, Written, check_names, fill, tensors_of
 from nmoe.model.families.compressed import quantization_config, refuse_stacked, stored_tensors
-from nmoe.model.gguf import GGUFTensors, hf_config
+from nmoe.model.gguf.tensors import GGUFTensors, hf_config
 from nmoe.model.mxfp4 import LARGEST_SCALE, PackedExperts
 from nmoe.model.precision import cast
 from nmoe.model.shards import files_of, open_tensors, write_index, write_shards

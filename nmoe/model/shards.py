@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.gguf_file import is_gguf
-from nmoe.model.gguf import GGUFTensors
+from nmoe.model.gguf.tensors import GGUFTensors
 from nmoe.parsing import json_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

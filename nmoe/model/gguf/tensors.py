@@ -1,0 +1,66 @@
+"""The tensors of a GGUF file under their Hugging Face names."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmoe.gguf_file import read_header
+from nmoe.model.gguf.architectures import ROPE_FACTORS, architecture_of
+from nmoe.model.gguf.sources import Source, Whole
+from nmoe.model.gguf.values import FLOATS, check_extent, kind_of
+
+
+def hf_config(path: Path) -> dict[str, Any]:
+    """The `config.json` of the checkpoint that a file was made from. Raises UserError for an architecture that is not read, and
+    for a torn file."""
+    file = read_header(path)
+    return architecture_of(file).config(file)
+
+
+class GGUFTensors:
+    """What a GGUF file holds, with the interface of `Shards`: names, shapes and types are read at once, values on request.
+
+    Raises UserError, naming file and tensor, for a type that is not read and for a torn file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = read_header(path)
+        self.listing = path
+        for stored in self._file.tensors.values():
+            check_extent(stored, self._file)
+        self._sources: dict[str, Source] = dict(architecture_of(self._file).sources(self._file))
+        used = {stored.name for source in self._sources.values() for stored in source.stored} | {ROPE_FACTORS}
+        # Under their own names, so that one that does not belong to the family is refused by it.
+        self._sources |= {name: Whole(stored) for name, stored in self._file.tensors.items() if name not in used}
+        self.files = dict.fromkeys(self._sources, path)
+        self.shapes = {name: source.shape for name, source in self._sources.items()}
+
+    @property
+    def copied_dtype(self) -> torch.dtype:
+        """The dtype of a copy in safetensors: bf16 where any weight is quantised or in bf16, else fp16 where any is, else fp32."""
+        found = {self.dtype(name) for name in self.files}
+        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in found), torch.float32)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in; bf16 for a quantised one, bytes for experts in MXFP4."""
+        if self._sources[name].packed:
+            return torch.uint8
+        return FLOATS.get(self.dtype_name(name), torch.bfloat16)
+
+    def dtype_name(self, name: str) -> str:
+        """The type as ggml writes it, such as Q4_1."""
+        return kind_of(self._sources[name].stored[0], self._file)
+
+    def nbytes(self, name: str) -> int:
+        """The size of a tensor as it is read: most are dequantised to fp32."""
+        return math.prod(self.shapes[name]) * (1 if self._sources[name].packed else 4)
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Reads one tensor, or only these rows of its first axis: as stored, or dequantised to fp32."""
+        first, last, _ = (rows or slice(None)).indices(self.shapes[name][0])
+        return self._sources[name].rows(self._file, first, last)
