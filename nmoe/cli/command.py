@@ -55,6 +55,7 @@ from nmoe.cli.runs_table import table
 from nmoe.cli.selfplay import selfplay
 from nmoe.cli.sft import sft
 from nmoe.cli.speedrun import speedrun
+from nmoe.cli.tokenizer_harmonize import harmonize
 from nmoe.cli.tokenizer_train import train as train_tokenizer
 from nmoe.cli.verifier import verifier
 from nmoe.errors import UserError
@@ -210,7 +211,7 @@ def models() -> None:
 
 @tokenizer.callback()
 def tokenizers() -> None:
-    """Train a tokenizer.
+    """Train a tokenizer, or give a model's tokenizer the control tokens of Harmony.
 
     \b
     Example:
@@ -250,6 +251,7 @@ env.command(cls=Verb)(gc)
 config.command("list", cls=Verb)(list_configurations)
 config.command("show", cls=Verb)(show_configuration)
 tokenizer.command("train", cls=Verb)(train_tokenizer)
+tokenizer.command(cls=Verb)(harmonize)
 runs.command("list", cls=Verb)(list_runs)
 runs.command("show", cls=Verb)(show_run)
 runs.command("samples", cls=Verb)(show_samples)
