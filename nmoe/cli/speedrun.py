@@ -1,17 +1,37 @@
 """`nmoe speedrun`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nmoe.cli.arguments import Device, Seed
+from nmoe.errors import UserError
 
 
 def speedrun(
+    real: Annotated[
+        bool, typer.Option("--real", help="Teach a released model, SmolLM2-135M-Instruct: a download of 93 MB.")
+    ] = False,
+    scratch: Annotated[
+        bool, typer.Option("--scratch", help="Train a small model from nothing, without a download: the default.")
+    ] = False,
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write to.")] = Path("runs/speedrun"),
-    full: Annotated[bool, typer.Option("--full", help="Add mid-training, SFT, a verifier and self-play.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The directory to write to; default: runs/real with --real, runs/speedrun with --scratch.",
+            show_default=False,
+        ),
+    ] = None,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="With --real all tasks; with --scratch mid-training, SFT, a verifier and self-play as well."
+        ),
+    ] = False,
     resume: Annotated[
         bool,
         typer.Option(
@@ -27,17 +47,27 @@ def speedrun(
     ] = False,
     device: Device = "auto",
 ) -> None:
-    """Train a small model from scratch: pretraining, GRPO, evaluation.
+    """Train a model by reinforcement learning, from start to report.
 
-    Makes a tokenizer, pretrains, post-trains, evaluates and writes a report, without a download. An earlier speedrun in OUT is
+    With --real: imports a released chat model, evaluates it, teaches it short tasks, evaluates it again and, on a terminal, starts
+    a chat. With --scratch: a tokenizer, pretraining, GRPO, evaluation. Both end in a report. An earlier speedrun in OUT is
     replaced; your own runs beside it stay. With --full a plain one is replaced only with --replace.
 
     \b
     Example:
       nmoe speedrun --seed 1 --out runs/speedrun-1
+    Example, a released model:
+      nmoe speedrun --real
     Example, the added stages after a plain speedrun:
-      nmoe speedrun --full --resume
+      nmoe speedrun --scratch --full --resume
     """
+    if real and scratch:
+        raise UserError("--real and --scratch name two pipelines; choose one")
     from nmoe.speedrun import speedrun
 
-    speedrun(out, seed, full, resume, device, replace)
+    kind, made = speedrun("real" if real else "scratch" if scratch else None, out, seed, full, resume, device, replace)
+    if kind == "real" and sys.stdin.isatty() and sys.stdout.isatty():
+        from nmoe.serve.chat import chat
+
+        print()
+        chat(made, temperature=0.7, max_new_tokens=256, seed=seed, device=device)

@@ -30,6 +30,15 @@ def decisions(
     count: Callable[[int], None] = lambda _: None,
 ) -> list[bool]:
     """Whether the model is right, item by item; `count` is told how many are done."""
+    right = []
+    for item, scored in zip(items, scores(model, tokenizer, one, items), strict=True):
+        right.append(_is_right(one, item, scored))
+        count(len(right))
+    return right
+
+
+def scores(model: Transformer, tokenizer: Tokenizer, one: CoreSet, items: Sequence[Item]) -> Iterator[list[Likelihood]]:
+    """The likelihoods of each item's options; in language modelling of its continuation alone."""
     first, context = beginning(tokenizer), model.config.context_tokens
 
     def asked() -> Iterator[list[Continuation]]:
@@ -38,11 +47,7 @@ def decisions(
             sequences = [[*first, *tokenizer.encode(text)] for text in texts]
             yield [cut(found, context) for found in continuations(one, sequences)]
 
-    right = []
-    for item, scored in zip(items, likelihoods(model, asked()), strict=True):
-        right.append(_is_right(one, item, scored))
-        count(len(right))
-    return right
+    return likelihoods(model, asked())
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:

@@ -71,13 +71,18 @@ class Pipeline(ABC):
     def _course(self, done: Sequence[StageRecord], metrics: Sequence[Mapping[str, Any]]) -> dict[str, float | int]:
         """Figures of every summary: how well engine and learner agreed, how long RL was, and what the whole cost."""
         measured = [row for row in metrics if "mismatch_abs_mean" in row]
+        compared: dict[str, float | int] = {}
+        if measured:  # else every step was skipped, because all rewards of a group were alike
+            compared = {
+                "mismatch_abs_mean": max(row["mismatch_abs_mean"] for row in measured),
+                "mismatch_abs_max": max(row["mismatch_abs_max"] for row in measured),
+                "first_step_ppo_kl": measured[0]["ppo_kl"],
+                "route_picks": sum(row.get("route_picks", 0.0) for row in measured),
+                "route_flips": sum(row.get("route_flips", 0.0) for row in measured),
+                "route_flip_gap_max": max(row.get("route_flip_gap_max", 0.0) for row in measured),
+            }
         return {
-            "mismatch_abs_mean": max(row["mismatch_abs_mean"] for row in measured),
-            "mismatch_abs_max": max(row["mismatch_abs_max"] for row in measured),
-            "first_step_ppo_kl": measured[0]["ppo_kl"],
-            "route_picks": sum(row.get("route_picks", 0.0) for row in measured),
-            "route_flips": sum(row.get("route_flips", 0.0) for row in measured),
-            "route_flip_gap_max": max(row.get("route_flip_gap_max", 0.0) for row in measured),
+            **compared,
             "rl_steps": len(metrics),
             "wall_s": sum(stage.seconds for stage in done),
             "cpu_s": sum(stage.cpu_s for stage in done),

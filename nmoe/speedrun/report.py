@@ -83,11 +83,14 @@ def before_and_after(before: Sequence[Transcript], after: Sequence[Transcript]) 
     return parts
 
 
-def agreement(summary: Mapping[str, float | int]) -> str:
-    """How well the log-probabilities of engine and learner agreed."""
+def agreement(summary: Mapping[str, float | int], more: str) -> str:
+    """How well the log-probabilities of engine and learner agreed, and what `more` there is to say of it."""
+    if "mismatch_abs_mean" not in summary:
+        return f"None of the {summary['rl_steps']} steps updated the policy, so nothing was compared.\n"
     return (
         f"The engine's log-probabilities were recomputed by the learner on every step: mean difference at most "
-        f"{summary['mismatch_abs_mean']:.1e}, largest {summary['mismatch_abs_max']:.1e} nats over {summary['rl_steps']} steps"
+        f"{summary['mismatch_abs_mean']:.1e}, largest {summary['mismatch_abs_max']:.1e} nats over {summary['rl_steps']} steps. "
+        f"{more}\n"
     )
 
 

@@ -47,7 +47,7 @@ def write_scratch_report(
         "## Before and after\n",
         *before_and_after(before.transcripts, after.transcripts),
         "## Engine against learner\n",
-        f"{agreement(summary)}; {summary['route_flips']:.0f} router picks came out differently.\n",
+        agreement(summary, f"{summary.get('route_flips', 0):.0f} router picks came out differently."),
         "## Time and cost\n",
         *cost(out, summary, stages, metrics),
     ]

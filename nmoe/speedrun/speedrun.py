@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
+from nmoe.data.packages import packaged_model
+from nmoe.errors import MissingInputError
+from nmoe.speedrun.real import MODEL, Real
 from nmoe.speedrun.scratch import Scratch
+
+Kind = Literal["real", "scratch"]
+
+DEFAULT: Kind = "scratch"
+"""The pipeline that runs where none is named."""
+PLACES: dict[Kind, Path] = {"real": Path("runs/real"), "scratch": Path("runs/speedrun")}
 
 
 def speedrun(
-    out: Path, seed: int, full: bool = False, resume: bool = False, device: str = "auto", replace: bool = False
-) -> None:
-    """Runs every stage into `out` and prints where the report is. It replaces what an earlier speedrun made there or, with
-    `resume`, finishes it. `full` adds the stages of the whole pipeline, also to one that is resumed and began without them. Of
-    other things that are in the way, `replace` deletes those that bear the name of a stage (`Stages`). Raises as `Pipeline.run`
-    does."""
-    Scratch(out, seed, full, resume, device).run(replace)
+    kind: Kind | None = None,
+    out: Path | None = None,
+    seed: int = 0,
+    full: bool = False,
+    resume: bool = False,
+    device: str = "auto",
+    replace: bool = False,
+) -> tuple[Kind, Path]:
+    """Runs every stage into `out` and prints where the report is. Returns which pipeline ran, and its directory.
+
+    It replaces what an earlier speedrun made there or, with `resume`, finishes it. `full` adds stages or tasks, also to one that is
+    resumed and began without them. Of other things that are in the way, `replace` deletes those that bear the name of a stage
+    (`Stages`). Where no pipeline is named and the real model cannot be had, the one from nothing runs. Raises as `Pipeline.run`
+    does.
+    """
+    kind = kind or _possible(DEFAULT)
+    out = PLACES[kind] if out is None else out
+    (Real if kind == "real" else Scratch)(out, seed, full, resume, device).run(replace)
+    return kind, out
+
+
+def _possible(kind: Kind) -> Kind:
+    if kind == "real":
+        try:
+            packaged_model(MODEL, print)
+        except MissingInputError as error:
+            print(f"{error}\nwithout that model, one from nothing is trained instead: nmoe speedrun --scratch")
+            return "scratch"
+    return kind

