@@ -426,8 +426,8 @@ REAL: list[tuple[str, int, Callable[[], dict[str, Any]]]] = [
 """What is wrong with the engine, how many steps later that begins, and how `other_engine` makes it."""
 
 
-def real_run(model: Path, name: str, steps: int, **more: Any) -> Path:
-    """A run of a real model on "which number is larger", which it learns, in bfloat16."""
+def real_run(model: Path, runs: Path, steps: int, **more: Any) -> Path:
+    """A run of a real model on "which number is larger", which it learns, in bfloat16; it goes on where `runs` has one."""
     draw = random.Random(0)
     pairs = [draw.sample(range(100, 1000), 2) for _ in range(2000)]
     records = [
@@ -436,7 +436,7 @@ def real_run(model: Path, name: str, steps: int, **more: Any) -> Path:
     ]
     env = {"env_id": "larger", "format": "chat", "rubric": {"correctness": 1.0, "format": 0.1}}
     config = {
-        "run": {"steps": steps, "threads": 1, "name": name, "resume": Path("runs", name).exists()},
+        "run": {"steps": steps, "threads": 1, "name": "larger", "directory": str(runs), "resume": runs.exists()},
         "model.precision": "bfloat16",
         "sampling.max_new_tokens": 12,
         "batch": {"prompts_per_step": 8, "group_size": 8, "max_refills": 0},
@@ -450,15 +450,15 @@ def real_run(model: Path, name: str, steps: int, **more: Any) -> Path:
 def real_faults(model: Path) -> dict[str, Any]:
     """A healthy run of a real model and what it sets off; and the faults of an engine, from its first step and, on the policy that
     the healthy run ended with, from the next one."""
-    healthy = real_run(model, "healthy", SHARP)
+    healthy = real_run(model, Path("healthy"), SHARP)
     rows, lines = read_metrics(healthy), read_lines(healthy / "alerts.jsonl")
     found = []
     for place, (what, later, make) in enumerate(REAL):
         for taken, kind in ((0, "base"), (SHARP, "sharp")):
-            name = f"{kind}{place}"
+            runs = Path(f"{kind}{place}")
             if taken:
-                shutil.copytree(healthy, healthy.parent / name, symlinks=True)
-            path = real_run(model, name, taken + 10, generate_fn=other_engine(**make(), first=taken + 1, taken=taken))
+                shutil.copytree(healthy.parent, runs, symlinks=True)
+            path = real_run(model, runs, taken + 10, generate_fn=other_engine(**make(), first=taken + 1, taken=taken))
             begins = taken + 1 + later
             fired = [line["step"] for line in read_lines(path / "alerts.jsonl") if line.get("rule") == "mismatch"]
             delay = fired[0] - begins + 1 if fired else None
@@ -466,7 +466,7 @@ def real_faults(model: Path) -> dict[str, Any]:
             means = {name: mean(row[name] for row in seen) for name in ("mismatch_abs_mean", "entropy_mean")}
             found.append({"what": what, "policy": kind, "begins": begins, "delay": delay, "steps": len(seen), **means})
             print(found[-1], flush=True)
-            shutil.rmtree(path)
+            shutil.rmtree(runs)
     levels = {
         f"{part}_{name}": mean(row[name] for row in some if name in row)
         for part, some in (("first", rows[:5]), ("last", rows[-5:]))

@@ -19,10 +19,16 @@ def samples(
             show_default=False,
         ),
     ] = None,
+    of_evaluation: Annotated[
+        bool,
+        typer.Option("--eval", help="Answers of an evaluation, that of --step or the last, the wrong ones first."),
+    ] = False,
     problems: Annotated[
         int,
         typer.Option(
-            metavar="N", min=1, help="Without --step: how many problems, each with its best and worst sample."
+            metavar="N",
+            min=1,
+            help="Without --step, and with --eval: how many problems, each with its best and worst sample, or its answers.",
         ),
     ] = PROBLEMS,
     characters: Annotated[
@@ -38,9 +44,14 @@ def samples(
       nmoe runs samples runs/speedrun/rl
     Example, the whole group of the first step:
       nmoe runs samples runs/speedrun/rl --step 1 --characters 0
+    Example, what the run answered in its last evaluation, and how the answers failed:
+      nmoe runs samples runs/speedrun/rl --eval
     """
+    from nmoe.runs.answers import show_answers
     from nmoe.runs.record import read_run
     from nmoe.runs.samples import show_samples
 
-    for line in show_samples(read_run(run).path, step, problems, characters):
+    path = read_run(run).path
+    lines = show_answers(path, step, problems) if of_evaluation else show_samples(path, step, problems, characters)
+    for line in lines:
         typer.echo(line)

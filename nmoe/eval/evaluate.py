@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,9 +17,10 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.outcomes import Outcome, identity_of, key_of, outcomes_of
 from nmoe.rollout.collector import Collector
+from nmoe.runs.answers import how_ended
 from nmoe.statistics import binomial_interval, pass_at_k, share_interval
 from nmoe.trajectory import Group
-from nmoe.types import Problem, Sampling
+from nmoe.types import FAILURES, Problem, Sampling
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Evaluation:
     Example: `Evaluation("greedy_pass@1", "skills/sort", problems=400, value=0.93, low=0.90, high=0.95)`. The interval is 95%.
     `outcomes` is, where it is kept, the value of each problem by its key, so that two runs can be compared problem by problem.
     `sampling` holds, where it is kept, the temperature, the samples of a problem, the token limit and the reasoning effort.
-    `trained_on` is how many of the problems the model was trained on, where that was permitted.
+    `trained_on` is how many of the problems the model was trained on, where that was permitted. `failures` counts, over all
+    problems, the completions by how they ended: `{"ok": 6, "truncated": 44}`; `answers` holds the first problems with the answers
+    to them, where a run keeps those.
     """
 
     mode: str
@@ -40,13 +44,19 @@ class Evaluation:
     outcomes: Mapping[str, float] | None = field(default=None, compare=False, repr=False)
     sampling: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     trained_on: int | None = field(default=None, compare=False, repr=False)
+    failures: Mapping[str, int] | None = field(default=None, compare=False, repr=False)
+    answers: Sequence[Mapping[str, Any]] | None = field(default=None, compare=False, repr=False)
 
     def record(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
         trained = "" if self.trained_on is None else f", {self.trained_on} of them trained on"
-        return f"{self.mode} on {self.dataset} {self.value:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.problems}{trained}"
+        ended = how_ended(self.record())
+        return (
+            f"{self.mode} on {self.dataset} {self.value:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.problems}{trained}"
+            f"{f', {ended}' if ended else ''}"
+        )
 
 
 def evaluate(
@@ -159,7 +169,7 @@ def summarise_outcomes(outcomes: Sequence[Outcome], env_id: str, temperature: fl
     """Evaluations of problems: overall, by source if there are several, and by the level and subject that problems name.
 
     The dataset is then named "math", "math/level=Level 5" or "math/subject=Algebra". Those over all problems keep the value of
-    each one.
+    each one, and the first of them how the completions ended.
     """
     sources = sorted({one.source for one in outcomes})
     parts: list[tuple[str, Sequence[Outcome]]] = []
@@ -171,7 +181,13 @@ def summarise_outcomes(outcomes: Sequence[Outcome], env_id: str, temperature: fl
         replace(evaluation, outcomes=dict(zip((one.key for one in outcomes), values, strict=True)))
         for evaluation, values in _evaluations(env_id, outcomes, temperature)
     ]
+    whole[0] = replace(whole[0], failures=_failures(outcomes))
     return whole + [one for dataset, part in parts for one, _ in _evaluations(dataset, part, temperature)]
+
+
+def _failures(outcomes: Sequence[Outcome]) -> dict[str, int] | None:
+    counted = Counter(failure for one in outcomes for failure in one.failures)
+    return {name: counted[name] for name in FAILURES if counted[name]} or None
 
 
 def _evaluations(dataset: str, outcomes: Sequence[Outcome], temperature: float) -> list[tuple[Evaluation, list[float]]]:

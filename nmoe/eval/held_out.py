@@ -9,7 +9,9 @@ from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.asked import sampling_record
-from nmoe.eval.evaluate import Evaluation, refuse_open_problems, sample_problems, say_if_fewer, summarise
+from nmoe.eval.evaluate import Evaluation, refuse_open_problems, sample_problems, say_if_fewer, summarise_outcomes
+from nmoe.eval.outcomes import answers_of, outcomes_of
+from nmoe.runs.answers import COMPLETIONS, bounded
 
 
 class HeldOutProblems:
@@ -31,8 +33,8 @@ class HeldOutProblems:
         self._fewer_said = False
 
     def evaluate(self, engine: Engine, context_tokens: int) -> list[Evaluation]:
-        """The mode's results first: over all problems, with the value of each, then by source. The first call says where there are
-        fewer problems than are asked for."""
+        """The mode's results first: over all problems, with the value of each and the answers to the first ones, then by source.
+        The first call says where there are fewer problems than are asked for."""
         self._environment.load_state(self._start)
         refuse_open_problems(self._environment)
         groups = sample_problems(
@@ -52,7 +54,16 @@ class HeldOutProblems:
             self._fewer_said = True
         settings = self._environment.settings
         sampling = sampling_record(self._mode, self._max_new_tokens, settings.reasoning_effort)
-        results = [
-            replace(one, sampling=sampling) for one in summarise(groups, settings.env_id, self._mode.temperature)
+        outcomes = outcomes_of(groups)
+        found = summarise_outcomes(outcomes, settings.env_id, self._mode.temperature)
+        failures = found[0].failures
+        results = [replace(one, sampling=sampling, failures=None) for one in found]
+        first, *others = sorted(
+            results, key=lambda one: one.mode != self._mode.name
+        )  # stable: the mode's own come first
+        kept = max(1, COMPLETIONS // self._mode.samples)
+        answers = [
+            bounded({**answers_of(group), "correct": list(outcome.correct)})
+            for group, outcome in zip(groups[:kept], outcomes[:kept], strict=True)
         ]
-        return sorted(results, key=lambda one: one.mode != self._mode.name)  # stable: the mode's own results come first
+        return [replace(first, failures=failures, answers=answers), *others]

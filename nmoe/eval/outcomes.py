@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nmoe.envs.pools.order import stable_hash
 from nmoe.envs.tasks import TASKS
@@ -18,7 +19,7 @@ class Outcome:
     """One problem's: `Outcome("5f2c01d9a7b3e846", "gsm8k", (), correct=(True, False, True), voted=0)`.
 
     key: what is asked, the same in every run and process. groups: such as "level=Level 5". voted: the index of the majority's
-    sample. scores: a scorer's, of each sample.
+    sample. scores: a scorer's, of each sample. failures: how each sample ended, "ok" or a class of failure.
     """
 
     key: str
@@ -27,6 +28,7 @@ class Outcome:
     correct: tuple[bool, ...]
     voted: int
     scores: tuple[float, ...] = ()
+    failures: tuple[str, ...] = ()
 
 
 def outcomes_of(groups: Sequence[Group]) -> list[Outcome]:
@@ -39,9 +41,21 @@ def outcomes_of(groups: Sequence[Group]) -> list[Outcome]:
             tuple(group.problem.groups),
             tuple(map(is_correct, group.trajectories)),
             place,
+            failures=tuple(trajectory.grade.failure for trajectory in group.trajectories),
         )
         for group, place in zip(groups, voted, strict=True)
     ]
+
+
+def answers_of(group: Group) -> dict[str, Any]:
+    """What a problem was, and the answers of its samples, for files that are read later."""
+    return {
+        "id": group.problem.id,
+        "question": group.problem.question,
+        "gold": group.problem.gold,
+        "answers": [trajectory.grade.answer for trajectory in group.trajectories],
+        "failures": [trajectory.grade.failure for trajectory in group.trajectories],
+    }
 
 
 def is_correct(trajectory: Trajectory) -> bool:

@@ -20,7 +20,7 @@ from nmoe.errors import UserError
 from nmoe.eval.asked import Asked, sampling_record
 from nmoe.eval.best_of_n import UNANSWERED, score_groups
 from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise_outcomes
-from nmoe.eval.outcomes import Outcome, outcomes_of
+from nmoe.eval.outcomes import Outcome, answers_of, outcomes_of
 from nmoe.eval.overlap import TrainedOn, find_overlap
 from nmoe.eval.subject import open_subject
 from nmoe.model.device import choose_device
@@ -165,18 +165,15 @@ def _record(group: Group, outcome: Outcome) -> dict[str, Any]:
     return {
         **asdict(outcome),
         "scores": [None if score == UNANSWERED else score for score in outcome.scores],
-        "id": group.problem.id,
-        "question": group.problem.question,
-        "gold": group.problem.gold,
-        "answers": [trajectory.grade.answer for trajectory in group.trajectories],
-        "failures": [trajectory.grade.failure for trajectory in group.trajectories],
+        **answers_of(group),
     }
 
 
 def _outcome(record: dict[str, Any]) -> Outcome:
     groups, correct = tuple(record["groups"]), tuple(record["correct"])
     scores = tuple(UNANSWERED if score is None else score for score in record["scores"])
-    return Outcome(record["key"], record["source"], groups, correct, record["voted"], scores)
+    failures = tuple(record["failures"])
+    return Outcome(record["key"], record["source"], groups, correct, record["voted"], scores, failures)
 
 
 def _line(record: dict[str, Any]) -> bytes:

@@ -19,6 +19,7 @@ from nmoe.eval.baseline import since_baseline, since_start
 from nmoe.eval.early_stopping import Rates, rates_of, reason_of_drops, reason_to_end
 from nmoe.eval.held_out import HeldOutProblems
 from nmoe.rollout.collector import GradingError
+from nmoe.runs.answers import how_ended
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.ledger import OUTSIDE
 from nmoe.text.tokenizer import Tokenizer
@@ -151,4 +152,5 @@ class Probes:
             for one in probe.own(records)[:1]:
                 where = "out of distribution" if probe.section.role == OUTSIDE else "held-out"
                 text = f"{where} {one['mode']} on {one['dataset']} {one['value']:.1%} [{one['low']:.1%}, {one['high']:.1%}]"
-                yield f"{text} of {one['problems']}{since_start(one)}"
+                ended = how_ended(one)
+                yield f"{text} of {one['problems']}{since_start(one)}{f', {ended}' if ended else ''}"

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from nmoe.config.commands import COMMANDS
 from nmoe.config.listing import columns
 from nmoe.errors import UserError
+from nmoe.runs.answers import how_ended
 from nmoe.runs.directory import flat_keys
 from nmoe.runs.ledger import probe_values
 from nmoe.runs.record import RunRecord, find_runs, interval_of, read_run
@@ -84,7 +85,8 @@ def _evaluations(run: RunRecord) -> Iterator[str]:
 
 
 def result_line(result: Mapping[str, Any]) -> str:
-    """`greedy_pass@1 on sort: 0.950 [0.910, 0.973] of 200`."""
+    """`greedy_pass@1 on sort: 0.950 [0.910, 0.973] of 200, 3 of 200 were cut at 64 new tokens`."""
     interval = interval_of(result)
     shown = f"{result['value']:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval else "")
-    return f"{result['mode']} on {result['dataset']}: {shown} of {result['problems']}"
+    ended = how_ended(result)
+    return f"{result['mode']} on {result['dataset']}: {shown} of {result['problems']}{f', {ended}' if ended else ''}"

@@ -8,12 +8,13 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
+from nmoe.runs.answers import answer_lines, how_ended
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
 from nmoe.runs.plots import plot_curves
 from nmoe.runs.record import interval_of, read_evaluations
 from nmoe.runs.recorded import read_provenance, resumptions
-from nmoe.runs.sample_limits import CHARACTERS
+from nmoe.runs.sample_limits import CHARACTERS, PROBLEMS
 from nmoe.runs.samples import latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import headline
@@ -79,6 +80,7 @@ def write_report(run: Path) -> Path:
         _steps_line(metrics),
         _section("Start and end", _ends_table(metrics)),
         _section("Evaluations", _evaluations_table(run / "eval")),
+        _section("Answers", _answers(read_evaluations(run / "eval"))),
         _section("Calibration", _calibration_table(run / "eval")),
         _section("Curves", _curves(metrics, run)),
         _section("Time per stage", _time_table(metrics)),
@@ -172,11 +174,24 @@ def _evaluations_table(directory: Path) -> str:
             result["problems"],
             f"{result['value']:.3f}",
             f"{interval.low:.3f} to {interval.high:.3f}" if (interval := interval_of(result)) else "",
+            how_ended(result),
         ]
         for record in read_evaluations(directory)
         for result in record["results"]
     ]
-    return markdown_table(["step", "mode", "dataset", "problems", "value", "95% interval"], rows) if rows else ""
+    header = ["step", "mode", "dataset", "problems", "value", "95% interval", "failed"]
+    if not any(row[-1] for row in rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    return markdown_table(header, rows) if rows else ""
+
+
+def _answers(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Answers of the last evaluation that kept any, the wrong ones first."""
+    kept = [record for record in evaluations if any(result.get("answers") for result in record["results"])]
+    if not kept:
+        return ""
+    results = [result for result in kept[-1]["results"] if result.get("answers")]
+    return "\n".join(fenced("\n".join(answer_lines(kept[-1]["step"], one, PROBLEMS)), "text") for one in results)
 
 
 def _calibration_table(directory: Path) -> str:

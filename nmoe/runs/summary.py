@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.parsing import json_of
+from nmoe.runs.answers import how_ended
 from nmoe.runs.ledger import decisive_results, probe_values, read_lines
 from nmoe.runs.record import interval_of
 
@@ -59,8 +60,9 @@ def headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping
     interval = interval_of(after)
     between = f" [{interval.low:{form}}, {interval.high:{form}}]" if interval else ""
     now = f"{_value(after)}{between} of {after['problems']:,} at step {last}"
+    ended = f", {ended}" if (ended := how_ended(after)) else ""
     highest = "" if best in (first, last) else f"; best {_value(results[best])} at step {best}"
-    return f"{after['mode']} on {after['dataset']}: {since}{now}{highest}"
+    return f"{after['mode']} on {after['dataset']}: {since}{now}{ended}{highest}"
 
 
 def _evaluated(directory: Path) -> Iterator[str]:
@@ -72,7 +74,8 @@ def _evaluated(directory: Path) -> Iterator[str]:
     for result in records[-1]["results"]:
         before = first.get((result["mode"], result["dataset"]))
         since = "" if before is None or len(records) == 1 else f"{_value(before)} -> "
-        yield f"{result['mode']} on {result['dataset']}: {since}{_value(result)} of {result['problems']:,}"
+        ended = f", {ended}" if (ended := how_ended(result)) else ""
+        yield f"{result['mode']} on {result['dataset']}: {since}{_value(result)} of {result['problems']:,}{ended}"
 
 
 def _value(result: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
+from nmoe.eval import held_out as held_out_module
 from nmoe.eval.evaluate import Evaluation, distinct_problems, evaluate
 from nmoe.eval.held_out import HeldOutProblems
 from nmoe.text.harmony import Harmony
@@ -176,6 +177,38 @@ def test_how_an_evaluation_is_recorded_and_shown() -> None:
         "high": 0.95,
     }
     assert str(evaluation) == "greedy_pass@1 on skills/sort 93.1% [90.0%, 95.0%] of 400"
+
+
+class CuttingEngine(ScriptedEngine):
+    """Cuts the samples that are not right."""
+
+    def sample(self, question: str) -> Sample:
+        right, sample = self.script[0], super().sample(question)
+        return sample if right else Sample(sample.token_ids[:-1], sample.logprobs[:-1], sample.versions[:-1], "length")
+
+
+@pytest.mark.parametrize(("samples", "script"), [(1, "+--"), (4, "++-- ---- ----")])
+def test_a_run_keeps_how_its_evaluations_failed_and_the_answers(
+    samples: int, script: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_out_module, "COMPLETIONS", 2 * samples)
+    (tmp_path / "e.toml").write_text(ONE)
+    environment = Environment.from_toml(tmp_path / "e.toml", tokenizer)
+    mode = mode_of(None, samples, 0.0 if samples == 1 else 1.0)
+    with ToolRuntime(environment, SandboxSettings()) as tools:
+        probe = HeldOutProblems(environment, tools, problems=3, mode=mode, max_new_tokens=40, seed=5)
+        first, *others = probe.evaluate(CuttingEngine(tokenizer, script), 200)
+    right = script.count("+")
+    assert first.mode == mode.name
+    assert first.failures == {"ok": right, "truncated": 3 * samples - right}
+    assert str(first).endswith(f" of 3, {3 * samples - right} of {3 * samples} were cut at 40 new tokens")
+    assert first.answers is not None
+    assert [len(one["answers"]) for one in first.answers] == [samples, samples], "the third is beyond what is kept"
+    one = first.answers[0]
+    assert one["correct"] == [True, True, False, False][:: 4 // samples][:samples]
+    assert one["answers"][0] == one["gold"] == "".join(sorted(one["question"].removeprefix("Sort: ")))
+    assert [failure == "ok" for failure in one["failures"]] == one["correct"]
+    assert all(other.answers is None and other.failures is None for other in others)
 
 
 def test_problems_of_an_evaluation_are_distinct(tokenizer: Tokenizer, tmp_path: Path) -> None:

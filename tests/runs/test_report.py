@@ -63,6 +63,23 @@ def test_the_report_holds_the_numbers_of_the_run(run: Path) -> None:
     assert "steps = 20" in lines
 
 
+def test_how_evaluations_failed_and_what_was_answered(run: Path) -> None:
+    file = run / "eval" / "step_000020.json"
+    record = json.loads(file.read_text())
+    answer = {"id": "sum/1", "question": "1 + 1?", "gold": "2", "answers": ["1 + 1 is"], "correct": [False]}
+    record["results"][0] |= {
+        "failures": {"ok": 156, "truncated": 44},
+        "sampling": {"max_tokens": 12},
+        "answers": [answer | {"failures": ["truncated"]}],
+    }
+    file.write_text(json.dumps(record))
+    text = write_report(run).read_text()
+    assert "| 0 | greedy_pass@1 | arithmetic | 200 | 0.100 | 0.050 to 0.150 |  |" in text
+    assert "| 0.800 to 0.900 | 44 of 200 were cut at 12 new tokens |" in text
+    assert "  sum/1: 1 + 1?\n    right answer '2'\n    truncated: '1 + 1 is'\n```" in text
+    assert text.splitlines()[2].endswith(" of 200 at step 20, 44 of 200 were cut at 12 new tokens")
+
+
 def test_shares_of_the_time_add_up_to_no_more_than_all_of_it(run: Path) -> None:
     """Grading goes on beside sampling, in several trajectories at a time: it has no share."""
     rows = [json.loads(line) | {"time_grade_s": 4.0} for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -143,6 +160,8 @@ def test_nothing_that_a_policy_or_a_user_wrote_is_markup_in_the_report(tmp_path:
     with RunDirectory.create(tmp_path / "a <b>bold<b>", config, provenance, resume=False) as run:
         run.ledger.metrics(1, {"reward_mean": 0.5})
         result = {"mode": "greedy_pass@1", "dataset": ATTACK, "problems": 200, "value": 0.5, "low": 0.4, "high": 0.6}
+        texts = {"id": ATTACK, "question": ATTACK, "gold": ATTACK, "answers": [ATTACK]}
+        result["answers"] = [texts | {"correct": [False], "failures": ["ok"]}]
         run.ledger.evaluation(1, {"results": [result]})
         run.ledger.alert({"step": 1, "message": ATTACK})
         sample = {"step": 1, "problem": ATTACK, "question": ATTACK, "text": ATTACK, "answer": ATTACK, "reward": 1.0}
