@@ -5,8 +5,8 @@
     python benchmarks/speedrun_seeds.py --seeds 3 4 --kernels avx2
     python benchmarks/speedrun_seeds.py --show              only print what was measured so far
 
-Each base is `nmoe speedrun --seed N` in a process of its own, with the settings that everybody has: on as many threads as it
-may use cores. One machine plays several: `avx2` holds torch, oneDNN, MKL and the C++ kernels to
+Each base is `nmoe speedrun --scratch --seed N` in a process of its own, with the settings that everybody has: on as many threads as
+it may use cores. One machine plays several: `avx2` holds torch, oneDNN, MKL and the C++ kernels to
 AVX2, as on an older processor, and `plain` runs as where there is no C++ compiler. Other rounding makes another base of the same
 seed. Of one seed, kernels and thread count, several AMD EPYC processors made the same numbers.
 
@@ -84,6 +84,7 @@ def run(seed: int, kernels: str, threads: int, out: Path) -> Record:
         "-c",
         "from nmoe.cli import main; main()",
         "speedrun",
+        "--scratch",
         "--seed",
         str(seed),
         "--out",

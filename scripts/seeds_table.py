@@ -73,7 +73,7 @@ RECIPES = (
     ("rl train sums_rl", "RL on that verifier's judgement alone", "sums, greedy", "sums_rl", "figure"),
     (
         "selfplay selfplay",
-        "[self-play](docs/guides/selfplay.md), after `./speedrun.sh --full`",
+        "[self-play](docs/guides/selfplay.md), after `./speedrun.sh --scratch --full`",
         "agreement with a hidden oracle, greedy",
         "selfplay",
         "figure",

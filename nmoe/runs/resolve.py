@@ -15,7 +15,7 @@ from nmoe.gguf_file import is_gguf
 from nmoe.parsing import toml_of
 from nmoe.runs.checkpoint import best_checkpoint, latest_checkpoint
 
-# What `nmoe speedrun` makes in its directory, and how the names begin of what only the stages of --full make.
+# What `nmoe speedrun --scratch` makes in its directory, and how the names begin of what only the stages of --full make.
 _MADE = (
     "tokenizer",
     "corpus.jsonl",
@@ -91,11 +91,11 @@ def maker_of(path: Path) -> str:
     of_configuration = "a command in the first lines of the configuration that asks for it"
     name = "".join(path.parts[2:3])
     if name in ("", *_MADE):
-        return f"; `nmoe speedrun` makes it, or {of_configuration}"
+        return f"; `nmoe speedrun --scratch` makes it, or {of_configuration}"
     if name.startswith(_ADDED):
         # With --resume it extends the speedrun that is there; without, it would begin again.
         begun = (Path(*path.parts[:2]) / "stages.json").exists()
-        return f"; `nmoe speedrun --full{' --resume' * begun}` makes it, or {of_configuration}"
+        return f"; `nmoe speedrun --scratch --full{' --resume' * begun}` makes it, or {of_configuration}"
     return f"; {of_configuration} makes it"
 
 

@@ -1,4 +1,4 @@
-"""The demonstration: a model trained from nothing to reinforcement learning, on a laptop, in minutes. `nmoe speedrun`"""
+"""The demonstration: reinforcement learning on a laptop, in minutes, of a released model or of one from nothing. `nmoe speedrun`"""
 
 from nmoe.speedrun.speedrun import speedrun
 

@@ -89,13 +89,13 @@ def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> 
     refused(
         nmoe("rl", "train", "sort_grpo"),
         'sort_grpo.toml:9: [model] path = "runs/speedrun/base": neither a checkpoint',
-        "; `nmoe speedrun` makes it, or",
+        "; `nmoe speedrun --scratch` makes it, or",
     )
     # A configuration with a shape has the tokenizer alone from there.
     refused(
         nmoe("rl", "train", "code_fix"),
         'tokenizer = "runs/speedrun/base": neither a tokenizer',
-        "; `nmoe speedrun` makes it, or",
+        "; `nmoe speedrun --scratch` makes it, or",
     )
     (tmp_path / "pool.jsonl").unlink()
     refused(

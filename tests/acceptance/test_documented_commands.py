@@ -45,7 +45,7 @@ def test_every_documented_command_is_executed() -> None:
         ("torchrun --nproc_per_node=2 -m nmoe.rl train tools", "nmoe rl train tools", True),
         ("torchrun --nproc_per_node=2 -m nmoe sft sft", "nmoe rl train sft", False),
         ("nmoe rl train x", "nmoe rl verifier x", False),
-        ("./speedrun.sh --full", "nmoe speedrun --full", True),
+        ("./speedrun.sh --scratch --full", "nmoe speedrun --scratch --full", True),
         ("nmoe eval a b | check", "nmoe eval RUN ENVIRONMENT --seed 3", False),
     ],
 )

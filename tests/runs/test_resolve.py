@@ -85,9 +85,9 @@ def test_what_is_missing_is_made_by_a_command_that_replaces_nothing(
     for begun in (False, True):
         extends = " --resume" if begun else ""
         for name, said in (
-            ("base", f"; `nmoe speedrun` makes it, or {last}"),
-            ("selfplay_roles", f"; `nmoe speedrun --full{extends}` makes it, or {last}"),
-            ("verifier/checkpoints/best", f"; `nmoe speedrun --full{extends}` makes it, or {last}"),
+            ("base", f"; `nmoe speedrun --scratch` makes it, or {last}"),
+            ("selfplay_roles", f"; `nmoe speedrun --scratch --full{extends}` makes it, or {last}"),
+            ("verifier/checkpoints/best", f"; `nmoe speedrun --scratch --full{extends}` makes it, or {last}"),
             ("sort_grpo", f"; {last} makes it"),
         ):
             assert maker_of(Path("runs/speedrun") / name) == said
