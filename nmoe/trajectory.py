@@ -21,10 +21,11 @@ NOT_SAMPLED_LOGPROB, NOT_SAMPLED_VERSION = 0.0, -1
 class Span(NamedTuple):
     """A run of tokens [start, end) after the prompt and its origin: `Span("tool", turn=1, start=12, end=20)`.
 
-    A span of kind "prompt" begins a new branch: the policy sees it and nothing before it.
+    A span of kind "prompt" begins a new branch: the policy sees it and nothing before it. One of kind "form" is the start of the
+    answer that a stage of the curriculum gives.
     """
 
-    kind: Literal["sampled", "tool", "user", "prompt"]
+    kind: Literal["sampled", "tool", "user", "prompt", "form"]
     turn: int
     start: int
     end: int
@@ -79,7 +80,8 @@ class Columns:
 class Branch(Columns):
     """A part of a trajectory whose tokens follow one another verbatim.
 
-    `prompt_ids + token_ids` is the engine's last prompt followed by its sample. The first turn has no given tokens.
+    `prompt_ids + token_ids` is the engine's last prompt followed by its sample. The first turn has no given tokens, unless they
+    are the start of its answer.
     """
 
     prompt_ids: tuple[int, ...]
@@ -149,8 +151,10 @@ class Trajectory(Columns):
         branches = []
         for start, end in pairwise(starts):
             first, *rest = self.turns[start:end]
-            prompt_ids = first.given_ids if start else self.prompt_ids
-            branches.append(Branch(prompt_ids, (Turn((), first.sample), *rest)))
+            if start:
+                branches.append(Branch(first.given_ids, (Turn((), first.sample), *rest)))
+            else:
+                branches.append(Branch(self.prompt_ids, self.turns[:end]))
         return tuple(branches)
 
     @cached_property

@@ -134,7 +134,7 @@ ExpertWeightsForm = Literal["dequantized", "mxfp4"]
 # Of weights, activations and key-value cache.
 Precision = Literal["float32", "bfloat16", "float16"]
 
-Given = Literal["tool", "user", "prompt"]
+Given = Literal["tool", "user", "prompt", "form"]
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,18 @@ class Turn:
     """One turn: the tokens given to the policy, then the sample it drew. `given` says where `given_ids` come from.
 
     "tool" or "user": the answer of a tool or of the user, which follows the previous sample, and the tokens that open the next
-    turn. "prompt": a new branch, whose `given_ids` are the whole conversation and replace everything before. The first turn
-    has no `given_ids`, because its prompt is the trajectory's.
+    turn. "prompt": a new branch, whose `given_ids` are the whole conversation and replace everything before. The first turn's
+    prompt is the trajectory's. It has `given_ids` only if a stage of the curriculum gives the start of the answer: "form".
     """
 
     given_ids: tuple[int, ...]
     sample: Sample
     given: Given = "tool"
+
+    @property
+    def said_ids(self) -> list[int]:
+        """The tokens that the format reads as the policy's: those sampled, after the start of the answer if that was given."""
+        return [*(self.given_ids if self.given == "form" else ()), *self.sample.token_ids]
 
 
 def single_turn(token_ids: Sequence[int], finish_reason: FinishReason = "stop") -> tuple[Turn, ...]:

@@ -28,7 +28,7 @@ from nmoe.errors import UserError
 from nmoe.grading.extraction import from_final
 from nmoe.sandbox.api import Access
 from nmoe.text.harmony import HarmonyTokenizer
-from nmoe.text.renderers import RENDERERS, Renderer, Round, natural_format
+from nmoe.text.renderers import RENDERERS, HarmonyRenderer, Renderer, Round, natural_format
 from nmoe.types import Exchange, Failure, Given, Grade, Message, Problem, ToolEvent, Turn
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Environment:
                 f"environment {settings.env_id!r}: a task that converses has no [tools] under a chat template; use harmony"
             )
         self.renderer: Renderer = RENDERERS[settings.format](tokenizer, definitions, settings.reasoning_effort)
+        self._given = self._starts_given()
         self.stop_ids = self.renderer.stop_ids
         limited = settings.tools is not None and (settings.tools.read, settings.tools.write) != (None, None)
         self.access = (
@@ -116,6 +117,23 @@ class Environment:
     def weights(self) -> dict[str, float]:
         """The current weights of the score: those of the curriculum's stage or, without a curriculum, those of the rubric."""
         return self._rubric if self.curriculum is None else self.curriculum.weights
+
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """The start of the answer that the curriculum's stage gives the policy in training; () where it gives none."""
+        return () if self.curriculum is None else self._given[self.curriculum.index]
+
+    def _starts_given(self) -> list[tuple[int, ...]]:
+        """The start of the answer that each stage gives. Raises UserError where a form of another kind takes none."""
+        stages = () if self.settings.curriculum is None else self.settings.curriculum.stages
+        if not any(stage.given for stage in stages):
+            return [()] * len(stages)
+        if not isinstance(self.renderer, HarmonyRenderer) or self.tools or self.converses:
+            raise UserError(
+                f"environment {self.settings.env_id!r}: a stage of [curriculum] has `given`, the start of Harmony's answer in one "
+                "turn; leave it out in other formats, with [tools] and in conversations"
+            )
+        return [tuple(self.renderer.spelled(stage.given)) for stage in stages]
 
     @cached_property
     def converses(self) -> bool:
@@ -163,13 +181,19 @@ class Environment:
     def prompt_limit(self, context_tokens: int, max_new_tokens: int) -> int:
         """Returns the most tokens that a prompt may have: what the longest completion leaves of the model's context, capped by
         the environment's budget."""
-        room, budget = context_tokens - self.token_limit(max_new_tokens), self.settings.budget.prompt_tokens
+        room = context_tokens - self.token_limit(max_new_tokens) - self._most_given
+        budget = self.settings.budget.prompt_tokens
         return room if budget is None else min(room, budget)
+
+    @property
+    def _most_given(self) -> int:
+        return max(map(len, self._given), default=0)
 
     def check_prompt(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
         """Renders the prompt of a problem. Raises UserError if it is longer than the budget, or does not fit the model's context
         together with the longest completion."""
-        prompt_ids, limit = tuple(self.prompt_ids(problem)), self.token_limit(max_new_tokens)
+        prompt_ids = tuple(self.prompt_ids(problem))
+        limit = self.token_limit(max_new_tokens) + self._most_given
         longest = self.settings.budget.prompt_tokens
         if longest is not None and len(prompt_ids) > longest:
             raise UserError(
@@ -240,7 +264,7 @@ class Environment:
 
     def _reading(self, problem: Problem, turns: Sequence[Turn], exchanges: Sequence[Exchange]) -> Reading:
         """Reads the turns with the format's parser, each answer by itself."""
-        task, ids = TASKS[problem.task_type], [turn.sample.token_ids for turn in turns]
+        task, ids = TASKS[problem.task_type], [turn.said_ids for turn in turns]
         starts = [0, *(one.turn + 1 for one in exchanges if one.turn + 1 < len(ids)), len(ids)]
         return joined_readings(
             [

@@ -101,7 +101,7 @@ class RolloutSampler:
         carries_signal: Callable[[Group], bool],
         failures: FailureRecords,
     ) -> None:
-        self._collector, self._pool, self._run, self._batch = collector, environment.pool, run, batch
+        self._collector, self._environment, self._run, self._batch = collector, environment, run, batch
         self._carries_signal, self._failures = carries_signal, failures
         self._sampling = Sampling(**sampling.model_dump())
         weigh = unsolved if batch.favour_unsolved else learnable if batch.favour_learnable else None
@@ -144,7 +144,7 @@ class RolloutSampler:
         """Groups for one step. Those dropped are replaced by fresh prompts, at most `max_refills` times.
 
         Raises GradingError with its sample saved, and InfrastructureError where every sample was lost."""
-        batch, pool, rollouts = self._batch, self._pool, Rollouts()
+        batch, pool, rollouts = self._batch, self._environment.pool, Rollouts()
         passed_over = pool.passed_over
         key, state = (self._run.seed, "train"), TrainerState(step - 1, self._run.steps)
         for refill in range(batch.max_refills + 1):
@@ -156,7 +156,13 @@ class RolloutSampler:
             positions, problems = zip(*drawn, strict=True)
             try:
                 collected = self._collector.collect(
-                    problems, batch.group_size, self._sampling, key, positions, state=state
+                    problems,
+                    batch.group_size,
+                    self._sampling,
+                    key,
+                    positions,
+                    state=state,
+                    given=self._environment.given_ids,
                 )
             except GradingError as error:
                 self._failures.write(step, [error.trajectory])

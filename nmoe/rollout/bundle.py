@@ -57,7 +57,7 @@ class _Strict(BaseModel):
 
 
 class _Span(_Strict):
-    kind: Literal["sampled", "tool", "user", "prompt"]
+    kind: Literal["sampled", "tool", "user", "prompt", "form"]
     turn: int
     start: int
     end: int

@@ -105,12 +105,14 @@ class Collector:
         positions: Sequence[int] | None = None,
         on_group: Callable[[Group], None] | None = None,
         state: TrainerState | None = _AT_THE_START,
+        given: tuple[int, ...] = (),
     ) -> Collected:
         """Samples and grades a group of `samples` trajectories for each problem; fills in stop tokens and seeds.
 
         Seeds depend only on `key` and the problem's position. Without `positions`, that is its index in `problems`, which
         suffices for a list that is sampled once. `state` is what `[[rewards]]` are told about the run; None means that they
-        are not asked, as in evaluations of correctness. `on_group` is called with each finished group, in a thread of the
+        are not asked, as in evaluations of correctness. `given` is the start of the answer that each sample goes on from, as a
+        stage of the curriculum gives it in training. `on_group` is called with each finished group, in a thread of the
         engine.
 
         Raises UserError for a prompt that does not fit the context and GradingError if a grader raises. Any exception or
@@ -118,7 +120,7 @@ class Collector:
         """
         began, self._grade_s = time.perf_counter(), 0.0
         named = list(zip(range(len(problems)) if positions is None else positions, problems, strict=True))
-        groups = self._engine.run(self._collect(named, samples, sampling, key, on_group, state))
+        groups = self._engine.run(self._collect(named, samples, sampling, key, on_group, state, given))
         return Collected(groups, time.perf_counter() - began, self._grade_s)
 
     async def _collect(
@@ -129,9 +131,10 @@ class Collector:
         key: tuple[str | int, ...],
         on_group: Callable[[Group], None] | None,
         state: TrainerState | None,
+        given: tuple[int, ...],
     ) -> list[Group]:
         async def group(position: int, problem: Problem) -> Group:
-            done = await self._group(problem, samples, sampling, (*key, position), state)
+            done = await self._group(problem, samples, sampling, (*key, position), state, given)
             if on_group is not None:
                 on_group(done)
             return done
@@ -140,7 +143,13 @@ class Collector:
             return await all_or_none([group(position, problem) for position, problem in named])
 
     async def _group(
-        self, problem: Problem, samples: int, sampling: Sampling, key: tuple[str | int, ...], state: TrainerState | None
+        self,
+        problem: Problem,
+        samples: int,
+        sampling: Sampling,
+        key: tuple[str | int, ...],
+        state: TrainerState | None,
+        given: tuple[int, ...],
     ) -> Group:
         max_new_tokens = sampling.max_new_tokens
         prompt_ids = self._environment.check_prompt(problem, self._context_tokens, max_new_tokens)
@@ -153,11 +162,11 @@ class Collector:
         first_turns: list[asyncio.Future[Sample]] = [asyncio.get_running_loop().create_future() for _ in range(samples)]
 
         async def trajectory(index: int) -> Trajectory:
-            turns = [Turn((), await first_turns[index])]
+            turns = [Turn(given, await first_turns[index], "form" if given else "tool")]
             return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns), max_new_tokens)
 
         async def sample_first_turns() -> None:
-            request = Request(prompt_ids, samples, sampling, f"{key[:-1]}/{key[-1]}")
+            request = Request((*prompt_ids, *given), samples, sampling, f"{key[:-1]}/{key[-1]}")
             async with aclosing(self._engine.samples(request)) as sampled:
                 async for index, sample in sampled:
                     first_turns[index].set_result(sample)

@@ -144,7 +144,7 @@ def _text(bundle: Bundle, tokenizer: Tokenizer) -> Check:
 
 
 def _turns(bundle: Bundle, environment: Environment, trajectory: Trajectory) -> Check:
-    now = [environment.transcript(turn.sample.token_ids) for turn in trajectory.turns]
+    now = [environment.transcript(turn.said_ids) for turn in trajectory.turns]
     difference = None
     for place, read in enumerate(now):
         recorded = bundle.transcript[place] if place < len(bundle.transcript) else []

@@ -7,6 +7,7 @@ https://github.com/openai/harmony, and is tested against it on the o200k_harmony
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,8 @@ from nmoe.text.harmony_format import (
 from nmoe.text.harmony_parser import HarmonyParser
 from nmoe.text.incremental import IncrementalDecoder
 from nmoe.types import Message
+
+_SPELLED = re.compile(f"({'|'.join(map(re.escape, CONTROL_TOKENS))})")
 
 __all__ = ["Completion", "Event", "Harmony", "HarmonyError", "HarmonyTokenizer", "Message", "StreamParser"]
 
@@ -133,6 +136,13 @@ class Harmony:
     def parser(self, *, completion: bool = False) -> HarmonyParser:
         """A fresh state machine over this tokenizer."""
         return HarmonyParser(self.tokenizer, self._tokens, completion=completion)
+
+    def spelled(self, text: str) -> list[int]:
+        """The tokens of a text that spells its control tokens, "<|channel|>final". Text from elsewhere could forge them."""
+        ids: list[int] = []
+        for piece in _SPELLED.split(text):
+            ids += [self._ids[piece]] if piece in self._ids else self.tokenizer.encode(piece)
+        return ids
 
     def distance(self) -> HarmonyDistance:
         """Measures how far completions are from a well-formed answer."""

@@ -6,13 +6,10 @@ cannot be told from one here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from nmoe.text.harmony import Completion, Harmony
 from nmoe.text.harmony_format import CALL, CONTROL_TOKENS, RETURN, START
-
-_CONTROL = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
 
 
 class _ByteTokenizer:
@@ -41,9 +38,4 @@ def read_completion(text: str) -> Completion:
     text = text.strip().removeprefix(f"{START}assistant")
     if not text.endswith((RETURN, CALL)):
         text += RETURN
-    ids: list[int] = []
-    position = 0
-    for token in _CONTROL.finditer(text):
-        ids += [*_TOKENIZER.encode(text[position : token.start()]), _TOKENIZER.special_id(token.group())]
-        position = token.end()
-    return _HARMONY.parse_completion([*ids, *_TOKENIZER.encode(text[position:])])
+    return _HARMONY.parse_completion(_HARMONY.spelled(text))

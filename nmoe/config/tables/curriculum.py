@@ -1,6 +1,7 @@
 """[rubric] and [curriculum] of an environment: what a good answer earns, and in which order it is learned."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field
@@ -55,11 +56,19 @@ class GateSettings(Section):
             yield Conflict("close_below", f"must be below at_least = {self.at_least}, or stages would flicker")
 
 
+GivenStart = Literal["", "<|channel|>", "<|channel|>final", "<|channel|>final<|message|>"]
+
+
 class StageSettings(Section):
     """One stage of a curriculum. The last stage has no gate: nothing comes after it."""
 
     name: str = Field(min_length=1, description="name of the stage in logs, unique in the curriculum")
     weights: Weights = Field(description="the weights in force during the stage; those not named are 0")
+    given: GivenStart = Field(
+        default="",
+        description="the start of Harmony's answer that training gives in this stage, and does not learn: the policy goes on from "
+        "there; each stage gives a beginning of what the stage before gave, the last one nothing",
+    )
     gate: GateSettings | None = Field(default=None, description="what opens the next stage")
 
 
@@ -82,6 +91,18 @@ class CurriculumSettings(Section):
         if not self.stages:
             yield Conflict("stages", "a curriculum needs at least one [[curriculum.stages]]")
         yield from duplicates("stages", (stage.name for stage in self.stages))
+        for index, (earlier, later) in enumerate(pairwise(self.stages), 1):
+            if not earlier.given.startswith(later.given):
+                yield Conflict(
+                    f"stages.{index}.given",
+                    f"must be a beginning of what the stage before gives, {earlier.given!r}: the start of the answer is taken away "
+                    "piece by piece",
+                )
+        if self.stages and self.stages[-1].given:
+            yield Conflict(
+                f"stages.{len(self.stages) - 1}.given",
+                "must be left out of the last stage, or the policy never learns to begin an answer",
+            )
         last = len(self.stages) - 1
         for index, stage in enumerate(self.stages):
             if index < last and stage.gate is None:

@@ -26,7 +26,7 @@ def samples_of(environment: Environment, trajectories: Sequence[Trajectory], sta
         messages=messages,
         prompt=prompt,
         completions=[completion_of(environment, trajectory) for trajectory in trajectories],
-        answers=[environment.renderer.said(trajectory.turns[-1].sample.token_ids)[1] for trajectory in trajectories],
+        answers=[environment.renderer.said(trajectory.turns[-1].said_ids)[1] for trajectory in trajectories],
         trajectories=trajectories,
         columns=columns_of(problem),
         state=state,
@@ -53,11 +53,11 @@ def completion_of(environment: Environment, trajectory: Trajectory) -> Completio
     form = environment.renderer
     users = {exchange.turn: exchange.user for exchange in trajectory.exchanges if exchange.user is not None}
     if environment.settings.format == "boxed":
-        texts = [form.said(turn.sample.token_ids)[1] for turn in trajectory.turns]
+        texts = [form.said(turn.said_ids)[1] for turn in trajectory.turns]
         return "\n".join(text for pair in zip_longest(texts, users.values()) for text in pair if text is not None)
     messages: list[dict[str, Any]] = []
     for place, turn in enumerate(trajectory.turns):
-        reasoning, content = form.said(turn.sample.token_ids)
+        reasoning, content = form.said(turn.said_ids)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
             message["reasoning_content"] = reasoning

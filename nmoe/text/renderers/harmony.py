@@ -98,6 +98,10 @@ class HarmonyRenderer:
         said = [Message("assistant", reasoning, channel="analysis"), Message("assistant", answer, channel="final")]
         return self._harmony.render_completion(said)
 
+    def spelled(self, text: str) -> list[int]:
+        """The tokens of a part of the form that is written with the names of its control tokens; never for text from elsewhere."""
+        return self._harmony.spelled(text)
+
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         parts = _turns(_in_sequence(messages), first)
         sequence, alone = Rendered(), list[Rendered]()
