@@ -49,7 +49,7 @@ def evaluate(
         typer.Option(
             metavar="N",
             min=1,
-            help="Tokens of a completion; default: what the context leaves, with --format-check 2048.",
+            help="Tokens of a completion; default: what the context leaves, with --format-check the run's, else 256.",
             show_default=False,
         ),
     ] = None,

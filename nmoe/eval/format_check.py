@@ -24,16 +24,18 @@ from nmoe.eval.asked import effortful
 from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import open_subject
 from nmoe.grading.extraction import from_response
-from nmoe.runs.resolve import trained_on
-from nmoe.statistics import binomial_interval
+from nmoe.runs.resolve import tokens_sampled, trained_on
+from nmoe.statistics import binomial_interval, share_interval
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import FAILURES, ExpertWeightsForm, Precision, Problem
 
 ENOUGH = 0.95
 # Beyond these solve rates most groups are all wrong, or all right.
 TOO_HARD, TOO_EASY = 0.05, 0.95
-# The most tokens of a completion where nothing else says it.
-TOKENS = 2048
+# The most tokens of a completion where nothing else says it: the default of `nmoe rl train`.
+TOKENS = 256
+# With samples in and out of the form for so many problems, RL can learn the form: SmolLM2-135M did from 8 of 12.
+LEARNABLE = 0.5
 # Samples of each problem, at temperature 1: the default group of `nmoe rl train`.
 SAMPLES = 8
 # The easier of MATH's levels say little about how a model reasons.
@@ -53,12 +55,13 @@ def format_check(
 ) -> Iterator[str]:
     """Samples one greedy response and several samples of each problem, and yields the report on them line by line.
 
-    A completion has at most `max_tokens`, by default what the environment's budget says, else TOKENS: a model that does not end
-    would fill its context. Raises UserError for a checkpoint or environment that cannot be loaded.
+    A completion has at most `max_tokens`, by default what the environment's budget says, else the run's
+    `sampling.max_new_tokens`, else TOKENS: a model that does not end would fill its context. Raises UserError for a checkpoint or
+    environment that cannot be loaded.
     """
     settings = environment_of(checkpoint) if environment is None else load_environment(environment)
     named = effortful(settings, reasoning_effort)
-    limit = max_tokens or settings.budget.completion_tokens or TOKENS
+    limit = max_tokens or settings.budget.completion_tokens or tokens_sampled(checkpoint) or TOKENS
     with open_subject(
         checkpoint,
         named,
@@ -114,17 +117,14 @@ def report(
     """
     count = len(trajectories)
     levels = sorted({group for t in trajectories for group in t.problem.groups if group.startswith("level=")})
-    formed = [t.grade.extras["format_ok"] == 1 for t in trajectories]
-    ended = Counter(t.grade.failure for t in trajectories)
-    tokens = sum(t.sampled_tokens for t in trajectories) / count
+    formed = list(map(_is_formed, trajectories))
     yield f"{count} problems of {environment.settings.env_id}{' (' + ', '.join(levels) + ')' if levels else ''}, greedy"
     yield f"format     {_rate(formed)} have the form {environment.settings.format!r} and end by themselves"
-    yield "           ended in " + ", ".join(f"{ended[name]} {name}" for name in FAILURES if ended[name])
-    yield f"           {tokens:.0f} tokens in the mean"
+    yield from _endings(trajectories)
     yield f"reasoning  {_rate([t.grade.extras['reasoning_ok'] == 1 for t in trajectories])} reason before they answer, in form"
     if not all(TASKS[t.problem.task_type].has_gold for t in trajectories):
         yield "           open problems: no answer is right or wrong"
-        yield _advice(sum(formed), count, ())
+        yield _advice(trajectories, ())
         return
     yield f"           {_rate([t.grade.extras['correctness'] == 1 for t in trajectories])} are right, in form"
     if not any(TASKS[t.problem.task_type].needs_sandbox for t in trajectories):
@@ -132,20 +132,46 @@ def report(
         yield f"           {_rate(found)} have the right answer anywhere (the last box, else the last number)"
     if sampled:
         yield from _learnable(sampled)
-    yield _advice(sum(formed), count, sampled)
+    yield _advice(trajectories, sampled)
+
+
+def _is_formed(trajectory: Trajectory) -> bool:
+    return trajectory.grade.extras["format_ok"] == 1
+
+
+def _endings(trajectories: Sequence[Trajectory]) -> Iterator[str]:
+    ended = Counter(t.grade.failure for t in trajectories)
+    yield "           ended in " + ", ".join(f"{ended[name]} {name}" for name in FAILURES if ended[name])
+    yield f"           {sum(t.sampled_tokens for t in trajectories) / len(trajectories):.0f} tokens in the mean"
+
+
+def _mixed(rows: Sequence[Sequence[bool]]) -> int:
+    """In how many groups some samples have it and others do not."""
+    return sum(any(row) and not all(row) for row in rows)
 
 
 def _learnable(sampled: Sequence[Group]) -> Iterator[str]:
-    right = [[is_correct(trajectory) for trajectory in group.trajectories] for group in sampled]
+    """What RL would learn from: the form and the answers of samples, which greedy ones may not have."""
+    formed = [list(map(_is_formed, group.trajectories)) for group in sampled]
+    right = [list(map(is_correct, group.trajectories)) for group in sampled]
     samples, mean = len(right[0]), sum(map(sum, right)) / sum(map(len, right))
-    yield f"sampled    {mean:.1%} of {samples} samples of each problem at temperature 1 are right (the solve rate)"
+    shares = [sum(row) / samples for row in formed]
+    interval = share_interval(shares)
+    yield (
+        f"sampled    {sum(shares) / len(shares):.1%} [{interval.low:.1%}, {interval.high:.1%}] of {samples} samples of each "
+        "problem at temperature 1 have the form"
+    )
+    yield from _endings([trajectory for group in sampled for trajectory in group.trajectories])
+    yield f"           {_mixed(formed)}/{len(formed)} have samples in and out of form, which is what RL learns the form from"
+    yield f"           {mean:.1%} of the samples are right (the solve rate)"
     yield f"           {_rate([any(row) for row in right])} are solved by one of them at least (pass@{samples})"
-    mixed = sum(any(row) and not all(row) for row in right)
-    yield f"           {mixed}/{len(right)} have right and wrong samples, which is what RL learns correctness from"
+    yield f"           {_mixed(right)}/{len(right)} have right and wrong samples, which is what RL learns correctness from"
 
 
-def _advice(formed: int, count: int, sampled: Sequence[Group]) -> str:
-    right = [is_correct(trajectory) for group in sampled for trajectory in group.trajectories]
+def _advice(greedy: Sequence[Trajectory], sampled: Sequence[Group]) -> str:
+    formed, count = sum(map(_is_formed, greedy)), len(greedy)
+    drawn = [trajectory for group in sampled for trajectory in group.trajectories]
+    right = list(map(is_correct, drawn))
     solved = sum(right) / len(right) if right else None
     interval = binomial_interval(formed, count)
     open_ = interval.low < ENOUGH <= interval.high
@@ -165,9 +191,17 @@ def _advice(formed: int, count: int, sampled: Sequence[Group]) -> str:
         rate = "" if solved is None else f", and {solved:.1%} of samples are right"
         return f"advice     go straight to RL: the form is there in {formed / count:.1%}, at least {ENOUGH:.0%}{rate}{doubt}"
     doubt = f"; {count} problems leave {ENOUGH:.0%} possible, more --problems tell" if open_ else ""
+    cut = sum(trajectory.grade.failure == "truncated" for trajectory in greedy)
+    longer = f"more --max-tokens first, since {cut} of {count} were cut; else " if 2 * cut > count else ""
+    mixed = _mixed([list(map(_is_formed, group.trajectories)) for group in sampled])
+    by_rl = (
+        f"; or RL on the form itself, with format in [rubric]: {sum(map(_is_formed, drawn)) / len(drawn):.1%} of samples have it"
+        if mixed >= len(sampled) * LEARNABLE and mixed
+        else ""
+    )
     return (
-        f"advice     SFT first: the form is there in {formed / count:.1%}, below {ENOUGH:.0%}; fine-tune on examples in it "
-        f"(nmoe sft){doubt}"
+        f"advice     {longer}SFT first: the form is there in {formed / count:.1%}, below {ENOUGH:.0%}; fine-tune on examples in it "
+        f"(nmoe sft){by_rl}{doubt}"
     )
 
 

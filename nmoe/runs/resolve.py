@@ -4,7 +4,9 @@ to the environment that the run was trained on."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
@@ -118,12 +120,27 @@ def trained_on(path: Path) -> EnvironmentSettings | None:
     """The environment of the run that `path` names, its directory or one of its checkpoints; None without one.
 
     Raises UserError for a run's configuration that cannot be read."""
-    of_checkpoint = [path.parent.parent] if path.parent.name == "checkpoints" else []
-    for run in (path, path / "rl", *of_checkpoint):
-        file = run / "config.toml"
-        if file.is_file() and isinstance(table := toml_of(file.read_text()).get("environment"), dict):
+    for file, tables in _configurations(path):
+        if isinstance(table := tables.get("environment"), dict):
             return parse(table, EnvironmentSettings, Locator(Place(f"{file}: environment")))
     return None
+
+
+def tokens_sampled(path: Path) -> int | None:
+    """The most tokens of a completion in the run that `path` names, its directory or one of its checkpoints; None without one."""
+    for _, tables in _configurations(path):
+        sampling = tables.get("sampling")
+        if isinstance(sampling, dict) and isinstance(limit := sampling.get("max_new_tokens"), int):
+            return limit
+    return None
+
+
+def _configurations(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The configurations that a run may have left for `path`, the nearest first."""
+    of_checkpoint = [path.parent.parent] if path.parent.name == "checkpoints" else []
+    for run in (path, path / "rl", *of_checkpoint):
+        if (file := run / "config.toml").is_file():
+            yield file, toml_of(file.read_text())
 
 
 def records_trained_on(path: Path) -> tuple[DatasetSettings, ...]:

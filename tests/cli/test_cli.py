@@ -119,6 +119,7 @@ def test_a_training_verb_without_its_file(nmoe: Nmoe, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.endswith("error: nowhere.toml: no such file\n")
 
 
+# documented: nmoe eval models/Qwen3-0.6B gsm8k --format-check --max-tokens 1024
 def test_the_other_verbs_hand_over_their_arguments(
     nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:

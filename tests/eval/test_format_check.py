@@ -111,12 +111,40 @@ def test_a_form_without_answers_is_nothing_to_reinforce(
     demo = environment(tmp_path, tokenizer, [{}])
     good, bad = (answered(demo, demo.answer_ids(PROBLEM, answer)) for answer in ("42", "41"))
     groups = [Group(PROBLEM, [good] * count + [bad] * (8 - count)) for count in right]
-    *_, rate, solved, mixed, last = report(demo, [good] * 20, groups)
+    *_, form, ended, tokens, both, rate, solved, mixed, last = report(demo, [good] * 20, groups)
     assert last.startswith(f"advice     {advice}")
-    assert rate.startswith(f"sampled    {sum(right) / 160:.1%} of 8 samples of each problem at temperature 1 are right")
+    assert form.startswith("sampled    100.0% [")
+    assert ended == "           ended in 160 ok"
+    assert tokens.endswith("tokens in the mean")
+    assert both.startswith("           0/20 have samples in and out of form")
+    assert rate == f"           {sum(right) / 160:.1%} of the samples are right (the solve rate)"
     assert solved.startswith(f"           {sum(count > 0 for count in right)}/20 = ")
     assert solved.endswith("(pass@8)")
     assert mixed.startswith(f"           {sum(0 < count < 8 for count in right)}/20 have right and wrong samples")
+
+
+def test_the_form_of_samples_is_told_beside_that_of_greedy_answers(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """RL learns from samples: 3 of 4 problems have some in form, a quarter of all, and greedy answers are cut."""
+    demo = environment(tmp_path, tokenizer, [{}])
+    good = answered(demo, demo.answer_ids(PROBLEM, "42"))
+    cut, bare = answered(demo, tokenizer.encode("It is 42"), "length"), answered(demo, [*tokenizer.encode("42"), 0])
+    formed = [4, 3, 1, 0]
+    groups = [Group(PROBLEM, [good] * count + [cut] * (8 - count)) for count in formed]
+    lines = list(report(demo, [cut] * 3 + [bare], groups))
+    *_, form, ended, _, mixed, rate, _, _, advice = lines
+    assert form.startswith("sampled    25.0% [")
+    assert form.endswith("] of 8 samples of each problem at temperature 1 have the form")
+    assert ended == "           ended in 8 ok, 24 truncated"
+    assert mixed == "           3/4 have samples in and out of form, which is what RL learns the form from"
+    assert rate == "           25.0% of the samples are right (the solve rate)"
+    assert advice.startswith(
+        "advice     more --max-tokens first, since 3 of 4 were cut; else SFT first: the form is there in 0.0%"
+    )
+    assert "; or RL on the form itself, with format in [rubric]: 25.0% of samples have it" in advice
+    few = [Group(PROBLEM, [good] * count + [cut] * (8 - count)) for count in (1, 0, 0, 0)]
+    *_, advice = report(demo, [bare] * 3 + [cut], few)
+    assert "RL on the form" not in advice
+    assert "--max-tokens first" not in advice
 
 
 @pytest.mark.parametrize(
@@ -182,6 +210,9 @@ def test_a_model_that_does_not_end_is_cut_where_the_limit_says(
     assert re.fullmatch(
         r"completions of at most 8,1\d\d tokens \(what the prompts leave of the model's context\)", said
     )
+    config = run.path / "config.toml"
+    config.write_text(f"{config.read_text()}\n[sampling]\nmax_new_tokens = 9\n")
+    assert told()[0] == "completions of at most 9 tokens (--max-tokens)", "the run's"
     file.write_text(f"{file.read_text()}[budget]\ncompletion_tokens = 5\n")
     assert told()[0] == "completions of at most 5 tokens (--max-tokens)"
     efforts = []

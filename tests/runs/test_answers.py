@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nmoe.cli.command import main
 from nmoe.errors import UserError
 from nmoe.runs.answers import answer_lines, bounded, how_ended, show_answers
+from nmoe.runs.directory import RunDirectory
 
 RESULT: dict[str, Any] = {"mode": "greedy_pass@1", "dataset": "larger", "problems": 50, "value": 0.02}
 
@@ -77,6 +80,18 @@ def test_a_long_answer_is_kept_by_its_ends() -> None:
 
 
 # documented: nmoe runs samples runs/speedrun/rl --eval
+def test_the_verb_shows_the_answers_of_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDirectory.create(tmp_path / "rl", "[run]\nsteps = 1\n", {"argv": []}, resume=False) as run:
+        run.ledger.evaluation(1, {"results": [RESULT | {"answers": ANSWERS, "low": 0.0, "high": 0.1}]})
+    monkeypatch.setattr(sys, "argv", ["nmoe", "runs", "samples", str(tmp_path / "rl"), "--eval", "--problems", "1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.splitlines() == list(answer_lines(1, RESULT | {"answers": ANSWERS}, 1))
+
+
 def test_a_step_without_answers_is_named(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     for step, more in ((0, {"answers": ANSWERS[:1]}), (10, {"answers": ANSWERS[1:]}), (20, {})):
