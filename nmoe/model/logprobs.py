@@ -192,6 +192,17 @@ def is_wide(vocabulary: int) -> bool:
     return vocabulary * _LEAST_ROWS > _PIECE_LOGITS
 
 
+def kept_logits(rows: int, vocabulary: int, width: int) -> int:
+    """How many numbers are kept for the backward pass of a head whose rows have `width` numbers."""
+    logits = rows * vocabulary
+    return logits if logits <= max(_KEPT_LOGITS, vocabulary * width) else 0
+
+
+def piece_logits(rows: int, vocabulary: int) -> int:
+    """How many logits the largest piece has."""
+    return min(rows, max(_LEAST_ROWS, _PIECE_LOGITS // vocabulary)) * vocabulary
+
+
 def _pieces(rows: int, vocabulary: int) -> Iterator[slice]:
     step = max(_LEAST_ROWS, _PIECE_LOGITS // vocabulary)
     for start in range(0, rows, step):
@@ -222,7 +233,7 @@ def head_logprobs(
         logprobs_N, entropy_N = _WideHeadLogprobs.apply(x_ND, weight_VD, targets_N, temperature, exact)
         return logprobs_N, entropy_N
     needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    keep = needs_grad and x_ND.shape[0] * weight_VD.shape[0] <= max(_KEPT_LOGITS, weight_VD.numel())
+    keep = needs_grad and kept_logits(x_ND.shape[0], *weight_VD.shape) > 0
     logprobs_N, entropy_N = _HeadLogprobs.apply(x_ND, weight_VD, targets_N, temperature, kept_NM, exact, keep)
     return logprobs_N, entropy_N
 

@@ -2,46 +2,76 @@
 
 from __future__ import annotations
 
-from nmoe.config.commands.base import ProbedConfig, RunConfig
+from dataclasses import replace
+
+from nmoe.config.commands.base import ProbedConfig, RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.engine.native.cache import cache_size
+from nmoe.engine.native.cache import bytes_per_block, cache_size
+from nmoe.engine.native.layer_cache import BLOCK_TOKENS
+from nmoe.engine.native.runner import PACKED_BYTES
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import kind_of
+from nmoe.model.logprobs import is_wide, kept_logits, piece_logits
 from nmoe.model.ops.delta import CHUNK
 from nmoe.plan.size import Size, parameters_of
+from nmoe.plan.work import Work, work_of
 
 # A sampled token on the host: its id and its log-probability, each an object and its place in a list.
 _SAMPLED_TOKEN = 72
 
+# The interpreter, torch and the libraries of a process that trains, on a host (`benchmarks/memory_estimate.py`).
+_PROGRAM = 300 * 2**20
 
-def estimate(config: RunConfig, size: Size) -> dict[str, int]:
-    """Bytes by part. Frozen models of rewards and judges are not counted, nor torch itself."""
-    shape, width = size.shape, size.dtype.itemsize
-    activations = (
-        config.batch.tokens_per_microbatch * activation_numbers(shape, config.model.checkpoint_activations) * width
-    )
+_FLOAT = 4
+
+
+def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[str, int]:
+    """Bytes by part, of a process that trains alone. By default the `work` of a step is what it is at most. Frozen models of
+    rewards and judges are not counted."""
+    shape, width, on_host = size.shape, size.dtype.itemsize, kind_of(size.device).on_host
+    work = work or work_of(config, shape.context_tokens)
     parts = {
         "weights": size.weights,
         "gradients": size.gradients,
         "optimizer": size.optimizer,
-        "activations": activations,
+        "activations": activation_bytes(shape, work, width, config.model.checkpoint_activations, on_host),
     }
+    if on_host:
+        parts["program"] = _PROGRAM
     parts["experts in their profile"] = profiled_numbers(config, shape) * width
-    if config.checkpoint.asynchronous and size.device.type == "cpu":
-        parts["copy for a checkpoint"] = size.checkpoint
+    samples = isinstance(config, RLConfig | SelfplayConfig)
+    if config.checkpoint.asynchronous and on_host:
+        # After the last step, and while a run samples, it takes the memory that gradients and activations had.
+        last_alone = 0 < config.run.steps <= config.checkpoint.every_steps and not _evaluates(config)
+        free = parts["gradients"] + parts["activations"] if samples or last_alone else 0
+        parts["copy for a checkpoint"] = max(0, size.checkpoint - free)
     if isinstance(config, RLConfig):
         parts["reference"] = size.trained * width if config.algorithm.kl_coef > 0 else 0
         parts["other models"] = _other_models(config, size)
-    if isinstance(config, RLConfig | SelfplayConfig) and size.device.type == "cpu":
-        samples = config.batch.prompts_per_step * config.batch.group_size
-        parts["sampled tokens"] = samples * config.sampling.max_new_tokens * _SAMPLED_TOKEN
+    if isinstance(config, RLConfig | SelfplayConfig) and on_host:
+        drawn = config.batch.prompts_per_step * config.batch.group_size
+        parts["sampled tokens"] = drawn * config.sampling.max_new_tokens * _SAMPLED_TOKEN
     if isinstance(config, RLConfig | SelfplayConfig) or (isinstance(config, ProbedConfig) and config.probes):
         most = kind_of(size.device).cache_bytes(size.device, sum(parts.values()), trains=True)
         engine = config.engine
-        cache = cache_size(shape, size.dtype, engine.max_sequences, engine.cache_mb * 2**20, most)
-        parts["key-value cache"] = cache.bytes
+        cache = cache_size(shape, size.dtype, engine.max_sequences, engine.cache_mb * 2**20, most).bytes
+        # On a host the system hands out pages as sequences write them.
+        parts["key-value cache"] = min(cache, _written(shape, size, work)) if on_host else cache
+        if on_host and size.weights <= PACKED_BYTES:
+            parts["weights packed to sample"] = size.weights
     return {name: part for name, part in parts.items() if part}
+
+
+def _evaluates(config: RunConfig) -> bool:
+    """Whether an evaluation may find a best checkpoint, which is saved at once."""
+    return isinstance(config, SupervisedConfig) and bool(config.eval)
+
+
+def _written(shape: ModelConfig, size: Size, work: Work) -> int:
+    """Bytes of the cache's blocks that sequences write between two updates: of each one its tokens, a block that is not full, and
+    one that it shares no more."""
+    return (work.sampled_tokens // BLOCK_TOKENS + 2 * work.sampled) * bytes_per_block(shape, size.dtype)
 
 
 def profiled_numbers(config: RunConfig, shape: ModelConfig) -> int:
@@ -65,23 +95,48 @@ def _other_models(config: RLConfig, size: Size) -> int:
     return found
 
 
-def activation_numbers(shape: ModelConfig, checkpointing: bool) -> int:
-    """Numbers kept for the backward pass per token, roughly: what blocks read and compute, and logits. Models with
-    attention sinks keep their attention weights too, which are not counted."""
-    attention = shape.heads * (3 * shape.head_dim + shape.value_dim) + 2 * shape.kv_heads * (
-        shape.head_dim + shape.value_dim
+def activation_bytes(shape: ModelConfig, work: Work, width: int, checkpointing: bool, on_host: bool) -> int:
+    """Bytes of a forward and backward pass over `work`: what is kept for the backward pass, and what it needs beside that: the
+    gradients of one layer, and pieces of logits."""
+    layer = max(_layers(shape, work)) * width
+    if on_host and is_wide(shape.vocab_size):  # whose kernel keeps no logits
+        return layer + kept_bytes(shape, replace(work, scored=0), width, checkpointing)
+    return (
+        layer + kept_bytes(shape, work, width, checkpointing) + 3 * piece_logits(work.scored, shape.vocab_size) * _FLOAT
     )
+
+
+def kept_bytes(shape: ModelConfig, work: Work, width: int, checkpointing: bool) -> int:
+    """Bytes that a forward pass over `work` keeps for the backward pass. Models with attention sinks keep their attention weights
+    too, which are not counted."""
+    between = work.rows * shape.hidden_size
+    layers = _layers(shape, work)
+    blocks = max(layers) + shape.layers * between if checkpointing else sum(layers)
+    logits = kept_logits(work.scored, shape.vocab_size, shape.hidden_size)
+    return (blocks + 2 * between) * width + logits * _FLOAT
+
+
+def _layers(shape: ModelConfig, work: Work) -> list[int]:
+    return [work.rows * a + work.tokens * b for a, b in zip(*layer_numbers(shape), strict=True)]
+
+
+def layer_numbers(shape: ModelConfig) -> tuple[list[int], list[int]]:
+    """Numbers that each layer keeps for the backward pass, roughly: for each row that it runs, what blocks read and compute; and
+    for each token, queries, keys, values and what attention reads, which a shared row has once for each sequence."""
+    heads, hidden = shape.heads, shape.hidden_size
+    attention = heads * (shape.head_dim + shape.value_dim) + shape.kv_heads * (shape.head_dim + shape.value_dim)
+    before = (heads + shape.kv_heads) * shape.head_dim * (1 if shape.qk_norm else 0)
+    if shape.latent is not None:
+        before = heads * (2 * shape.head_dim + shape.value_dim)
     if shape.attention_gate:
-        attention += 3 * shape.heads * shape.head_dim
-    hidden = shape.hidden_size
-    layers = [
-        5 * hidden
-        + (_recurrence(shape) if layer in shape.recurrent_layers else attention)
-        + _feed_forward(shape, layer in shape.moe_layers)
-        for layer in range(shape.layers)
-    ]
-    blocks = max(layers) + shape.layers * hidden if checkpointing else sum(layers)
-    return blocks + 2 * hidden + 2 * shape.vocab_size
+        before += 3 * heads * shape.head_dim
+    rows, tokens = [], []
+    for layer in range(shape.layers):
+        recurs = layer in shape.recurrent_layers
+        mixing = _recurrence(shape) if recurs else before
+        rows.append(5 * hidden + mixing + _feed_forward(shape, layer in shape.moe_layers))
+        tokens.append(0 if recurs else attention)
+    return rows, tokens
 
 
 def _recurrence(shape: ModelConfig) -> int:

@@ -19,11 +19,13 @@ from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
 from nmoe.config.tables.parallel import Offload
+from nmoe.model.device import kind_of
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.axes import Axes, expert_axis
 from nmoe.parallel.ranks import axes_here
-from nmoe.plan.estimate import activation_numbers, estimate, profiled_numbers
+from nmoe.plan.estimate import activation_bytes, estimate, profiled_numbers
 from nmoe.plan.size import Size, size_of
+from nmoe.plan.work import Prompts, work_of
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -53,13 +55,14 @@ class RankPlan:
         return sum(self.held.values())
 
 
-def plan(config: RunConfig, world: int, per_node: int) -> RankPlan:
-    """Raises UserError where the axes of [parallel] do not fit, a checkpoint is missing, or the machine lacks the device."""
+def plan(config: RunConfig, world: int, per_node: int, prompts: Prompts | None = None) -> RankPlan:
+    """What a run needs; without its `prompts` for prompts as long as they may be. Raises UserError where the axes of [parallel] do
+    not fit, a checkpoint is missing, or the machine lacks the device."""
     size = size_of(config)
     with torch.device("meta"):
         model = Transformer(size.shape)
     axes = axes_here(config.parallel, world, per_node, size.shape.routed_experts)
-    return _counted(config, size, Parts.of(model, axes), axes, world)
+    return _counted(config, size, Parts.of(model, axes), axes, world, prompts)
 
 
 def with_offload(config: C, world: int, per_node: int, memory: int) -> C:
@@ -114,11 +117,10 @@ class Parts:
         return [*chain.from_iterable(self.blocks), *self.outside]
 
 
-def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -> RankPlan:
-    width = size.dtype.itemsize
-    activations = config.batch.tokens_per_microbatch * activation_numbers(
-        size.shape, config.model.checkpoint_activations
-    )
+def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int, prompts: Prompts | None) -> RankPlan:
+    width, on_host = size.dtype.itemsize, kind_of(size.device).on_host
+    work = work_of(config, size.shape.context_tokens, prompts, world)
+    activations = activation_bytes(size.shape, work, width, config.model.checkpoint_activations, on_host)
     here = sum(part.local for part in parts.all())
     # An adapter and a head are not sharded.
     trained = 0 if not config.trains else size.trained if size.adapts else here
@@ -126,7 +128,7 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
         "weights": here * width + (size.trained * width if size.adapts else 0),
         "gradients": trained * _FLOAT,
         "optimizer": trained * _FLOAT * (2 if size.dtype == torch.float32 else 3),
-        "activations": config.trains * activations * width,
+        "activations": config.trains * activations,
     }
     blocks = sorted((sum(part.together for part in block) for block in parts.blocks), reverse=True)
     outside = sum(part.together for part in parts.outside)
@@ -134,13 +136,13 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
         # The block that runs and the one that is fetched meanwhile; the gradient of one before ranks have shared it out.
         held["gathered blocks"] = (sum(blocks[:2]) + outside) * width
         held["gradient of a block"] = 0 if size.adapts else max(blocks[0], outside) * _FLOAT
-    whole = estimate(config, size)
+    whole = estimate(config, size, work)
     if (copy := "copy for a checkpoint") in whole:
         # What every rank has whole, the first one writes.
         held[copy] = whole[copy] if world == 1 or size.adapts else here * width + held["optimizer"]
     if "reference" in whole:
         held["reference"] = whole["reference"] if world == 1 or size.adapts else here * width
-    for name in ("other models", "sampled tokens", "key-value cache"):
+    for name in ("other models", "sampled tokens", "key-value cache", "weights packed to sample", "program"):
         if name in whole:
             held[name] = whole[name]
     profiled = profiled_numbers(config, size.shape)

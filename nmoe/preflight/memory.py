@@ -14,6 +14,7 @@ from nmoe.parallel.gang import gang
 from nmoe.plan.ranks import RankPlan, plan, with_offload
 from nmoe.plan.size import Size
 from nmoe.plan.table import advice, gib, lines, parts
+from nmoe.plan.work import prompts_of
 from nmoe.preflight.check import Check
 from nmoe.preflight.doctor import machine_memory
 
@@ -22,7 +23,7 @@ C = TypeVar("C", bound=RunConfig)
 
 def memory(config: RunConfig) -> Check:
     """The plan of a rank, which is one process without torchrun, against the memory that it has, and what of that is free."""
-    planned = plan(settled(config), gang().size, gang().local_size)
+    planned = plan(settled(config), gang().size, gang().local_size, prompts_of(config))
     total, free = memory_of_rank(planned)
     said = f"about {parts(planned)}"
     if total == 0:
@@ -69,7 +70,7 @@ def weights_fit(config: RunConfig, size: Size) -> Check:
 def said_at_the_start(config: RunConfig) -> list[str]:
     """What a run says of its memory before it begins: one line for a process that has enough, else what each rank holds and sends
     and what helps. Raises UserError as `plan` does."""
-    planned = plan(config, gang().size, gang().local_size)
+    planned = plan(config, gang().size, gang().local_size, prompts_of(config))
     total, _ = memory_of_rank(planned)
     if planned.world == 1 and planned.total <= (total or planned.total):
         return [f"memory: about {parts(planned)}" + (f", of {gib(total)}" if total else "")]

@@ -33,7 +33,7 @@ from nmoe.model.ops.table import kernels_in_use
 from nmoe.model.transformer import Transformer
 
 # Weights up to this size are held a second time on a CPU, packed for small batches.
-_PACKED_BYTES = 2 * 2**30
+PACKED_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Runner:
         self.model, self.cache, self.running, self.graphs = model, cache, running, graphs
         self.version = 0
         size = sum(parameter.nbytes for parameter in model.parameters())
-        self._packs = PackedWeights() if size <= _PACKED_BYTES else None
+        self._packs = PackedWeights() if size <= PACKED_BYTES else None
 
     @contextmanager
     def active(self) -> Iterator[None]:
