@@ -1,4 +1,4 @@
-"""Render README.md's two tables of measured seeds, the speedrun's and the other recipes', from benchmarks/results:
+"""Render README.md's tables of measured seeds, those of the speedruns and of the other recipes, from benchmarks/results:
 
 python scripts/seeds_table.py          prints them
 python scripts/seeds_table.py --write  puts them into README.md, each between its two markers
@@ -139,14 +139,67 @@ def recipes_table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def real_table(records: Sequence[dict[str, Any]]) -> str:
+    """One line for each task that a released model learned, and a sentence on what was measured; a record for each seed."""
+    records = [record for record in records if not record["full"]]
+    if not records:
+        return ""
+    lines = [
+        "| task | chance | right, base | right, after RL | worst | gain in points | least, with its 95% interval | in form "
+        "| right given form |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for task in (name.removeprefix("problems_") for name in records[0] if name.startswith("problems_")):
+
+        def median(figure: str, task: str = task) -> str:
+            measured = [record[f"{figure}_{task}"] for record in records if f"{figure}_{task}" in record]
+            return f"{statistics.median(measured):.1%}" if measured else "none in form"
+
+        gains = [record[f"gain_{task}"] for record in records]
+        least = min(records, key=lambda record, task=task: record[f"gain_{task}"])  # type: ignore[misc]
+        low, high = (100 * least[f"gain_{task}_{bound}"] for bound in ("low", "high"))
+        lines.append(
+            f"| {task} | {median('chance')} | {median('base')} | {median('trained')} "
+            f"| {min(record[f'trained_{task}'] for record in records):.1%} | {100 * statistics.median(gains):+.1f} "
+            f"| {100 * min(gains):+.1f} [{low:+.1f}, {high:+.1f}] | {median('base_in_form')} to {median('trained_in_form')} "
+            f"| {median('base_given_form')} to {median('trained_given_form')} |"
+        )
+    return "\n".join([*lines, "", *_real_setting(records)]) + "\n"
+
+
+def _real_setting(records: Sequence[dict[str, Any]]) -> list[str]:
+    problems = {record[name] for record in records for name in record if name.startswith("problems_")}
+    machines = Counter((record["cpu"], record["threads"]) for record in records)
+    where = "; ".join(
+        f"{count} on {threads} thread{'s' * (threads > 1)} of {cpu}"
+        for (cpu, threads), count in sorted(machines.items())
+    )
+    cpu, wall, memory = ([record[name] for record in records] for name in ("cpu_s", "wall_s", "peak_memory_mb"))
+    ratios = [record["perplexity_ratio"] for record in records if "perplexity_ratio" in record]
+    asked = f"{min(problems)} to {max(problems)}" if len(problems) > 1 else f"{min(problems)}"
+    return [
+        f"Medians of {len(records)} seeds ({where}) on {asked} held-out problems a task, greedy, with room for 128 tokens; an "
+        "answer counts wherever it stands.",
+        f"A whole run took {min(cpu):.0f} to {max(cpu):.0f} CPU seconds, {min(wall) / 60:.1f} to {max(wall) / 60:.1f} minutes by "
+        f"the clock and at most {max(memory) / 1000:.1f} GB."
+        + (f" Perplexity on lambada became {min(ratios):.3f} to {max(ratios):.3f} times as large." if ratios else ""),
+        f"{sum(record['kept_every_promise'] for record in records)} of {len(records)} kept every promise.",
+    ]
+
+
 def blocks() -> dict[str, str]:
     """What stands in README.md between the markers of each name."""
 
     def read(name: str) -> Any:
-        return json.loads((RESULTS / f"{name}.json").read_text())
+        path = RESULTS / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else []
 
     selfplay = [{"recipe": "selfplay", "figure": one["greedy"]["after"]} for one in read("selfplay")["results"]]
-    return {"seeds": table(read("speedrun_seeds")), "recipes": recipes_table([*read("recipe_seeds"), *selfplay])}
+    return {
+        "real": real_table(read("real_seeds")),
+        "seeds": table(read("speedrun_seeds")),
+        "recipes": recipes_table([*read("recipe_seeds"), *selfplay]),
+    }
 
 
 def markers(name: str) -> tuple[str, str]:

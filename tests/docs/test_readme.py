@@ -27,7 +27,7 @@ RECORD = {
 
 
 # documented: python scripts/seeds_table.py --write
-@pytest.mark.parametrize("name", ["seeds", "recipes"])
+@pytest.mark.parametrize("name", ["real", "seeds", "recipes"])
 def test_the_tables_agree_with_the_measurements(name: str) -> None:
     begin, end = seeds_table.markers(name)
     table = (ROOT / "README.md").read_text().partition(begin)[2].partition(end)[0]
@@ -49,6 +49,37 @@ def test_the_table_has_median_range_and_worst() -> None:
     )
     assert "by the clock.\n2 of 3 kept every promise." in table
     assert "at most 2.0e-07 nats apart" in table
+
+
+def test_a_task_of_the_real_model_has_median_and_worst_and_form_apart() -> None:
+    records = [
+        RECORD
+        | {
+            "full": False,
+            "peak_memory_mb": 5700.0,
+            "perplexity_ratio": ratio,
+            "problems_t": 200,
+            "chance_t": 0.5,
+            "base_t": 0.2,
+            "trained_t": right,
+            "gain_t": right - 0.2,
+            "gain_t_low": right - 0.3,
+            "gain_t_high": right - 0.1,
+            "base_in_form_t": 0.25,
+            "trained_in_form_t": 1.0,
+            "trained_given_form_t": right,
+        }
+        for right, ratio in ((0.9, 1.01), (0.8, 1.02), (0.95, 0.99))
+    ]
+    table = seeds_table.real_table([*records, {"full": True}])
+    assert "| t | 50.0% | 20.0% | 90.0% | 80.0% | +70.0 | +60.0 [+50.0, +70.0] | 25.0% to 100.0% " in table
+    assert "| none in form to 90.0% |" in table
+    assert "Medians of 3 seeds (3 on 1 thread of AMD EPYC) on 200 held-out problems a task" in table
+    assert (
+        "400 to 400 CPU seconds, 4.5 to 4.5 minutes by the clock and at most 5.7 GB. Perplexity on lambada became 0.990"
+        in table
+    )
+    assert seeds_table.real_table([]) == ""
 
 
 def test_a_recipe_has_median_and_worst_of_its_seeds() -> None:

@@ -1,0 +1,50 @@
+"""Holds what benchmarks/real_seeds.py recorded against what is promised of five seeds: `python .ci/check_real.py [--full]`"""
+
+import statistics
+import sys
+from pathlib import Path
+
+from holding import hold
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from real_seeds import read, tasks
+
+FULL = "--full" in sys.argv[1:]
+# Seconds of two idle cores, CPU seconds and megabytes.
+MOST = (3600, 7200, 8192) if FULL else (720, 1300, 6144)
+
+records = [record for record in read() if record["full"] == FULL]
+if not records:
+    sys.exit("nothing was measured of this recipe; run benchmarks/real_seeds.py")
+named = tasks(records[0])
+
+
+def values(figure: str) -> list[float]:
+    return [record.get(figure, float("nan")) for record in records]
+
+
+# Comparing is mostly form, of two answers that are guessed right half the time. The others are abilities.
+abilities = [
+    task
+    for task in named
+    if task != "compare" and statistics.median(values(f"gain_{task}")) >= 0.2 and min(values(f"gain_{task}_low")) > 0
+]
+bounds = {
+    "seeds": (len(records), 1 if FULL else 5, float("inf")),
+    "problems of a task, least": (
+        min(record[f"problems_{task}"] for record in records for task in named),
+        200,
+        float("inf"),
+    ),
+    "compare, median": (statistics.median(values("trained_compare")), 0.9, 1.0),
+    "compare, worst": (min(values("trained_compare")), 0.8, 1.0),
+    "other tasks that gained 20 points, each seed beyond doubt": (len(abilities), 2, float("inf")),
+    "highest gain of the worst task, worst": (min(values("highest_gain_of_the_worst_task")), 0.0, 1.0),
+    "perplexity on lambada over the base's, worst": (max(values("perplexity_ratio")), 0.0, 1.05),
+    "mismatch, of what rounding explains": (max(values("mismatch_of_bound")), 0.0, 1.0),
+    "CPU seconds, median": (statistics.median(values("cpu_s")), 0, MOST[1]),
+    "memory in MB, largest": (max(values("peak_memory_mb")), 0, MOST[2]),
+}
+if all(record["threads"] > 1 for record in records):
+    bounds["seconds, median"] = (statistics.median(values("wall_s")), 0, MOST[0])
+hold(bounds, [])
