@@ -35,16 +35,20 @@ def read_generation(directory: Path) -> dict[str, Any]:
     return {name: raw[name] for name in TOKEN_IDS if raw.get(name) is not None}
 
 
-# Beside the end of a text, llama.cpp keeps those of a turn and of a message that calls a tool.
+# The ends of a text, of a turn, and of a message that calls a tool. Many files name only one of them; llama.cpp then knows the end
+# of a turn by its name, as Llama 3 and Gemma 3 have it.
 _GGUF_ENDS = ("eos", "eot", "eom")
+_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 _GGUF_IDS = {"bos_token_id": "bos", "pad_token_id": "padding"}
 
 
 def _of_gguf(path: Path) -> dict[str, Any]:
     file = read_header(path)
+    tokens = file.get("tokenizer.ggml.tokens", list, [])
     ids = {name: file.get(f"tokenizer.ggml.{stored}_token_id", int) for name, stored in _GGUF_IDS.items()}
-    ends = [file.get(f"tokenizer.ggml.{end}_token_id", int) for end in _GGUF_ENDS]
-    ends = list(dict.fromkeys(end for end in ends if end is not None))
+    stored = [file.get(f"tokenizer.ggml.{end}_token_id", int) for end in _GGUF_ENDS]
+    named = [tokens.index(end) for end in _TURN_ENDS if end in tokens]
+    ends = list(dict.fromkeys(end for end in (*stored, *named) if end is not None))
     ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
     return {name: value for name, value in ids.items() if value is not None}
 

@@ -3,6 +3,7 @@ transformers made, and a byte-level tokenizer."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,53 @@ def _gpt_oss(name: str, values: Tensor, names: gguf.TensorNameMap) -> dict[str, 
         f"{names.get_name(f'{module}.{one}')}.{suffix}": half if bias else half.transpose(1, 2)
         for one, half in both.items()
     }
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, rule: str | None) -> None:
+    """Adds a Hugging Face tokenizer as llama.cpp converts it: a byte-level one under the name of its rule, else SentencePiece's."""
+    definition = json.loads((directory / "tokenizer.json").read_text())
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    words = {id_: word for word, id_ in definition["model"]["vocab"].items()}
+    added = {one["id"]: one for one in definition["added_tokens"]}
+    tokens, kinds, scores = list[str](), list[gguf.TokenType](), list[float]()
+    for id_ in range(max([*words, *added]) + 1):
+        if id_ in added:
+            token = added[id_]["content"]
+            control = added[id_]["special"] or _looks_special(token)
+            kind = gguf.TokenType.CONTROL if control else gguf.TokenType.USER_DEFINED
+        elif id_ in words:
+            token = words[id_]
+            byte = rule is None and len(token) == 6 and token.startswith("<0x")
+            kind = gguf.TokenType.BYTE if byte else gguf.TokenType.NORMAL
+        else:
+            token, kind = f"[PAD{id_}]", gguf.TokenType.UNUSED
+        tokens.append(token)
+        kinds.append(kind)
+        # Runs of one character are user-defined in Gemma's model, where all of these have one score.
+        scores.append(0.0 if len(token) > 1 and set(token) <= {token[0]} and token[0] in "\n\t\u2581" else -float(id_))
+    writer.add_tokenizer_model("llama" if rule is None else "gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    if rule is None:
+        writer.add_token_scores(scores)
+        writer.add_add_space_prefix(False)
+    else:
+        writer.add_tokenizer_pre(rule)
+        merges = definition["model"]["merges"]
+        writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
+    for name, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+        ("pad_token", writer.add_pad_token_id),
+        ("unk_token", writer.add_unk_token_id),
+    ):
+        if (found := config.get(name)) is not None:
+            add(tokens.index(found if isinstance(found, str) else found["content"]))
+
+
+def _looks_special(token: str) -> bool:
+    """Whether llama.cpp takes an added token for a control token though its file does not call it special."""
+    pairs = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
+    return token in ("<pad>", "<mask>") or any(
+        token.startswith(first) and token.endswith(last) for first, last in pairs
+    )
