@@ -25,12 +25,13 @@ class RealBenchmark:
     hub: str
     convert: Callable[[Record], Record]
     size: int
+    split: str = "test"
 
     def keep(self, directory: Path, count: int | None) -> list[Record]:
         """Writes the first `count` records, or all, below a directory of kept datasets, and returns them."""
         records = [self.convert(json.loads(line)) for line in (DATA / self.file).read_text().splitlines()[:count]]
-        (directory / self.hub).mkdir(parents=True)
-        (directory / self.hub / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+        (directory / self.hub).mkdir(parents=True, exist_ok=True)
+        (directory / self.hub / f"{self.split}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
         return records
 
 
@@ -56,6 +57,7 @@ def _arc(one: Record) -> Record:
 
 
 REAL = {
+    "gsm8k": RealBenchmark("gsm8k_train.jsonl", "openai/gsm8k/main", dict, 7473, "train"),
     "gsm8k_test": RealBenchmark("gsm8k.jsonl", "openai/gsm8k/main", _gsm8k, 1319),
     "math_test": RealBenchmark("math.jsonl", "hendrycks/competition_math", _math, 5000),
     "svamp": RealBenchmark("svamp.jsonl", "ChilleD/SVAMP", _svamp, 300),

@@ -12,7 +12,8 @@ without boxes, is in `nmoe.grading.prose`.
   1. for a task with `bare_final` (the generated skills), the whole message;
   2. for other tasks (gsm8k, math), the last `\boxed{...}` that closes, if there is one;
   3. else, if the message is prose, its last number. Prose has a word of three or more letters outside LaTeX commands and
-     `\text{}`: "She has 18 eggs." gives 18, but "\frac{1}{2}" and "x = 5 or 7" do not give 2 and 7;
+     `\text{}`: "She has 18 eggs." gives 18, but "\frac{1}{2}" and "x = 5 or 7" do not give 2 and 7. A message whose last line
+     is GSM8K's mark of an answer is prose, too: "6 * 3 = 18\n#### 18" gives 18;
   4. else the whole message.
 
 Boxes joined by a comma, "and" or "or", as in "$x=\boxed{3}$ and $y=\boxed{4}$", or by nothing, are one answer with several
@@ -50,6 +51,7 @@ JOINED = re.compile(
 _JOINS = re.compile(r"[,;]|\band\b|\bor\b")
 _TOUCHING = re.compile(r"(?:[\s$~]|\\[,;:()\[\] ]|\\q?quad)*")
 _MAX_GAP = 60
+_HASH_LINE = re.compile(rf"####\s*\$?{NUMBER.pattern}[$.\s]*", re.ASCII)
 _LATEX_WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
 
@@ -172,4 +174,6 @@ def _number(text: str) -> Extraction:
 
 
 def is_prose(text: str) -> bool:
-    return _WORD.search(_LATEX_WORDS.sub(" ", text)) is not None
+    last_line = text.rstrip().rpartition("\n")[2].lstrip()
+    marked = _HASH_LINE.fullmatch(last_line.replace("−", "-")) is not None
+    return marked or _WORD.search(_LATEX_WORDS.sub(" ", text)) is not None

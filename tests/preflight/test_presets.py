@@ -85,8 +85,25 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
+# SmolLM2-135M-Instruct.
+SHAPES["smollm2_135m"] = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 SHAPES["numina_grpo"] = SHAPES["gpt_oss_20b"]
 GSM8K_PROBLEMS, POOL_PROBLEMS = 7473, 400
+ON_GSM8K = ("qwen3_0.6b", "smollm2_135m")
 
 
 def preset(name: str, tmp_path: Path) -> RLConfig:
@@ -94,7 +111,7 @@ def preset(name: str, tmp_path: Path) -> RLConfig:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
     tables = {"run": {"directory": str(tmp_path / "runs")}, "model": {"path": str(tmp_path)}}
     config = load_run_with(find_configuration(name), RLConfig, tables, "test", "run")
-    return with_steps_of_episodes(config, GSM8K_PROBLEMS if name == "qwen3_0.6b" else POOL_PROBLEMS)
+    return with_steps_of_episodes(config, GSM8K_PROBLEMS if name in ON_GSM8K else POOL_PROBLEMS)
 
 
 def attention_adapter(shape: dict[str, Any], rank: int) -> int:
@@ -113,6 +130,7 @@ def attention_adapter(shape: dict[str, Any], rank: int) -> int:
         ("numina_grpo", 20.9e9, 32, 25, 8, "100%", "ok"),
         ("qwen3_30b_a3b", 30.5e9, 32, 500, 8, "80%", "ok"),
         ("qwen3_0.6b", 0.596e9, None, 116, 1, "100%", "ok"),
+        ("smollm2_135m", 0.1345e9, None, 116, 1, "100%", "ok"),
     ],
 )
 def test_the_arithmetic_of_a_preset(

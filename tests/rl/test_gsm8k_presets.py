@@ -1,0 +1,79 @@
+"""The presets on GSM8K read records in the hub's form: they train on the training split and evaluate on the test split."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from real_benchmarks import DATA, REAL, WHOLE
+from released_tokenizers import ours, theirs
+
+from nmoe.config.commands import load_run_with
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.packaged import find_configuration, packaged_environment
+from nmoe.envs.environment import Environment
+from nmoe.types import single_turn
+
+PRESETS = ["qwen3_0.6b", "smollm2_135m"]
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The questions of each split, kept as `nmoe data download openai/gsm8k` keeps them."""
+    if not DATA.exists():
+        pytest.skip("shared/eval_data is not beside the repository")
+    monkeypatch.setenv("NMOE_DATASETS", str(tmp_path))
+    kept = {name: REAL[name].keep(tmp_path, None if WHOLE else 70) for name in ("gsm8k", "gsm8k_test")}
+    return {name: [one["question"] for one in some] for name, some in kept.items()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_on_one_split_and_is_evaluated_on_the_other(
+    name: str, records: dict[str, list[str]], tmp_path: Path
+) -> None:
+    tokenizer = ours("qwen3")
+    tables = {"run": {"directory": str(tmp_path)}, "model": {"path": str(tmp_path)}}
+    config = load_run_with(find_configuration(name), RLConfig, tables, "test", "run")
+    (probe,) = config.eval
+    assert probe.environment is not None
+    training, held_out = (
+        Environment.from_settings(settings, tokenizer) for settings in (config.environment, probe.environment)
+    )
+    asked = {
+        key: {environment.pool.order.at(place).question for place in range(environment.pool.size or 0)}
+        for key, environment in (("gsm8k", training), ("gsm8k_test", held_out))
+    }
+    assert asked == {key: {question.strip() for question in questions} for key, questions in records.items()}
+    assert not asked["gsm8k"] & asked["gsm8k_test"]
+    # What is asked is what transformers asks, and fits.
+    problem = training.pool.order.at(0)
+    system = training.settings.system
+    dicts = [{"role": "system", "content": system}, {"role": "user", "content": problem.question}]
+    prompt = training.prompt_ids(problem)
+    assert prompt == theirs("qwen3").apply_chat_template(dicts, add_generation_prompt=True, return_dict=False)
+    assert len(prompt) < (config.environment.budget.prompt_tokens or 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("48 / 2 = 24, 48 + 24 = 72\n#### {}", 1.1),
+        ("So the answer is \\boxed{{{}}}.", 1.1),
+        ("Natalia sold {} clips altogether.", 1.1),
+        ("{}, or perhaps 71", 0.1),
+        ("#### 1{}", 0.1),
+    ],
+)
+def test_a_right_number_at_the_end_is_right(said: str, score: float, records: dict[str, list[str]]) -> None:
+    tokenizer = ours("qwen3")
+    demo = Environment.from_toml(packaged_environment("gsm8k"), tokenizer)
+    natalia = next(
+        one
+        for one in (demo.pool.order.at(place) for place in range(demo.pool.size or 0))
+        if one.question.startswith("Natalia sold clips")
+    )
+    assert natalia.gold == "72"
+    ids = [*tokenizer.encode(said.format(natalia.gold)), tokenizer.end_ids[0]]
+    grade = asyncio.run(demo.grade(natalia, single_turn(ids), 256))
+    assert grade.score == pytest.approx(score)
