@@ -1,14 +1,13 @@
 """Repeats the speedrun of a released model from several seeds: what it comes to at worst, not at best.
 
-    taskset -c 0 python benchmarks/real_seeds.py --threads 1      seeds 0 to 4, one after another, on one core
+    python benchmarks/real_seeds.py --threads 1                  seeds 0 to 4, one after another, on one thread
     python benchmarks/real_seeds.py --threads 2 --seeds 0 1
-    python benchmarks/real_seeds.py --threads 2 --full            all tasks
     python benchmarks/real_seeds.py --show                        only print what was measured so far
 
 Each seed is `nmoe speedrun --real --seed N` in a process of its own. The seed decides which problems are trained on, in which
 order, what is sampled, and which held-out problems are asked. CORE's lambada is read below $NMOE_DATASETS.
 
-Results are kept in benchmarks/results/real_seeds.json, a record for each seed, pipeline and thread count, with the processor, its
+Results are kept in benchmarks/results/real_seeds.json, a record for each seed and thread count, with the processor, its
 calibration (benchmarks/calibration.py), wall and CPU seconds. What is there, of the same recipe (`recipe`, a hash of
 configuration and environment), is not run again; one that was broken off goes on where it stopped. Reports, metrics and
 examinations stay in --out.
@@ -41,18 +40,18 @@ Record = dict[str, Any]
 
 
 @cache
-def recipe(full: bool) -> str:
+def recipe() -> str:
     """12 hexadecimal digits over the configuration and its environment, however their files are commented."""
-    path = packaged_configuration("speedrun_real_full" if full else "speedrun_real")
+    path = packaged_configuration("speedrun_real")
     configuration = tomllib.loads(path.read_text())
     environment = find_environment(configuration["environment"]["path"], path.parent)
     settings = json.dumps([configuration, tomllib.loads(environment.read_text())], sort_keys=True)
     return hashlib.sha256(settings.encode()).hexdigest()[:12]
 
 
-def run(seed: int, full: bool, threads: int, out: Path) -> Record:
+def run(seed: int, threads: int, out: Path) -> Record:
     """The record of one speedrun, which may have been begun before. Ends this process where it failed or ran on other threads."""
-    options = ["--real", "--seed", str(seed), "--out", str(out), *(["--full"] if full else [])]
+    options = ["--real", "--seed", str(seed), "--out", str(out)]
     if (out / "stages.json").exists():
         options.append("--resume")
     command = [sys.executable, "-c", "from nmoe.cli import main; main()", "speedrun", *options]
@@ -73,8 +72,7 @@ def run(seed: int, full: bool, threads: int, out: Path) -> Record:
         sys.exit(f"{out}: ran on {taken} threads where {threads} were asked for; remove it and run this again")
     summary = json.loads((out / "summary.json").read_text())
     return {
-        "full": full,
-        "recipe": recipe(full),
+        "recipe": recipe(),
         **where,
         "threads": threads,
         **versions("torch"),
@@ -84,14 +82,14 @@ def run(seed: int, full: bool, threads: int, out: Path) -> Record:
 
 
 def read() -> list[Record]:
-    """The records of today's recipes."""
+    """The records of today's recipe."""
     records: list[Record] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    return [record for record in records if record["recipe"] == recipe(record["full"])]
+    return [record for record in records if record["recipe"] == recipe()]
 
 
-def which(record: Record) -> tuple[bool, int, int]:
-    """What a record is of: pipeline, seed and threads."""
-    return record["full"], record["seed"], record["threads"]
+def which(record: Record) -> tuple[int, int]:
+    """What a record is of: seed and threads."""
+    return record["seed"], record["threads"]
 
 
 def keep(record: Record) -> None:
@@ -145,22 +143,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)), help="which seeds (default: 0 to 4)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (default: 1)")
-    parser.add_argument("--full", action="store_true", help="the pipeline with all tasks")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/real_seeds", help="where the runs go")
     parser.add_argument("--show", action="store_true", help="only print what was measured")
     arguments = parser.parse_args()
     for seed in [] if arguments.show else arguments.seeds:
-        wanted = (arguments.full, seed, arguments.threads)
-        if any(which(record) == wanted for record in read()):
+        if any(which(record) == (seed, arguments.threads) for record in read()):
             continue
-        out = arguments.out / f"{recipe(arguments.full)}-{seed}-{arguments.threads}"
-        record = run(seed, arguments.full, arguments.threads, out)
+        out = arguments.out / f"{recipe()}-{seed}-{arguments.threads}"
+        record = run(seed, arguments.threads, out)
         keep(record)
         show([record])
         # What is large and can be had again.
         for made in ("model", "rl/checkpoints"):
             shutil.rmtree(out / made)
-    show([record for record in read() if record["full"] == arguments.full])
+    show(read())
 
 
 if __name__ == "__main__":

@@ -141,7 +141,6 @@ def recipes_table(records: Sequence[dict[str, Any]]) -> str:
 
 def real_table(records: Sequence[dict[str, Any]]) -> str:
     """One line for each task that a released model learned, and a sentence on what was measured; a record for each seed."""
-    records = [record for record in records if not record["full"]]
     if not records:
         return ""
     lines = [

@@ -10,10 +10,12 @@ from pydantic import TypeAdapter
 
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.packaged import packaged_configuration
+from nmoe.errors import UserError
 from nmoe.model.device import choose_device, precision_for
 from nmoe.monitor.mismatch import highest_mismatch
 from nmoe.plan.size import size_of
-from nmoe.preflight.preflight import refuse_to_start
+from nmoe.preflight.disk import disk
+from nmoe.preflight.memory import memory
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.model_import import import_model
 from nmoe.runs.storage import write_atomically
@@ -71,9 +73,16 @@ class Real(Pipeline):
 
     def model(self) -> Figures:
         import_model(self._source, self._out / "model", lambda line: print(line, flush=True))
-        # What would end the run after minutes is said now: memory and disk that do not suffice.
-        refuse_to_start(self._rl)
-        return {"parameters": size_of(self._rl).parameters}
+        size = size_of(self._rl)
+        # What would end the run after minutes is said now.
+        found = [memory(self._rl), disk(self._rl, size)]
+        if failed := [f"{check.name}: {check.text}" for check in found if check.status == "fail"]:
+            raise UserError(
+                "\n".join([*failed, "then go on with --resume; or train a smaller model, with nmoe speedrun --scratch"])
+            )
+        for check in found:
+            print(f"{check.name}: {check.text}", flush=True)
+        return {"parameters": size.parameters}
 
     def base(self) -> Figures:
         return self._examine("base", self._out / "model", _BEFORE)

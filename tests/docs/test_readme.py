@@ -55,7 +55,6 @@ def test_a_task_of_the_real_model_has_median_and_worst_and_form_apart() -> None:
     records = [
         RECORD
         | {
-            "full": False,
             "peak_memory_mb": 5700.0,
             "perplexity_ratio": ratio,
             "problems_t": 200,
@@ -71,7 +70,7 @@ def test_a_task_of_the_real_model_has_median_and_worst_and_form_apart() -> None:
         }
         for right, ratio in ((0.9, 1.01), (0.8, 1.02), (0.95, 0.99))
     ]
-    table = seeds_table.real_table([*records, {"full": True}])
+    table = seeds_table.real_table(records)
     assert "| t | 50.0% | 20.0% | 90.0% | 80.0% | +70.0 | +60.0 [+50.0, +70.0] | 25.0% to 100.0% " in table
     assert "| none in form to 90.0% |" in table
     assert "Medians of 3 seeds (3 on 1 thread of AMD EPYC) on 200 held-out problems a task" in table

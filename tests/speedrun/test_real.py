@@ -177,6 +177,19 @@ def test_without_the_passages_the_report_says_so(pipeline: Callable[[bool], Real
     assert isinstance(examination(tmp_path / "out", "base").lambada, str)
 
 
+def test_a_machine_without_the_memory_is_told_before_the_first_evaluation(
+    pipeline: Callable[[bool], Real], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("nmoe.preflight.memory.memory_of", lambda device: (2**20, 2**20))
+        with pytest.raises(UserError, match=r"memory: about .* of 1\.0 MiB on cpu") as refused:
+            pipeline(False).run(replace=False)
+    assert str(refused.value).endswith(
+        "then go on with --resume; or train a smaller model, with nmoe speedrun --scratch"
+    )
+    assert not (tmp_path / "out/examination_base.json").exists()
+
+
 def test_problems_are_held_out_and_as_many_of_each_task(
     pipeline: Callable[[bool], Real], model: Path, tmp_path: Path
 ) -> None:
