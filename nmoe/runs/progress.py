@@ -113,8 +113,13 @@ class Progress:
     def _left(self, step: int) -> str:
         """The time to the last step at the present pace, as h:mm:ss."""
         (earlier, first), (now, _) = self._paces[0], self._paces[-1]
-        seconds = round((self._total - step) * (now - earlier) / max(1, step - first))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        return _duration((self._total - step) * (now - earlier) / max(1, step - first))
+
+
+def _duration(seconds: float) -> str:
+    """A time as h:mm:ss."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 @contextmanager
@@ -122,19 +127,25 @@ def counting(
     label: str, total: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
     """Shows on stderr how many of `total` are done, as the function that it gives is told: a live line on a terminal, elsewhere one
-    every 30 s, so that a short command says nothing."""
+    every 30 s with the pace and the time left, so that a short command says nothing."""
     console = console or Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
     live = LiveProgress(*columns, console=console, disable=not console.is_terminal, transient=True)
     task = live.add_task(label, total=total)
     last_line = clock()
+    first: tuple[float, int] | None = None  # what an interrupted command had done before is no pace
 
     def count(done: int) -> None:
-        nonlocal last_line
+        nonlocal last_line, first
+        first = first or (clock(), done)
         live.update(task, completed=done)
         if not console.is_terminal and clock() - last_line >= _COUNTING_INTERVAL_S:
             last_line = clock()
-            console.print(f"{label} {done:,}/{total:,}", markup=False, highlight=False, soft_wrap=True)
+            line = f"{label} {done:,}/{total:,}"
+            if done > first[1]:
+                pace = (done - first[1]) / (last_line - first[0])
+                line += f"  {pace:.2g} a second  left {_duration((total - done) / pace)}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     with live:
         yield count

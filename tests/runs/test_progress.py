@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nmoe.runs.progress import Progress
+from nmoe.runs.progress import Progress, counting
 
 
 class Clock:
@@ -97,3 +97,13 @@ def test_the_log_of_an_earlier_start_is_kept(tmp_path: Path) -> None:
     with Progress(1, tmp_path / "log.txt", "grpo", console=Console(file=io.StringIO())) as progress:
         progress.note("again \ud800")
     assert (tmp_path / "log.txt").read_text() == "earlier\nagain \\ud800\n"
+
+
+def test_a_count_says_its_pace_and_the_time_left_every_half_minute() -> None:
+    out, clock = io.StringIO(), Clock()
+    # 40 problems were done before an interruption: they are no part of the pace.
+    with counting("problems", 240, Console(file=out, width=80), clock) as count:
+        for done in range(41, 141):
+            clock.now += 0.5
+            count(done)
+    assert out.getvalue() == "problems 100/240  2 a second  left 0:01:10\n"
