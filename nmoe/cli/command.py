@@ -35,6 +35,7 @@ from nmoe.cli.eval import evaluate
 from nmoe.cli.export import export
 from nmoe.cli.grade import grade
 from nmoe.cli.model_import import import_ as import_model
+from nmoe.cli.model_upcycle import upcycle
 from nmoe.cli.plan import plan
 from nmoe.cli.preflight import preflight
 from nmoe.cli.pretrain import pretrain
@@ -201,7 +202,7 @@ def ledger() -> None:
 
 @model.callback()
 def models() -> None:
-    """Make checkpoint directories of released models.
+    """Make checkpoint directories of released models, and mixtures of experts of dense ones.
 
     \b
     Example:
@@ -238,6 +239,7 @@ for training_verb in (train, selfplay, verifier):
     _configured_verb(rl, training_verb)
 rl.command("tests-dist", cls=Verb)(check_ranks)
 model.command("import", cls=Verb)(import_model)
+model.command(cls=Verb)(upcycle)
 data.command("show", cls=Verb)(show_data)
 data.command(cls=Verb)(pairs)
 data.command("solve-rates", cls=Verb)(solve_rates)

@@ -132,7 +132,7 @@ def load_weights(model: Transformer, directory: Path) -> None:
 
 def save_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes weights, balancing biases included, and configuration into an existing directory, in nmoe's own layout."""
-    _write(model.state_dict(), model.config, model.generation, directory, native, shard_bytes)
+    write_checkpoint(model.state_dict(), model.config, model.generation, directory, native, shard_bytes)
 
 
 def copy_gguf(path: Path, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -170,7 +170,7 @@ def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
     """What `save_model` would write now. With `copied` later steps do not change it."""
     state, size = hold(model.state_dict(), copied)
     config, generation = model.config, dict(model.generation)
-    return Snapshot(lambda directory: _write(state, config, generation, directory, native, SHARD_BYTES), size)
+    return Snapshot(lambda directory: write_checkpoint(state, config, generation, directory, native, SHARD_BYTES), size)
 
 
 def sharded_model(model: Transformer, shard_bytes: int = SHARD_BYTES) -> tuple[dict[str, dict[str, Tensor]], Snapshot]:
@@ -217,7 +217,7 @@ def export_model(
             )
     if first:
         directory.mkdir(parents=True, exist_ok=True)
-        _write(state, model.config, model.generation, directory, family, shard_bytes, gather)
+        write_checkpoint(state, model.config, model.generation, directory, family, shard_bytes, gather)
     else:
         assert gather is not None, "ranks hold parts of the model"
         for _, _, make in _tensors(state, family, model.config, gather):
@@ -280,7 +280,7 @@ def refuse_packed(model: Transformer, what: str) -> None:
         )
 
 
-def _write(
+def write_checkpoint(
     state: dict[str, Tensor],
     model_config: ModelConfig,
     generation: dict[str, Any],
@@ -289,6 +289,8 @@ def _write(
     shard_bytes: int,
     gather: Callable[[str], Tensor] | None = None,
 ) -> None:
+    """Writes a model's weights and configuration into an existing directory, in the layout of a family that fits it. Where `gather`
+    is given, it gives each weight by its name when that is written, and `state` only says what shape and dtype it has."""
     config = family.config_to_hf(model_config)
     if family is not native:
         config |= {name: generation.get(name) for name in TOKEN_IDS}

@@ -126,6 +126,21 @@ def check_names(family: Family, config: ModelConfig, shards: StoredTensors) -> N
     _compare(list(family.entries(config)), family, config, shards)
 
 
+def reader(family: Family, config: ModelConfig, shards: StoredTensors) -> Callable[[str, Tensor], Tensor]:
+    """A call that fills an empty weight, given our name of it, from a checkpoint. Raises UserError as `fill` does, at once where
+    names, shapes or dtypes are wrong."""
+    entries = list(family.entries(config))
+    stored = _compare(entries, family, config, shards)
+
+    def read(name: str, weight: Tensor) -> Tensor:
+        for entry in entries:
+            if entry.ours == name:
+                _fill_entry(weight[entry.index], entry, *stored[entry.theirs], shards)
+        return weight
+
+    return read
+
+
 def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Collection[str]) -> list[str]:
     """The buffers that no entry fills. Raises ValueError for a family whose entries leave a part of a weight
     as it was allocated."""
