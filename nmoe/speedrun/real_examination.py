@@ -8,7 +8,6 @@ itself and can be read.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS, Attempt
+from nmoe.envs.tasks.plain import ChoiceTask
 from nmoe.errors import UserError
 from nmoe.eval.core import scores
 from nmoe.eval.core_sets import CORE, find_sets, read_set
 from nmoe.eval.evaluate import distinct_problems
 from nmoe.eval.lenient import lenient_verdict
 from nmoe.eval.outcomes import key_of
-from nmoe.grading.extraction import NUMBER
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import device_and_dtype, settle
@@ -57,7 +56,6 @@ QUESTIONS = (
 )
 """What no task asks, so that a reader sees whether the model still talks as before."""
 
-_WORD = re.compile(r"\w+")
 _LAMBADA = next(one for one in CORE if one.name == "lambada_openai")
 
 
@@ -183,17 +181,21 @@ async def _graded(groups: Sequence[Group], environment: Environment) -> list[Ans
 
 
 async def guessed(problems: Sequence[Problem]) -> dict[str, float]:
-    """The chance level of each task: the better of two guesses, always the most frequent answer, or any of the numbers in the
-    question (of its words, where answers are words)."""
+    """The chance level of each task: the better of two guesses, always the most frequent answer, or any of the options that the
+    question names."""
     found = {}
     for name in sorted({problem.source for problem in problems}):
         of_task = [problem for problem in problems if problem.source == name]
-        pattern = NUMBER if all(NUMBER.fullmatch(problem.gold) for problem in of_task) else _WORD
         frequent = Counter(problem.gold for problem in of_task).most_common(1)[0][0]
         always = [await _share(problem, [frequent] if frequent else []) for problem in of_task]
-        picked = [await _share(problem, pattern.findall(problem.question)) for problem in of_task]
+        picked = [await _share(problem, _options(problem)) for problem in of_task]
         found[name] = max(sum(always), sum(picked)) / len(of_task)
     return found
+
+
+def _options(problem: Problem) -> list[str]:
+    task = TASKS[problem.task_type]
+    return task.options(problem) if isinstance(task, ChoiceTask) else []
 
 
 async def _share(problem: Problem, guesses: Sequence[str]) -> float:

@@ -139,7 +139,7 @@ def write_real_report(
             [_row(one, summary) for one in found],
         ),
         *([f"{examined}\n"] if (examined := which_checkpoint(after.step, len(metrics))) else []),
-        "Chance is what a guess reaches: always the most frequent answer, or any of the numbers or words in the question, "
+        "Chance is what a guess reaches: always the most frequent answer, or any of the options that the question names, "
         "whichever is better.\n",
         "## Form and correctness\n",
         "A completion is in form if it ends by itself and an answer can be read in it. Much of what RL teaches first is to end. "

@@ -202,12 +202,13 @@ def test_problems_are_held_out_and_as_many_of_each_task(
 
 def test_chance_is_the_better_of_two_guesses() -> None:
     sums = [Problem(str(n), "gsm8k", f"What is {n} + 2?", str(n + 2), "sums") for n in (1, 1, 5, 7)]
-    pairs = [Problem(str(n), "compare", f"Which number is larger, {n} or 9?", "9", "pairs") for n in (3, 4, 5)]
-    capitals = [
-        Problem(str(n), "text_match", "Rome or Paris?", gold, "words") for n, gold in enumerate(("Rome", "Paris"))
+    pairs = [
+        Problem(str(n), "compare", f"Which number is larger, {n} or 9?", gold, "pairs")
+        for n, gold in ((3, "9"), (12, "12"))
     ]
-    # Always 3 is right twice of four; always 9 always; and of three words one is right.
-    assert wait_for(guessed([*sums, *pairs, *capitals])) == {"sums": 0.5, "pairs": 1.0, "words": 0.5}
+    nines = [Problem(str(n), "compare", f"Which number is larger, {n} or 9?", "9", "nines") for n in (3, 4, 5)]
+    # Always 3 is right twice of four; always 9 of two, as either of two numbers is; and of the last always 9 always.
+    assert wait_for(guessed([*sums, *pairs, *nines])) == {"sums": 0.5, "pairs": 0.5, "nines": 1.0}
 
 
 def answered(right: str, in_form: str) -> list[Answer]:
