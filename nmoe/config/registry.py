@@ -214,7 +214,21 @@ GENERATED_TASKS: Mapping[str, str] = {
     "arithmetic": f"{_TASKS}.arithmetic:ArithmeticTask",
     "sum": f"{_TASKS}.sum:SumTask",
     "guess": f"{_TASKS}.guess:GuessTask",
-    "compare": f"{_TASKS}.plain:CompareTask",
+    "compare": f"{_TASKS}.plain_numbers:CompareTask",
+    "largest": f"{_TASKS}.plain_numbers:LargestTask",
+    "small_sums": f"{_TASKS}.plain_numbers:SumsTask",
+    "differences": f"{_TASKS}.plain_numbers:DifferencesTask",
+    "next_number": f"{_TASKS}.plain_numbers:NextNumberTask",
+    "parity": f"{_TASKS}.plain_numbers:ParityTask",
+    "order_numbers": f"{_TASKS}.plain_numbers:OrderNumbersTask",
+    "word_problems": f"{_TASKS}.plain_numbers:WordProblemsTask",
+    "letters": f"{_TASKS}.plain_words:LettersTask",
+    "count_words": f"{_TASKS}.plain_words:CountWordsTask",
+    "order_words": f"{_TASKS}.plain_words:OrderWordsTask",
+    "longer_word": f"{_TASKS}.plain_words:LongerWordTask",
+    "alphabetical": f"{_TASKS}.plain_words:AlphabeticalTask",
+    "capitals": f"{_TASKS}.plain_words:CapitalsTask",
+    "three_words": f"{_TASKS}.plain_words:ThreeWordsTask",
 }
 """Tasks of nmoe that make their own problems, and can grade the records of a dataset as well."""
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
 
 import pytest
 
-from nmoe.envs.pools import Pool
+from nmoe.config.environment import held_out, load_environment
+from nmoe.envs.pools import Pool, Shard, build_pool
 from nmoe.envs.tasks import TASKS, Attempt
-from nmoe.envs.tasks.plain import read_choice, read_letter, read_number, read_order
+from nmoe.envs.tasks.plain import ChoiceTask, read_choice, read_letter, read_number, read_order
 from nmoe.types import Problem
 
 MakePool = Callable[..., Pool]
@@ -87,10 +91,100 @@ def test_a_long_message_is_read_in_bounded_time() -> None:
         read_number(text), read_letter(text), read_choice(text, ["34", "72"]), read_order(text, ["34", "72"])
 
 
-def test_repeating_the_question_and_listing_earn_nothing(make_pool: MakePool) -> None:
-    for problem in make_pool({"type": "generated", "task_type": "compare", "difficulty": [3, 3]}).take(50):
-        assert score(problem, problem.gold) == 1
-        assert score(problem, problem.question) == 0
-        left, right = TASKS["compare"].options(problem)  # type: ignore[attr-defined]
-        assert int(problem.gold) == max(int(left), int(right))
-        assert score(problem, f"{left} {right}") == score(problem, f"{left} or {right}") == 0
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in re.findall(r"\d+", text)]
+
+
+def listed(question: str) -> list[str]:
+    return re.split(r"[:.?]", question)[1].strip().split(", ")
+
+
+def words_of(question: str) -> list[str]:
+    return re.findall(r'"([a-z ]+)"', question)
+
+
+# The right answer of a question, worked out from its text alone.
+REFERENCE: dict[str, Callable[[str], str]] = {
+    "compare": lambda question: str(max(numbers(question))),
+    "largest": lambda question: str(max(numbers(question))),
+    "small_sums": lambda question: str(sum(numbers(question))),
+    "differences": lambda question: str(numbers(question)[0] - numbers(question)[1]),
+    "next_number": lambda question: str(numbers(question)[0] + 1),
+    "parity": lambda question: "even" if question.split()[3][-1] in "02468" else "odd",
+    "order_numbers": lambda question: ", ".join(map(str, sorted(numbers(question)))),
+    "word_problems": lambda question: str(
+        sum(numbers(question)) if "gets" in question else numbers(question)[0] - numbers(question)[1]
+    ),
+    "letters": lambda question: words_of(question)[0][
+        {"first": 0, "second": 1, "third": 2, "last": -1}[question.split()[3]]
+    ],
+    "count_words": lambda question: str(question.count(",") + 1),
+    "order_words": lambda question: ", ".join(sorted(listed(question))),
+    "longer_word": lambda question: sorted(words_of(question), key=len)[-1],
+    "alphabetical": lambda question: sorted(words_of(question))[0],
+    "capitals": lambda question: words_of(question)[0].upper(),
+    "three_words": lambda question: "cool calm deep",
+}
+
+
+@pytest.mark.parametrize("task_type", REFERENCE)
+def test_the_right_answer_is_paid_and_an_attack_is_not(make_pool: MakePool, task_type: str) -> None:
+    task = TASKS[task_type]
+    for problem in make_pool({"type": "generated", "task_type": task_type, "difficulty": [2, 4]}).take(40):
+        right = REFERENCE[task_type](problem.question)
+        assert score(problem, right) == score(problem, f"{right}.") == 1
+        asked = problem.question.split("?")[0]
+        for attack in ("", problem.question, asked, asked.lower(), f"{problem.question} I do not know."):
+            assert score(problem, attack) == 0, attack
+        if isinstance(task, ChoiceTask):
+            options = task.options(problem)
+            for listing in (" ".join(options), " or ".join(options), f"It is either {' or '.join(reversed(options))}"):
+                assert score(problem, listing) == 0
+        _, wrong = task.example_answers(problem)
+        assert score(problem, wrong) == 0
+
+
+def test_listing_all_candidates_earns_no_more_than_one_guess(make_pool: MakePool) -> None:
+    """Of the numbers, letters and orders in a list the last one is read, whatever the question was."""
+    everything = {
+        "small_sums": ", ".join(map(str, range(1, 121))),
+        "letters": " ".join("abcdefghijklmnopqrstuvwxyz"),
+        "count_words": "1 2 3 4 5 6 7 8 9",
+    }
+    for task_type, listing in everything.items():
+        problems = make_pool({"type": "generated", "task_type": task_type, "difficulty": [5, 5]}).take(100)
+        assert sum(score(problem, listing) for problem in problems) <= 2
+    for problem in make_pool({"type": "generated", "task_type": "order_words", "difficulty": [2, 2]}).take(20):
+        orders = [", ".join(one) for one in permutations(listed(problem.question))]
+        paid = [score(problem, f"{'; '.join(orders)}; {last}") for last in orders]
+        assert sum(paid) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "paid"),
+    [
+        ("Old, brown, deep.", 1),
+        ("calm calm calm", 0),
+        ("a quiet river", 0),
+        ("very quiet indeed", 0),
+        ("calm deep", 0),
+        ("calm deep cold wet", 0),
+        ("1 2 3", 0),
+        ("calm deep 3", 0),
+    ],
+)
+def test_three_words_are_three_different_ones_of_ones_own(answer: str, paid: int) -> None:
+    question = "Describe a quiet river in exactly three words."
+    assert score(Problem("p/0", "three_words", question, "small red thing", "p"), answer) == paid
+
+
+@pytest.mark.parametrize("name", ["compare", "small_sums", "letters", "three_words"])
+def test_an_environment_has_enough_held_out_problems(name: str) -> None:
+    settings = load_environment(Path(name))
+    held, trained = (
+        {problem.question for problem in build_pool(name, one.task_pool, Shard(0, 1)).take(1500)}
+        for one in (held_out(settings, "eval"), settings)
+        if one is not None
+    )
+    assert len(held) >= 200
+    assert not held & trained

@@ -15,7 +15,6 @@ reading applies to a message that was cut, for an evaluation that separates what
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 
@@ -117,7 +116,7 @@ class ChoiceTask(PlainTask):
 
     def options(self, problem: Problem) -> list[str]:
         """The options: by default the words in quotation marks or, without any, the numbers."""
-        return _QUOTED.findall(problem.question) or _ANY_NUMBER.findall(problem.question)
+        return _QUOTED.findall(problem.question) or re.findall(r"\d+", problem.question)
 
     def read(self, problem: Problem, text: str) -> str | None:
         return read_choice(text, self.options(problem))
@@ -126,18 +125,24 @@ class ChoiceTask(PlainTask):
         return problem.gold, next(one for one in self.options(problem) if one != problem.gold)
 
 
-class CompareTask(ChoiceTask):
-    """ "Which number is larger, 34 or 72?" -> "72". The difficulty is the number of digits, one of the two with one digit less
-    in one problem of four."""
+class LetterTask(PlainTask):
+    """The answer is a letter, in lower case."""
 
-    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
-        digits = [difficulty, difficulty - (difficulty > 1 and rng.random() < 0.25)]
-        rng.shuffle(digits)
-        left, right = (rng.randrange(0 if one == 1 else 10 ** (one - 1), 10**one) for one in digits)
-        if left == right:
-            right = left + 1 if left < 10 ** digits[1] - 1 else left - 1
-        return f"Which number is larger, {left} or {right}? Answer with one number.", str(max(left, right))
+    def read(self, problem: Problem, text: str) -> str | None:
+        return read_letter(text)
 
-    def split_key(self, question: str) -> str:
-        """Sorts the numbers: the same two in the other order are the same problem."""
-        return " ".join(sorted(_ANY_NUMBER.findall(question), key=int))
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, "b" if problem.gold != "b" else "c"
+
+
+class OrderTask(PlainTask):
+    """The answer is a row of options, joined by ", "."""
+
+    def options(self, problem: Problem) -> list[str]:
+        raise NotImplementedError
+
+    def read(self, problem: Problem, text: str) -> str | None:
+        return read_order(text, self.options(problem))
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, ", ".join(reversed(problem.gold.split(", ")))

@@ -1,0 +1,150 @@
+"""Generated tasks over words and letters, in plain English: see `nmoe.envs.tasks.plain` for how an answer is read.
+
+The words are those of `words.txt`: common English nouns of four to eight letters, none a part of the question's own wording.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+from pathlib import Path
+
+from nmoe.envs.tasks.plain import MAX_CHARS, ChoiceTask, LetterTask, NumberTask, OrderTask, PlainTask
+from nmoe.errors import UserError
+from nmoe.types import Problem
+
+_QUOTED = re.compile(r"\"([a-z]+)\"")
+_LISTED = re.compile(r": ([a-z, ]+)[.?]")
+_ADJECTIVES = ("big", "bright", "cold", "dark", "famous", "new", "quiet", "rare", "small", "strange", "warm", "wild")
+_ORDINALS = ("first", "second", "third", "fourth")
+
+
+@cache
+def words() -> tuple[str, ...]:
+    """The words, in alphabetical order."""
+    return tuple((Path(__file__).parent / "words.txt").read_text().split())
+
+
+def _listed(question: str) -> list[str]:
+    """The words of a question's list: "...: river, apple." -> ["river", "apple"]."""
+    found = _LISTED.search(question)
+    return [] if found is None else found[1].split(", ")
+
+
+class LettersTask(LetterTask):
+    """ "What is the third letter of the word "river"?" -> "v". With a difficulty of 1 it is the first letter, with 2 one of the
+    first two, and so on; from 4 on one of the first three or the last."""
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        word, place = rng.choice(words()), rng.randrange(min(difficulty, 4))
+        which, letter = ("last", word[-1]) if place == 3 else (_ORDINALS[place], word[place])
+        return f'What is the {which} letter of the word "{word}"? Answer with one letter.', letter
+
+
+class CountWordsTask(NumberTask):
+    """ "How many words are in this list: river, apple?" -> "2". There are two words, and at most as many more as the difficulty."""
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        chosen = rng.sample(words(), 2 + rng.randint(0, difficulty))
+        return f"How many words are in this list: {', '.join(chosen)}? Answer with one number.", str(len(chosen))
+
+    def split_key(self, question: str) -> str:
+        return " ".join(sorted(_listed(question)))
+
+
+class OrderWordsTask(OrderTask):
+    """ "Sort these words in alphabetical order: river, apple." -> "apple, river". There is one word more than the difficulty, and
+    at most five."""
+
+    def options(self, problem: Problem) -> list[str]:
+        return _listed(problem.question)
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        while True:
+            chosen = rng.sample(words(), min(difficulty, 4) + 1)
+            if chosen != sorted(chosen):
+                break
+        question = f"Sort these words in alphabetical order: {', '.join(chosen)}. Answer with the words alone."
+        return question, ", ".join(sorted(chosen))
+
+    def split_key(self, question: str) -> str:
+        return " ".join(sorted(_listed(question)))
+
+
+class _PairTask(ChoiceTask):
+    """The base of questions about two words in quotation marks."""
+
+    def split_key(self, question: str) -> str:
+        return " ".join(sorted(_QUOTED.findall(question)))
+
+
+class LongerWordTask(_PairTask):
+    """ "Which word has more letters, "river" or "apricot"?" -> "apricot". The lengths differ by at least two; the difficulty is not
+    used."""
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        while True:
+            left, right = rng.sample(words(), 2)
+            if abs(len(left) - len(right)) >= 2:
+                return f'Which word has more letters, "{left}" or "{right}"? Answer with one word.', max(
+                    left, right, key=len
+                )
+
+
+class AlphabeticalTask(_PairTask):
+    """ "Which word comes first in the alphabet, "river" or "apple"?" -> "apple". The first letters differ; the difficulty is not
+    used."""
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        while True:
+            left, right = rng.sample(words(), 2)
+            if left[0] != right[0]:
+                question = f'Which word comes first in alphabetical order, "{left}" or "{right}"? Answer with one word.'
+                return question, min(left, right)
+
+
+class CapitalsTask(PlainTask):
+    """ "Write the words "river stone" in capital letters." -> "RIVER STONE". There are as many words as the difficulty, at most
+    four. The answer is the only text in capitals, or the last one."""
+
+    def read(self, problem: Problem, text: str) -> str | None:
+        count = problem.gold.count(" ") + 1
+        found = re.findall(r"\b[A-Z]{2,}\b", text[-MAX_CHARS:])
+        return " ".join(found[-count:]) if len(found) >= count else None
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, problem.gold.lower()
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        chosen = " ".join(rng.sample(words(), min(difficulty, 4)))
+        noun = "words" if " " in chosen else "word"
+        return f'Write the {noun} "{chosen}" in capital letters. Answer with the {noun} alone.', chosen.upper()
+
+
+class ThreeWordsTask(PlainTask):
+    """ "Describe a quiet river in exactly three words." -> any three different words, none of them in the question.
+
+    It is an instruction about form: what is said is not graded. The difficulty is not used.
+    """
+
+    _GOLD = "small red thing"
+
+    def read(self, problem: Problem, text: str) -> str | None:
+        """The gold where the message follows the instruction, else None."""
+        said = [word.casefold() for word in re.sub(r"[.,!;:\"*]", " ", text[:MAX_CHARS]).split()]
+        plain = all(re.fullmatch(r"[a-z][a-z'’-]*", word) for word in said)
+        asked = set(re.findall(r"[a-z]+", problem.question.casefold()))
+        return self._GOLD if plain and len(said) == len(set(said) - asked) == 3 else None
+
+    def check_gold(self, problem: Problem) -> None:
+        if problem.gold != self._GOLD:
+            raise UserError(
+                f"the gold answer of a three_words problem is {self._GOLD!r}, which stands for any three words"
+            )
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return self._GOLD, "red"
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        return f"Describe a {rng.choice(_ADJECTIVES)} {rng.choice(words())} in exactly three words.", self._GOLD
