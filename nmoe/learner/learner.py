@@ -36,7 +36,6 @@ from nmoe.learner.sharding import share_model
 from nmoe.model.checkpoint import export_model, load_weights, refuse_packed, sharded_model, snapshot_model
 from nmoe.model.device import fetch, put
 from nmoe.model.head import Head
-from nmoe.model.logprobs import is_wide
 from nmoe.model.lora import Lora
 from nmoe.model.moe import RouterTrace
 from nmoe.model.ops.table import make_ready
@@ -145,8 +144,7 @@ class Learner:
         assert head is not None or not head_only, "a learner of a head alone has one"
         assert lora is None or lora.model is model, "the adapter is that of the model that is trained"
         self.model, self.lora, self.head, self.head_only = model, lora, head, head_only
-        if model.exact or is_wide(model.config.vocab_size):
-            make_ready(model.device)
+        make_ready(model.device)
         if head is not None:
             head.to(model.device)
         self.ranks = ranks or Ranks()

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nmoe.model import exact_attention, recurrence
-from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer, Clusters
+from nmoe.model.ops.gradients import AttentionInClusters
 from nmoe.model.ops.table import ops_for
 from nmoe.model.recurrence import RecurrentLayer, Spans
 from nmoe.model.varlen import VarlenAttention
@@ -84,7 +87,16 @@ class PackedAttention:
             return self._exact(layer, q_THC, k_TJC, v_TJU)
         if self.varlen is not None and self.varlen.takes(layer, q_THC):
             return self.varlen(layer, q_THC, k_TJC, v_TJU)
-        return self.bucketed(layer, q_THC, k_TJC, v_TJU)
+        ops = ops_for(q_THC)
+        if not ops.takes_clusters(layer, q_THC, k_TJC, v_TJU, max(self.lengths, default=0)):
+            return self.bucketed(layer, q_THC, k_TJC, v_TJU)
+        out_THU: Tensor = AttentionInClusters.apply(ops, layer, self.clusters, q_THC, k_TJC, v_TJU)
+        return out_THU
+
+    @cached_property
+    def clusters(self) -> Clusters:
+        """Built when a layer first needs it."""
+        return clusters_of(self.lengths, self.shared)
 
     def _exact(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
         if self.shared is None:
@@ -112,6 +124,28 @@ class PackedAttention:
             _BucketedAttention(self.lengths, self.device, shared=None, exact=exact) for exact in (True, False)
         )
         return exact_attention.ExactAttention(self.lengths, without_order, plain)
+
+
+def clusters_of(lengths: Sequence[int], shared: tuple[Tensor, Tensor] | None) -> Clusters:
+    """The clusters of sequences whose leading rows may be shared, as `PackedAttention` is given them."""
+    tokens = sum(lengths)
+    places_T = np.arange(tokens) if shared is None else shared[1].numpy()
+    own_T = np.ones(tokens, bool) if shared is None else shared[0].numpy()[places_T] == np.arange(tokens)
+    spans: dict[int, list[tuple[int, int, int]]] = {}  # by the row that a cluster begins with
+    start = 0
+    for length in lengths:
+        places, own = places_T[start : start + length], int(own_T[start : start + length].sum())
+        if own:
+            prefix = length - own
+            first = int(places[prefix])
+            row = int(places[0]) if prefix else first
+            expected = np.concatenate([np.arange(row, row + prefix), np.arange(first, first + own)])
+            assert np.array_equal(places, expected), "what sequences share is the beginning of the first of them"
+            spans.setdefault(row, []).append((prefix, first, own))
+        start += length
+    bounds = [0, *accumulate(len(cluster) for cluster in spans.values())]
+    rows = [span for cluster in spans.values() for span in cluster]
+    return Clusters(torch.tensor(rows, dtype=torch.int64), torch.tensor(bounds), max(lengths, default=0))
 
 
 class _BucketedAttention:

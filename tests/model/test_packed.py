@@ -12,6 +12,7 @@ from torch.nn.attention import varlen
 
 from nmoe.model import packed
 from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.cpu import library
 from nmoe.model.packed import PackedAttention
 
 CPU = torch.device("cpu")
@@ -230,3 +231,46 @@ def test_what_the_variable_length_kernel_can_not_do_goes_to_the_buckets(
     out = PackedAttention([3], CPU, settings["exact"])(layer, x, x, x)
     assert bool(calls) == taken
     torch.testing.assert_close(out.float(), naive(layer, *[x.float()] * 3), rtol=2e-2, atol=2e-2)
+
+
+# The second sequence is the first and six rows more, the third is nothing but the beginning of the first, and the last shares 45
+# rows with the fourth.
+SHARING = [9, 15, 6, 80, 0, 70]
+RUN = [*range(9), *range(18, 24), *range(30, 110), *range(155, 180)]
+PLACES = [*range(9), *range(15), *range(6), *range(15, 95), *range(15, 60), *range(95, 120)]
+
+
+@pytest.mark.skipif(library.library() is None, reason="the kernel needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "width", "value_width"), [((6, 2), 64, 64), ((3, 3), 24, 8), ((4, 1), 40, 72)])
+def test_the_kernel_and_its_gradients_equal_those_in_double_precision(
+    dtype: torch.dtype, heads: tuple[int, int], width: int, value_width: int
+) -> None:
+    shared = torch.tensor(RUN), torch.tensor(PLACES)
+    long = [1, 40, 460], None  # more keys than a block of the backward pass
+    generator = torch.Generator().manual_seed(0)
+    for lengths, rows in ((SHARING, shared), long):
+        count = sum(lengths) if rows is None else len(rows[0])
+        shapes = [(heads[0], width), (heads[1], width), (heads[1], value_width), (heads[0], value_width)]
+        *inputs, upstream = (torch.randn(count, *shape, generator=generator).to(dtype) for shape in shapes)
+        layer = AttentionLayer(0, width**-0.5, window=500)
+        expected = [x.double().requires_grad_() for x in inputs]
+        wide = PackedAttention(lengths, CPU, shared=rows)(layer, *expected)
+        wide.backward(upstream.double())
+        found = [x.clone().requires_grad_() for x in inputs]
+        out = PackedAttention(lengths, CPU, shared=rows)(layer, *found)
+        assert type(out.grad_fn).__name__ == "AttentionInClustersBackward"
+        out.backward(upstream)
+        for mine, other in zip((out, *(x.grad for x in found)), (wide, *(x.grad for x in expected)), strict=True):
+            assert mine is not None
+            assert other is not None
+            error = (mine.double() - other).abs().max() / other.abs().max()
+            assert error < (1e-6 if dtype == torch.float32 else 8e-3)  # bf16 stores 8 bits
+
+
+@pytest.mark.skipif(library.library() is None, reason="the kernel needs a C++ compiler")
+def test_the_kernel_leaves_windows_and_sinks_to_torch() -> None:
+    x = torch.randn(9, 2, 8)
+    for layer in (AttentionLayer(0, 0.5, window=4), AttentionLayer(0, 0.5, sinks_H=torch.zeros(2))):
+        out = PackedAttention([9], CPU)(layer, x.requires_grad_(), x, x)
+        assert type(out.grad_fn).__name__ != "AttentionInClustersBackward"

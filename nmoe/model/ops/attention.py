@@ -32,6 +32,17 @@ class AttentionLayer:
     sinks_H: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Clusters:
+    """Packed sequences that share rows, as kernels read them. A sequence is a triple of `spans_B3`: how many leading rows it shares
+    with the first one of its cluster, where its other rows begin, and how many they are. Those of cluster g are
+    `bounds_G[g]` to `bounds_G[g + 1]`, the first of them without shared rows. `longest` is the longest sequence."""
+
+    spans_B3: Tensor
+    bounds_G: Tensor
+    longest: int
+
+
 def causal_attention(
     layer: AttentionLayer,
     q_BHLC: Tensor,

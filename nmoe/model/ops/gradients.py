@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nmoe.model.ops.attention import AttentionLayer, Clusters
+
 
 class Ops(Protocol):
     """The operations of a table that the functions here are made of; `nmoe.model.ops.torch.TorchOps` says what each does."""
@@ -30,6 +32,22 @@ class Ops(Protocol):
     def input_gradient(self, grad_NF: Tensor, weight_FD: Tensor) -> Tensor: ...
 
     def weight_gradient(self, x_ND: Tensor, grad_NF: Tensor) -> Tensor: ...
+
+    def attend_in_clusters(
+        self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, clusters: Clusters
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def attend_in_clusters_backward(
+        self,
+        layer: AttentionLayer,
+        q_SHC: Tensor,
+        k_SJC: Tensor,
+        v_SJU: Tensor,
+        clusters: Clusters,
+        out_SHU: Tensor,
+        log_sums_SH: Tensor,
+        grad_SHU: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def sum_rows(self, y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor: ...
 
@@ -105,6 +123,26 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
         cos_T1c, sin_T1c = ctx.saved_tensors
         return None, ctx.turn(grads[0], cos_T1c, -sin_T1c), None, None
+
+
+class AttentionInClusters(torch.autograd.Function):
+    """Of weights w = exp(s - log sum), o = w v:  dv = w' do,  ds = w (do v' - sum of do o),  dq = ds k,  dk = ds' q, where
+    s = scale q k' (Dao et al. 2022, arXiv:2205.14135, section 3.1)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ops: Ops, layer: AttentionLayer, clusters: Clusters, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor
+    ) -> Tensor:
+        out_SHU, log_sums_SH = ops.attend_in_clusters(layer, q_SHC, k_SJC, v_SJU, clusters)
+        ctx.save_for_backward(q_SHC, k_SJC, v_SJU, out_SHU, log_sums_SH)
+        ctx.ops, ctx.layer, ctx.clusters = ops, layer, clusters
+        return out_SHU
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_SHC, k_SJC, v_SJU, out_SHU, log_sums_SH = ctx.saved_tensors
+        given = (ctx.layer, q_SHC, k_SJC, v_SJU, ctx.clusters, out_SHU, log_sums_SH, grads[0])
+        return None, None, None, *ctx.ops.attend_in_clusters_backward(*given)
 
 
 class Dispatch(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model.ops import attention, delta, gradients
-from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer, Clusters
 
 # gpt-oss's sigmoid slope (its release; also the common approximation of GELU by x * sigmoid(1.702 x)).
 SLOPE = 1.702
@@ -195,6 +195,31 @@ class TorchOps:
         """Attention of the last L of S = earlier + L positions to all before them, `[B, H, L, U]`, with the layer's window and
         sinks."""
         return attention.causal_attention(layer, q_BHLC, k_BJSC, v_BJSU, earlier)
+
+    def takes_clusters(self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, longest: int) -> bool:
+        """Whether there are `attend_in_clusters` and its gradient for these, of sequences up to the longest."""
+        return False
+
+    def attend_in_clusters(
+        self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, clusters: Clusters
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention of packed sequences, `[S, H, U]`, and the logarithms of the sums of exponentials, `[S, H]`, where
+        `takes_clusters` says so."""
+        raise NotImplementedError("`takes_clusters` was asked")
+
+    def attend_in_clusters_backward(
+        self,
+        layer: AttentionLayer,
+        q_SHC: Tensor,
+        k_SJC: Tensor,
+        v_SJU: Tensor,
+        clusters: Clusters,
+        out_SHU: Tensor,
+        log_sums_SH: Tensor,
+        grad_SHU: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values."""
+        raise NotImplementedError("`takes_clusters` was asked")
 
     def paged_attention(
         self,

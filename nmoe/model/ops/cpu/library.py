@@ -4,8 +4,8 @@ They need Linux and a C++ compiler, `$CXX` or g++. They use the instructions tha
 of the kind has (`torch.backends.cpu.get_cpu_capability`, which the variable `ATEN_CPU_CAPABILITY` lowers). In fp32 AVX-512 and AVX2
 give the same bits. Without a compiler, torch's operations run instead, slower.
 
-With fast numerics only the engine uses the kernels, apart from the head over a wide vocabulary, which is the learner's. With exact
-numerics the engine and the learner use those that give a row the same bits in any batch: products and attention.
+With fast numerics the engine uses the kernels, and the learner those of attention and of the head over a wide vocabulary. With
+exact numerics both use those that give a row the same bits in any batch: products and attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from nmoe.model.ops.cpu.processor import cpu_features
 
 _SOURCES = Path(__file__).parent
-_UNITS = ("products.cpp", "routing.cpp", "attention.cpp", "prefill.cpp", "sampling.cpp", "head.cpp")
+_UNITS = ("products.cpp", "routing.cpp", "attention.cpp", "prefill.cpp", "packed.cpp", "sampling.cpp", "head.cpp")
 _HEADERS = ("vector.h", "tile.h")
 # Only the multiplications and additions that the sources fuse are fused, so that every target gives the same bits.
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-ffp-contract=off")

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer, Clusters
 from nmoe.model.ops.cpu.library import DTYPES, call
 
 _PANEL = 32  # of tile.h
@@ -165,8 +165,7 @@ def attention(
     it is left out if rows see each other's keys. The heads of a row are contiguous; rows need not be."""
     (rows, heads, width), (kv_heads, _, value_width) = q_BHC.shape, values_NJPU.shape[1:]
     out_BHU = q_BHC.new_empty(rows, heads, value_width)
-    by_row = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q_BHC, *(new or ()))]
-    strided = [part for x in by_row for part in (x, x.stride(0))]
+    strided = _by_token(q_BHC, *(new or ()))
     cached = (keys_NJPC, values_NJPU, table_SM, table_SM.stride(0), sequence_B, positions_B)
     sinks_H = None if layer.sinks_H is None else layer.sinks_H.float()
     shape = (rows, heads, kv_heads, width, value_width)
@@ -241,6 +240,56 @@ def causal_attention(layer: AttentionLayer, q_HLC: Tensor, k_JSC: Tensor, v_JSU:
     name = f"nmoe_causal_attention_{DTYPES[q_HLC.dtype]}"
     call(name, *strided, sinks_H, float(layer.scale), layer.window, out_LHU, *shape)
     return out_LHU.transpose(0, 1)
+
+
+def attend_in_clusters(
+    layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, clusters: Clusters
+) -> tuple[Tensor, Tensor]:
+    """`TorchOps.attend_in_clusters` of layers without window and sinks."""
+    (rows, heads, width), (_, kv_heads, value_width) = q_SHC.shape, v_SJU.shape
+    out_SHU, log_sums_SH = q_SHC.new_empty(rows, heads, value_width), torch.empty(rows, heads)
+    shape = (len(clusters.bounds_G) - 1, heads, kv_heads, width, value_width, clusters.longest)
+    spans = (clusters.spans_B3, clusters.bounds_G, float(layer.scale))
+    name = f"nmoe_packed_attention_{DTYPES[q_SHC.dtype]}"
+    call(name, *_by_token(q_SHC, k_SJC, v_SJU), *spans, out_SHU, log_sums_SH, *shape)
+    return out_SHU, log_sums_SH
+
+
+def attend_in_clusters_backward(
+    layer: AttentionLayer,
+    q_SHC: Tensor,
+    k_SJC: Tensor,
+    v_SJU: Tensor,
+    clusters: Clusters,
+    out_SHU: Tensor,
+    log_sums_SH: Tensor,
+    grad_SHU: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`TorchOps.attend_in_clusters_backward`. Sums over queries and heads are in fp32, and rounded at the end."""
+    (_, heads, width), (_, kv_heads, value_width) = q_SHC.shape, v_SJU.shape
+    grad_q_SHC = torch.empty(q_SHC.shape, dtype=q_SHC.dtype)
+    grad_k_SJC, grad_v_SJU = torch.zeros(k_SJC.shape), torch.zeros(v_SJU.shape)
+    call(
+        f"nmoe_packed_attention_backward_{DTYPES[q_SHC.dtype]}",
+        *_by_token(q_SHC, k_SJC, v_SJU),
+        out_SHU,
+        grad_SHU.contiguous(),
+        log_sums_SH,
+        clusters.spans_B3,
+        clusters.bounds_G,
+        float(layer.scale),
+        grad_q_SHC,
+        grad_k_SJC,
+        grad_v_SJU,
+        *(len(clusters.bounds_G) - 1, heads, kv_heads, width, value_width, clusters.longest),
+    )
+    return grad_q_SHC, grad_k_SJC.to(k_SJC.dtype), grad_v_SJU.to(v_SJU.dtype)
+
+
+def _by_token(*rows: Tensor) -> list[Tensor | int]:
+    """Rows of heads that follow each other in memory, each with its distance from one token to the next."""
+    views = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in rows]
+    return [part for x in views for part in (x, x.stride(0))]
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor, bool]:

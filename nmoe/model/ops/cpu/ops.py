@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer, Clusters
 from nmoe.model.ops.cpu import library, operations, packing
 from nmoe.model.ops.cpu.packing import can_pack, can_pack_for_onednn, packed
 from nmoe.model.ops.gradients import Linear, LinearByGroup
@@ -107,6 +107,31 @@ class CpuOps(TorchOps):
         by_token = (largest_N, factor_N, slope_N, onehot_N)
         return operations.head_backward(x_ND, weight_VD, targets_N, temperature, *by_token, of_x, of_weight)
 
+    def takes_clusters(self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, longest: int) -> bool:
+        dtypes = {x.dtype for x in (q_SHC, k_SJC, v_SJU)}
+        plain = layer.sinks_H is None and (not layer.window or layer.window >= longest)
+        return plain and len(dtypes) == 1 and dtypes <= set(library.DTYPES) and library.library() is not None
+
+    def attend_in_clusters(
+        self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, clusters: Clusters
+    ) -> tuple[Tensor, Tensor]:
+        return operations.attend_in_clusters(layer, q_SHC, k_SJC, v_SJU, clusters)
+
+    def attend_in_clusters_backward(
+        self,
+        layer: AttentionLayer,
+        q_SHC: Tensor,
+        k_SJC: Tensor,
+        v_SJU: Tensor,
+        clusters: Clusters,
+        out_SHU: Tensor,
+        log_sums_SH: Tensor,
+        grad_SHU: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return operations.attend_in_clusters_backward(
+            layer, q_SHC, k_SJC, v_SJU, clusters, out_SHU, log_sums_SH, grad_SHU
+        )
+
     def kept_mask(self, logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor | None:
         if logits_BV.shape[-1] < _LONG_ROW or logits_BV.dtype != torch.float32 or library.library() is None:
             return None
@@ -184,6 +209,9 @@ class KernelOps(CpuOps):
         weights = packed(gate_up_EDF, packing.each_gate_up)[0], packed(down_EFD, packing.each_down)[0]
         biases, width = (gate_up_bias_EF, down_bias_ED), down_EFD.shape[1]
         return operations.experts(x_TD, chosen_TK, weights_TK, *weights, *biases, limit, width)
+
+    def takes_clusters(self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, longest: int) -> bool:
+        return longest < _LONG_SEQUENCE and super().takes_clusters(layer, q_SHC, k_SJC, v_SJU, longest)
 
     def causal_attention(
         self, layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
