@@ -326,6 +326,11 @@ def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Probl
 
 def _rendered(environment: Environment, tokenizer: Tokenizer, problem: Problem, right: _Graded) -> Iterator[str]:
     prompt_ids = environment.prompt_ids(problem)
+    if (default := environment.renderer.default_system) and not problem.history:
+        own = (
+            "which the environment's `system` replaces" if environment.settings.system else "set `system` to replace it"
+        )
+        yield f"system       the template has one of its own, {shown(default)}: {own}"
     yield "prompt, as sampling starts from it:"
     yield from _indented(tokenizer.decode(prompt_ids))
     yield "right answer, as it would be sampled:"

@@ -287,11 +287,13 @@ class Environment:
         return self._tokenizer.decode(token_ids)
 
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
-        """Renders a well-formed completion with this answer, including the stop token."""
+        """Renders a well-formed completion with this answer, including the stop token. It reasons first where the format has a
+        place for that, or the reward asks for it."""
         # Only answers that cannot be told from the prose around them need a box; otherwise the whole message is the answer.
         bare = from_final(answer, bare_final=TASKS[problem.task_type].bare_final).answer == answer
         in_box = self.settings.format == "boxed" or not bare
-        return self.renderer.completion_ids(_REASONING, rf"\boxed{{{answer}}}" if in_box else answer)
+        reasons = self.renderer.has_reasoning or self.weights["reasoning"] > 0
+        return self.renderer.completion_ids(_REASONING if reasons else "", rf"\boxed{{{answer}}}" if in_box else answer)
 
     async def grade(
         self,

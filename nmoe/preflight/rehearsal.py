@@ -27,6 +27,7 @@ from nmoe.recipes.setup import load_tokenizer
 from nmoe.rl.experience import policy_batch
 from nmoe.rl.policy import policy_learner
 from nmoe.rollout.collector import Collector
+from nmoe.runs.samples import shortened
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
 from nmoe.types import Problem, Sample, Sampling
@@ -34,7 +35,10 @@ from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
 
 _TEXT = "x = 3.5 * (2 + 1)\n\n\tOne, two:  <b>caf\u00e9</b> \u4e2d\u6587 \U0001f600"
 _SAMPLES = 4
-_NEW_TOKENS = 32
+# The most new tokens of a sample: enough to show what the model says, and to compare log-probabilities.
+_NEW_TOKENS = 128
+# How many of the samples are shown, and how many characters of each.
+_SHOWN, _CHARACTERS = 2, 120
 # The largest difference of a token's log-probabilities over the highest mean that rounding explains.
 _LARGEST_OVER_MEAN = 40.0
 
@@ -75,7 +79,10 @@ def rehearse(config: RLConfig) -> Iterator[Check]:
 
         yield rewards(config, environment, engine, learner, problem, collect)
         exact = numerics_here(config.model.numerics, choose_device(device)) == "exact"
-        yield mismatch(learner, engine, collect, exact)
+        limit = min(_NEW_TOKENS, config.sampling.max_new_tokens)
+        sampled = collect(engine, samples=_SAMPLES, max_new_tokens=limit)
+        yield mismatch(learner, sampled, exact)
+        yield samples(environment, problem, sampled, limit)
 
 
 def round_trip(tokenizer: Tokenizer) -> Check:
@@ -105,6 +112,8 @@ def template(environment: Environment, tokenizer: Tokenizer, problem: Problem, m
         said = f"the right answer {right[:40]!r} to {problem.id} is read as {(read or '')[:40]!r}"
         return Check(name, "fail", f"{said}: environment.format is not that of the tokenizer")
     said = f"a prompt of {len(prompt)} tokens, its right answer {len(ids)}"
+    if environment.renderer.default_system and not environment.settings.system and not problem.history:
+        said = f"{said}; the template adds a system message of its own, which the environment's `system` would replace"
     if len(ids) > limit:
         return Check(name, "warn", f"{said}, and completions end at {limit}: raise sampling.max_new_tokens")
     return Check(name, "ok", said)
@@ -152,10 +161,37 @@ def _why_masked(trajectories: Sequence[Trajectory]) -> str:
     return "" if masked is None else ": ".join(filter(None, (masked.failure, masked.reason)))
 
 
-def mismatch(learner: Learner, engine: Engine, collect: _Collect, exact: bool) -> Check:
-    """The difference of the engine's and the learner's log-probabilities of the tokens that the engine samples. With `exact`
+def samples(environment: Environment, problem: Problem, sampled: Sequence[Trajectory], limit: int) -> Check:
+    """What the model samples before it is trained, how it ends, and its reward; beside the right answer in the same form."""
+    task = TASKS[problem.task_type]
+    right = ""
+    if task.knows_answer(problem):
+        answer, _ = task.example_answers(problem)
+        right = f", whose right answer is {shortened(environment.text(environment.answer_ids(problem, answer)), _CHARACTERS)!r}"
+    cut = sum(one.truncated for one in sampled)
+    ended = f"{cut} of {len(sampled)} samples of {problem.id}{right}, are cut at {limit} tokens"
+    shown = "; ".join(_shown_sample(environment, one) for one in sampled[:_SHOWN])
+    said = f"{ended}: {shown}"
+    if cut == len(sampled) and limit < _NEW_TOKENS:
+        return Check("samples", "warn", f"{said}: raise sampling.max_new_tokens, or ask for short answers in `system`")
+    return Check("samples", "ok", said)
+
+
+def _shown_sample(environment: Environment, trajectory: Trajectory) -> str:
+    """`'The answer is 5' earns 0 (wrong: differs)`."""
+    grade = trajectory.grade
+    text = shortened(environment.text(trajectory.token_ids), _CHARACTERS)
+    why = (
+        grade.failure
+        if grade.failure != "ok" or grade.verdict is None
+        else f"{grade.verdict.outcome}: {grade.verdict.reason}"
+    )
+    return f"{text!r} earns {grade.score:g} ({why})"
+
+
+def mismatch(learner: Learner, sampled: Sequence[Trajectory], exact: bool) -> Check:
+    """The difference of the engine's and the learner's log-probabilities of the tokens that the engine sampled. With `exact`
     numerics there is none."""
-    sampled = collect(engine, samples=_SAMPLES, max_new_tokens=_NEW_TOKENS)
     trajectories = [one for one in sampled if one.trainable]
     if not trajectories:
         return Check("engine and learner", "fail", f"not compared: no sample can be trained on; {_why_masked(sampled)}")

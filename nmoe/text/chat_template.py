@@ -189,6 +189,24 @@ class ChatTemplate:
         before, opened = self._render(asked), self._render(asked, opens_turn=True)
         return _leaves_open(opened[len(before) :] if opened.startswith(before) else opened)
 
+    @cached_property
+    def default_system(self) -> str:
+        """The system message that the template writes where a conversation has none, and that one of its own replaces; "" where it
+        writes none."""
+        asked, mark = {"role": "user", "content": "?"}, "a system message of its own"
+        try:
+            before, _, after = self._render([{"role": "system", "content": mark}, asked]).partition(mark)
+        except UserError:  # a template without system messages
+            return ""
+        text = self._render([asked])
+        if not (before and after and text.startswith(before) and text.endswith(after)):
+            return ""
+        return text[len(before) : len(text) - len(after)].strip()
+
+    def names(self, text: str) -> bool:
+        """Whether a text stands in the template."""
+        return text in self._template
+
     def completion_ids(self, text: str) -> list[int]:
         """Renders a text as a sampled turn: control tokens by their names, followed by the end of the turn."""
         end = self.stop_ids[0] if self._written_end is None else self._written_end

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chat_templates import qwen, save
+from chat_templates import gemma, llama, qwen, save
 
 from nmoe.config.environment import load_environment
 from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.config.tables.pools import task_types
+from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment, in_format
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.plain import PlainTask
-from nmoe.errors import UserError
+from nmoe.errors import UserError, shown
+from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.tokenizer import Tokenizer
 
 SETTINGS = """
@@ -109,3 +112,59 @@ def test_the_best_answer_in_harmony_is_the_answer_alone(harmony: Tokenizer, tmp_
     problem = environment.pool.order.at(0)
     said = harmony.decode(environment.answer_ids(problem, problem.gold))
     assert said.endswith("<|channel|>final<|message|>\\frac{1}{2}<|return|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "rubric", "right"),
+    [
+        (llama, "", "865<|eot_id|>"),
+        (
+            llama,
+            "[rubric]\ncorrectness = 1.0\nreasoning = 0.5\n",
+            "<think>\nThe answer follows.\n</think>\n\n865<|eot_id|>",
+        ),
+        (qwen, "", "<think>\nThe answer follows.\n</think>\n\n865<|im_end|>"),
+    ],
+)
+def test_the_right_answer_reasons_where_the_template_or_the_reward_knows_of_reasoning(
+    template: Callable[[Path], Tokenizer], rubric: str, right: str, tmp_path: Path
+) -> None:
+    tokenizer = template(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"question": "Which is larger, 865 or 518?", "answer": "865"}\n')
+    pool = '[task_pool]\ntype = "jsonl"\npath = "data.jsonl"\ntask_type = "gsm8k"\n'
+    (tmp_path / "environment.toml").write_text(f'env_id = "larger"\nformat = "chat"\n{pool}{rubric}')
+    environment = Environment.from_toml(tmp_path / "environment.toml", tokenizer)
+    ids = environment.answer_ids(environment.pool.order.at(0), "865")
+    assert tokenizer.decode(ids) == right
+    assert environment.answer_text(ids) == "865"
+
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are SmolLM.<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_system_message_that_the_template_adds_is_named_and_replaced(tmp_path: Path, file: Path) -> None:
+    tokenizer = qwen(tmp_path / "smol", CHATML)
+    file.write_text(SETTINGS.replace('system = "Sort."\n', "").replace('chat = "Sort, and say no more."\n', ""))
+    environment = Environment.from_toml(file, tokenizer)
+    assert environment.renderer.default_system == "You are SmolLM."
+    prompt = tokenizer.decode(environment.prompt_ids(environment.pool.order.at(0)))
+    assert prompt.startswith("<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n")
+    said = f"system       the template has one of its own, {shown('You are SmolLM.')}: "
+    assert f"{said}set `system` to replace it" in list(check_environment(file, tmp_path / "smol"))
+    file.write_text(SETTINGS)
+    environment = Environment.from_toml(file, tokenizer)
+    prompt = tokenizer.decode(environment.prompt_ids(environment.pool.order.at(0)))
+    assert prompt.startswith("<|im_start|>system\nSort, and say no more.<|im_end|>\n<|im_start|>user\n")
+    assert f"{said}which the environment's `system` replaces" in list(check_environment(file, tmp_path / "smol"))
+
+
+def test_templates_without_a_system_message_of_their_own(tmp_path: Path, harmony: Tokenizer, file: Path) -> None:
+    for directory, make in (("qwen", qwen), ("llama", llama), ("gemma", gemma)):
+        (tmp_path / directory).mkdir()
+        tokenizer = make(tmp_path / directory)
+        assert ChatTemplate(tokenizer).default_system == "", directory
+    assert Environment.from_toml(file, harmony).renderer.default_system == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from test_preflight import TABLES, rl
+from test_preflight import SHAPE, TABLES, rl
 
 from nmoe.config.commands import load_run_with
 from nmoe.config.commands.rl import RLConfig
@@ -38,10 +39,28 @@ def found(tmp_path: Path, **tables: Any) -> dict[str, Check]:
 
 def test_a_run_without_fault(tmp_path: Path) -> None:
     checks = found(tmp_path)
-    assert list(checks) == ["tokenizer", "template", "sandbox", "golds", "rewards", "engine and learner"]
-    assert {check.status for check in checks.values()} == {"ok"}
+    assert list(checks) == ["tokenizer", "template", "sandbox", "golds", "rewards", "engine and learner", "samples"]
+    assert {check.status for name, check in checks.items() if name != "samples"} == {"ok"}
     assert checks["sandbox"].text == "none is needed"
     assert checks["rewards"].text.startswith("twice the same; 1 for the right answer to sort/0, 0 for a wrong one")
+
+
+def test_what_the_model_samples_is_shown_beside_the_right_answer(tmp_path: Path) -> None:
+    """A model with drawn weights does not end."""
+    check = found(tmp_path)["samples"]
+    assert check.status == "warn"
+    right = r"'The answer follows\. \\\\boxed\{\d+\}<\|endoftext\|>'"
+    assert re.match(f"4 of 4 samples of sort/0, whose right answer is {right}, are cut at 40 tokens: ", check.text)
+    assert check.text.count(" earns 0 (truncated)") == 2
+    assert check.text.endswith("(truncated): raise sampling.max_new_tokens, or ask for short answers in `system`")
+    # Longer ones may still end: the check's own limit cut them.
+    config = rl(
+        tmp_path,
+        sampling={"max_new_tokens": 300},
+        model={"shape": {**SHAPE, "context_tokens": 512}, "tokenizer": "bytes"},
+    )
+    check = {one.name: one for one in rehearse(config)}["samples"]
+    assert (check.status, ", are cut at 128 tokens: " in check.text) == ("ok", True)
 
 
 class Lossy:

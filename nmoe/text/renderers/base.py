@@ -127,8 +127,16 @@ class Renderer(Protocol):
     def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
         """The reasoning of a turn and what it says beside it, either as far as the format holds."""
 
+    @property
+    def default_system(self) -> str:
+        """The system message that the format writes where a conversation has none; one of its own replaces it."""
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the format has a place for reasoning before the answer."""
+
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:
-        """Renders a whole well-formed turn that reasons and then answers."""
+        """Renders a whole well-formed turn that reasons, unless `reasoning` is empty, and then answers."""
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         """Renders a conversation of a dataset as sequences that learn the assistant's messages from index `first` on, except

@@ -85,7 +85,18 @@ class ChatRenderer:
         said, _ = self._read(token_ids)
         return said.reasoning, said.content
 
+    @property
+    def default_system(self) -> str:
+        return self._template.default_system
+
+    @cached_property
+    def has_reasoning(self) -> bool:
+        """Whether the template says anything of reasoning: in its text, or by writing a field of its own."""
+        return self._template.opens_reasoning or self._reads_reasoning or self._template.names(END_THINK)
+
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:
+        if not reasoning and not self._template.opens_reasoning:
+            return self._template.completion_ids(answer)
         opening = "" if self._template.opens_reasoning else f"{THINK}\n"
         return self._template.completion_ids(f"{opening}{reasoning}\n{END_THINK}\n\n{answer}")
 

@@ -26,6 +26,8 @@ class HarmonyRenderer:
     """
 
     name = "harmony"
+    has_reasoning = True
+    default_system = ""
 
     def __init__(
         self,
@@ -95,8 +97,8 @@ class HarmonyRenderer:
         return completion.analysis, completion.final or ""
 
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:
-        said = [Message("assistant", reasoning, channel="analysis"), Message("assistant", answer, channel="final")]
-        return self._harmony.render_completion(said)
+        thought = [Message("assistant", reasoning, channel="analysis")] if reasoning else []
+        return self._harmony.render_completion([*thought, Message("assistant", answer, channel="final")])
 
     def spelled(self, text: str) -> list[int]:
         """The tokens of a part of the form that is written with the names of its control tokens; never for text from elsewhere."""

@@ -29,6 +29,8 @@ class PlainRenderer:
     """
 
     name = "text"
+    has_reasoning = True
+    default_system = ""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class PlainRenderer:
         return None, self._text(token_ids)
 
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:
-        return [*self._tokenizer.encode(f"{reasoning} {answer}"), self._end]
+        return [*self._tokenizer.encode(f"{reasoning} {answer}" if reasoning else answer), self._end]
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         asked, said = messages[0], messages[-1]
