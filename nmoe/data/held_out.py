@@ -26,15 +26,16 @@ def prompt_of(record: Record) -> str:
 
 
 def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
-    """The places of about a `share` of records, one at least, by the prompt of each. Prompts are taken whole, in the order of their
-    hash with the seed: a record that is added or left out moves few others. None where all have one prompt."""
+    """The places of about a `share` of records, one at least, by the prompt of each; from 1 on `share` is their number. Prompts are
+    taken whole, in the order of their hash with the seed: a record that is added or left out moves few others. None where all have
+    one prompt."""
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         places.setdefault(prompt, []).append(place)
     order = sorted(
         places, key=lambda prompt: hashlib.sha256(f"held out/{seed}/{prompt}".encode(errors="replace")).digest()
     )
-    wanted = max(1, round(share * len(prompts)))
+    wanted = max(1, round(share * len(prompts)) if share < 1 else round(share))
     drawn: set[int] = set()
     for prompt in order:
         if len(drawn) + len(places[prompt]) <= wanted:
@@ -46,9 +47,10 @@ def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
 
 
 def refuse_empty(kind: str, count: int, drawn: int, share: float) -> None:
-    """Raises UserError where so many records with this share held out leave nothing to train or to evaluate on."""
+    """Raises UserError where so many records with this share or number held out leave nothing to train or to evaluate on."""
     if drawn == count:
-        raise UserError(f"of {count} {kind} a share of {share:g} held out leaves none to train on")
+        held = f"a share of {share:g}" if share < 1 else f"{share:g}"
+        raise UserError(f"of {count} {kind} {held} held out leaves none to train on")
     if drawn == 0:
         raise UserError(
             f"all {count} {kind} have one prompt, which is trained on or evaluated on and not both; name data of its own to "

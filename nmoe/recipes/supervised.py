@@ -197,5 +197,6 @@ def records_source(records: RecordsSection) -> str:
 def held_out_source(records: RecordsSection) -> str:
     """What the held-out records are called in results."""
     if (other := records.held_out_dataset) is None:
-        return f"{records_source(records)}, {records.held_out:g} of it"
+        of_it = f"{records.held_out:g} of it" if records.held_out < 1 else f"{records.held_out:g} records of it"
+        return f"{records_source(records)}, {of_it}"
     return other.path if records.held_out_split is None else f"{other.path}, {other.split}"

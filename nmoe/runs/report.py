@@ -17,7 +17,7 @@ from nmoe.runs.recorded import read_provenance, resumptions
 from nmoe.runs.sample_limits import CHARACTERS, PROBLEMS
 from nmoe.runs.samples import latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically
-from nmoe.runs.summary import headline
+from nmoe.runs.summary import ends_of, headline
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,6 @@ PLOTS = (
     Plot("mismatch", "Rollout against learner", "nats", ("mismatch_abs_mean", "mismatch_abs_max"), log=True),
     Plot("grad_norm", "Gradient norm before clipping", "norm", ("grad_norm",)),
 )
-# The table at the top compares the means over this many first and last steps.
-_ENDS_STEPS = 10
 SUMMARY = (
     "reward_mean",
     "correctness",
@@ -155,13 +153,15 @@ def _steps_line(metrics: Sequence[Mapping[str, Any]]) -> str:
 
 def _ends_table(metrics: Sequence[Mapping[str, Any]]) -> str:
     rows = []
+    count = ends_of(len(metrics))
     for name in SUMMARY:
         values = [row[name] for row in metrics if name in row]
         if values:
-            first, last = values[:_ENDS_STEPS], values[-_ENDS_STEPS:]
+            first, last = values[:count], values[-count:]
             ends = (sum(first) / len(first), sum(last) / len(last), min(values), max(values))
             rows.append([name, *map(float, ends)])
-    header = ["metric", f"first {_ENDS_STEPS} steps", f"last {_ENDS_STEPS} steps", "lowest step", "highest step"]
+    steps = "step" if count == 1 else f"{count} steps"
+    header = ["metric", f"first {steps}", f"last {steps}", "lowest step", "highest step"]
     return markdown_table(header, rows) if rows else ""
 
 

@@ -15,6 +15,13 @@ from nmoe.runs.record import interval_of
 _PROGRESS = ("reward_mean", "correctness", "held_out_loss", "held_out_accuracy", "loss")
 _ENDS_STEPS = 10
 
+
+def ends_of(steps: int) -> int:
+    """How many first and last steps of a run are compared: ten, and of a run shorter than forty a quarter of them. A mean over more
+    would hide what changed between its ends."""
+    return max(1, min(_ENDS_STEPS, steps // 4))
+
+
 NEXT = {
     "pretrain": ("nmoe chat {run}", "nmoe rl train CONFIG --model.path={run}"),
     "sft": ("nmoe eval {run} ENVIRONMENT --format-check", "nmoe chat {run}"),
@@ -87,8 +94,10 @@ def _measured(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The first metric of progress that the run has, at its first and last steps."""
     for name in _PROGRESS:
         if values := [row[name] for row in metrics if name in row]:
-            first, last = values[:_ENDS_STEPS], values[-_ENDS_STEPS:]
-            yield f"{name}: {sum(first) / len(first):.4g} -> {sum(last) / len(last):.4g} (first and last {len(last)} steps)"
+            count = ends_of(len(values))
+            first, last = (sum(part) / count for part in (values[:count], values[-count:]))
+            steps = "step" if count == 1 else f"{count} steps"
+            yield f"{name}: {first:.4g} -> {last:.4g} (first and last {steps})"
             return
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.data.held_out import held_out, prompt_of
+from nmoe.config.commands import load_run_with
+from nmoe.config.commands.supervised import SFTConfig
+from nmoe.data.held_out import held_out, prompt_of, refuse_empty
 from nmoe.data.records import Conversation, PromptCompletion, Text
+from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage
 
 ASKED, SAID = ChatMessage("user", "6 * 7?"), ChatMessage("assistant", "42")
@@ -32,6 +39,32 @@ def test_the_seed_decides_and_a_record_more_moves_few() -> None:
     assert len(first) == 20
     assert len(first & held_out(prompts, 0.1, 1)) < 10
     assert len(first & held_out([*prompts, "more"], 0.1, 0)) >= 19
+
+
+def test_a_number_of_records_is_held_out_as_a_share_of_as_many_is() -> None:
+    prompts = [str(number) for number in range(200)]
+    assert held_out(prompts, 16, 3) == held_out(prompts, 0.08, 3)
+    assert len(held_out(prompts, 16, 3)) == 16
+    assert len(held_out(prompts, 1, 3)) == 1
+    assert len(held_out([f"{number % 10}" for number in range(200)], 30, 3)) == 20, "whole prompts, of 20 records each"
+    with pytest.raises(UserError, match="of 200 records 200 held out leaves none to train on"):
+        refuse_empty("records", 200, len(held_out(prompts, 200, 3)), 200)
+
+
+def test_what_is_neither_a_share_nor_a_number_is_refused(tmp_path: Path) -> None:
+    records = {"path": "train.jsonl", "held_out": 1.5}
+    tables: dict[str, Any] = {
+        "run": {"name": "r", "steps": 1},
+        "model": {"path": "m"},
+        "records": records,
+        "eval": [{"every_steps": 1}],
+    }
+    with pytest.raises(
+        UserError, match=r"\[records\] held_out = 1.5: is neither a share, below 1, nor a number of records"
+    ):
+        load_run_with(None, SFTConfig, tables, "sft.toml", "sft")
+    tables["records"] = {**records, "held_out": 16}
+    assert load_run_with(None, SFTConfig, tables, "sft.toml", "sft").records.held_out == 16
 
 
 def test_what_a_record_asks() -> None:

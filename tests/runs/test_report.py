@@ -51,7 +51,7 @@ def test_the_report_holds_the_numbers_of_the_run(run: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0] == "# Run demo"
     assert "20 steps are recorded, 1 to 20." in lines
-    assert "| reward_mean | 0.275 | 0.775 | 0.05 | 1 |" in lines  # means of 1..10 and of 11..20, over 20
+    assert "| reward_mean | 0.15 | 0.9 | 0.05 | 1 |" in lines  # means of 1..5 and of 16..20, over 20
     assert "| 0 | greedy_pass@1 | arithmetic | 200 | 0.100 | 0.050 to 0.150 |" in lines
     assert "| 20 | greedy_pass@1 | arithmetic | 200 | 0.850 | 0.800 to 0.900 |" in lines
     assert "| time_rollout_s | 60.0 | 60.0% |" in lines

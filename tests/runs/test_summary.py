@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nmoe.runs.summary import NEXT, run_summary
 
 
@@ -42,9 +44,25 @@ def test_without_evaluations_the_metrics_speak(tmp_path: Path) -> None:
     rows = [{"step": step, "time_step_s": 1.0, "loss": float(21 - step)} for step in range(1, 21)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert list(run_summary(tmp_path, "pretrain"))[:2] == [
-        "loss: 15.5 -> 5.5 (first and last 10 steps)",
+        "loss: 18 -> 3 (first and last 5 steps)",
         "20 steps in 20 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (12, "loss: 11 -> 2 (first and last 3 steps)"),  # 12, 11 and 10, and 3, 2 and 1
+        (60, "loss: 55.5 -> 5.5 (first and last 10 steps)"),
+        (3, "loss: 3 -> 1 (first and last step)"),
+        (1, "loss: 1 -> 1 (first and last step)"),
+    ],
+)
+def test_the_ends_of_a_short_run_have_no_step_in_common(tmp_path: Path, steps: int, said: str) -> None:
+    """The loss falls by one a step, to 1."""
+    rows = [{"step": step, "time_step_s": 1.0, "loss": float(steps + 1 - step)} for step in range(1, steps + 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert next(run_summary(tmp_path, "sft")) == said
 
 
 def test_every_verb_leads_somewhere(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ class RecordsSection(DatasetSettings):
     held_out: float = Field(
         default=0.0,
         ge=0,
-        lt=1,
-        description="share of the records held out for evaluation; records with the same prompt stay together",
+        description="records held out for evaluation: a share below 1, or from 1 on their number; records with the same prompt "
+        "stay together",
     )
     held_out_path: Annotated[str | None, DataPath(may_be_name=True)] = Field(
         default=None, min_length=1, description="separate records to evaluate on, read like those of `path`"
@@ -71,6 +71,8 @@ class RecordsSection(DatasetSettings):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
+        if self.held_out > 1 and not self.held_out.is_integer():
+            yield Conflict("held_out", "is neither a share, below 1, nor a number of records, which is whole")
         for key in ("held_out_path", "held_out_split"):
             if self.held_out > 0 and getattr(self, key) is not None:
                 yield Conflict(key, "excludes held_out; evaluate on one of the two")
