@@ -163,7 +163,15 @@ def copy_gguf(path: Path, directory: Path, shard_bytes: int = SHARD_BYTES) -> No
     generation = read_generation(path)
     raw = hf_config(path) | {name: generation.get(name) for name in TOKEN_IDS}
     _write_settings(raw | {"torch_dtype": str(dtype).removeprefix("torch.")}, generation, directory)
-    write_shards(directory, map(copied, tensors.files), shard_bytes)
+    try:
+        write_shards(directory, map(copied, tensors.files), shard_bytes)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_of_memory(error):
+            raise
+        raise UserError(
+            f"{path}: a copy holds up to {shard_bytes:,} bytes of it in memory, which are not free; end other programs, or name "
+            "the file itself: every command takes it"
+        ) from None
 
 
 def snapshot_model(model: Transformer, copied: bool) -> Snapshot:

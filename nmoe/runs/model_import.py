@@ -12,6 +12,7 @@ from nmoe.data.packages import is_package_name, keep_model, packaged_model, sha2
 from nmoe.errors import MissingInputError, UserError
 from nmoe.gguf_file import SUFFIX, is_gguf
 from nmoe.model.checkpoint import copy_gguf
+from nmoe.model.gguf.tensors import GGUFTensors
 from nmoe.parsing import json_object
 from nmoe.runs.storage import make_directory, storage_errors
 from nmoe.text.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ def import_model(source: str, out: Path | None = None, announce: Callable[[str],
         if _imported(out).get("sha256") == record["sha256"]:
             return out
         raise UserError(f"{out}: exists and is not an import of {model.name}; name another directory with --out")
+    check_room(model, out)
     partial = out.with_name(f".{out.name}.partial")
     with storage_errors(out):
         try:
@@ -49,6 +51,18 @@ def import_model(source: str, out: Path | None = None, announce: Callable[[str],
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def check_room(model: Path, out: Path) -> None:
+    """Raises UserError where the disk has no room for a model's copy."""
+    needed, place = GGUFTensors(model).copied_bytes, out.absolute()
+    while not place.exists():
+        place = place.parent
+    if (free := shutil.disk_usage(place).free) < needed:
+        raise UserError(
+            f"{out}: the model takes {needed:,} bytes, and {free:,} are free there; make room, name a directory of another disk "
+            f"with --out, or name the file itself, which every command takes: {model}"
+        )
 
 
 def model_file(source: str, announce: Callable[[str], None] = lambda line: None) -> Path:

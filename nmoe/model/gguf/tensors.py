@@ -46,6 +46,12 @@ class GGUFTensors:
         found = {self.dtype(name) for name in self.files}
         return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in found), torch.float32)
 
+    @property
+    def copied_bytes(self) -> int:
+        """The size of such a copy."""
+        size = self.copied_dtype.itemsize
+        return sum(math.prod(self.shapes[name]) * (1 if self._sources[name].packed else size) for name in self.files)
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in; bf16 for a quantised one, bytes for experts in MXFP4."""
         if self._sources[name].packed:

