@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 
 from nmoe.config.commands.rl import RLConfig
@@ -20,7 +21,7 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS, Attempt
-from nmoe.envs.tasks.plain import ChoiceTask
+from nmoe.envs.tasks.plain import ChoiceTask, OrderTask
 from nmoe.errors import UserError
 from nmoe.eval.core import scores
 from nmoe.eval.core_sets import CORE, find_sets, read_set
@@ -194,7 +195,10 @@ async def guessed(problems: Sequence[Problem]) -> dict[str, float]:
 
 
 def _options(problem: Problem) -> list[str]:
+    """The options that a question names; where they are to be put in order, all orders but the question's own."""
     task = TASKS[problem.task_type]
+    if isinstance(task, OrderTask):
+        return [", ".join(one) for one in list(permutations(task.options(problem)))[1:]]
     return task.options(problem) if isinstance(task, ChoiceTask) else []
 
 

@@ -17,6 +17,8 @@ from nmoe.speedrun.report import Transcript, agreement, before_and_after, cost, 
 from nmoe.speedrun.stages import StageRecord
 from nmoe.statistics import FEWEST, PairedDifference, paired_difference, paired_mean_difference
 
+_PARTS = ("form", "correctness given form", "correctness without form")
+"""What a `Gain` consists of, in its order."""
 SHOWN = 2
 """Problems of each task whose answers are printed before and after."""
 
@@ -52,6 +54,7 @@ class Result:
         for who, answers in (("base", self.before), ("trained", self.after)):
             out[f"{who}_{self.task}"] = _share(answers, "right")
             out[f"{who}_in_form_{self.task}"] = _share(answers, "in_form")
+            out[f"{who}_tokens_{self.task}"] = sum(one.tokens for one in answers) / len(answers)
             in_form = [one for one in answers if one.in_form]
             if in_form:
                 out[f"{who}_given_form_{self.task}"] = _share(in_form, "right")
@@ -66,11 +69,8 @@ class Result:
         """The result for a terminal: `compare: right 18.0% -> 95.5%, of which ...`."""
         figures = self.figures()
         before, after = figures[f"base_{self.task}"], figures[f"trained_{self.task}"]
-        told = (
-            ""
-            if self.parts is None
-            else (f": form {_points(self.parts.form)}, correctness given form {_points(self.parts.given_form)}")
-        )
+        parts = {} if self.parts is None else dict(zip(_PARTS, vars(self.parts).values(), strict=True))
+        told = "".join(f", {name} {_points(value)}" for name, value in parts.items())
         return (
             f"{self.task}: {before:.1%} -> {after:.1%} right (chance {self.chance:.1%}), "
             f"{_points(self.gain.value)} points {_between(self.gain)}{told}"
@@ -125,10 +125,11 @@ def write_real_report(
 ) -> Path:
     """Writes `out/report.md` and `out/plots/*.png`, and returns the path of the report."""
     found = results(before, after)
+    skills = f"{len(found)} narrow skills" if len(found) > 1 else "one narrow skill"
     parts = [
         f"# A released model learns by reinforcement learning, seed {summary['seed']}\n",
-        f"The base is {_model(out)}, with {stages[0].figures['parameters']:,} parameters. Here it learned {len(found)} narrow "
-        "skills and nothing else: each is a kind of short question whose answer a program checks. No answer was ever shown to "
+        f"The base is {_model(out)}, with {stages[0].figures['parameters']:,} parameters. Here it learned {skills} and "
+        "nothing else: each is a kind of short question whose answer a program checks. No answer was ever shown to "
         "it; only its own right answers were rewarded.\n",
         "Problems are held out: training met none of them. Both models answered the same problems, greedily, with room for "
         f"{ROOM} tokens. An answer counts wherever it stands, also in a completion that does not end. Brackets are 95% "
@@ -144,16 +145,17 @@ def write_real_report(
         "## Form and correctness\n",
         "A completion is in form if it ends by itself and an answer can be read in it. Much of what RL teaches first is to end. "
         "The gain is parted into more completions in form (at the mean rates of right answers), and more right answers among "
-        "those in form.\n",
+        "those in form and among the others.\n",
         markdown_table(
             [
                 "task",
+                "tokens: base",
+                "trained",
                 "in form: base",
                 "trained",
                 "right given form: base",
                 "trained",
-                "gain by form",
-                "by correctness given form",
+                *(f"gain by {name}" for name in _PARTS),
                 "gain on problems in form both times",
             ],
             [_form_row(one, summary) for one in found],
@@ -200,12 +202,13 @@ def _form_row(one: Result, summary: Mapping[str, float | int]) -> list[object]:
     both = one.gain_in_form
     return [
         one.task,
+        f"{summary[f'base_tokens_{one.task}']:.0f}",
+        f"{summary[f'trained_tokens_{one.task}']:.0f}",
         share(f"base_in_form_{one.task}"),
         share(f"trained_in_form_{one.task}"),
         share(f"base_given_form_{one.task}"),
         share(f"trained_given_form_{one.task}"),
-        "not known" if one.parts is None else _points(one.parts.form),
-        "not known" if one.parts is None else _points(one.parts.given_form),
+        *(["not known"] * len(_PARTS) if one.parts is None else map(_points, vars(one.parts).values())),
         "too few" if both is None else f"{_points(both.value)} {_between(both)}",
     ]
 

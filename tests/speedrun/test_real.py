@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from nmoe.config.environment import load_environment
 from nmoe.config.packaged import packaged_environment
 from nmoe.envs.pools.generated import split_of
+from nmoe.envs.tasks import pose_new
 from nmoe.errors import MissingInputError, ShortfallError, UserError
 from nmoe.model.checkpoint import export_model, new_model
 from nmoe.model.config import ModelConfig
@@ -163,7 +165,7 @@ def test_from_import_to_report_and_on_after_a_kill(
     assert 0 < summary["mismatch_of_bound"] < 1
     report = (out / "report.md").read_text()
     assert "The base is llm-tiny (tiny.gguf), with" in report
-    assert "| task | in form: base | trained | right given form: base |" in report
+    assert "| task | tokens: base | trained | in form: base | trained | right given form: base |" in report
     assert "What is the capital of France?" in report
     assert "times as much [" in report
     assert {path.name for path in (out / "plots").iterdir()} >= {"correctness.png", "reward.png"}
@@ -200,6 +202,11 @@ def test_problems_are_held_out_and_as_many_of_each_task(
     assert {split_of("compare", problem.question) for problem in problems} == {"eval"}
 
 
+def ordering(position: int) -> Problem:
+    question, gold, metadata = pose_new("order_words", random.Random(position), 2)
+    return Problem(str(position), "order_words", question, gold, "orders", metadata)
+
+
 def test_chance_is_the_better_of_two_guesses() -> None:
     sums = [Problem(str(n), "gsm8k", f"What is {n} + 2?", str(n + 2), "sums") for n in (1, 1, 5, 7)]
     pairs = [
@@ -209,6 +216,8 @@ def test_chance_is_the_better_of_two_guesses() -> None:
     nines = [Problem(str(n), "compare", f"Which number is larger, {n} or 9?", "9", "nines") for n in (3, 4, 5)]
     # Always 3 is right twice of four; always 9 of two, as either of two numbers is; and of the last always 9 always.
     assert wait_for(guessed([*sums, *pairs, *nines])) == {"sums": 0.5, "pairs": 0.5, "nines": 1.0}
+    # Three words have six orders, and the question's own is never right.
+    assert wait_for(guessed([ordering(position) for position in range(20)])) == {"orders": pytest.approx(1 / 5)}
 
 
 def answered(right: str, in_form: str) -> list[Answer]:
