@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -13,14 +14,13 @@ import pytest
 import torch
 
 from nmoe.config.environment import load_environment
-from nmoe.config.packaged import packaged_environment
 from nmoe.envs.pools.generated import split_of
 from nmoe.envs.tasks import pose_new
 from nmoe.errors import MissingInputError, ShortfallError, UserError
-from nmoe.model.checkpoint import export_model, new_model
+from nmoe.model.checkpoint import export_model, load_model, new_model
 from nmoe.model.config import ModelConfig
 from nmoe.runs.waiting import wait_for
-from nmoe.speedrun import real, real_examination
+from nmoe.speedrun import real, real_examination, real_report
 from nmoe.speedrun.real import Real
 from nmoe.speedrun.real_examination import Answer, RealExamination, guessed, held_out_problems
 from nmoe.speedrun.real_report import Result, perplexity_ratio
@@ -171,14 +171,6 @@ def test_from_import_to_report_and_on_after_a_kill(
     assert {path.name for path in (out / "plots").iterdir()} >= {"correctness.png", "reward.png"}
 
 
-def test_without_the_passages_the_report_says_so(pipeline: Callable[[bool], Real], tmp_path: Path) -> None:
-    with pytest.raises(ShortfallError) as raised:
-        pipeline(False).run(replace=False)
-    assert "perplexity" not in str(raised.value)
-    assert "was not measured" in (tmp_path / "out/report.md").read_text()
-    assert isinstance(examination(tmp_path / "out", "base").lambada, str)
-
-
 def test_a_machine_without_the_memory_is_told_before_the_first_evaluation(
     pipeline: Callable[[bool], Real], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,16 +234,27 @@ def test_figures_part_form_from_correctness() -> None:
     assert "gain_given_form_t" not in none
 
 
-def test_perplexity_is_compared_on_the_same_passages_or_not_at_all() -> None:
-    def measured(losses: list[float] | str) -> RealExamination:
-        return RealExamination([], {}, [], losses, None)
+def measured(losses: list[float] | str) -> RealExamination:
+    return RealExamination([], {}, [], losses, None)
 
+
+def test_perplexity_is_compared_on_the_same_passages() -> None:
     ratio = perplexity_ratio(measured([1.0, 2.0, 4.0]), measured([1.1, 2.2, 4.0]))
     assert ratio is not None
     assert ratio.value == pytest.approx(math.exp(0.1))
     assert (ratio.base, ratio.trained) == pytest.approx((math.exp(7 / 3), math.exp(7.3 / 3)))
     assert ratio.low < 1 < ratio.value < ratio.high
-    assert perplexity_ratio(measured([1.0]), measured("not there")) is None
+
+
+def test_without_the_passages_the_report_says_so(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMOE_DATASETS", str(tmp_path))
+    why = real_examination._lambada("base", load_model(model), Tokenizer.load(model))
+    assert isinstance(why, str)
+    assert why.startswith(f"{tmp_path}/core: holds none of CORE's sets; copy there")
+    assert perplexity_ratio(measured(why), measured(why)) is None
+    assert real_report._elsewhere(measured(why), measured(why))[0].startswith(
+        "Perplexity on CORE's lambada was not measured: "
+    )
 
 
 def test_the_pipeline_from_nothing_runs_where_the_model_cannot_be_had(
@@ -274,5 +277,9 @@ def test_the_pipeline_from_nothing_runs_where_the_model_cannot_be_had(
     assert "no network\nwithout that model, one from nothing is trained instead" in capsys.readouterr().out
 
 
-def test_the_packaged_configuration_names_the_environment_that_is_examined() -> None:
-    assert load_environment(packaged_environment("compare")).env_id == "compare"
+@pytest.mark.parametrize("full", [False, True])
+def test_every_task_of_the_packaged_runs_has_200_held_out_problems(model: Path, tmp_path: Path, full: bool) -> None:
+    settings = Real(tmp_path, 0, full, resume=False)._rl.environment
+    problems = held_out_problems(settings, Tokenizer.load(model))
+    assert set(Counter(problem.source for problem in problems).values()) == {200}
+    assert "compare" in {problem.source for problem in problems}, "which a promise names"
