@@ -17,6 +17,7 @@ from nmoe.model.moe import (
     experts_by_grouped_mm,
     experts_by_loop,
     experts_by_padding,
+    experts_way,
     grouped_mm_fits,
 )
 
@@ -134,6 +135,26 @@ def test_router_works_in_fp32_whatever_the_tokens_are_in() -> None:
     assert low[0].dtype == torch.float32
     assert torch.equal(low[0], full[0])
     assert torch.equal(low[1], full[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "counts", "padded"),
+    [
+        (torch.bfloat16, 16, [8, 2, 3, 3], True),  # small products: 32 rows for 16 are cheaper than four calls
+        (torch.bfloat16, 16, [13, 1, 1, 1], False),  # 52 rows for 16
+        (torch.bfloat16, 512, [20, 16, 16, 14], True),  # 80 for 66
+        (torch.bfloat16, 512, [32, 10, 12, 12], False),  # 128 for 66: an upcycled model's first routes
+        (torch.bfloat16, 512, [80, 80, 80, 80], False),  # products that are worth a call each
+        (torch.float32, 16, [8, 2, 3, 3], True),
+        (torch.float32, 512, [20, 16, 16, 14], False),
+    ],
+)
+def test_rows_are_padded_where_that_is_fast(dtype: torch.dtype, width: int, counts: list[int], padded: bool) -> None:
+    x_RD, shape = torch.zeros(sum(counts), width, dtype=dtype), (len(counts), width, 2 * width)
+    weights = ExpertWeights(
+        torch.zeros(shape, dtype=dtype), torch.zeros(len(counts), width, width, dtype=dtype), None, None
+    )
+    assert (experts_way(x_RD, torch.tensor(counts), weights) is experts_by_padding) == padded
 
 
 COUNTS = [[3, 0, 4, 1, 2], [0, 0, 10, 0, 0], [10, 0, 0, 0, 0], [0, 0, 0, 0, 10], [2] * 5]
