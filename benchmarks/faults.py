@@ -417,17 +417,23 @@ def simulated_device(_: Path) -> Path:
 
 SHARP = 26
 """Steps of the healthy run of a real model, after which its policy is sharp."""
-REAL: list[tuple[str, int, Callable[[], dict[str, Any]]]] = [
-    ("an engine whose weights are not the learner's: 1% of noise", 0, lambda: {"weights": noisy}),
-    ("an engine that keeps the weights of the first step", 1, lambda: {"weights": kept()}),
-    ("an engine that samples at temperature 0.7, the learner at 1", 0, lambda: {"temperature": 0.7}),
-    ("an engine whose weights are not the learner's: 4% of noise", 0, lambda: {"weights": lambda w: noisy(w, 0.04)}),
+REAL: list[tuple[str, int, tuple[int, ...], Callable[[], dict[str, Any]]]] = [
+    ("an engine whose weights are not the learner's: 1% of noise", 0, (0, SHARP), lambda: {"weights": noisy}),
+    ("an engine that samples at temperature 0.7, the learner at 1", 0, (0, SHARP), lambda: {"temperature": 0.7}),
+    ("an engine that keeps the weights of the first step", 1, (0, SHARP), lambda: {"weights": kept()}),
+    (
+        "an engine whose weights are not the learner's: 4% of noise",
+        0,
+        (SHARP,),
+        lambda: {"weights": lambda w: noisy(w, 0.04)},
+    ),
 ]
-"""What is wrong with the engine, how many steps later that begins, and how `other_engine` makes it."""
+"""What is wrong with the engine, how many steps later it begins, after how many healthy steps, and how `other_engine` makes it."""
 
 
-def real_run(model: Path, runs: Path, steps: int, **more: Any) -> Path:
-    """A run of a real model on "which number is larger", which it learns, in bfloat16; it goes on where `runs` has one."""
+def real_run(model: Path, place: Path, steps: int, **more: Any) -> Path:
+    """A run of a real model on "which number is larger", which it learns, in bfloat16; it goes on where the directory `place` has
+    one."""
     draw = random.Random(0)
     pairs = [draw.sample(range(100, 1000), 2) for _ in range(2000)]
     records = [
@@ -435,38 +441,51 @@ def real_run(model: Path, runs: Path, steps: int, **more: Any) -> Path:
         for a, b in pairs
     ]
     env = {"env_id": "larger", "format": "chat", "rubric": {"correctness": 1.0, "format": 0.1}}
-    config = {
-        "run": {"steps": steps, "threads": 1, "name": "larger", "directory": str(runs), "resume": runs.exists()},
-        "model.precision": "bfloat16",
-        "sampling.max_new_tokens": 12,
-        "batch": {"prompts_per_step": 8, "group_size": 8, "max_refills": 0},
-        "optimizer": {"learning_rate": 2e-5, "min_lr_ratio": 1.0},
-        "algorithm": {"advantage": "grpo", "aggregation": "token"},
-        "checkpoint": {"every_steps": SHARP, "keep": 1},
-    }
-    return nmoe.train_rl(model, env, data=records, config=config, **more).path
+    place.mkdir(parents=True, exist_ok=True)
+    with contextlib.chdir(place):
+        config = {
+            "run": {"steps": steps, "threads": 1, "name": "larger", "resume": Path("runs/larger").exists()},
+            "model.precision": "bfloat16",
+            "sampling.max_new_tokens": 12,
+            "batch": {"prompts_per_step": 8, "group_size": 8, "max_refills": 0},
+            "optimizer": {"learning_rate": 2e-5, "min_lr_ratio": 1.0},
+            "algorithm": {"advantage": "grpo", "aggregation": "token"},
+            "checkpoint": {"every_steps": SHARP, "keep": 1},
+        }
+        return nmoe.train_rl(model, env, data=records, config=config, **more).path.resolve()
 
 
-def real_faults(model: Path) -> dict[str, Any]:
+def real_fault(model: Path, runs: Path, number: int, taken: int) -> dict[str, Any]:
+    """A fault of the engine after `taken` steps of the healthy run, and what `mismatch` says in the steps that follow."""
+    what, later, _, make = REAL[number]
+    place = runs / f"{taken}_{number}"
+    if taken:
+        shutil.copytree(runs / "healthy", place, symlinks=True)
+    path = real_run(model, place, taken + 6, generate_fn=other_engine(**make(), first=taken + 1, taken=taken))
+    begins = taken + 1 + later
+    fired = [line["step"] for line in read_lines(path / "alerts.jsonl") if line.get("rule") == "mismatch"]
+    seen = [row for row in read_metrics(path) if row["step"] >= begins and "mismatch_abs_mean" in row]
+    means = {name: mean(row[name] for row in seen) for name in ("mismatch_abs_mean", "entropy_mean")}
+    shutil.rmtree(place)
+    delay = fired[0] - begins + 1 if fired else None
+    policy = "sharp" if taken else "base"
+    return {"what": what, "policy": policy, "begins": begins, "delay": delay, "steps": len(seen), **means}
+
+
+def real_faults(model: Path, runs: Path) -> dict[str, Any]:
     """A healthy run of a real model and what it sets off; and the faults of an engine, from its first step and, on the policy that
-    the healthy run ended with, from the next one."""
-    healthy = real_run(model, Path("healthy"), SHARP)
+    the healthy run ended with, from the next one. `runs` keeps what is done, so that the same call goes on."""
+    healthy = real_run(model, runs / "healthy", SHARP)
     rows, lines = read_metrics(healthy), read_lines(healthy / "alerts.jsonl")
     found = []
-    for place, (what, later, make) in enumerate(REAL):
-        for taken, kind in ((0, "base"), (SHARP, "sharp")):
-            runs = Path(f"{kind}{place}")
-            if taken:
-                shutil.copytree(healthy.parent, runs, symlinks=True)
-            path = real_run(model, runs, taken + 10, generate_fn=other_engine(**make(), first=taken + 1, taken=taken))
-            begins = taken + 1 + later
-            fired = [line["step"] for line in read_lines(path / "alerts.jsonl") if line.get("rule") == "mismatch"]
-            delay = fired[0] - begins + 1 if fired else None
-            seen = [row for row in read_metrics(path) if row["step"] >= begins and "mismatch_abs_mean" in row]
-            means = {name: mean(row[name] for row in seen) for name in ("mismatch_abs_mean", "entropy_mean")}
-            found.append({"what": what, "policy": kind, "begins": begins, "delay": delay, "steps": len(seen), **means})
+    for number in range(len(REAL)):
+        for taken in REAL[number][2]:
+            file = runs / f"{taken}_{number}.json"
+            if not file.exists():
+                shutil.rmtree(runs / f"{taken}_{number}", ignore_errors=True)
+                file.write_text(json.dumps(real_fault(model, runs, number, taken)))
+            found.append(json.loads(file.read_text()))
             print(found[-1], flush=True)
-            shutil.rmtree(runs)
     levels = {
         f"{part}_{name}": mean(row[name] for row in some if name in row)
         for part, some in (("first", rows[:5]), ("last", rows[-5:]))
@@ -521,13 +540,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("base", type=Path, nargs="?", help="a base that solves some of the problems of `skills`")
     parser.add_argument("--real", type=Path, help="a real model: its healthy run, and the faults of an engine")
+    parser.add_argument("--runs", type=Path, default=Path("runs/faults"), help="with --real: where its runs are kept")
     parser.add_argument("--one", choices=FAULTS, help="this fault alone, in the working directory, without a record")
     arguments = parser.parse_args()
     if arguments.real:
-        model = arguments.real.resolve()
-        with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-            found = real_faults(model)
-        record("real", found)
+        record("real", real_faults(arguments.real.resolve(), arguments.runs.resolve()))
         return
     if arguments.base is None:
         parser.error("name a base, or --real MODEL")

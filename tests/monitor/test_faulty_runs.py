@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nmoe
+from nmoe.engine.api import Engine, Request
 from nmoe.errors import RunStoppedError
+from nmoe.types import Sample
 
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64}
 PROMPTS = [{"prompt": text} for text in ("Sing.", "Hum.", "Call.", "Sigh.")]
@@ -71,6 +74,20 @@ def test_a_reward_that_pays_for_short_answers_alone() -> None:
         place for place, length in enumerate(lengths, start=1) if place > 5 and length < sum(lengths[:5]) / 15
     )
     assert step <= symptom + 10
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_engine_that_samples_at_another_temperature_than_the_learner_thinks(precision: str) -> None:
+    async def colder(request: Request, engine: Engine) -> list[Sample]:
+        return await engine.generate(replace(request, sampling=replace(request.sampling, temperature=0.3)))
+
+    config = SETTINGS | {"run.steps": 4, "model.precision": precision}
+    healthy = nmoe.train_rl(TINY, PROMPTS, [vowels], config=config)
+    assert not (healthy.path / "alerts.jsonl").exists()
+    run = nmoe.train_rl(TINY, PROMPTS, [vowels], config=config, generate_fn=colder)
+    assert alerts(run.path) == {"mismatch": 2}
+    record = json.loads((run.path / "alerts.jsonl").read_text().splitlines()[0])
+    assert not any("route_flips" in remedy for remedy in record["remedies"]), "the model is dense"
 
 
 def test_a_level_of_stop_saves_the_run_and_ends_it() -> None:

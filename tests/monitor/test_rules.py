@@ -193,6 +193,20 @@ def test_a_mismatch_that_grows_is_measured_against_the_lowest_level_so_far() -> 
     assert differing(MismatchRule(MismatchSection(), "bfloat16"), *creeping).index(True) == 32
 
 
+def test_a_resumed_run_finds_its_level_in_what_it_recorded() -> None:
+    """Ten times as much as in eight quiet steps, of which the resumed run saw the last one and was shown the others."""
+    quiet, loud = ({"mismatch_abs_mean": mean, "entropy_mean": 1.0} for mean in (0.003, 0.03))
+    whole, resumed, new = (Monitor([MismatchRule(MismatchSection(), "bfloat16")]) for _ in range(3))
+    for _ in range(7):
+        whole.observe(quiet)
+        resumed.recall(quiet)
+    said = [[monitor.observe(row) for row in (quiet, loud, loud)] for monitor in (whole, resumed, new)]
+    assert said[0] == said[1]
+    assert [len(alerts) for alerts in said[1]] == [0, 0, 1]
+    assert said[1][2][0].message.endswith("2 steps in a row, 10.0 times as much as before at the same entropy")
+    assert [len(alerts) for alerts in said[2]] == [0, 0, 0], "without those steps there is no level"
+
+
 def test_a_step_that_measures_no_mismatch_breaks_no_row() -> None:
     rule = MismatchRule(MismatchSection(), "bfloat16")
     far = {"mismatch_abs_mean": 0.2, "entropy_mean": 1.0}
