@@ -28,15 +28,23 @@ ARCHITECTURES = {
 
 
 def write_gguf(
-    model: PreTrainedModel, directory: Path, path: Path, kind: Kind = Kind.F32, factors: np.ndarray | None = None
+    model: PreTrainedModel,
+    directory: Path,
+    path: Path,
+    kind: Kind = Kind.F32,
+    factors: np.ndarray | None = None,
+    rule: str | None = None,
 ) -> Path:
     """Saves a model as safetensors in `directory`, and writes the same weights to a GGUF file: matrices in `kind` where their rows
-    are whole blocks of it, the rest in F32; `factors` of its frequencies, where they are given."""
+    are whole blocks of it, the rest in F32; with `factors` of its frequencies and, where its `rule` is named, the tokenizer that
+    lies in `directory`."""
     model.save_pretrained(directory)
     config = model.config
     arch = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _write_settings(writer, config)
+    if rule is not None:
+        add_tokenizer(writer, directory, rule)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     for name, values in _renamed(load_file(directory / "model.safetensors"), config).items():

@@ -95,7 +95,7 @@ def train_rl(
         >>> len(run.metrics)
         2
 
-    `model` is a run, a checkpoint or the name of a model on the Hugging Face hub; a dict is the `[model.shape]` of a
+    `model` is a run, a checkpoint, a GGUF file or the name of a model on the Hugging Face hub; a dict is the `[model.shape]` of a
     new model over bytes, which begins with plain text (`format = "boxed"`). `env` is an environment's file or
     packaged name, a `Task` or `MultiTurnEnv` (class or instance), an `Environment`, the table of an environment as a
     dict, or records. Records are graded against their `answer`, as mathematics, and `rewards` are added to that grade;

@@ -34,7 +34,8 @@ ConfigAndOverrides = Annotated[
     ),
 ]
 Checkpoint = Annotated[
-    Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or one of its checkpoints.")
+    Path,
+    typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, one of its checkpoints, or a .gguf file."),
 ]
 Temperature = Annotated[
     float,

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from nmoe.errors import UserError
+from nmoe.gguf_file import is_gguf
 from nmoe.model.checkpoint import load_model, stored_dtype
 from nmoe.model.device import choose_device, dtype_for, kind_of
 from nmoe.model.fingerprint import fingerprint
@@ -74,8 +75,8 @@ def sampling_precision(directory: Path, device: torch.device, asked: Precision |
 def base_of(directory: Path) -> Path:
     """The base checkpoint that an adapter was trained on. Raises UserError if it is not on this machine."""
     base = read_base(directory)[0]
-    if not (Path(base) / "config.json").exists():
+    if not (is_gguf(Path(base)) or (Path(base) / "config.json").exists()):
         raise UserError(
-            f"{directory}: its base, {base or 'which it does not name'}, is not a directory with a config.json"
+            f"{directory}: its base, {base or 'which it does not name'}, is neither a directory with a config.json nor a GGUF file"
         )
     return Path(base)

@@ -12,8 +12,8 @@ from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.records import DatasetSettings, SFTRecordsSection
 from nmoe.data.hub import hub_or_cache
-from nmoe.errors import MissingInputError
-from nmoe.gguf_file import is_gguf
+from nmoe.errors import MissingInputError, UserError
+from nmoe.gguf_file import SUFFIX, is_gguf
 from nmoe.parsing import toml_of
 from nmoe.runs.checkpoint import best_checkpoint, latest_checkpoint
 
@@ -41,9 +41,9 @@ _WITHOUT_WEIGHTS = [pattern for pattern in _FILES if pattern != "*.safetensors"]
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names: a checkpoint; a run, for
-    its newest one; a speedrun's directory, for the best one of its RL; or a model on the Hugging Face hub, fetched into its cache.
-    Raises UserError if there is none."""
+    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names, or the GGUF file: a
+    checkpoint; a run, for its newest one; a speedrun's directory, for the best one of its RL; a directory with one GGUF file; or a
+    model on the Hugging Face hub, fetched into its cache. Raises UserError if there is none."""
     return _resolved(path, _FILES)
 
 
@@ -61,6 +61,10 @@ def _resolved(path: Path, files: list[str], neither: str = "neither a checkpoint
         best = best_checkpoint(candidate / "checkpoints") if candidate != path else None
         if (checkpoint := best or latest_checkpoint(candidate / "checkpoints")) is not None:
             return checkpoint
+    if ggufs := sorted(path.glob(f"*{SUFFIX}")):
+        if len(ggufs) > 1:
+            raise UserError(f"{path}: holds several GGUF files; name one of {', '.join(one.name for one in ggufs)}")
+        return ggufs[0]
     remedy = maker_of(path)
     if is_hub_name(path):
         why_not = None

@@ -85,7 +85,9 @@ class ModelShape(Section):
 class ModelSection(Section):
     """[model]: a checkpoint to start from, or the shape of a new model."""
 
-    path: str | None = Field(default=None, min_length=1, description="directory of the checkpoint to start from")
+    path: str | None = Field(
+        default=None, min_length=1, description="the checkpoint to start from: a directory, a run, or a .gguf file"
+    )
     shape: ModelShape | None = Field(default=None, description="the shape of a new model")
     context_tokens: int | None = Field(
         default=None,

