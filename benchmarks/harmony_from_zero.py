@@ -43,19 +43,18 @@ BUDGET_S = 3600.0
 WANTED, IN_A_ROW = 0.95, 3
 SAMPLES = 128
 
-_FORM = {"structure": 1.0, "format": 1.0}
+_DENSE = {"structure": 1.0, "format": 1.0, "correctness": 0.5}
+_SPARSE = {"format": 1.0, "correctness": 0.5}
 _GIVEN = ("<|channel|>final<|message|>", "<|channel|>final", "<|channel|>", "")
 
 
-def stages(given: tuple[str, ...], weights: Mapping[str, float]) -> list[Record]:
-    """Stages of a curriculum over the form alone, each open until 70% of its samples are valid."""
+def stages(*weights: Mapping[str, float]) -> list[Record]:
+    """As many of the last stages as there are weights, each open until 90% of its samples are valid."""
     made: list[Record] = []
-    for number, start in enumerate(given):
-        stage: Record = {"name": start or "nothing", "weights": dict(weights)}
+    for start, rewarded in zip(_GIVEN[-len(weights) :], weights, strict=True):
+        stage: Record = {"name": start or "nothing", "weights": dict(rewarded)}
         if start:
-            stage["given"] = start
-        if number < len(given) - 1:
-            stage["gate"] = {"metric": "format_ok", "at_least": 0.7}
+            stage |= {"given": start, "gate": {"metric": "format_ok", "at_least": 0.9}}
         made.append(stage)
     return made
 
@@ -70,19 +69,19 @@ class Curriculum:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
+_PREFIX = stages(_SPARSE, _SPARSE, _DENSE, _DENSE)
 CURRICULA: Mapping[str, Curriculum] = {
-    "dense": Curriculum("dense structure, nothing given", stages(("",), _FORM)),
-    "prefix": Curriculum("dense structure, the start given and taken away", stages(_GIVEN, _FORM)),
-    "prefix_mean": Curriculum("the same, embeddings the mean of all tokens'", stages(_GIVEN, _FORM), embeddings="mean"),
-    "prefix_sparse": Curriculum(
-        "only a valid form pays, the start given and taken away", stages(_GIVEN, {"format": 1.0})
-    ),
-    "sparse": Curriculum("only a valid form pays, nothing given", stages(("",), {"format": 1.0})),
+    "prefix": Curriculum("start given and taken away; near misses pay once `final` is lacking", _PREFIX),
+    "prefix_dense": Curriculum("start given and taken away; near misses always pay", stages(*[_DENSE] * 4)),
+    "prefix_sparse": Curriculum("start given and taken away; only a valid form pays", stages(*[_SPARSE] * 4)),
+    "prefix_mean": Curriculum("as the first, embeddings the mean of all tokens'", _PREFIX, embeddings="mean"),
+    "dense": Curriculum("nothing given; near misses pay", stages(_DENSE)),
     "dense_entropy": Curriculum(
-        "dense structure, nothing given, an entropy bonus of 0.01",
-        stages(("",), _FORM),
+        "nothing given; near misses pay, and entropy a little",
+        stages(_DENSE),
         settings={"algorithm": {"entropy_coef": 0.01}},
     ),
+    "sparse": Curriculum("nothing given; only a valid form pays", stages(_SPARSE)),
 }
 
 
@@ -201,6 +200,10 @@ def record_of(name: str, run: Path, cpu_s: float) -> Record:
     }
 
 
+def read_results() -> Record:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
 def show(results: Record) -> None:
     print("| curriculum | seed | CPU s | steps | first valid from nothing | 95% valid | best share |")
     print("|---|---:|---:|---:|---:|---:|---:|")
@@ -226,14 +229,16 @@ def main() -> None:
     parser.add_argument("--more", type=float, default=BUDGET_S, help="CPU seconds to spend on each run now")
     parser.add_argument("--show", action="store_true")
     arguments = parser.parse_args()
-    results: Record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = read_results()
     for seed in () if arguments.show else arguments.seeds:
         for name in arguments.curricula:
             before = results.get(f"{name}_{seed}", {})
             left = min(arguments.more, BUDGET_S - before.get("cpu_s", 0))
             if before.get("reached_step") is not None or left <= 0:
                 continue
-            results[f"{name}_{seed}"], stopped = train(name, seed, left, before.get("cpu_s", 0))
+            one, stopped = train(name, seed, left, before.get("cpu_s", 0))
+            # Another process may have measured a run meanwhile.
+            results = read_results() | {f"{name}_{seed}": one}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             if stopped:
                 sys.exit(130)

@@ -30,14 +30,15 @@ from nmoe.text.tokenizer import Tokenizer
 _RESERVED = re.compile(r"reserved|unused|placeholder|dummy|extra_?(token|id)?_?\d", re.IGNORECASE)
 
 # What each token is like, the first of these that the tokenizer has: a token's name or text, or a role in tokenizer_config.json.
-# ChatML has a line break after `assistant`, where Harmony has a channel, and before the content, where Harmony has <|message|>.
+# ChatML has a line break after `assistant`, where Harmony has a channel. A colon ends a heading, as <|message|> ends a header; a
+# second line break would be likely right after the first, and a policy would learn a header without a name.
 _A_TURNS_END = "a turn's end"
 _LIKE: Mapping[str, Sequence[str]] = {
     START: ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "bos_token"),
     END: (_A_TURNS_END,),
     RETURN: (_A_TURNS_END,),
     CHANNEL: ("\n", ":"),
-    MESSAGE: ("<|end_header_id|>", "\n", ":"),
+    MESSAGE: ("<|end_header_id|>", ":", "\n"),
     CALL: ("</tool_call>",),
     CONSTRAIN: (),
     END_OF_TEXT: ("<|end_of_text|>", "<eos>", "</s>", "pad_token", "eos_token"),

@@ -1,4 +1,4 @@
-"""How far a completion is from a well-formed Harmony answer: the fewest tokens to insert, delete or replace until it is one.
+"""How far a completion is from a well-formed Harmony answer: the cheapest tokens to insert, delete or replace until it is one.
 
 A well-formed answer is
 
@@ -8,7 +8,7 @@ with `commentary` in place of `analysis` at will. Nothing is nearer to it than i
 brings it nearer: a reward that falls with this distance has no local maximum and cannot be farmed with stray control tokens.
 """
 
-# States of the automaton are numbers; an edge is (state, label, state after it, price of the label).
+# States of the automaton are numbers; an edge is (state, label, state after it, price of a token in its place, price of its lack).
 
 from __future__ import annotations
 
@@ -20,28 +20,32 @@ from nmoe.text.harmony_format import CHANNEL, CHANNELS, END, MESSAGE, RETURN, ST
 # A run of text is content for the price of the few tokens around it, so that it is never worth more deletions than these.
 _LONGEST_RUN = 24
 
-# What no text deletes, and every completion reaches: an answer from nothing has these parts.
-_PARTS = 5
+# A name that is lacking costs twice as much as a wrong one. Where it did not, policies learned the form without a name, whose
+# rewards are all alike, before they met a word that is nearer to the name than none.
+_NAME = 2
+
+# What an answer from nothing costs: <|channel|>, the name, <|message|>, a text, <|return|>.
+_PARTS = 4 + _NAME
 
 
 def share_in_place(distance: float) -> float:
-    """The share of the form that is in place: 1 for a well-formed answer, 0.8 where one token is missing or wrong, 0.2 for a text
-    without any part of the form, and ever less for more that is out of place."""
+    """The share of the form that is in place: 1 for a well-formed answer, 5/6 where a control token is missing, 1/3 for a text
+    without a letter of a name in its first words, and ever less for more that is out of place."""
     return 1 - distance / _PARTS if distance <= _PARTS - 1 else (_PARTS - 1) / _PARTS / distance
 
 
 class HarmonyDistance:
     """Measures completions of one tokenizer: the edit distance to a regular language (Wagner 1974, Communications of the ACM 17).
 
-    An insertion, a deletion and a replacement cost 1, except that a piece of text in the place of a channel's name costs the share
-    of letters that are wrong: `Final` is nearer to `final` than `The` is. A name costs 1 in all, however many tokens spell it.
+    An insertion, a deletion and a replacement cost 1. A name that is lacking costs 2, and a word in its place the share of letters
+    that are wrong: `Final` is nearer to `final` than `The` is, and `The` than nothing. Tokens that spell a name share its price.
     """
 
     def __init__(self, tokenizer: HarmonyTokenizer, control_tokens: Mapping[int, str]) -> None:
         self._tokenizer, self._control_tokens = tokenizer, control_tokens
         self._texts: dict[int, str | None] = {}
         self._differences: dict[tuple[int, int], float] = {}
-        self._edges: list[tuple[int, int | None, int, float]] = []
+        self._edges: list[tuple[int, int | None, int, float, float]] = []
         self._loops: list[tuple[int, bool]] = []  # a state of content, and whether only blank text stays in it
         self._states = 1
         special = tokenizer.special_id
@@ -50,7 +54,7 @@ class HarmonyDistance:
             opened = self._path(named, [special(MESSAGE)])
             if name == "final":
                 said = self._state()
-                self._edges.append((opened, None, said, 1.0))
+                self._edges.append((opened, None, said, 1.0, 1.0))
                 self._loops += [(opened, True), (said, False)]
                 self._done = self._path(said, [special(RETURN)])
             else:
@@ -72,9 +76,10 @@ class HarmonyDistance:
         for state, only_blank in self._loops:
             if text is not None and (not only_blank or not text.strip()):
                 after[state] = min(after[state], costs[state])
-        for state, label, following, price in self._edges:
-            if (cost := costs[state] + price * self._difference(token_id, text, label)) < after[following]:
-                after[following] = cost
+        for state, label, following, price, lack in self._edges:
+            # Only text is nearer to a name than nothing is, or a control token said twice would be paid.
+            cost = price * self._difference(token_id, text, label) if text is not None or price == lack else lack
+            after[following] = min(after[following], costs[state] + cost)
         return self._with_insertions(after)
 
     def _difference(self, token_id: int, text: str | None, label: int | None) -> float:
@@ -94,9 +99,9 @@ class HarmonyDistance:
     def _with_insertions(self, costs: list[float]) -> list[float]:
         # Edges are in the order of their paths, and only the last of a path leads back: twice reaches everything.
         for _ in range(2):
-            for state, _label, following, price in self._edges:
-                if costs[state] + price < costs[following]:
-                    costs[following] = costs[state] + price
+            for state, _label, following, _price, lack in self._edges:
+                if costs[state] + lack < costs[following]:
+                    costs[following] = costs[state] + lack
         return costs
 
     def _without_long_runs(self, token_ids: Sequence[int]) -> Iterator[int]:
@@ -115,11 +120,12 @@ class HarmonyDistance:
         return self._texts[token_id]
 
     def _path(self, state: int, labels: Sequence[int], end: int | None = None) -> int:
-        """Adds edges with these labels, control tokens at 1 each and pieces of a name at 1 together; returns their last state."""
-        price = 1.0 if self._control_tokens.keys() & set(labels) else 1 / len(labels)
+        """Adds edges with these labels, control tokens or the pieces of one name; returns their last state."""
+        named = not self._control_tokens.keys() & set(labels)
+        price, lack = (1 / len(labels), _NAME / len(labels)) if named else (1.0, 1.0)
         for place, label in enumerate(labels, 1):
             following = self._state() if end is None or place < len(labels) else end
-            self._edges.append((state, label, following, price))
+            self._edges.append((state, label, following, price, lack))
             state = following
         return state
 
@@ -128,12 +134,13 @@ class HarmonyDistance:
         return self._states - 1
 
 
-def _edits(one: str, other: str) -> int:
-    """The edit distance of two short texts, case and all (Levenshtein)."""
-    row = list(range(len(other) + 1))
+def _edits(one: str, other: str) -> float:
+    """The edit distance of two short texts (Levenshtein), where a letter in the other case costs half."""
+    row = [float(length) for length in range(len(other) + 1)]
     for place, letter in enumerate(one, 1):
         diagonal, row[0] = row[0], place
         for column, wanted in enumerate(other, 1):
-            least = min(row[column] + 1, row[column - 1] + 1, diagonal + (letter != wanted))
+            other_letter = 0.0 if letter == wanted else 0.5 if letter.casefold() == wanted.casefold() else 1.0
+            least = min(row[column] + 1, row[column - 1] + 1, diagonal + other_letter)
             diagonal, row[column] = row[column], least
     return row[-1]

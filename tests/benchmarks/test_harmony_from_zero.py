@@ -27,7 +27,7 @@ def test_every_curriculum_is_a_configuration(name: str) -> None:
     assert (config.run.seed, config.run.name) == (2, f"{name}_2")
     assert curriculum.stages[-1].given == ""
     assert config.batch.prompts_per_step * config.batch.group_size == benchmark.SAMPLES
-    assert (curriculum.stages[0].weights.structure > 0) == ("sparse" not in name)
+    assert (curriculum.stages[-1].weights.structure > 0) == ("sparse" not in name)
 
 
 def test_only_samples_from_nothing_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,11 +122,11 @@ def test_well_formed_turns(
 def test_structure_is_the_share_of_the_form_in_place(environment: Make, harmony: Harmony, tokenizer: Tokenizer) -> None:
     demo = environment(POOL + "[rubric]\nstructure = 1.0\ncorrectness = 0.0\n")
     right, junk = turn(harmony, ANALYSIS, RIGHT), [tokenizer.special_id("<|call|>")]
-    for ids, expected in ((right, 1.0), (right[1:], 0.8), (tokenizer.encode("4"), 0.2), (junk, 0.16)):
+    for ids, expected in ((right, 1.0), (right[1:], 5 / 6), (junk, 5 / 36)):
         assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == pytest.approx(expected)
     # What is in place counts where tokens ran out, too; over the budget nothing does.
     grade = asyncio.run(demo.grade(SORT, single_turn(right[:-1], "length"), 100))
-    assert (grade.score, grade.failure, grade.extras["format_ok"]) == (pytest.approx(0.8), "truncated", 0.0)
+    assert (grade.score, grade.failure, grade.extras["format_ok"]) == (pytest.approx(5 / 6), "truncated", 0.0)
     assert asyncio.run(demo.grade(SORT, single_turn(right), len(right) - 1)).score == 0
 
 

@@ -88,22 +88,23 @@ def drawn(rng: random.Random, longest: int) -> tuple[str, ...]:
         # One token is missing, too many, or another.
         ("final <|message|> 42 <|return|>", 1),
         ("<|start|> final <|message|> 42 <|return|>", 1),
-        ("<|channel|> <|message|> 42 <|return|>", 1),
         ("<|channel|> final 42 <|return|>", 1),
         ("<|channel|> final <|message|> 42", 1),
         ("<|channel|> final <|message|> 42 <|end|>", 1),
         ("<|channel|> final <|message|> 42 <|return|> 42", 1),
         ("<|channel|> <|channel|> final <|message|> 42 <|return|>", 1),
         ("<|channel|> final <|message|> <|return|>", 1),
-        ("<|channel|> Final <|message|> 42 <|return|>", 1 / 5),  # one letter of five
+        # A name is worse than wrong where it is lacking; a word in its place counts by its letters.
+        ("<|channel|> <|message|> 42 <|return|>", 2),
         ("<|channel|> The <|message|> 42 <|return|>", 1),  # no letter of `final`
+        ("<|channel|> Final <|message|> 42 <|return|>", 1 / 10),  # one letter of five in the other case
         # Samples of a model that has seen some of the form.
         ("<|end|> final 42 <|return|>", 2),
         ("<|channel|> final", 3),
-        ("<|return|>", 4),
-        ("42", 4),
-        ("42 The The 42 The The The The 42 The The The", 4),
-        ("", 5),
+        ("<|return|>", 5),
+        ("42", 5),
+        ("42 The The 42 The The The The 42 The The The", 4),  # one of the words is another name
+        ("", 6),
         # Text before the form has to go, or the form has to come before it.
         ("The The <|channel|> final <|message|> 42 <|return|>", 2),
         # The first message is read as one on another channel (six letters of eight), and the last end is another token.
@@ -119,17 +120,16 @@ def test_the_distance_is_the_fewest_edits(completion: str, distance: float) -> N
 def test_more_of_the_skeleton_is_paid_more() -> None:
     grown = [VALID[:length] for length in range(len(VALID) + 1)]
     shares = [paid(tokens) for tokens in grown]
-    assert shares == [pytest.approx(share) for share in (0.16, 0.2, 0.4, 0.6, 0.8, 1.0)]
+    assert shares == [pytest.approx(share) for share in (5 / 36, 1 / 6, 3 / 6, 4 / 6, 5 / 6, 1)]
 
 
 def test_no_sequence_of_up_to_three_tokens_is_a_local_maximum() -> None:
-    # With distances that one edit changes by at most 1, and 0 for what parses, this makes them the fewest edits.
     level: list[tuple[str, ...]] = [()]
     for _ in range(4):
         for tokens in level:
             best = max(paid(edited) for edited in edits(tokens))
             assert best > paid(tokens), tokens
-            assert paid(tokens) <= 0.8
+            assert paid(tokens) <= 5 / 6
         level = [(*tokens, token) for tokens in level for token in ALPHABET] if len(level[0]) < 3 else []
         if not level:
             break
@@ -142,7 +142,7 @@ def test_no_search_finds_an_invalid_sequence_that_pays_like_the_form() -> None:
         assert (paid(tokens) == 1) == is_valid(tokens), tokens
     # Nor among the nearest neighbours of the form itself.
     for tokens in edits(VALID):
-        assert paid(tokens) == 1 if is_valid(tokens) else paid(tokens) <= share_in_place(1 / 5)
+        assert paid(tokens) == 1 if is_valid(tokens) else paid(tokens) <= share_in_place(1 / 10)
     # What a farmer would try, against the nearest honest near miss, which lacks one token.
     honest = paid(VALID[:-1])
     for tokens in (
@@ -175,11 +175,10 @@ def test_climbing_by_single_edits_ends_in_the_form_from_any_start() -> None:
 def test_long_texts_cost_no_more_than_short_ones() -> None:
     text = ids_of(["The"])
     opened, ended = ids_of(VALID[:3]), ids_of(VALID[-1:])
-    assert DISTANCE(text * 5000) == DISTANCE(text) == 4
+    assert DISTANCE(text * 5000) == DISTANCE(text * 3) == 4
     assert DISTANCE([*opened, *text * 5000]) == 1
-    assert (
-        DISTANCE([*text * 5000, *opened, *text, *ended]) == 5
-    )  # before the text: four more; the later header becomes text
+    # The form begins before the text, which costs 4 at most, or the text goes; the later header becomes text.
+    assert DISTANCE([*text * 5000, *opened, *text, *ended]) == 5
 
 
 def test_a_name_counts_once_however_many_tokens_spell_it() -> None:
@@ -191,16 +190,15 @@ def test_a_name_counts_once_however_many_tokens_spell_it() -> None:
         return distance(letters.encode(text, control_tokens=True))
 
     assert of("<|channel|>final<|message|>42<|return|>") == 0
-    assert of("<|channel|>fial<|message|>42<|return|>") == pytest.approx(1 / 5)
+    assert of("<|channel|>fial<|message|>42<|return|>") == pytest.approx(2 / 5)
     assert of("<|channel|>fimal<|message|>42<|return|>") == pytest.approx(1 / 5)
-    assert of("<|channel|><|message|>42<|return|>") == pytest.approx(1)
-    assert of("") == pytest.approx(5)
-    assert of("42") == pytest.approx(4)
+    assert of("<|channel|><|message|>42<|return|>") == pytest.approx(2)
+    assert of("") == pytest.approx(6)
     assert of("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>") == 0
 
 
 def test_ids_outside_the_vocabulary_are_out_of_place() -> None:
     opened, ended = ids_of(VALID[:3]), ids_of(VALID[-1:])
     answer = RENDERER.parse([[*opened, 10_000, *ended]])
-    assert (answer.well_formed, answer.structure) == (False, pytest.approx(0.8))
-    assert RENDERER.parse([[*opened, -1, *ids_of(["42"]), *ended]]).structure == pytest.approx(0.8)
+    assert (answer.well_formed, answer.structure) == (False, pytest.approx(5 / 6))
+    assert RENDERER.parse([[*opened, -1, *ids_of(["42"]), *ended]]).structure == pytest.approx(5 / 6)
