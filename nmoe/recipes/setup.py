@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import platform
 from dataclasses import dataclass
@@ -114,6 +115,14 @@ def keep_freed_memory() -> None:
     m_trim_threshold, m_mmap_threshold = -1, -3  # from malloc.h
     mallopt(m_mmap_threshold, 2**30)
     mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def return_freed_memory() -> None:
+    """Returns to the system what `keep_freed_memory` kept, for a process that goes on with other work. Does nothing under other C
+    libraries than glibc."""
+    gc.collect()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def optimizer_settings(config: RunConfig, updates_per_step: int = 1, first: int = 0) -> OptimizerSection:

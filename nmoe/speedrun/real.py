@@ -16,6 +16,7 @@ from nmoe.monitor.mismatch import highest_mismatch
 from nmoe.plan.size import size_of
 from nmoe.preflight.disk import disk
 from nmoe.preflight.memory import memory
+from nmoe.recipes.setup import return_freed_memory
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.model_import import import_model
 from nmoe.runs.storage import write_atomically
@@ -88,7 +89,9 @@ class Real(Pipeline):
         return self._examine("base", self._out / "model", _BEFORE)
 
     def reinforcement_learning(self) -> Figures:
-        return self._learn(self._rl)
+        figures = self._learn(self._rl)
+        return_freed_memory()
+        return figures
 
     def trained(self) -> Figures:
         # The directory stands for RL's best checkpoint by its own validation problems: what is examined is what `nmoe chat` loads.
@@ -128,6 +131,7 @@ class Real(Pipeline):
 
     def _examine(self, who: str, path: Path, name: str) -> dict[str, float]:
         examination = examine(who, path, self._rl, self._seed)
+        return_freed_memory()
         write_atomically(self._out / name, _EXAMINATION.dump_json(examination))
         shares = {
             task: sum(one.right for one in answers) / len(answers) for task, answers in examination.by_task().items()
