@@ -6,8 +6,8 @@
     python benchmarks/harmony_from_zero.py --show                            only print what was measured so far
 
 A run ends at 95% valid samples, from nothing, over three steps in a row, or when its CPU time is spent; it goes on from its last
-checkpoint otherwise. Results are kept in benchmarks/results/harmony_from_zero.json. Only samples for which nothing was given
-count as valid; those of earlier stages are shown with their stage.
+checkpoint otherwise. Results are kept in benchmarks/results/harmony_from_zero.json. Only samples for which nothing was given, and
+whose prompts show no example, count as valid; those of earlier stages are recorded with their stage.
 """
 
 from __future__ import annotations
@@ -61,27 +61,44 @@ def stages(*weights: Mapping[str, float]) -> list[Record]:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """What is tried: stages of the environment, how new embeddings are set, and settings of the run by table."""
+    """What is tried: stages of the environment, none for the packaged environment's examples and `rubric`; how new embeddings are
+    set; and settings of the run by table."""
 
     what: str
-    stages: list[Record]
+    stages: list[Record] = field(default_factory=list)
+    rubric: Mapping[str, float] = field(default_factory=dict)
     embeddings: str = "like"
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 _PREFIX = stages(_SPARSE, _SPARSE, _DENSE, _DENSE)
+_GROUPS = {"batch": {"prompts_per_step": 2, "group_size": 64}, "sampling": {"max_new_tokens": 12}}
 CURRICULA: Mapping[str, Curriculum] = {
-    "prefix": Curriculum("start given and taken away; near misses pay once `final` is lacking", _PREFIX),
-    "prefix_dense": Curriculum("start given and taken away; near misses always pay", stages(*[_DENSE] * 4)),
-    "prefix_sparse": Curriculum("start given and taken away; only a valid form pays", stages(*[_SPARSE] * 4)),
-    "prefix_mean": Curriculum("as the first, embeddings the mean of all tokens'", _PREFIX, embeddings="mean"),
-    "dense": Curriculum("nothing given; near misses pay", stages(_DENSE)),
+    "examples": Curriculum(
+        "half of the prompts show two examples; near misses pay", rubric=_DENSE | {"correctness": 1.0}
+    ),
+    "examples_sparse": Curriculum(
+        "half of the prompts show two examples; only a valid form pays", rubric=_SPARSE | {"correctness": 1.0}
+    ),
+    "examples_mean": Curriculum(
+        "as the first, embeddings the mean of all tokens'", rubric=_DENSE | {"correctness": 1.0}, embeddings="mean"
+    ),
+    "prefix": Curriculum(
+        "start given and taken away; near misses pay once `final` is lacking", _PREFIX, settings=_GROUPS
+    ),
+    "prefix_dense": Curriculum(
+        "start given and taken away; near misses always pay", stages(*[_DENSE] * 4), settings=_GROUPS
+    ),
+    "prefix_sparse": Curriculum(
+        "start given and taken away; only a valid form pays", stages(*[_SPARSE] * 4), settings=_GROUPS
+    ),
+    "dense": Curriculum("nothing given; near misses pay", stages(_DENSE), settings=_GROUPS),
     "dense_entropy": Curriculum(
         "nothing given; near misses pay, and entropy a little",
         stages(_DENSE),
-        settings={"algorithm": {"entropy_coef": 0.01}},
+        settings=_GROUPS | {"algorithm": {"entropy_coef": 0.01}},
     ),
-    "sparse": Curriculum("nothing given; only a valid form pays", stages(_SPARSE)),
+    "sparse": Curriculum("nothing given; only a valid form pays", stages(_SPARSE), settings=_GROUPS),
 }
 
 
@@ -107,11 +124,17 @@ def nmoe(*arguments: str) -> None:
 
 
 def configuration(name: str, seed: int) -> Record:
-    """The packaged configuration with the stages and settings of a curriculum."""
+    """The packaged configuration with the stages, rewards and settings of a curriculum."""
     curriculum = CURRICULA[name]
     config = tomllib.loads((CONFIGS / "harmony_zero.toml").read_text())
     environment = tomllib.loads((ENVIRONMENTS / "harmony_zero.toml").read_text())
-    environment["curriculum"]["stages"] = curriculum.stages
+    if curriculum.stages:
+        bare = next(source for source in environment["task_pool"]["sources"] if source["name"] == "bare")
+        environment["task_pool"] = {key: value for key, value in bare.items() if key not in ("name", "weight")}
+        environment["curriculum"] = {"window_steps": 2, "stages": curriculum.stages}
+        del environment["rubric"]
+    else:
+        environment["rubric"] = dict(curriculum.rubric)
     for table, settings in curriculum.settings.items():
         config[table] |= settings
     config["run"] |= {"name": f"{name}_{seed}", "directory": str(RUNS), "seed": seed, "steps": 2000, "threads": 1}
@@ -157,43 +180,50 @@ def cpu_s(process_id: int) -> float:
 
 
 def learned(run: Path) -> bool:
-    rows = [row for row in metrics_of(run) if is_from_nothing(run, row)][-IN_A_ROW:]
-    return len(rows) == IN_A_ROW and all(row["format_ok"] >= WANTED for row in rows)
+    rows = from_nothing(run)[-IN_A_ROW:]
+    return len(rows) == IN_A_ROW and all(share >= WANTED for _, share in rows)
 
 
 def metrics_of(run: Path) -> list[Mapping[str, float]]:
     return list(read_metrics(run)) if (run / "metrics.jsonl").exists() else []
 
 
-def is_from_nothing(run: Path, row: Mapping[str, float]) -> bool:
-    name = run.name.rpartition("_")[0]
-    return int(row["curriculum_stage"]) == len(CURRICULA[name].stages) - 1
+def from_nothing(run: Path) -> list[tuple[int, float]]:
+    """Steps that sampled without anything given or shown, with the share of these samples that were valid."""
+    last = len(CURRICULA[run.name.rpartition("_")[0]].stages) - 1
+    found = []
+    for row in metrics_of(run):
+        if last >= 0 and int(row["curriculum_stage"]) == last:
+            found.append((int(row["step"]), row["format_ok"]))
+        elif last < 0 and "format_ok/bare" in row:
+            found.append((int(row["step"]), row["format_ok/bare"]))
+    return found
 
 
 def record_of(name: str, run: Path, cpu_s: float) -> Record:
-    rows = metrics_of(run)
-    own = [row for row in rows if is_from_nothing(run, row)]
+    rows, own, stages = metrics_of(run), from_nothing(run), CURRICULA[name].stages
+    shares = [share for _, share in own]
     return {
         "cpu_s": round(cpu_s),
         "steps": len(rows),
         "samples_per_step": SAMPLES,
-        "first_valid_step": next((int(row["step"]) for row in own if row["format_ok"] > 0), None),
+        "first_valid_step": next((step for step, share in own if share > 0), None),
         "reached_step": next(
             (
-                int(own[place]["step"])
-                for place in range(IN_A_ROW - 1, len(own))
-                if all(row["format_ok"] >= WANTED for row in own[place - IN_A_ROW + 1 : place + 1])
+                step
+                for place, (step, _) in enumerate(own)
+                if place >= IN_A_ROW - 1 and min(shares[place - IN_A_ROW + 1 : place + 1]) >= WANTED
             ),
             None,
         ),
-        "best_valid_share": max((row["format_ok"] for row in own), default=0.0),
+        "best_valid_share": max(shares, default=0.0),
         "stage_opened": {
-            CURRICULA[name].stages[stage]["name"]: next(
-                int(row["step"]) for row in rows if int(row["curriculum_stage"]) == stage
-            )
-            for stage in sorted({int(row["curriculum_stage"]) for row in rows})
+            stages[stage]["name"]: next(int(row["step"]) for row in rows if int(row["curriculum_stage"]) == stage)
+            for stage in sorted({int(row["curriculum_stage"]) for row in rows if "curriculum_stage" in row})
         },
-        "valid": [[int(row["curriculum_stage"]), round(row["format_ok"], 3)] for row in rows],
+        "valid_from_nothing": [[step, round(share, 3)] for step, share in own],
+        "valid": [round(row["format_ok"], 3) for row in rows],
+        "correct": [round(row["correctness"], 3) for row in rows],
         "structure": [round(row["structure_ok"], 3) for row in rows],
         "machine": machine(),
         "versions": versions(),

@@ -65,6 +65,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"correctness/{source}"] = _mean(
             [t.grade.extras["correctness"] for t in closed if t.problem.source == source]
         )
+    sources = sorted({t.problem.source for t in trajectories})
+    for source in sources if len(sources) > 1 else ():
+        metrics[f"format_ok/{source}"] = _mean(
+            [t.grade.extras["format_ok"] for t in trajectories if t.problem.source == source]
+        )
     for group in sorted({group for t in closed for group in t.problem.groups}):
         metrics[f"correctness/{group}"] = _mean(
             [t.grade.extras["correctness"] for t in closed if group in t.problem.groups]

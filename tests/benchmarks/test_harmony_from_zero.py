@@ -22,12 +22,27 @@ def no_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", benchmark.CURRICULA)
 def test_every_curriculum_is_a_configuration(name: str) -> None:
     config = parse(benchmark.configuration(name, 2), RLConfig, Locator(Place("run.toml")))
-    curriculum = config.environment.curriculum
-    assert curriculum is not None
     assert (config.run.seed, config.run.name) == (2, f"{name}_2")
-    assert curriculum.stages[-1].given == ""
     assert config.batch.prompts_per_step * config.batch.group_size == benchmark.SAMPLES
-    assert (curriculum.stages[-1].weights.structure > 0) == ("sparse" not in name)
+    rewarded = config.environment.rubric
+    if (curriculum := config.environment.curriculum) is not None:
+        assert curriculum.stages[-1].given == ""
+        rewarded = curriculum.stages[-1].weights
+        assert config.environment.task_pool.type == "generated"
+    assert rewarded is not None
+    assert (rewarded.structure > 0) == ("sparse" not in name)
+
+
+def test_only_samples_without_examples_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": step, "format_ok": 1.0, "structure_ok": 1.0, "correctness": 0.5}
+        | ({} if share is None else {"format_ok/bare": share})
+        for step, share in enumerate((0.0, 0.3, None, 0.96, 1.0, 0.95), 1)
+    ]
+    monkeypatch.setattr(benchmark, "metrics_of", lambda _: rows)
+    record = benchmark.record_of("examples", tmp_path / "examples_1", 3.0)
+    assert (record["first_valid_step"], record["reached_step"], record["best_valid_share"]) == (2, 6, 1.0)
+    assert record["valid_from_nothing"] == [[1, 0.0], [2, 0.3], [4, 0.96], [5, 1.0], [6, 0.95]]
 
 
 def test_only_samples_from_nothing_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +60,7 @@ def test_only_samples_from_nothing_count(tmp_path: Path, monkeypatch: pytest.Mon
         (3, 0.97),
     ]
     rows: list[dict[str, Any]] = [
-        {"step": step, "curriculum_stage": stage, "format_ok": share, "structure_ok": share}
+        {"step": step, "curriculum_stage": stage, "format_ok": share, "structure_ok": share, "correctness": 0.0}
         for step, (stage, share) in enumerate(shares, 1)
     ]
     monkeypatch.setattr(benchmark, "metrics_of", lambda _: rows)
@@ -60,5 +75,5 @@ def test_only_samples_from_nothing_count(tmp_path: Path, monkeypatch: pytest.Mon
         "nothing": 5,
     }
     assert benchmark.learned(run)
-    rows.append({"step": 12, "curriculum_stage": 3, "format_ok": 0.9, "structure_ok": 0.9})
+    rows.append({"step": 12, "curriculum_stage": 3, "format_ok": 0.9, "structure_ok": 0.9, "correctness": 0.0})
     assert not benchmark.learned(run)

@@ -101,3 +101,20 @@ def test_an_addition_and_its_commuted_twin_share_a_split(left: int, right: int) 
     assert split_of("add", f"Add: {left} + {right}") == split_of("add", f"Add: {right} + {left}")
     key = TASKS["add"].split_key(f"Add: {right} + {left}")
     assert key == f"{min(left, right)} + {max(left, right)}"
+
+
+def test_examples_are_solved_training_problems_before_the_question(make_pool: MakePool) -> None:
+    table = {"type": "generated", "task_type": "compare", "difficulty": [2, 2], "split": "eval"}
+    bare, shown = make_pool(table).take(40), make_pool(table | {"examples": 2}).take(40)
+    assert [one.question for one in shown] == [one.question for one in bare]
+    assert all(not one.history for one in bare)
+    for problem in shown:
+        assert [one.role for one in problem.history] == ["user", "assistant"] * 2
+        for asked, answered in zip(problem.history[::2], problem.history[1::2], strict=True):
+            assert split_of("compare", asked.content) == "train"
+            assert asked.content != problem.question
+            solved = Problem("x", "compare", asked.content, answered.content, "demo")
+            assert asyncio.run(TASKS["compare"].verify(solved, Attempt(answered.content))).score == 1
+            assert answered.channel == "final"
+    assert make_pool(table | {"examples": 2}).take(40) == shown
+    assert len({problem.history for problem in shown}) == 40

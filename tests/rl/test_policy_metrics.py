@@ -46,6 +46,8 @@ def test_rollout_metrics() -> None:
         "correctness": 0.25,
         "correctness/a": pytest.approx(1 / 3),
         "correctness/b": 0.0,
+        "format_ok/a": pytest.approx(2 / 3),
+        "format_ok/b": 0.0,
         "has_answer": 0.75,
         "truncated": 0.25,
         "format_ok": 0.5,

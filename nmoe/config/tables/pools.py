@@ -26,6 +26,12 @@ class GeneratedPool(Section):
         default="train", description="the part of all problems to draw from"
     )
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+    examples: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="number of solved training problems that each prompt shows before its question",
+    )
     max_examples: int | None = Field(default=None, ge=1, description="number of problems; default: endless")
 
     def conflicts(self) -> Iterator[Conflict]:

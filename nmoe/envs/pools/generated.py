@@ -8,13 +8,14 @@ are drawn with replacement: in a small space, such as sort problems of two digit
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import MappingProxyType
 
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
 from nmoe.envs.tasks import TASKS, OwnTask, pose_new, split_key
 from nmoe.errors import UserError
-from nmoe.types import Metadata, Problem
+from nmoe.types import Message, Metadata, Problem
 
 # If one question in a hundred is in the split, all attempts miss it less than once in 10,000 positions.
 _MAX_ATTEMPTS = 2000
@@ -41,7 +42,12 @@ class Generated:
             )
         self.name = name
         self.fingerprint = fingerprint_of(
-            "generated", settings.task_type, *settings.difficulty, settings.split, settings.seed
+            "generated",
+            settings.task_type,
+            *settings.difficulty,
+            settings.split,
+            settings.seed,
+            *([settings.examples] if settings.examples else []),
         )
         self._settings = settings
         first = self.at(0)
@@ -51,13 +57,38 @@ class Generated:
 
     def at(self, position: int) -> Problem:
         settings = self._settings
-        easiest, hardest = settings.difficulty
         rng = random.Random(stable_hash("generated", settings.seed, settings.task_type, position))
+        problem = self._drawn(rng, settings.split, position)
+        if not settings.examples:
+            return problem
+        # Solved training problems, whatever the split: an evaluation shows none of its own.
+        rng = random.Random(stable_hash("generated examples", settings.seed, settings.task_type, position))
+        history: list[Message] = []
+        for _ in range(settings.examples):
+            example = next(
+                (
+                    one
+                    for _ in range(_MAX_ATTEMPTS)
+                    if (one := self._drawn(rng, "train", position)).question != problem.question
+                ),
+                None,
+            )
+            if example is None:
+                raise UserError(
+                    f"task pool {self.name!r}: no other question is there to show as an example; drop `examples`"
+                )
+            asked = TASKS[settings.task_type].messages(example)
+            history += [*asked, Message("assistant", example.gold, channel="final")]
+        return replace(problem, history=tuple(history))
+
+    def _drawn(self, rng: random.Random, split: str, position: int) -> Problem:
+        settings = self._settings
+        easiest, hardest = settings.difficulty
         asked = set()
         for _ in range(_MAX_ATTEMPTS):
             difficulty = rng.randint(easiest, hardest)
             question, gold, metadata = pose_new(settings.task_type, rng, difficulty)
-            if settings.split in ("all", split_of(settings.task_type, question, metadata)):
+            if split in ("all", split_of(settings.task_type, question, metadata)):
                 return Problem(
                     id=f"{self.name}/{position}",
                     task_type=settings.task_type,
@@ -72,7 +103,7 @@ class Generated:
             remedy = f'all of them ask {asked.pop()!r}: draw them by their rng, or write [task_pool] split = "all"'
         raise UserError(
             f"task pool {self.name!r}: no {settings.task_type} problem of difficulty {easiest} to {hardest} is in the "
-            f"split {settings.split!r}; {remedy}"
+            f"split {split!r}; {remedy}"
         )
 
 
