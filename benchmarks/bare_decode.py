@@ -167,9 +167,9 @@ class BareDecode:
         torch.manual_seed(run.seed)
         with Stopwatch() as watch:
             ids_BT, start = torch.tensor(prompts), 0
-            token_ids_BN = torch.empty(run.sequences, NEW_TOKENS, dtype=torch.int64)
-            logprobs_BN = torch.empty(run.sequences, NEW_TOKENS)
-            for step in range(NEW_TOKENS):
+            token_ids_BN = torch.empty(run.sequences, run.new_tokens, dtype=torch.int64)
+            logprobs_BN = torch.empty(run.sequences, run.new_tokens)
+            for step in range(run.new_tokens):
                 token_ids_BN[:, step], logprobs_BN[:, step] = _sample(decoder.last_logits(ids_BT, start))
                 start += ids_BT.shape[1]
                 ids_BT = token_ids_BN[:, step : step + 1]

@@ -28,7 +28,7 @@ import torch
 import vllm_decode
 from decode_arguments import parse
 from decode_parity import check
-from decode_workload import DTYPES_OF, HERE, MODELS, NEW_TOKENS, Generated, Run
+from decode_workload import DTYPES_OF, HERE, MODELS, QWEN3_ALONE, Generated, Run
 from machine import machine, versions
 from side import Side
 
@@ -58,7 +58,7 @@ def take_turn(side: Side, run: Run) -> Generated:
     """One run. Raises AssertionError where the side did not sample what was asked for."""
     generated: Generated = side.ask(run)
     lengths = [len(ids) for ids in generated.token_ids]
-    assert lengths == [NEW_TOKENS] * run.sequences, (
+    assert lengths == [run.new_tokens] * run.sequences, (
         f"{run}: sequences of {sorted(set(lengths))} tokens, {len(lengths)} of them"
     )
     return generated
@@ -66,7 +66,7 @@ def take_turn(side: Side, run: Run) -> Generated:
 
 def time_case(name: str, sides: dict[str, Side], run: Run, rounds: int) -> dict[str, object]:
     """Alternate runs of all sides; medians over the rounds after one that warms up."""
-    tokens = run.sequences * NEW_TOKENS
+    tokens = run.sequences * run.new_tokens
     speeds: dict[str, list[float]] = {side: [] for side in sides}
     by_cpu: dict[str, list[float]] = {side: [] for side in sides}
     mismatches: list[tuple[float, float]] = []
@@ -147,12 +147,16 @@ def time_model(model: str, chosen: Namespace) -> list[dict[str, object]]:
                 f"{model}: {about['parameters'] / 1e6:.1f}M parameters, entropy {about['entropy_nats']} nats",
                 flush=True,
             )
-            sides = {name: alive.enter_context(start(name, Path(directory))) for name in chosen.sides}
+            runs = [name for name in chosen.sides if name not in QWEN3_ALONE or model.startswith("qwen3")]
+            sides = {name: alive.enter_context(start(name, Path(directory))) for name in runs}
             print("parity with transformers:", flush=True)
             check(sides, chosen.dtypes, reference)
         return [
             time_case(
-                f"{model} {dtype} {sequences}", in_dtype, Run(dtype, sequences, seed=1000 * sequences), chosen.rounds
+                f"{model} {dtype} {sequences}",
+                in_dtype,
+                Run(dtype, sequences, seed=1000 * sequences, new_tokens=chosen.new_tokens),
+                chosen.rounds,
             )
             for dtype in chosen.dtypes
             for sequences in chosen.sequences
@@ -168,7 +172,7 @@ def main() -> None:
         about["vllm_versions"] = vllm_versions()
     print(f"{about['machine']}, all sides with {torch.get_num_threads()} threads; {about['versions']}", flush=True)
     cases = [case for model in chosen.models for case in time_model(model, chosen)]
-    print(json.dumps({"cases": cases, **about}))
+    print(json.dumps({"cases": cases, "new_tokens": chosen.new_tokens, **about}))
 
 
 if __name__ == "__main__":

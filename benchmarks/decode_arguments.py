@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from decode_workload import DTYPES, DTYPES_OF, MODELS, SEQUENCES, SIDES, SMALL_MODELS
+from decode_workload import DTYPES, DTYPES_OF, MODELS, NEW_TOKENS, SEQUENCES, SIDES, SMALL_MODELS, USUAL_SEQUENCES
 
 _EXAMPLES = """examples:
   benchmarks/decode.sh                                   all but the largest model: about ten minutes on two cores
   benchmarks/decode.sh --sides nmoe,generate             without vLLM: its environment is not made
   benchmarks/decode.sh --models qwen3_5m --sequences 64 --dtypes bf16
   benchmarks/decode.sh --models qwen3_0p1b --sides nmoe,vllm --dtypes bf16    a released model's vocabulary
+  benchmarks/decode.sh --models smollm2_135m --sequences 1,16,64 --new-tokens 32    a small released model's shape
   benchmarks/decode.sh --rounds 9 | tail -1 >run.json    the JSON line alone"""
 
 
@@ -35,13 +36,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"any of {','.join(MODELS)}; {','.join(SMALL_MODELS)} by default",
     )
     parser.add_argument(
-        "--sequences", type=_some_of(SEQUENCES), default=list(SEQUENCES), metavar="A,B", help=_choices(SEQUENCES)
+        "--sequences",
+        type=_some_of(SEQUENCES),
+        default=list(USUAL_SEQUENCES),
+        metavar="A,B",
+        help=f"any of {','.join(map(str, SEQUENCES))}; {','.join(map(str, USUAL_SEQUENCES))} by default",
     )
     parser.add_argument("--dtypes", type=_some_of(DTYPES), default=list(DTYPES), metavar="A,B", help=_choices(DTYPES))
     parser.add_argument(
         "--rounds", type=int, default=5, help="timed runs of each side per case, at least 2 (default 5)"
     )
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        default=NEW_TOKENS,
+        metavar="N",
+        help=f"sampled by each sequence, 2 to {NEW_TOKENS} (default {NEW_TOKENS})",
+    )
     chosen = parser.parse_args(arguments)
+    if not 2 <= chosen.new_tokens <= NEW_TOKENS:
+        parser.error(f"--new-tokens {chosen.new_tokens}: between 2 and {NEW_TOKENS}")
     if chosen.rounds < 2:
         parser.error(f"--rounds {chosen.rounds}: at least 2, quartiles need two values")
     if not any(dtype in DTYPES_OF[side] for side in chosen.sides for dtype in chosen.dtypes):

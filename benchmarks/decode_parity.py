@@ -10,8 +10,9 @@ from side import Side
 
 _SEQUENCES = 16
 
-# Largest difference of any logit, and of any sampled token's logprob, in fp32.
-_TOLERANCE = 1e-4
+# Largest difference of any logit, and of any sampled token's logprob, in fp32. At 30 layers of
+# width 576 logits of a spread of 3.5 differ by 1.3e-4.
+_TOLERANCE = 3e-4
 # Median difference of logprobs in bf16, whose rounding these weights amplify, and which sends some tokens to other experts (so that
 # a mean would say less). Measured with the bare loop, dense / MoE: as it should be 0.05 / 0.04; attention's output scaled by 0.9
 # 0.21 / 0.26, experts' by 0.9 0.19, positions off by one 0.73 / 0.32, one expert too few 0.60.

@@ -19,16 +19,20 @@ MODELS = {
     "qwen3_5m": HERE / "qwen3_dense_5m.json",
     "qwen3_moe_14m": HERE / "qwen3_moe_14m.json",
     "qwen3_0p1b": HERE / "qwen3_0p1b.json",
+    "smollm2_135m": HERE / "smollm2_135m.json",
 }
 SMALL_MODELS = ("qwen3_5m", "qwen3_moe_14m")
-SEQUENCES = (64, 256)
+SEQUENCES = (1, 16, 64, 256)
+USUAL_SEQUENCES = (64, 256)
 DTYPES: tuple[Dtype, ...] = ("fp32", "bf16")
 SIDES = ("nmoe", "generate", "vllm", "bare")
 # vLLM on a CPU is measured in the dtype its users run.
+# The bare loop is Qwen3's.
+QWEN3_ALONE = ("bare",)
 DTYPES_OF: dict[str, tuple[Dtype, ...]] = {side: ("bf16",) if side == "vllm" else DTYPES for side in SIDES}
 
 PROMPT_TOKENS = 32
-NEW_TOKENS = 128
+NEW_TOKENS = 128  # by default; no side is asked for more
 VOCABULARY = 4096  # prompts hold these ids; a model may have more
 FIRST_ID = 2  # prompts hold neither padding nor the end token
 
@@ -42,19 +46,20 @@ def make_prompts(sequences: int, seed: int = 0) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Run:
-    """A question: sample NEW_TOKENS for each of the seed's prompts, at temperature 1 from the whole vocabulary, whatever tokens
+    """A question: sample `new_tokens` for each of the seed's prompts, at temperature 1 from the whole vocabulary, whatever tokens
     come. With `logprobs`, say those of the sampled tokens as well (nmoe and the bare loop always do)."""
 
     dtype: Dtype
     sequences: int
     seed: int
     logprobs: bool = False
+    new_tokens: int = NEW_TOKENS
 
 
 @dataclass(frozen=True)
 class Generated:
     """The answer, e.g. for two sequences: seconds = 0.9, cpu_seconds = 1.7, others_cores = 0.01, token_ids = [[9, 44, ...], [7, 8,
-    ...]] (128 each), logprobs = [[-3.1, ...], [-2.2, ...]] or [] where they were not asked for.
+    ...]] (as many as were asked for), logprobs = [[-3.1, ...], [-2.2, ...]] or [] where they were not asked for.
 
     `seconds` is the whole call, prompts in and token ids out; `others_cores` is what others used of the machine meanwhile.
     `mismatch` is nmoe's alone: mean and largest absolute difference of the engine's and the learner's logprobs.

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from decode_workload import NEW_TOKENS, PROMPT_TOKENS, Dtype, Generated, Run, make_prompts
+from decode_workload import PROMPT_TOKENS, Dtype, Generated, Run, make_prompts
 from side import answer
 from stopwatch import Stopwatch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -43,7 +43,7 @@ class GenerateDecode:
                 temperature=1.0,
                 top_k=0,
                 top_p=1.0,
-                max_new_tokens=NEW_TOKENS,
+                max_new_tokens=run.new_tokens,
                 cache_implementation=_CACHE[run.dtype],
                 return_dict_in_generate=True,
                 output_logits=run.logprobs,

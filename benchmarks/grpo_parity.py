@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
-from grpo_workload import ADVANTAGE_EPS, CLIP_EPS, MAX_GRAD_NORM, PAD_ID, GradedBatch, make_model, reward
+from grpo_workload import ADVANTAGE_EPS, CLIP_EPS, MAX_GRAD_NORM, PAD_ID, GradedBatch, Workload, make_model, reward
 
 # fp32, sums of thousands of terms in different orders; measured differences are near 1e-6
 RELATIVE_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-6
 
 
-def reference_gradients(batch: GradedBatch) -> tuple[float, dict[str, torch.Tensor]]:
+def reference_gradients(workload: Workload, batch: GradedBatch) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient by parameter name of the dapo loss at the initial weights, before clipping."""
-    model = make_model()
-    model.set_experts_implementation("eager")
+    model = make_model(workload)
+    if getattr(model.config, "num_experts_per_tok", 0):
+        model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
     rows = [p + c for p, c in zip(batch.prompt_ids, batch.completion_ids, strict=True)]
     width = max(map(len, rows))

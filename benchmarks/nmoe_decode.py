@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from decode_workload import NEW_TOKENS, PROMPT_TOKENS, Dtype, Generated, Logits, Run, make_prompts
+from decode_workload import PROMPT_TOKENS, Dtype, Generated, Logits, Run, make_prompts
 from side import answer
 from stopwatch import Stopwatch
 
@@ -54,7 +54,7 @@ class NmoeDecode:
             self.engines[key] = NativeEngine(model, max_sequences=run.sequences)
         engine, prompts = self.engines[key], make_prompts(run.sequences, run.seed)
         with Stopwatch() as watch:
-            samples = engine.run(_generate(engine, prompts, run.seed))
+            samples = engine.run(_generate(engine, prompts, run))
         return Generated(
             watch.seconds,
             watch.cpu_seconds,
@@ -74,11 +74,13 @@ class NmoeDecode:
         return model.logits(states_TD).view(question.sequences, PROMPT_TOKENS, -1).numpy()
 
 
-async def _generate(engine: NativeEngine, prompts: list[list[int]], seed: int) -> list[Sample]:
+async def _generate(engine: NativeEngine, prompts: list[list[int]], run: Run) -> list[Sample]:
     """One request per prompt, no stop ids."""
     answers = await asyncio.gather(
         *(
-            engine.generate(Request(tuple(prompt), 1, Sampling(NEW_TOKENS, seed=seed * len(prompts) + row), str(row)))
+            engine.generate(
+                Request(tuple(prompt), 1, Sampling(run.new_tokens, seed=run.seed * len(prompts) + row), str(row))
+            )
             for row, prompt in enumerate(prompts)
         )
     )
@@ -98,10 +100,10 @@ def _batch(prompts: list[list[int]], samples: list[Sample]) -> Batch:
     problem = Problem("benchmark", "benchmark", "", "", "benchmark")
     grade = Grade(0.0, {}, "ok", {}, None)
     trajectories = [
-        Trajectory(problem, row, tuple(prompt), (Turn((), sample),), grade, Sampling(NEW_TOKENS))
+        Trajectory(problem, row, tuple(prompt), (Turn((), sample),), grade, Sampling(len(sample.token_ids)))
         for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
     ]
-    return policy_batch(trajectories, torch.zeros(len(samples)), "token", NEW_TOKENS)
+    return policy_batch(trajectories, torch.zeros(len(samples)), "token", len(samples[0].token_ids))
 
 
 def serve(connection: Connection, directory: Path) -> None:

@@ -19,12 +19,15 @@ from grpo_workload import (
     ADAM_BETAS,
     ADAM_EPS,
     CLIP_EPS,
+    DTYPES,
     LEARNING_RATE,
     MAX_GRAD_NORM,
-    MAX_NEW_TOKENS,
     N_COMPLETIONS,
+    TINY,
     WEIGHT_DECAY,
+    Dtype,
     GradedBatch,
+    Workload,
     make_model,
     make_prompts,
     reward,
@@ -44,18 +47,16 @@ from nmoe.rl.experience import policy_batch
 from nmoe.trajectory import Trajectory
 from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
-TOKENS_PER_MICROBATCH = 16384
-
 
 class NmoeGrpo:
     """One learner and one engine over the same weights, in a process set up as every recipe does it; every `step` is a whole
     GRPO step."""
 
-    def __init__(self) -> None:
+    def __init__(self, workload: Workload = TINY, dtype: Dtype = "fp32") -> None:
         keep_freed_memory()
         with tempfile.TemporaryDirectory() as directory:
-            make_model().save_pretrained(directory)
-            model = load_model(Path(directory))
+            make_model(workload).save_pretrained(directory)
+            model = load_model(Path(directory), DTYPES[dtype])
         settings = OptimizerSection(
             learning_rate=LEARNING_RATE,
             min_lr_ratio=1.0,
@@ -65,16 +66,18 @@ class NmoeGrpo:
             eps=ADAM_EPS,
             max_grad_norm=MAX_GRAD_NORM,
         )
-        self.learner = Learner(model, settings, total_steps=10**6, tokens_per_microbatch=TOKENS_PER_MICROBATCH)
-        self.engine = NativeEngine(model, max_sequences=64)
+        tokens = workload.tokens_at_once
+        self.learner = Learner(model, settings, total_steps=10**6, tokens_per_microbatch=tokens)
+        self.engine = NativeEngine(model, max_sequences=workload.rows)
         self.objective = clip(CLIP_EPS, CLIP_EPS)
-        self.prompts = [tuple(prompt) for prompt in make_prompts()]
+        self.prompts = [tuple(prompt) for prompt in make_prompts(workload)]
         self.steps = 0
 
     def step(self, lengths: Sequence[int]) -> float:
         """Samples rows of exactly these lengths, grades, updates and publishes; returns the seconds it took."""
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         samples = self.engine.run(self._generate(lengths))
+        self.sampling_cpu_seconds = time.process_time() - cpu_began
         rewards_B = torch.tensor([reward(sample.token_ids) for sample in samples])
         groups_B = torch.arange(len(self.prompts)).repeat_interleave(N_COMPLETIONS)
         advantages_B = grpo(rewards_B, groups_B)
@@ -82,7 +85,7 @@ class NmoeGrpo:
         result = self.learner.forward_backward(batch, self.objective).result()
         self.learner.optim_step().result()
         self.learner.publish(self.engine).result()
-        seconds = time.perf_counter() - began
+        seconds, self.cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         self.steps += 1
         self._samples, self._advantages, self._log_ratio = samples, advantages_B, result.tokens["log_ratio"].abs()
         return seconds
@@ -125,10 +128,10 @@ class NmoeGrpo:
         problem = Problem("benchmark", "benchmark", "", "", "benchmark")
         grade = Grade(0.0, {}, "ok", {}, None)
         trajectories = [
-            Trajectory(problem, row, tuple(prompt), (Turn((), sample),), grade, Sampling(MAX_NEW_TOKENS))
+            Trajectory(problem, row, tuple(prompt), (Turn((), sample),), grade, Sampling(len(sample.token_ids)))
             for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
         ]
-        return policy_batch(trajectories, advantages_B, "token", MAX_NEW_TOKENS)
+        return policy_batch(trajectories, advantages_B, "token", max(len(sample.token_ids) for sample in samples))
 
 
 @dataclass(frozen=True)
@@ -136,16 +139,19 @@ class NmoeStep:
     """What nmoe's process says of one step."""
 
     seconds: float
+    cpu_seconds: float
+    sampling_cpu_seconds: float
     batch: GradedBatch
     mismatch_mean: float
     mismatch_max: float
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, workload: Workload, dtype: Dtype) -> None:
     """Takes a step with the completion lengths asked for, and answers with what it took and trained on."""
-    side = NmoeGrpo()
+    side = NmoeGrpo(workload, dtype)
 
     def step(lengths: list[int]) -> NmoeStep:
-        return NmoeStep(side.step(lengths), side.last_batch(), *side.mismatch())
+        seconds = side.step(lengths)
+        return NmoeStep(seconds, side.cpu_seconds, side.sampling_cpu_seconds, side.last_batch(), *side.mismatch())
 
     answer(connection, step)

@@ -22,13 +22,12 @@ from grpo_workload import (
     EOS_ID,
     LEARNING_RATE,
     MAX_GRAD_NORM,
-    MAX_NEW_TOKENS,
     N_COMPLETIONS,
-    N_ROWS,
     PAD_ID,
-    PROMPT_LENGTH,
     WEIGHT_DECAY,
+    Dtype,
     GradedBatch,
+    Workload,
     make_model,
     make_prompts,
     reward,
@@ -56,16 +55,17 @@ def word_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
 class ForcedLengths(LogitsProcessor):
     """Bars the end token until a row's last position and forces it there; rows of the maximal length just run out."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], prompt_length: int, longest: int) -> None:
+        self.prompt_length = prompt_length
         self.ending_rows: dict[int, torch.Tensor] = {
             length: torch.tensor([row for row, other in enumerate(lengths) if other == length])
             for length in set(lengths)
-            if length < MAX_NEW_TOKENS
+            if length < longest
         }
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         scores[:, EOS_ID] = -torch.inf
-        rows = self.ending_rows.get(input_ids.shape[1] - PROMPT_LENGTH + 1)
+        rows = self.ending_rows.get(input_ids.shape[1] - self.prompt_length + 1)
         if rows is not None:
             scores[rows] = -torch.inf
             scores[rows, EOS_ID] = 0.0
@@ -77,17 +77,18 @@ class StepClock(TrainerCallback):
 
     def __init__(self) -> None:
         self.trainer: GRPOTrainer | None = None
-        self.seconds = 0.0
+        self.seconds = self.cpu_seconds = 0.0
         self.keep_gradients = False
         self.gradients: dict[str, torch.Tensor] = {}
         self.loss = 0.0
         self.gradient_norm = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.started = time.perf_counter()
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds = time.perf_counter() - self.started
+        self.cpu_seconds = time.process_time() - self.cpu_started
         self.loss = float(self.trainer._tr_loss)
         control.should_log = self.keep_gradients
 
@@ -106,12 +107,15 @@ def even_share(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 
 class TrlGrpo:
-    """GRPOTrainer with the workload's weights; each `step` is one whole training step of 64 completions."""
+    """GRPOTrainer with the workload's weights; each `step` is one whole training step on all completions. In bf16 the weights are
+    bf16 and so is AdamW's state, without fp32 copies, which is TRL's fastest way; its generation then has a static cache, as the
+    faster one (generate_decode.py)."""
 
-    def __init__(self, **overrides: Any) -> None:
-        model = make_model()
+    def __init__(self, workload: Workload, dtype: Dtype = "fp32") -> None:
+        self.workload = workload
+        model = make_model(workload, dtype)
         self.tokenizer = word_tokenizer(model.config.vocab_size)
-        prompts = [" ".join(f"t{i}" for i in ids) for ids in make_prompts()]
+        prompts = [" ".join(f"t{i}" for i in ids) for ids in make_prompts(workload)]
         self.output_dir = tempfile.TemporaryDirectory()
         arguments = {
             "output_dir": self.output_dir.name,
@@ -136,18 +140,20 @@ class TrlGrpo:
             "max_grad_norm": MAX_GRAD_NORM,
             "lr_scheduler_type": "constant",
             "warmup_steps": 0,
-            # the batch: all 64 rows generated at once, one update
-            "per_device_train_batch_size": N_ROWS,
-            "steps_per_generation": 1,
+            # the batch: all rows generated at once, one update
+            "per_device_train_batch_size": workload.rows_at_once,
+            "gradient_accumulation_steps": workload.rows // workload.rows_at_once,
+            "steps_per_generation": workload.rows // workload.rows_at_once,
             "num_generations": N_COMPLETIONS,
             "num_iterations": 1,
             "shuffle_dataset": False,
-            "max_completion_length": MAX_NEW_TOKENS,
+            "max_completion_length": workload.max_new_tokens,
             # sampling from the plain distribution, by transformers' own generate
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 0,
             "use_vllm": False,
+            "cache_implementation": "static" if dtype == "bf16" else None,
             "use_transformers_continuous_batching": False,
             # the loss
             "loss_type": "dapo",
@@ -161,25 +167,27 @@ class TrlGrpo:
         self.trainer = GRPOTrainer(
             model=model,
             reward_funcs=even_share,
-            args=GRPOConfig(**(arguments | overrides)),
+            args=GRPOConfig(**arguments),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             processing_class=self.tokenizer,
             callbacks=[self.clock],
         )
         self.trainer.remove_callback(PrinterCallback)
         self.clock.trainer = self.trainer
-        if self.tokenizer(prompts)["input_ids"] != make_prompts():
+        if self.tokenizer(prompts)["input_ids"] != make_prompts(workload):
             raise RuntimeError("the prompts do not survive TRL's tokenizer; both sides must see the same ids")
-        self.generation_seconds = 0.0
+        self.generation_seconds = self.generation_cpu_seconds = 0.0
         self._lengths: list[int] = []
         self._generate = model.generate
         model.generate = self._generate_forced
 
     def _generate_forced(self, **inputs: Any) -> torch.Tensor:
-        started = time.perf_counter()
-        processors = LogitsProcessorList([ForcedLengths(self._lengths)])
+        started, cpu_started = time.perf_counter(), time.process_time()
+        forced = ForcedLengths(self._lengths, self.workload.prompt_length, self.workload.max_new_tokens)
+        processors = LogitsProcessorList([forced])
         tokens = self._generate(**inputs, logits_processor=processors)
         self.generation_seconds = time.perf_counter() - started
+        self.generation_cpu_seconds = time.process_time() - cpu_started
         return tokens
 
     def step(self, lengths: list[int]) -> float:
@@ -190,13 +198,15 @@ class TrlGrpo:
 
     def last_batch(self) -> GradedBatch:
         """What the last step trained on, in the (shuffled) order the trainer used."""
-        batch = self.trainer._buffered_inputs[0]
-        lengths = batch["completion_mask"].sum(1).tolist()
-        return GradedBatch(
-            prompt_ids=batch["prompt_ids"].tolist(),
-            completion_ids=[ids[:n] for ids, n in zip(batch["completion_ids"].tolist(), lengths, strict=True)],
-            advantages=batch["advantages"].tolist(),
-        )
+        whole = GradedBatch([], [], [])
+        for batch in self.trainer._buffered_inputs:
+            lengths = batch["completion_mask"].sum(1).tolist()
+            whole.prompt_ids.extend(batch["prompt_ids"].tolist())
+            whole.completion_ids.extend(
+                ids[:n] for ids, n in zip(batch["completion_ids"].tolist(), lengths, strict=True)
+            )
+            whole.advantages.extend(batch["advantages"].tolist())
+        return whole
 
 
 @dataclass(frozen=True)
@@ -204,15 +214,19 @@ class TrlStep:
     """What TRL's process says of one step."""
 
     seconds: float
+    cpu_seconds: float
     batch: GradedBatch
     generation_seconds: float
+    generation_cpu_seconds: float
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, workload: Workload, dtype: Dtype) -> None:
     """Takes a step with the completion lengths asked for, and answers with what it took and trained on."""
-    side = TrlGrpo()
+    side = TrlGrpo(workload, dtype)
 
     def step(lengths: list[int]) -> TrlStep:
-        return TrlStep(side.step(lengths), side.last_batch(), side.generation_seconds)
+        seconds = side.step(lengths)
+        generation = side.generation_seconds, side.generation_cpu_seconds
+        return TrlStep(seconds, side.clock.cpu_seconds, side.last_batch(), *generation)
 
     answer(connection, step)

@@ -50,7 +50,7 @@ class VllmDecode:
 
         sampling = SamplingParams(
             temperature=1.0,
-            max_tokens=NEW_TOKENS,
+            max_tokens=run.new_tokens,
             ignore_eos=True,
             detokenize=False,
             logprobs=0 if run.logprobs else None,

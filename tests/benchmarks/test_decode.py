@@ -26,8 +26,8 @@ def test_chosen_sides_are_printed_in_the_order_they_are_known_in() -> None:
     ("given", "message"),
     [
         (["--sides", "nmoe,trl"], "argument --sides: 'trl' is none of nmoe, generate, vllm, bare"),
-        (["--models", ""], "argument --models: '' is none of qwen3_5m, qwen3_moe_14m, qwen3_0p1b"),
-        (["--sequences", "65"], "argument --sequences: '65' is none of 64, 256"),
+        (["--models", ""], "argument --models: '' is none of qwen3_5m, qwen3_moe_14m, qwen3_0p1b, smollm2_135m"),
+        (["--sequences", "65"], "argument --sequences: '65' is none of 1, 16, 64, 256"),
         (["--rounds", "1"], "--rounds 1: at least 2, quartiles need two values"),
         (["--sides", "vllm", "--dtypes", "fp32"], "nothing to time: vllm is measured in bf16 alone"),
     ],

@@ -239,7 +239,10 @@ def test_a_wide_vocabulary_in_bf16_rounds_gradients_alone() -> None:
     torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=1e-5)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.grad is not None
-        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=2**-8, atol=1e-4)
+        # Each logit's gradient is rounded to 8 bits, and so is the sum of their products.
+        error = mine.grad.double() - other.grad
+        assert error.norm() < 2**-8 * other.grad.norm()
+        assert error.abs().max() < 2**-7 * other.grad.abs().max()
 
 
 @with_kernels

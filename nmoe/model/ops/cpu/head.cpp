@@ -15,7 +15,7 @@
 namespace nmoe {
 
 constexpr long CHUNK = 8 * MOST_ROWS;           // of the vocabulary; 112 rows of the head and of its gradient stay in the L2 cache
-constexpr long BLOCK = 7 * PANEL;               // tokens whose gradients of logits stay there, too; also 16 tiles' rows
+constexpr long BLOCK = 4 * PANEL;               // tokens whose gradients of logits stay there, too; also 16 tiles' rows
 constexpr long AT_ONCE_TOKENS = 10 * BLOCK;     // bounds what a thread holds for itself
 
 // Tokens as panels for `x @ weight.T`, the head's rows being the rows: `[N / 32, D, 32]`, or in bf16 `[N / 32, D / 2, 32, 2]`, zeros
@@ -109,20 +109,146 @@ void head_forward(const T* x_ND, const T* weight_VD, const int64_t* targets_N, f
     }
 }
 
+// How many tokens a block has, filled up to whole panels.
+inline long tokens_of(long block, long N) { return (std::min(N - block * BLOCK, BLOCK) + PANEL - 1) / PANEL * PANEL; }
+
+// The gradients of a chunk's logits, `[v, BLOCK]`, of the tokens `start` to `stop`.
+template <class T>
+void logit_gradients(const T* x, const T* weight_VD, const int64_t* targets_N, float temperature, const float* largest,
+                     const float* a, const float* b, const float* onehot_N, float* grads, long from, long rows, long start,
+                     long stop, long tokens, long D) {
+    for (long n = 0; n < tokens; n += PANEL) {
+        const float *at = largest + start + n, *factor = a + start + n, *slope = b + start + n;
+        float* out = grads + n;
+        product(weight_VD + from * D, D, 0, rows, x + (start + n) * D, [&](long v, v16 low, v16 high) {
+            if (temperature != 1) low = low / all(temperature), high = high / all(temperature);
+            low = low - load(at), high = high - load(at + 16);
+            store(out + v * BLOCK, exp(low) * fma(low, load(slope), load(factor)));
+            store(out + v * BLOCK + 16, exp(high) * fma(high, load(slope + 16), load(factor + 16)));
+        });
+    }
+    for (long n = start; n < stop; ++n)
+        if (targets_N[n] >= from && targets_N[n] < from + rows) grads[(targets_N[n] - from) * BLOCK + n - start] += onehot_N[n];
+}
+
+#ifdef __AVX512BF16__
+
+// `head_backward` of bf16, whose products multiply pairs: the gradients of logits are rounded to bf16, as torch stores them.
+void head_backward_in_pairs(const bf16* x_ND, const bf16* weight_VD, const int64_t* targets_N, float temperature,
+                            const float* largest_N, const float* a_N, const float* b_N, const float* onehot_N, float* grad_x_ND,
+                            float* grad_weight_VD, bool first_tokens, long N, long D, long V) {
+    const long columns = (D + PANEL - 1) / PANEL * PANEL, blocks = (N + BLOCK - 1) / BLOCK, width = blocks * BLOCK;
+    const std::integral_constant<long, 1> one;
+    const std::vector<bf16> x = tokens_in_columns(x_ND, N, D);
+    std::vector<float> x_pairs(grad_weight_VD ? width / 2 * columns : 0), largest(width), a(width), b(width);
+    std::copy_n(largest_N, N, largest.data());
+    std::copy_n(a_N, N, a.data());
+    std::copy_n(b_N, N, b.data());
+    std::vector<std::vector<float>> grads_x;
+#pragma omp parallel
+    {
+#pragma omp single
+#ifdef _OPENMP
+        grads_x.resize(omp_get_num_threads());
+#else
+        grads_x.resize(1);
+#endif
+        if (grad_weight_VD) {  // pairs of tokens in panels of their columns, `[D / 32, tokens / 2, 32, 2]` of each block
+#pragma omp for schedule(static)
+            for (long block = 0; block < blocks; ++block) {
+                float* out = x_pairs.data() + block * BLOCK / 2 * columns;
+                const auto at = [&](long n, long d) {
+                    n += block * BLOCK;
+                    return n < N && d < D ? load(x_ND + n * D + d, first(D - d)) : zero();
+                };
+                for (long d = 0; d < columns; d += PANEL)
+                    for (long n = 0; n < tokens_of(block, N); n += 2)
+                        for (long h = 0; h < PANEL; h += 16, out += 16) store(out, paired_bf16(at(n, d + h), at(n + 1, d + h)));
+            }
+        }
+#ifdef _OPENMP
+        std::vector<float>& grad_x = grads_x[omp_get_thread_num()];  // `[D, width]`
+#else
+        std::vector<float>& grad_x = grads_x[0];
+#endif
+        grad_x.resize(grad_x_ND ? D * width : 0);
+        std::vector<float> grads(CHUNK * BLOCK), pairs(CHUNK / 2 * BLOCK);
+        std::vector<bf16> rows_of_grads(CHUNK * BLOCK), head(grad_x_ND ? D * CHUNK : 0);
+#pragma omp for schedule(static)
+        for (long chunk = 0; chunk < (V + CHUNK - 1) / CHUNK; ++chunk) {
+            const long from = chunk * CHUNK, rows = std::min(CHUNK, V - from), steps = (rows + 1) / 2;
+            if (grad_x_ND)  // `[D, v]`
+                for (long v = 0; v < CHUNK; ++v)
+                    for (long d = 0; d < D; ++d) head[d * CHUNK + v] = v < rows ? weight_VD[(from + v) * D + d] : bf16{0};
+            for (long block = 0; block < blocks; ++block) {
+                const long start = block * BLOCK, stop = std::min(N, start + BLOCK), tokens = tokens_of(block, N);
+                logit_gradients(x.data(), weight_VD, targets_N, temperature, largest.data(), a.data(), b.data(), onehot_N,
+                                grads.data(), from, rows, start, stop, tokens, D);
+                for (long v = 0; v < rows; v += 2)
+                    for (long n = 0; n < tokens; n += 16) {
+                        const float* at = grads.data() + v * BLOCK + n;
+                        const v16 low = load(at), high = v + 1 < rows ? load(at + BLOCK) : zero();
+                        store(rows_of_grads.data() + v * BLOCK + n, low);
+                        if (v + 1 < rows) store(rows_of_grads.data() + (v + 1) * BLOCK + n, high);
+                        store(pairs.data() + (n / PANEL * steps + v / 2) * PANEL + n % PANEL, paired_bf16(low, high));
+                    }
+                if (grad_weight_VD) {
+                    const bool adds = block > 0 || !first_tokens;
+                    for (long d = 0; d < D; d += PANEL) {
+                        float* out = grad_weight_VD + from * D + d;
+                        const mask16 lower = first(D - d), upper = first(std::max(0L, D - d - 16));
+                        product<bf16>(reinterpret_cast<const float*>(rows_of_grads.data()), BLOCK / 2, one, 0, rows,
+                                      x_pairs.data() + (start * columns + d * tokens) / 2, tokens / 2,
+                                      [&](long v, v16 low, v16 high) {
+                                          float* row = out + v * D;
+                                          if (adds) low = low + load(row, lower), high = high + load(row + 16, upper);
+                                          store(row, low, lower);
+                                          store(row + 16, high, upper);
+                                      });
+                    }
+                }
+                if (grad_x_ND)
+                    for (long n = 0; n < tokens; n += PANEL)
+                        product<bf16>(reinterpret_cast<const float*>(head.data()), CHUNK / 2, one, 0, D,
+                                      pairs.data() + n * steps, steps, [&](long d, v16 low, v16 high) {
+                                          float* row = grad_x.data() + d * width + start + n;
+                                          store(row, low + load(row));
+                                          store(row + 16, high + load(row + 16));
+                                      });
+            }
+        }
+        if (grad_x_ND) {
+#pragma omp for schedule(static)
+            for (long n = 0; n < N; ++n)
+                for (long d = 0; d < D; ++d) {
+                    float sum = 0;
+                    for (const std::vector<float>& part : grads_x) sum += part[d * width + n];
+                    grad_x_ND[n * D + d] = sum;
+                }
+        }
+    }
+}
+
+#endif
+
 // With l the logits at the temperature and e = e^(l - largest): the gradient of a logit is e (a + b (l - largest)), and of the
-// target's `onehot` more. Writes the gradients of x and of the weight, where they are given, in fp32: only logits multiply pairs of
-// bf16.
+// target's `onehot` more. Writes the gradients of x and of the weight, where they are given, in fp32. Without an instruction for
+// pairs of bf16 these products are of fp32, too.
 template <class T>
 void head_backward(const T* x_ND, const T* weight_VD, const int64_t* targets_N, float temperature,
                    const float* largest_N, const float* a_N, const float* b_N, const float* onehot_N, float* grad_x_ND,
                    float* grad_weight_VD, bool first_tokens, long N, long D, long V) {
+#ifdef __AVX512BF16__
+    if constexpr (std::is_same_v<T, bf16>)
+        return head_backward_in_pairs(x_ND, weight_VD, targets_N, temperature, largest_N, a_N, b_N, onehot_N, grad_x_ND,
+                                      grad_weight_VD, first_tokens, N, D, V);
+#endif
     const long columns = (D + PANEL - 1) / PANEL * PANEL, blocks = (N + BLOCK - 1) / BLOCK, width = blocks * BLOCK;
     const std::vector<T> x = tokens_in_columns(x_ND, N, D);
     std::vector<float> x_rows(grad_weight_VD ? width * columns : 0), largest(width), a(width), b(width);
     std::copy_n(largest_N, N, largest.data());
     std::copy_n(a_N, N, a.data());
     std::copy_n(b_N, N, b.data());
-    const auto tokens_of = [&](long block) { return (std::min(N - block * BLOCK, BLOCK) + PANEL - 1) / PANEL * PANEL; };
     std::vector<std::vector<float>> grads_x;
 #pragma omp parallel
     {
@@ -135,7 +261,7 @@ void head_backward(const T* x_ND, const T* weight_VD, const int64_t* targets_N, 
         if (grad_weight_VD) {
 #pragma omp for schedule(static)
             for (long block = 0; block < blocks; ++block)
-                columns_of(x_ND, D, block * BLOCK, std::min(N, (block + 1) * BLOCK), tokens_of(block),
+                columns_of(x_ND, D, block * BLOCK, std::min(N, (block + 1) * BLOCK), tokens_of(block, N),
                            x_rows.data() + block * BLOCK * columns);
         }
 #ifdef _OPENMP
@@ -150,22 +276,9 @@ void head_backward(const T* x_ND, const T* weight_VD, const int64_t* targets_N, 
             const long from = chunk * CHUNK, rows = std::min(CHUNK, V - from);
             if (grad_x_ND) columns_of(weight_VD, D, from, from + rows, rows, head.data());
             for (long block = 0; block < blocks; ++block) {
-                const long start = block * BLOCK, stop = std::min(N, start + BLOCK), tokens = tokens_of(block);
-                for (long n = 0; n < tokens; n += PANEL) {
-                    const float* at = largest.data() + start + n;
-                    const float* factor = a.data() + start + n;
-                    const float* slope = b.data() + start + n;
-                    float* out = grads.data() + n;
-                    product(weight_VD + from * D, D, 0, rows, x.data() + (start + n) * D, [&](long v, v16 low, v16 high) {
-                        if (temperature != 1) low = low / all(temperature), high = high / all(temperature);
-                        low = low - load(at), high = high - load(at + 16);
-                        store(out + v * BLOCK, exp(low) * fma(low, load(slope), load(factor)));
-                        store(out + v * BLOCK + 16, exp(high) * fma(high, load(slope + 16), load(factor + 16)));
-                    });
-                }
-                for (long n = start; n < stop; ++n)
-                    if (targets_N[n] >= from && targets_N[n] < from + rows)
-                        grads[(targets_N[n] - from) * BLOCK + n - start] += onehot_N[n];
+                const long start = block * BLOCK, stop = std::min(N, start + BLOCK), tokens = tokens_of(block, N);
+                logit_gradients(x.data(), weight_VD, targets_N, temperature, largest.data(), a.data(), b.data(), onehot_N,
+                                grads.data(), from, rows, start, stop, tokens, D);
                 if (grad_weight_VD) {
                     const bool adds = block > 0 || !first_tokens;
                     for (long d = 0; d < D; d += PANEL) {

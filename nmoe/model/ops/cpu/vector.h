@@ -75,6 +75,12 @@ inline v16 upper_bf16(v16 x) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
+// Words of two bf16 each, of rounded numbers.
+inline v16 paired_bf16(v16 lower, v16 upper) {
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(rounded_to_bf16(lower)), 16);
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(rounded_to_bf16(upper))));
+}
+
 // Sixteen vectors' sums: of each four neighbours (0 + 2) + (1 + 3), then of the four groups (0 + 1) + (2 + 3).
 inline v16 sums_of(const v16 (&x)[16]) {
     v16 pairs[8], fours[4];
