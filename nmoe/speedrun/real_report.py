@@ -169,7 +169,7 @@ def write_real_report(
         "## Engine against learner\n",
         agreement(
             summary,
-            f"On the step where it came nearest, the mean was {summary.get('mismatch_of_bound', 0.0):.0%} of what rounding "
+            f"Over the five steps where it came nearest, the mean was {summary.get('mismatch_of_bound', 0.0):.0%} of what rounding "
             "explains at that entropy.",
         ),
         "## Time and cost\n",

@@ -18,15 +18,10 @@ def _sorted_numbers(question: str) -> str:
 
 
 class CompareTask(ChoiceTask):
-    """ "Which number is larger, 34 or 72?" -> "72". The difficulty is the number of digits; in one problem of four, one of the
-    two has a digit less."""
+    """ "Which number is larger, 34 or 72?" -> "72". The difficulty is the number of digits of both."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
-        digits = [difficulty, difficulty - (difficulty > 1 and rng.random() < 0.25)]
-        rng.shuffle(digits)
-        left, right = (rng.randrange(0 if one == 1 else 10 ** (one - 1), 10**one) for one in digits)
-        if left == right:
-            right = left + 1 if left < 10 ** digits[1] - 1 else left - 1
+        left, right = rng.sample(range(0 if difficulty == 1 else 10 ** (difficulty - 1), 10**difficulty), 2)
         return f"Which number is larger, {left} or {right}? Answer with one number.", str(max(left, right))
 
     def split_key(self, question: str) -> str:
