@@ -175,7 +175,7 @@ def test_listing_all_candidates_earns_no_more_than_one_guess(make_pool: MakePool
 )
 def test_three_words_are_three_different_ones_of_ones_own(answer: str, paid: int) -> None:
     question = "Describe a quiet river in exactly three words."
-    assert score(Problem("p/0", "three_words", question, "small red thing", "p"), answer) == paid
+    assert score(Problem("p/0", "three_words", question, "known to everyone", "p"), answer) == paid
 
 
 @pytest.mark.parametrize("name", ["small_sums", "letters", "three_words", "real_full"])

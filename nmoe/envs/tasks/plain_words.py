@@ -128,7 +128,7 @@ class ThreeWordsTask(PlainTask):
     It is an instruction about form: what is said is not graded. The difficulty is not used.
     """
 
-    _GOLD = "small red thing"
+    _GOLD = "known to everyone"
 
     def read(self, problem: Problem, text: str) -> str | None:
         """The gold where the message follows the instruction, else None."""
@@ -144,7 +144,7 @@ class ThreeWordsTask(PlainTask):
             )
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
-        return self._GOLD, "red"
+        return self._GOLD, "everyone"
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         return f"Describe a {rng.choice(_ADJECTIVES)} {rng.choice(words())} in exactly three words.", self._GOLD
