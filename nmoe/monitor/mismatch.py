@@ -87,4 +87,5 @@ class MismatchRule(Rule[MismatchSection]):
         # Far below the bound a difference is rounding, which comes and goes.
         if level is None or mean <= bound / 10 or scaled <= self.settings.growth * level:
             return None
-        return f"{scaled / level:.1f} times as much as before at the same entropy"
+        times = f"{scaled / level:.1f} times as much as before" if level else "where there was none before"
+        return f"{times} at the same entropy"

@@ -221,6 +221,14 @@ def test_exact_numerics_leave_no_mismatch() -> None:
     assert rule.remedies[0] == "report it"
 
 
+def test_a_mismatch_after_steps_without_any_is_growth() -> None:
+    rule = MismatchRule(MismatchSection(above=0.01), exact=True)
+    assert differing(rule, *[(0.0, 1.0)] * 6, (0.002, 1.0)) == [False] * 7
+    said = rule.symptom({"mismatch_abs_mean": 0.002, "entropy_mean": 1.0})
+    assert said is not None
+    assert said.endswith("2 steps in a row, where there was none before at the same entropy")
+
+
 def test_remedies_for_a_mismatch_are_those_that_the_run_has() -> None:
     def remedies(experts: int, **settings: Any) -> str:
         tables = {"model": {"numerics": "fast"}} | settings
