@@ -38,6 +38,8 @@ def score(problem: Problem, answer: str) -> float:
         ("172", None),
         ("72.5", None),
         ("neither", None),
+        ("It is not 72.", None),
+        ("It isn't 34 but 72", "72"),
     ],
 )
 def test_reading_a_choice(text: str, read: str | None) -> None:
@@ -54,6 +56,9 @@ def test_reading_a_choice(text: str, read: str | None) -> None:
         ("Tom has 7 apples, gets 5 and so has 12.", "12"),
         ("It is \u22125", "-5"),
         ("twelve", None),
+        ("12 apples, not 13", "12"),
+        ("not 13", None),
+        ("What is 1,000 + 2", "2"),
     ],
 )
 def test_reading_a_number(text: str, read: str | None) -> None:
@@ -71,6 +76,9 @@ def test_reading_a_number(text: str, read: str | None) -> None:
         ("r i v e r", None),
         ('What is the first letter of the word "river"?', None),
         ("it's", None),
+        ("The first letter is 'r'.", "r"),
+        ("I'm sure it is \u2018r\u2019.", "r"),
+        ("It isn't r", None),
     ],
 )
 def test_reading_a_letter(text: str, read: str | None) -> None:
@@ -86,7 +94,7 @@ def test_reading_an_order() -> None:
 
 
 def test_a_long_message_is_read_in_bounded_time() -> None:
-    for part in ("1 + ", "is ", "= ", '"a" ', "9,9."):
+    for part in ("1 + ", "is ", "not ", "= ", '"a" ', "9,9."):
         text = part * 200_000
         read_number(text), read_letter(text), read_choice(text, ["34", "72"]), read_order(text, ["34", "72"])
 

@@ -9,8 +9,9 @@ the whole message goes to `verify`, and the readers below find the one answer th
     order     the last options that are named, as many as there are
 
 A message gets one reading, so that listing candidates earns no more than a guess. Repeating the question earns nothing: a
-choice that names two options without a statement is no answer, and an order is never asked for in its own order. The same
-reading applies to a message that was cut, for an evaluation that separates what is known from how it is said.
+choice that names two options without a statement is no answer, and an order is never asked for in its own order. What follows
+"not" is no answer either. The same reading applies to a message that was cut, for an evaluation that separates what is known
+from how it is said.
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ MAX_CHARS = 20_000
 _STATED = r"(?:\b(?:is|are|be|equals?)\b|=|:)[\s\"'“‘*_(\[{$]*"
 _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 # "= 7 + 3 + 2" and "is 7 times" state no result.
-_STATED_NUMBER = re.compile(rf"{_STATED}({_NUMBER})(?![\d.]*\d|\s*(?:[-+*/x×−]|times|plus|minus)\s*\d)", re.IGNORECASE)
+_STATED_NUMBER = re.compile(rf"{_STATED}({_NUMBER})(?![\d.,]*\d|\s*(?:[-+*/x×−]|times|plus|minus)\s*\d)", re.IGNORECASE)
 _ANY_NUMBER = re.compile(_NUMBER)
-_LETTER = r"(?<![\w'’])([A-Za-z])(?![\w'’])"
+# In 'r', and not in "it's" and "I'm".
+_LETTER = r"(?<!\w)(?<!\w['’])([A-Za-z])(?!\w|['’]\w)"
 # An article is no letter: "is a consonant", "I think".
 _STATED_LETTER = re.compile(rf"{_STATED}(?:the letter[\s\"'“‘*_]*)?(?!a [a-z]|I [a-z]){_LETTER}", re.IGNORECASE)
 _ALONE = re.compile(rf"(?!a [a-z]|I [a-z]){_LETTER}")
+_DENIED = r"(?:\bnot\b|n['’]t\b)\W+"
+_DENIED_NUMBER = re.compile(_DENIED + _NUMBER, re.IGNORECASE)
+_DENIED_LETTER = re.compile(_DENIED + _LETTER, re.IGNORECASE)
 _QUOTED = re.compile(r"\"([^\"]+)\"")
 
 
 def read_number(text: str) -> str | None:
     """The number that a message gives as its answer, without thousands commas and trailing zeros; None if it names none."""
-    text = text[-MAX_CHARS:].replace("−", "-")
+    text = _DENIED_NUMBER.sub(" ", text[-MAX_CHARS:].replace("−", "-"))
     found = _STATED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
     if not found:
         return None
@@ -53,14 +58,15 @@ def read_choice(text: str, options: Sequence[str]) -> str | None:
     word = rf"(?<![\w.-])({either})(?![\w-]|[.,]\d)"
     found = re.findall(f"{_STATED}{word}", text, re.IGNORECASE)
     if not found:
-        named = re.findall(word, re.sub(rf"\bthan\W+{word}", " ", text, flags=re.IGNORECASE), re.IGNORECASE)
+        others = re.sub(rf"(?:\bthan\W+|{_DENIED}){word}", " ", text, flags=re.IGNORECASE)
+        named = re.findall(word, others, re.IGNORECASE)
         found = named if len({one.casefold() for one in named}) == 1 else []
     return next((one for one in options if found and one.casefold() == found[-1].casefold()), None)
 
 
 def read_letter(text: str) -> str | None:
     """The letter that a message gives as its answer, in lower case; None if it names none, or several without a statement."""
-    text = text[-MAX_CHARS:]
+    text = _DENIED_LETTER.sub(" ", text[-MAX_CHARS:])
     stated = _STATED_LETTER.findall(text)
     letters = {one.lower() for one in _ALONE.findall(text)}
     if stated:
