@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to a model that learned by reinforcement learning: installs into .venv, then runs `nmoe speedrun`.
-#   ./speedrun.sh                          results in runs/speedrun
+#   ./speedrun.sh                          a released model of 135M weights; results in runs/real
+#   ./speedrun.sh --scratch                a small model from nothing, without a download but packages; results in runs/speedrun
 #   ./speedrun.sh --seed 1 --out runs/one  another seed, another place
 set -euo pipefail
 root="$(cd "$(dirname "$0")" && pwd)"

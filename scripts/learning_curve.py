@@ -1,12 +1,13 @@
 """Draw README.md's learning curve from a run: correctness and format of each step, and the held-out evaluations.
 
-python scripts/learning_curve.py runs/speedrun/rl docs/images/learning_curve.svg
+python scripts/learning_curve.py runs/real/rl docs/images/learning_curve.svg
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import matplotlib
@@ -36,7 +37,9 @@ def draw(run: Path, picture: Path) -> None:
         capsize=3,
         label="correct, held-out problems (95% interval)",
     )
-    axes.set(xlabel="RL step (256 samples each)", ylabel="share of samples", ylim=(0, 1.02))
+    batch = tomllib.loads((run / "config.toml").read_text())["batch"]
+    samples = batch["prompts_per_step"] * batch["group_size"]
+    axes.set(xlabel=f"RL step ({samples} samples each)", ylabel="share of samples", ylim=(0, 1.02))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.legend(frameon=False, fontsize=9, loc="lower right")

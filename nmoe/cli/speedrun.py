@@ -12,10 +12,11 @@ from nmoe.errors import UserError
 
 def speedrun(
     real: Annotated[
-        bool, typer.Option("--real", help="Teach a released model, SmolLM2-135M-Instruct: a download of 93 MB.")
+        bool,
+        typer.Option("--real", help="Teach a released model, SmolLM2-135M-Instruct, a download of 93 MB: the default."),
     ] = False,
     scratch: Annotated[
-        bool, typer.Option("--scratch", help="Train a small model from nothing, without a download: the default.")
+        bool, typer.Option("--scratch", help="Train a small model from nothing, without a download.")
     ] = False,
     seed: Seed = 0,
     out: Annotated[
@@ -49,15 +50,16 @@ def speedrun(
 ) -> None:
     """Train a model by reinforcement learning, from start to report.
 
-    With --real: imports a released chat model, evaluates it, teaches it short tasks, evaluates it again and, on a terminal, starts
-    a chat. With --scratch: a tokenizer, pretraining, GRPO, evaluation. Both end in a report. An earlier speedrun in OUT is
-    replaced; your own runs beside it stay. With --full a plain one is replaced only with --replace.
+    With --real, or neither: imports a released chat model, evaluates it, teaches it short tasks, evaluates it again and, on a
+    terminal, starts a chat. With --scratch: a tokenizer, pretraining, GRPO, evaluation; this also runs, after a line that says so,
+    where neither is named and the released model cannot be had. Both end in a report. An earlier speedrun in OUT is replaced; your
+    own runs beside it stay. With --full a plain one is replaced only with --replace.
 
     \b
     Example:
-      nmoe speedrun --seed 1 --out runs/speedrun-1
-    Example, a released model:
-      nmoe speedrun --real
+      nmoe speedrun --seed 1 --out runs/real-1
+    Example, a model from nothing:
+      nmoe speedrun --scratch
     Example, the added stages after a plain speedrun:
       nmoe speedrun --scratch --full --resume
     """

