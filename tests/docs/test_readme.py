@@ -97,6 +97,7 @@ def test_a_recipe_has_median_and_worst_of_its_seeds() -> None:
 def test_the_curve_shows_training_and_evaluations(tmp_path: Path) -> None:
     rows = [{"step": step, "correctness": step / 4, "format_ok": 0.9} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.toml").write_text("[batch]\nprompts_per_step = 3\ngroup_size = 4\n")
     (tmp_path / "eval").mkdir()
     for step, value in ((0, 0.1), (3, 0.8)):
         result = {"mode": "sampling_pass@1", "dataset": "d", "problems": 9, "value": value, "low": 0.05, "high": 0.85}
@@ -107,6 +108,7 @@ def test_the_curve_shows_training_and_evaluations(tmp_path: Path) -> None:
     one, two = (picture.read_text() for picture in pictures)
     assert one == two, "the same run gives the same file"
     assert "correct, in training" in one
+    assert "RL step (12 samples each)" in one
     assert "correct, held-out problems (95% interval)" in one
     rows[2]["correctness"] = 0.1
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
