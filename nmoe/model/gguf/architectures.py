@@ -95,11 +95,19 @@ def _real(file: GGUFFile, key: str, default: Any = _NEEDED) -> Any:
 
 def _rope_scaling(file: GGUFFile) -> Config | None:
     kind = _key(file, "rope.scaling.type", str, None)
+    # As llama.cpp has it: older files have a factor of their own, and one without a type is linear.
+    factor = _real(file, "rope.scaling.factor", None) or _real(file, "rope.scale_linear", None)
+    if kind is None and factor not in (None, 1.0):
+        kind = "linear"
     if (factors := file.tensors.get(ROPE_FACTORS)) is not None and kind in (None, "none"):
         return _by_factors(file, factors)
     if kind in (None, "none"):
         return None
-    scaling: Config = {"rope_type": kind, "factor": _real(file, "rope.scaling.factor")}
+    scaling: Config = {"rope_type": kind, "factor": factor or _real(file, "rope.scaling.factor")}
+    if (sharpened := _real(file, "rope.scaling.attn_factor", 1.0)) != 1:
+        raise UserError(
+            f"{file.path}: {file.architecture}.rope.scaling.attn_factor = {sharpened:g} is not read, only 1"
+        )
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = _key(file, "rope.scaling.original_context_length", int)
         for theirs, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
