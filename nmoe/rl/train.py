@@ -66,6 +66,7 @@ from nmoe.rl.policy import own_loss, policy_learner, policy_objective
 from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.spikes import spike_record, spikes_in
+from nmoe.rl.task_routing import routing_metrics
 from nmoe.rl.teacher import Teacher
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
@@ -175,6 +176,7 @@ class PolicyGradient(Recipe):
         if self.policy.reference is not None:
             self.policy.reference.renew(step)
         metrics = {**rollout_metrics(rollouts.trajectories), **rollouts.metrics(), **updated}
+        metrics |= routing_metrics(rollouts.trajectories, self.learner.model.config.routed_experts)
         metrics["skipped"] = float(not updated)
         metrics |= self._advance_curriculum(step, metrics)
         metrics |= {**rollouts.times(), **times, "time_step_s": time.perf_counter() - began}

@@ -55,6 +55,17 @@ SUMMARY = (
     "verifier_accuracy",
     "verifier_ece",
 )
+# Figures of each layer of a mixture of experts, of which the report draws the mean over layers, with their titles and units.
+EXPERTS = (
+    Plot(
+        "expert_load_max_violation",
+        "Load of the busiest expert",
+        "over the mean load, less 1",
+        ("expert_load_max_violation",),
+    ),
+    Plot("router_entropy", "Entropy of the router", "nats per token", ("router_entropy",)),
+    Plot("expert_load_divergence", "Tasks apart in their experts", "nats", ("expert_load_divergence",)),
+)
 _LAST_ALERTS = 10
 
 
@@ -76,11 +87,12 @@ def write_report(run: Path) -> Path:
         f"# Run {markdown_text(run.resolve().name)}\n",
         _headline(read_evaluations(run / "eval"), metrics),
         _steps_line(metrics),
-        _section("Start and end", _ends_table(metrics)),
+        _section("Start and end", _ends_table(metrics, SUMMARY)),
         _section("Evaluations", _evaluations_table(run / "eval")),
         _section("Answers", _answers(read_evaluations(run / "eval"))),
         _section("Calibration", _calibration_table(run / "eval")),
-        _section("Curves", _curves(metrics, run)),
+        _section("Curves", _curves(metrics, run, PLOTS)),
+        _section("Experts", _experts(metrics, run)),
         _section("Time per stage", _time_table(metrics)),
         _section("Samples", _samples(run)),
         _section("Last alerts", _alerts_table(read_lines(run / "alerts.jsonl"))),
@@ -151,10 +163,10 @@ def _steps_line(metrics: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(metrics)} steps are recorded, {metrics[0]['step']} to {metrics[-1]['step']}.\n"
 
 
-def _ends_table(metrics: Sequence[Mapping[str, Any]]) -> str:
+def _ends_table(metrics: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     rows = []
     count = ends_of(len(metrics))
-    for name in SUMMARY:
+    for name in names:
         values = [row[name] for row in metrics if name in row]
         if values:
             first, last = values[:count], values[-count:]
@@ -206,9 +218,25 @@ def _calibration_table(directory: Path) -> str:
     return figures + markdown_table(["judgements", "mean probability", "rate"], rows)
 
 
-def _curves(metrics: Sequence[Mapping[str, Any]], run: Path) -> str:
+def _experts(metrics: Sequence[Mapping[str, Any]], run: Path) -> str:
+    """What a mixture of experts did: figures of its layers, averaged, and their curves."""
+    names = [plot.names[0] for plot in EXPERTS]
+    means = [{"step": row["step"]} | mean_over_layers(row, names) for row in metrics]
+    if not (table := _ends_table(means, names)):
+        return ""
+    return f"Means over the layers.\n\n{table}\n{_curves(means, run, EXPERTS)}"
+
+
+def mean_over_layers(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+    """The mean over layers of each of these metrics that the row has: of `router_entropy/0` and `router_entropy/1` as
+    `router_entropy`."""
+    found = {name: [value for key, value in row.items() if key.startswith(f"{name}/")] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items() if values}
+
+
+def _curves(metrics: Sequence[Mapping[str, Any]], run: Path, plots: Sequence[Plot]) -> str:
     images = []
-    for plot in PLOTS:
+    for plot in plots:
         path = run / "plots" / f"{plot.file}.png"
         if plot_curves(metrics, plot.names, path, plot.title, plot.ylabel, plot.log):
             images.append(f"![{plot.title}](plots/{plot.file}.png)\n")

@@ -102,7 +102,13 @@ def undocumented(*runs: Path) -> set[str]:
         for row in read_metrics(run)
         for name in row
     }
-    per_layer = {"expert_load/*", "expert_load_max_violation/*", "router_entropy/*", "dead_experts/*"}
+    per_layer = {
+        "expert_load/*",
+        "expert_load_max_violation/*",
+        "router_entropy/*",
+        "dead_experts/*",
+        "expert_load_divergence/*",
+    }
     return recorded - documented - per_layer
 
 

@@ -187,3 +187,19 @@ def test_fences_are_longer_than_those_inside() -> None:
     assert markdown_text("a|b\\c\n`d` [e](f) [0.1, 0.2] x_y <z> &lt;") == (
         "a\\|b\\\\c \\`d\\` [e\\](f) [0.1, 0.2] x_y &lt;z> &amp;lt;"
     )
+
+
+def test_the_report_of_a_mixture_averages_its_layers_and_draws_them(run: Path) -> None:
+    assert "## Experts" not in write_report(run).read_text()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in lines:
+        row |= {"router_entropy/0": row["step"] / 10, "router_entropy/1": row["step"] / 20}
+        row |= {"expert_load_divergence/0": 0.01 * row["step"], "expert_load_divergence/1": 0.03 * row["step"]}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    text = write_report(run).read_text()
+    # Means of steps 1 to 5, which is 3, and of 16 to 20, which is 18, by 0.075 and by 0.02.
+    assert "| router_entropy | 0.225 | 1.35 | 0.075 | 1.5 |" in text
+    assert "| expert_load_divergence | 0.06 | 0.36 | 0.02 | 0.4 |" in text
+    assert "plots/expert_load_divergence.png" in text
+    assert (run / "plots/router_entropy.png").read_bytes()[:4] == b"\x89PNG"
+    assert "expert_load_max_violation" not in text
