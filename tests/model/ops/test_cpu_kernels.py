@@ -386,6 +386,41 @@ def _head(dtype: torch.dtype) -> list[Tensor]:
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "width"),
+    [(1, 1, 2), (33, 111, 32), (130, 225, 38), (1283, 113, 18)],
+    ids=["one", "a row short", "an odd last row", "in two calls"],
+)
+def test_the_head_s_gradients_in_bf16_are_products_of_rounded_ones(tokens: int, vocabulary: int, width: int) -> None:
+    """Sizes fill neither panels, blocks nor chunks, and odd numbers of rows have a pair's half too many."""
+    if not operations.multiplies_bf16():
+        pytest.skip("this machine multiplies no pairs of bf16")
+    x_ND, weight_VD = (draw(rows, width, dtype=torch.bfloat16) for rows in (tokens, vocabulary))
+    targets_N, factor_N, onehot_N = torch.arange(tokens) % vocabulary, draw(tokens), draw(tokens, seed=1)
+    largest_N = operations.head_forward(x_ND, weight_VD, targets_N, 0.7)[2]
+    by_token = (largest_N, factor_N, 0.1 * onehot_N, onehot_N)
+    given = (x_ND, weight_VD, targets_N, 0.7, *by_token)
+    shifted_NV = x_ND.double() @ weight_VD.double().T / 0.7 - largest_N[:, None]
+    grads_NV = shifted_NV.exp() * (factor_N[:, None] + 0.1 * onehot_N[:, None] * shifted_NV)
+    grads_NV[torch.arange(tokens), targets_N] += onehot_N
+    rounded_NV = grads_NV.bfloat16().double()
+    expected = rounded_NV @ weight_VD.double(), rounded_NV.T @ x_ND.double()
+    both, alone = (
+        operations.head_backward(*given, True, True),
+        (
+            operations.head_backward(*given, True, False)[0],
+            operations.head_backward(*given, False, True)[1],
+        ),
+    )
+    for found, same, right in zip(both, alone, expected, strict=True):
+        assert found is not None
+        assert same is not None
+        assert torch.equal(found, same)
+        # The last rounding, and a few gradients of logits that lie at a tie.
+        torch.testing.assert_close(found.double(), right, rtol=2**-8, atol=2**-10 * float(right.abs().max()))
+
+
+@needs_kernels
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine has no AVX-512")
 @pytest.mark.parametrize("instructions", ["AVX2", pytest.param("DEFAULT", marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,7 +15,7 @@
 namespace nmoe {
 
 constexpr long CHUNK = 8 * MOST_ROWS;           // of the vocabulary; 112 rows of the head and of its gradient stay in the L2 cache
-constexpr long BLOCK = 4 * PANEL;               // tokens whose gradients of logits stay there, too; also 16 tiles' rows
+constexpr long BLOCK = 4 * PANEL;               // tokens whose gradients of logits stay there, too
 constexpr long AT_ONCE_TOKENS = 10 * BLOCK;     // bounds what a thread holds for itself
 
 // Tokens as panels for `x @ weight.T`, the head's rows being the rows: `[N / 32, D, 32]`, or in bf16 `[N / 32, D / 2, 32, 2]`, zeros
