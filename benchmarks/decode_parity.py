@@ -15,8 +15,9 @@ _SEQUENCES = 16
 _TOLERANCE = 3e-4
 # Median difference of logprobs in bf16, whose rounding these weights amplify, and which sends some tokens to other experts (so that
 # a mean would say less). Measured with the bare loop, dense / MoE: as it should be 0.05 / 0.04; attention's output scaled by 0.9
-# 0.21 / 0.26, experts' by 0.9 0.19, positions off by one 0.73 / 0.32, one expert too few 0.60.
-_TOLERANCE_BF16 = 0.1
+# 0.21 / 0.26, experts' by 0.9 0.19, positions off by one 0.73 / 0.32, one expert too few 0.60. At SmolLM2-135M's shape
+# transformers' own bf16 differs by 0.12, nmoe's by 0.11.
+_TOLERANCE_BF16 = 0.15
 
 
 def check_logits(nmoe: Side, reference: Side) -> None:
