@@ -87,14 +87,16 @@ def run(name: str, model: Path, steps: int, out: Path) -> None:
 def found(out: Path) -> dict[str, Any]:
     """What a run came to."""
     metrics = read_metrics(out)
-    rates = ("correctness", "format_ok", "entropy_mean", "mean_tokens", "reward_mean")
+    # A step without an update has no entropy.
+    rates = ("correctness", "format_ok", "entropy_mean", "response_length_mean", "reward_mean")
+    last = {key: [row[key] for row in metrics[-LAST:] if key in row] for key in rates}
     return {
         "evaluations": [
             {"step": one["step"], "results": one["results"]}
             for one in (json.loads(path.read_text()) for path in sorted((out / "eval").glob("step_*.json")))
         ],
         "first": {key: metrics[0][key] for key in rates if key in metrics[0]},
-        "last": {key: fmean(row[key] for row in metrics[-LAST:]) for key in rates if key in metrics[0]},
+        "last": {key: fmean(values) for key, values in last.items() if values},
         "alerts": [{"step": one["step"], "message": one["message"]} for one in read_lines(out / "alerts.jsonl")],
     }
 
