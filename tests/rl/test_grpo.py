@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -244,6 +245,15 @@ def test_collapsing_experts_are_told_of(reinforce: Reinforce) -> None:
     (alert,) = (one for one in read_lines(run / "alerts.jsonl") if one["rule"] == "experts")
     assert alert["step"] == 1
     assert "experts collapse in layer 0" in alert["message"]
+
+
+def test_a_mixture_of_tasks_records_how_far_apart_they_route(reinforce: Reinforce, tmp_path: Path) -> None:
+    source = 'type = "generated"\ntask_type = "reverse"\ndifficulty = [3, 3]\nweight = 1.0\n'
+    sources = "".join(f'[[task_pool.sources]]\nname = "{name}"\n{source}' for name in ("one", "other"))
+    mixture = tmp_path / "mixture.toml"
+    mixture.write_text(f'env_id = "mixture"\n[task_pool]\ntype = "mixture"\n{sources}')
+    rows = read_metrics(reinforce(*SMALL, "--run.steps=1", f"--environment.path={mixture}"))
+    assert 0 < rows[0]["expert_load_divergence/0"] < math.log(2)
 
 
 def _biases(run: Path) -> list[float]:
