@@ -22,7 +22,7 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Sampling
 
 Nmoe = Callable[..., Result]
-EVALUATION = re.compile(r"(\S+) on reverse (\d+\.\d)% \[(\d+\.\d)%, (\d+\.\d)%\] of (\d+)")
+EVALUATION = re.compile(r"(\S+) on reverse (\d+\.\d)% \[(\d+\.\d)%, (\d+\.\d)%\] of (\d+)(?:, \d+ \w+)*")
 
 
 def numbers(line: str) -> tuple[str, float, float, float, int]:

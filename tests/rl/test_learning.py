@@ -63,7 +63,8 @@ def test_rewards_shuffled_within_the_batch_teach_nothing(
 
     dr_grpo = advantages.dr_grpo
     monkeypatch.setattr(advantages, "dr_grpo", shuffled)
-    assert correctness(reinforce()) <= correctness(base) + 0.05
+    # Over four seeds of the shuffling the change was -4, -1, 2 and 5 points; rewards in their places give 30 and more.
+    assert correctness(reinforce()) <= correctness(base) + 0.12
 
 
 def test_the_sign_of_the_advantage_flipped_unlearns(

@@ -186,6 +186,6 @@ def test_exports_of_an_adapter(base: Path, reinforce: Reinforce, tmp_path: Path)
     ):
         export_checkpoint(run, tmp_path / "no")
     shutil.rmtree(plain)
-    with pytest.raises(UserError, match=r"plain, is not a directory with a config\.json"):
+    with pytest.raises(UserError, match=r"plain, is neither a directory with a config\.json"):
         export_checkpoint(run, tmp_path / "no")
     assert not (tmp_path / "no").exists()

@@ -13,15 +13,21 @@ _NAMES = ("Tom", "Anna", "Ben", "Maria", "Sam", "Lucy", "Peter", "Emma")
 _THINGS = ("apples", "books", "coins", "pens", "stamps", "cups", "balls", "eggs")
 
 
+def _different(rng: random.Random, digits: int, count: int) -> list[int]:
+    """Different numbers of so many digits, of at most 18: longer ones are beyond what `random.sample` counts to."""
+    digits = min(digits, 18)
+    return rng.sample(range(0 if digits == 1 else 10 ** (digits - 1), 10**digits), count)
+
+
 def _sorted_numbers(question: str) -> str:
     return " ".join(sorted(_NUMBER.findall(question), key=int))
 
 
 class CompareTask(ChoiceTask):
-    """ "Which number is larger, 34 or 72?" -> "72". The difficulty is the number of digits of both."""
+    """ "Which number is larger, 34 or 72?" -> "72". The difficulty is the number of digits of both, at most 18."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
-        left, right = rng.sample(range(0 if difficulty == 1 else 10 ** (difficulty - 1), 10**difficulty), 2)
+        left, right = _different(rng, difficulty, 2)
         return f"Which number is larger, {left} or {right}? Answer with one number.", str(max(left, right))
 
     def split_key(self, question: str) -> str:
@@ -33,7 +39,7 @@ class LargestTask(ChoiceTask):
     """ "Which of the numbers 34, 72 and 15 is the largest?" -> "72". The difficulty is the number of digits."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
-        first, second, third = rng.sample(range(10 ** (difficulty - 1), 10**difficulty), 3)
+        first, second, third = _different(rng, difficulty, 3)
         question = f"Which of the numbers {first}, {second} and {third} is the largest? Answer with one number."
         return question, str(max(first, second, third))
 
@@ -89,7 +95,7 @@ class OrderNumbersTask(OrderTask):
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         while True:
-            numbers = rng.sample(range(10 ** (difficulty - 1), 10**difficulty), 3)
+            numbers = _different(rng, difficulty, 3)
             if numbers != sorted(numbers):
                 break
         shown, gold = (", ".join(map(str, one)) for one in (numbers, sorted(numbers)))
