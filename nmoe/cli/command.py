@@ -1,7 +1,7 @@
 """The `nmoe` command: its verbs in the order of its help, and how the process ends.
 
-Each verb is a function in a file of its own, which reads its arguments and calls the code that does the work. What a verb needs
-is imported inside it, so that `nmoe --help` does not wait for torch.
+Each verb is a function, in the file of its group, which reads its arguments and calls the code that does the work. What a verb
+needs is imported inside it, so that `nmoe --help` does not wait for torch.
 """
 
 import os
@@ -16,49 +16,14 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from nmoe.cli.chat import chat
-from nmoe.cli.config_list import list_ as list_configurations
-from nmoe.cli.config_show import show as show_configuration
-from nmoe.cli.data_download import download
-from nmoe.cli.data_export import export as export_data
-from nmoe.cli.data_pairs import pairs
-from nmoe.cli.data_prepare import prepare
-from nmoe.cli.data_show import show as show_data
-from nmoe.cli.data_solve_rates import solve_rates
-from nmoe.cli.doctor import doctor
-from nmoe.cli.dpo import dpo
-from nmoe.cli.env_check import check
-from nmoe.cli.env_gc import gc
-from nmoe.cli.env_list import list_ as list_environments
-from nmoe.cli.env_show import show as show_environment
-from nmoe.cli.eval import evaluate
-from nmoe.cli.export import export
-from nmoe.cli.grade import grade
-from nmoe.cli.model_import import import_ as import_model
-from nmoe.cli.model_upcycle import upcycle
-from nmoe.cli.plan import plan
-from nmoe.cli.preflight import preflight
-from nmoe.cli.pretrain import pretrain
-from nmoe.cli.replay import replay
-from nmoe.cli.report import report
-from nmoe.cli.reward import reward
-from nmoe.cli.rl_tests_dist import check_ranks
-from nmoe.cli.rl_train import train
-from nmoe.cli.runs_attempt import attempt
-from nmoe.cli.runs_compare import compare
-from nmoe.cli.runs_diff import diff
-from nmoe.cli.runs_list import list_ as list_runs
-from nmoe.cli.runs_log import log_ as log_attempt
-from nmoe.cli.runs_samples import samples as show_samples
-from nmoe.cli.runs_show import show as show_run
-from nmoe.cli.runs_sync import sync
-from nmoe.cli.runs_table import table
-from nmoe.cli.selfplay import selfplay
-from nmoe.cli.sft import sft
+from nmoe.cli.checks import doctor, plan, preflight
+from nmoe.cli.data import download, export_data, pairs, prepare, show_data, solve_rates
+from nmoe.cli.evaluate import chat, evaluate, grade
+from nmoe.cli.model import export, harmonize, import_model, train_tokenizer, upcycle
+from nmoe.cli.packaged import check, gc, list_configurations, list_environments, show_configuration, show_environment
+from nmoe.cli.runs import attempt, compare, diff, list_runs, log_attempt, replay, report, samples, show_run, sync, table
 from nmoe.cli.speedrun import speedrun
-from nmoe.cli.tokenizer_harmonize import harmonize
-from nmoe.cli.tokenizer_train import train as train_tokenizer
-from nmoe.cli.verifier import verifier
+from nmoe.cli.train import check_ranks, dpo, pretrain, reward, selfplay, sft, train, verifier
 from nmoe.errors import UserError
 
 # Newer versions of typer write the Python type behind an argument: `CONFIG <list[str]>`.
@@ -256,7 +221,7 @@ tokenizer.command("train", cls=Verb)(train_tokenizer)
 tokenizer.command(cls=Verb)(harmonize)
 runs.command("list", cls=Verb)(list_runs)
 runs.command("show", cls=Verb)(show_run)
-runs.command("samples", cls=Verb)(show_samples)
+runs.command(cls=Verb)(samples)
 runs.command(cls=Verb)(compare)
 runs.command(cls=Verb)(diff)
 runs.command(cls=Verb)(table)

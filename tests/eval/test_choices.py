@@ -13,7 +13,7 @@ import torch
 import transformers
 from tiny_models import DENSE
 
-from nmoe.cli.eval import evaluate
+from nmoe.cli.evaluate import evaluate
 from nmoe.errors import UserError
 from nmoe.eval.choices import choices_command
 from nmoe.model.checkpoint import export_model

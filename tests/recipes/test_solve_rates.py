@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_models import DENSE
 
-from nmoe.cli.data_solve_rates import solve_rates
+from nmoe.cli.data import solve_rates
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import save_model

@@ -1,5 +1,6 @@
-"""`nmoe plan`."""
+"""`nmoe doctor`, `preflight` and `plan`: what a machine offers, and whether a run fits it."""
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -7,6 +8,60 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nmoe.cli.arguments import ConfigAndOverrides, ForCommand, configuration_of_any, file_and_overrides
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> None:
+    """Show what this machine offers, and what would make runs faster or safer.
+
+    Processor, GPUs, free cores, kernels, compiler, sandbox, packages and caches. Exits with 1 if nmoe lacks what it needs.
+
+    \b
+    Example:
+      nmoe doctor
+    Example, for a program:
+      nmoe doctor --json
+    """
+    from nmoe.preflight import findings
+    from nmoe.preflight.doctor import examine
+
+    found = examine()
+    if as_json:
+        typer.echo(json.dumps(findings.as_json(found), indent=1))
+    else:
+        for line in findings.as_lines(found):
+            typer.echo(line)
+    if not findings.usable(found):
+        raise typer.Exit(1)
+
+
+def preflight(
+    arguments: ConfigAndOverrides,
+    command: ForCommand = None,
+) -> None:
+    """Check a configuration before it runs.
+
+    One line a check: ok, warn or fail, the value, and what to do. Exits with 2 if one fails. Writes nothing but the cache of
+    graded gold answers.
+
+    \b
+    Example:
+      nmoe preflight sort_grpo --run.steps=200
+    Example, pairs for a reward model:
+      nmoe preflight mine.toml --command reward
+    """
+    name, config = configuration_of_any(arguments, command)
+    from nmoe.preflight.preflight import preflight
+
+    typer.echo(f"nmoe {name}, run {config.run.name}")
+    failed = 0
+    for check in preflight(config):
+        typer.echo(str(check))
+        failed += check.status == "fail"
+    if failed:
+        raise typer.Exit(2)
+
 
 if TYPE_CHECKING:
     from nmoe.config.commands import RunConfig

@@ -1,11 +1,20 @@
-"""`nmoe eval`."""
+"""`nmoe eval`, `grade` and `chat`: what a checkpoint answers, and whether it is right."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from nmoe.cli.arguments import Device, ExpertWeights, PrecisionOfWeights, Seed, TemperatureOfMode
+from nmoe.cli.arguments import (
+    Checkpoint,
+    Device,
+    ExpertWeights,
+    PrecisionOfWeights,
+    Seed,
+    Temperature,
+    TemperatureOfMode,
+)
 from nmoe.errors import UserError
 
 
@@ -169,3 +178,86 @@ def evaluate(
         precision,
     )
     sweep_command(checkpoints, benchmarks, asked, results, out, load_scorer)
+
+
+def grade(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.jsonl",
+            help='Lines of {"gold": "...", "prediction": "..."}, with an optional "id" and "question"; - for stdin.',
+        ),
+    ],
+    extract: Annotated[
+        Literal["whole", "boxed", "prose", "last_number", "harmony"],
+        typer.Option(help="Where in a prediction the answer is."),
+    ] = "whole",
+    answer_order: Annotated[
+        Literal["any", "as_gold"], typer.Option(help="Whether a list without brackets has an order.")
+    ] = "any",
+    units: Annotated[
+        Literal["asked", "as_gold", "any"],
+        typer.Option(
+            help="Which units an answer may add to a gold that has none: the one that its question names, none, or any."
+        ),
+    ] = "asked",
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Skip and count lines whose gold answer cannot be read.")
+    ] = False,
+) -> None:
+    """Grade recorded predictions against gold answers.
+
+    Prints one JSON line per prediction, and a summary on stderr. Two texts are compared by value. An answer to a question has to be
+    worked out, too: 96/4 does not answer "How many are left?", whose gold is 24.
+
+    \b
+    Example:
+      nmoe grade predictions.jsonl > verdicts.jsonl
+    Example, boxed answers from a pipe:
+      zcat predictions.jsonl.gz | nmoe grade - --extract boxed
+    """
+    from nmoe.grading.math.policy import Policy
+    from nmoe.grading.regrade import regrade
+
+    regrade(file, extract, sys.stdout, Policy(answer_order, units), skip_unreadable=skip_unreadable)
+
+
+def chat(
+    checkpoint: Checkpoint,
+    temperature: Temperature = 0.7,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="The maximum number of tokens per answer.")
+    ] = 256,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="The system message; default: that of the environment that the run was trained on.",
+            show_default=False,
+        ),
+    ] = None,
+    format: Annotated[
+        Literal["auto", "harmony", "chat", "text"],
+        typer.Option(
+            help="How the conversation becomes tokens; auto: the format of the run's environment, else Harmony or the tokenizer's "
+            "chat template."
+        ),
+    ] = "auto",
+    seed: Seed = 0,
+    device: Device = "auto",
+    precision: PrecisionOfWeights = None,
+    expert_weights: ExpertWeights = "dequantized",
+) -> None:
+    """Chat with a checkpoint in the terminal.
+
+    Every turn is part of one conversation; /new starts another one.
+
+    \b
+    Example:
+      nmoe chat runs/speedrun/sort_grpo --temperature 0
+    Example, any checkpoint of a known family, by its own chat template:
+      nmoe chat models/Qwen3-0.6B --system "Answer in one sentence."
+    """
+    from nmoe.serve.chat import chat
+
+    chat(checkpoint, temperature, max_new_tokens, seed, system, format, device, expert_weights, precision)

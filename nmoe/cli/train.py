@@ -1,0 +1,222 @@
+"""The verbs that train: `nmoe pretrain`, `sft`, `dpo`, `reward`, `verifier`, `selfplay`, `rl train`, and the check of ranks."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nmoe.cli.arguments import ConfigAndOverrides, configured, sum_up
+from nmoe.errors import UserError
+
+
+def pretrain(arguments: ConfigAndOverrides) -> None:
+    """Pretrain a model on documents.
+
+    \b
+    Example:
+      nmoe pretrain tools_base --run.steps=200 --optimizer.learning_rate=3e-4
+    """
+    from nmoe.config.commands.supervised import PretrainConfig
+
+    with configured(arguments, PretrainConfig) as config:
+        from nmoe.recipes.pretrain import pretrain
+
+        run = pretrain(config)
+    sum_up(run, "pretrain")
+
+
+def sft(arguments: ConfigAndOverrides) -> None:
+    """Fine-tune a model on conversations or completions.
+
+    In conversations, what the assistant says is trained on; in prompts with completions, the completions.
+
+    \b
+    Example:
+      nmoe sft sft --records.path=train.jsonl --records.epochs=3
+    """
+    from nmoe.config.commands.supervised import SFTConfig
+
+    with configured(arguments, SFTConfig) as config:
+        from nmoe.recipes.sft import sft
+
+        run = sft(config)
+    sum_up(run, "sft")
+
+
+def dpo(arguments: ConfigAndOverrides) -> None:
+    """Train a policy on preference pairs, by DPO or a related loss.
+
+    \b
+    Example:
+      nmoe dpo dpo --preference.loss=ipo
+    """
+    from nmoe.config.commands.supervised import DPOConfig
+
+    with configured(arguments, DPOConfig) as config:
+        from nmoe.recipes.dpo import dpo
+
+        run = dpo(config)
+    sum_up(run, "dpo")
+
+
+def reward(arguments: ConfigAndOverrides) -> None:
+    """Train a reward model on preference pairs.
+
+    \b
+    Example:
+      nmoe reward reward --records.path=pairs.jsonl
+    """
+    from nmoe.config.commands.supervised import RewardConfig
+
+    with configured(arguments, RewardConfig) as config:
+        from nmoe.recipes.reward_model import train_reward_model
+
+        run = train_reward_model(config)
+    sum_up(run, "reward")
+
+
+def verifier(
+    arguments: ConfigAndOverrides,
+    prm_source: Annotated[
+        str | None,
+        typer.Option(
+            "--prm_source",
+            metavar="SOURCE",
+            help="prm800k, math_shepherd, both, or a file, directory or Hugging Face name.",
+        ),
+    ] = None,
+    prm_split: Annotated[
+        str | None,
+        typer.Option("--prm_split", metavar="SPLIT", help="A split, with an optional slice such as train[:1024]."),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            "--mode", metavar="MODE", help="step: a label for every step; score: 0, 0.5 or 1 for whole solutions."
+        ),
+    ] = None,
+) -> None:
+    """Train a verifier on labelled solution steps.
+
+    \b
+    Example:
+      nmoe verifier verifier --prm_source=prm800k --prm_split=train[:1024]
+    Example, scores of whole solutions, from a file:
+      nmoe verifier verifier --prm_source=labelled.jsonl --mode=score
+    """
+    from nmoe.config.commands.supervised import VerifierConfig
+
+    named = {"prm_source": prm_source, "prm_split": prm_split, "mode": mode}
+    overrides = [f"--verifier.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+    with configured([*arguments, *overrides], VerifierConfig) as config:
+        from nmoe.verifier.train import verifier
+
+        run = verifier(config)
+    sum_up(run, "verifier")
+
+
+def selfplay(
+    arguments: ConfigAndOverrides,
+    problem_source: Annotated[
+        str | None,
+        typer.Option(
+            "--problem_source",
+            metavar="SOURCE",
+            help="prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH.",
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option("--output_dir", metavar="DIR", help="The run's directory, in place of the file's.")
+    ] = None,
+    max_problems: Annotated[
+        int | None, typer.Option("--max_problems", metavar="N", min=1, help="The most problems of one round.")
+    ] = None,
+    replay_sample_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--replay_sample_rate",
+            metavar="SHARE",
+            min=0.0,
+            max=1.0,
+            help="Share of the rejected trajectories kept as replay bundles; all accepted ones are kept.",
+        ),
+    ] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train verifier and generator at the end of each round.")
+    ] = False,
+) -> None:
+    """Let a model write and verify proofs, and train on the result.
+
+    Proofs are verified, and verifications checked in turn. Confirmed judgements are kept as training data.
+
+    \b
+    Example, data only:
+      nmoe selfplay selfplay --problem_source=jsonl:problems.jsonl --output_dir=runs/proofs --max_problems=1000
+    Example, two rounds of generation and training:
+      nmoe selfplay selfplay --train --selfplay.rounds=2
+    """
+    from nmoe.config.commands.selfplay import SelfplayConfig
+
+    given = {
+        "selfplay.problem_source": problem_source,
+        "run.directory": None if output_dir is None else str(output_dir.absolute().parent),
+        "run.name": None if output_dir is None else output_dir.absolute().name,
+        "selfplay.max_problems": max_problems,
+        "monitor.replay_sample_rate": replay_sample_rate,
+        "selfplay.train": train or None,
+    }
+    overrides = [f"--{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    with configured([*arguments, *overrides], SelfplayConfig) as config:
+        from nmoe.selfplay.loop import selfplay
+
+        run = selfplay(config)
+    sum_up(run, "selfplay")
+
+
+def train(arguments: ConfigAndOverrides) -> None:
+    """Post-train a model on the problems of an environment.
+
+    The default is GRPO; [algorithm] in the configuration chooses among its variants, PPO and distillation.
+
+    \b
+    Example:
+      nmoe rl train sort_grpo --run.name=wide --batch.group_size=16
+    Example, resuming after an interruption:
+      nmoe rl train sort_grpo --run.name=wide --batch.group_size=16 --run.resume=true
+    """
+    from nmoe.config.commands.rl import RLConfig
+
+    with configured(arguments, RLConfig) as config:
+        from nmoe.rl.train import train
+
+        run = train(config)
+    sum_up(run, "rl")
+
+
+def check_ranks(
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Run this check alone; may be repeated.")
+    ] = None,
+) -> None:
+    """Check that many ranks do together what one process does.
+
+    To be started on ranks: over NCCL where each has a GPU of its own, else over gloo. One line a check; ends at the first that
+    fails, or that takes longer than its deadline.
+
+    \b
+    Example:
+      torchrun --standalone --nproc_per_node=2 -m nmoe.rl tests-dist
+    """
+    from nmoe.cluster.checks.run import run_checks
+    from nmoe.parallel.gang import everywhere, gang
+
+    if gang().size == 1:
+        raise UserError(
+            "tests-dist is about many ranks; start it as torchrun --standalone --nproc_per_node=2 -m nmoe.rl tests-dist"
+        )
+    import torch.distributed as dist
+
+    typer.echo(f"{gang().size} ranks over {dist.get_backend()}")
+    # Pairs of family and axes grow with the ranks, which seldom have a core each.
+    everywhere(run_checks, tuple(only or ()), brief=gang().size > 4)
