@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
 
 from nmoe.errors import MissingInputError, StorageError, UserError
 from nmoe.gguf_file import SUFFIX
@@ -74,13 +75,29 @@ def packaged_model(name: str, announce: Callable[[str], None] = lambda line: Non
     known = KNOWN.get(package)
     if version is None and known is not None:
         version = known.version
-    for kept in sorted(kept_models().glob(f"{package}-{version or '[0-9]*'}/*{SUFFIX}"), reverse=True):
-        checked_model(kept, package, kept.parent.name.removeprefix(f"{package}-"))
-        return kept
+    if version is not None and not _is_version(version):
+        raise UserError(f"{name}: {version} is not a version, such as 0.1.2")
+    if there := _kept(package, version):
+        newest = max(there)
+        checked_model(there[newest], package, str(newest))
+        return there[newest]
     wanted = package if version is None else f"{package}=={version}"
     with _Beside(kept_models()) as scratch:
         announce(f"downloading {wanted}")
         return keep_model(_downloaded(wanted, scratch), announce)
+
+
+def _kept(package: str, version: str | None) -> dict[Version, Path]:
+    """The models of a package in the cache by version: of all versions, or of one, `1.0` being `1.0.0` as it is for pip."""
+    found = {}
+    for model in kept_models().glob(f"{package}-[0-9]*/*{SUFFIX}"):
+        there = model.parent.name.removeprefix(f"{package}-")
+        # As `keep_model` writes it; that of `name-3` 11 is `name-3-11`, which could be read as a version 3-11 of `name`.
+        if not _is_version(there) or str(Version(there)) != there:
+            continue
+        if version is None or Version(there) == Version(version):
+            found[Version(there)] = model
+    return found
 
 
 def keep_model(wheel: Path, announce: Callable[[str], None] = lambda line: None) -> Path:
@@ -126,6 +143,14 @@ def _check(path: Path, size: int, digest: str, of: str) -> None:
         raise UserError(f"{path}: {found:,} bytes, and the file of {of} has {size:,}; remove it and import again")
     if (there := sha256_of(path)) != digest:
         raise UserError(f"{path}: its SHA-256 is {there}, and that of {of} is {digest}; remove it and import again")
+
+
+def _is_version(text: str) -> bool:
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
 
 
 class _Beside:

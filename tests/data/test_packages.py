@@ -69,6 +69,17 @@ def test_a_package_is_downloaded_once_and_only_its_model_is_kept(index: Path) ->
         packaged_model("tiny-model==2.0")
 
 
+def test_of_several_kept_versions_the_newest_is_taken(tmp_path: Path) -> None:
+    versions = ("0.9.0", "0.10.0", "0.10.0rc1", "0.2")
+    kept = {one: keep_model(wheel(tmp_path, version=one, tiny_gguf=MODEL)) for one in versions}
+    keep_model(wheel(tmp_path, name="tiny_model_3", version="11", tiny_gguf=MODEL))  # another package
+    assert packaged_model("tiny-model") == kept["0.10.0"], "by its numbers and not by its letters"
+    assert packaged_model("tiny-model==0.2.0") == kept["0.2"], "the same version, as for pip"
+    assert packaged_model("tiny-model==0.10.0rc1") == kept["0.10.0rc1"]
+    with pytest.raises(UserError, match="tiny-model==new: new is not a version, such as"):
+        packaged_model("tiny-model==new")
+
+
 def test_a_source_distribution_is_never_taken(index: Path) -> None:
     import tarfile
 
