@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import sqrt
+from math import isfinite, nan, sqrt
 from statistics import fmean
 
 from nmoe.config.tables.monitor import FlatSection
@@ -37,7 +37,7 @@ class FlatRule(Rule[FlatSection]):
         self._since = 0
 
     def symptom(self, metrics: Metrics) -> str | None:
-        if "reward_mean" not in metrics:
+        if not isfinite(metrics.get("reward_mean", nan)):  # one of these in the best mean would be there for ever
             return None
         # Another stage of the curriculum has other weights, and with them another reward.
         if (stage := metrics.get("curriculum_stage", 0.0)) != self._stage:

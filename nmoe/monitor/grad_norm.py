@@ -22,4 +22,5 @@ class GradNormRule(Rule[GradNormSection]):
             return None
         if norm == 0:
             return "the gradient is 0, so that no weight moves"
-        return f"the gradient's norm is {norm:.3g}" if norm > self.settings.above else None
+        # Turned round, so that a norm that is not a number is beyond the limit.
+        return None if norm <= self.settings.above else f"the gradient's norm is {norm:.3g}"

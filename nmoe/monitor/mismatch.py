@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from nmoe.config.tables.monitor import MismatchSection
 from nmoe.monitor.rule import Metrics, Rule
 
@@ -64,7 +66,11 @@ class MismatchRule(Rule[MismatchSection]):
         mean = metrics.get("mismatch_abs_mean")
         if mean is None:  # a step without an update measures nothing, and does not break a row of steps
             return None
-        said = self._excess(mean, metrics.get("entropy_mean", 1.0))
+        entropy = metrics.get("entropy_mean", 1.0)
+        if not (math.isfinite(mean) and math.isfinite(entropy)):
+            # No rounding does this: it is reported at once, and the level stays that of the steps that measured something.
+            return f"engine and learner differ by {mean:.2g} a token at an entropy of {entropy:.2g}"
+        said = self._excess(mean, entropy)
         self._bad = 0 if said is None else self._bad + 1
         if said is None or self._bad < self.settings.steps:
             return None

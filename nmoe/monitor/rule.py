@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Generic, TypeVar
@@ -49,8 +50,9 @@ class Recent:
         self._values: list[float] = []
 
     def mean(self, value: float) -> float | None:
-        """The mean of the first values, None as long as they are not complete; `value` is counted among them."""
+        """The mean of the first values, None as long as they are not complete; `value` is counted among them if it is finite."""
         if len(self._values) < self._count:
-            self._values.append(value)
+            if math.isfinite(value):
+                self._values.append(value)
             return None
         return sum(self._values) / self._count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -211,6 +212,36 @@ def test_a_step_that_measures_no_mismatch_breaks_no_row() -> None:
     rule = MismatchRule(MismatchSection(), "bfloat16")
     far = {"mismatch_abs_mean": 0.2, "entropy_mean": 1.0}
     assert [rule.symptom(row) is None for row in (far, {"skipped": 1.0}, far)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "broken", [{"mismatch_abs_mean": math.nan}, {"entropy_mean": math.nan}, {"entropy_mean": math.inf}]
+)
+@pytest.mark.parametrize("at", [0, 7])
+def test_a_mismatch_that_is_not_a_number_is_reported_once_and_the_level_stays(
+    broken: dict[str, float], at: int
+) -> None:
+    quiet, loud = ({"mismatch_abs_mean": mean, "entropy_mean": 1.0} for mean in (0.003, 0.03))
+    monitor = Monitor([MismatchRule(MismatchSection(), "bfloat16")])
+    calm = [quiet] * (CALM_STEPS + 5)
+    alerts = [monitor.observe(row) for row in [quiet] * at + [quiet | broken] * 6 + calm + [loud] * 2]
+    said = {step: alert.message for step, found in enumerate(alerts) for alert in found}
+    first, over, last = at, at + 6 + CALM_STEPS - 1, at + 6 + len(calm) + 1
+    assert list(said) == [first, over, last]
+    assert said[first].startswith("engine and learner differ by ")
+    assert "nan" in said[first] or "inf" in said[first]
+    assert said[last].endswith("2 steps in a row, 10.0 times as much as before at the same entropy")
+
+
+def test_a_start_that_is_not_a_number_is_not_the_level_of_a_run() -> None:
+    """The first values that are numbers are the level, so that a later fault is seen, and health is none."""
+    broken = rows(3, response_length_mean=math.nan, reward_mean=math.nan)
+    assert fired([*rows(3, entropy_mean=math.nan), *rows(40)]) == [(1, "mismatch")], "once; the entropy has a start"
+    assert fired([*broken, *rows(40)]) == []
+    assert fired([*broken, *rows(20), *rows(10, response_length_mean=301.0)]) == [(28, "length")]
+    assert fired([*rows(20), *rows(10, grad_norm=math.nan)]) == [(23, "grad_norm")]
+    level = [{**HEALTHY, "reward_mean": 0.5}] * 12
+    assert fired([*level, *rows(3, reward_mean=math.nan), *level * 4])[0] == (53, "flat"), "50 steps with a reward"
 
 
 def test_exact_numerics_leave_no_mismatch() -> None:
