@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +60,11 @@ def records(directory: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     models, benchmarks = [place / "a", place / "b"], [place / "reverse.toml", place / "cards.toml"]
     whole = sweep(models, benchmarks, DRAWN, tmp_path / "whole")
@@ -77,6 +82,8 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(
     monkeypatch.setattr(pairing, "append_whole", broken)
     with pytest.raises(SweepInterruptedError, match="keeps what is done, and the same command goes on"):
         sweep(models, benchmarks, DRAWN, tmp_path / "parts")
+    gc.collect()
+    assert not caplog.records, "asyncio logs the error of a task that nothing awaited once the task is collected"
     with next((tmp_path / "parts").glob("*cards*.jsonl")).open("ab") as file:
         file.write(b'{"key": "torn')
     again = sweep(models, benchmarks, DRAWN, tmp_path / "parts")

@@ -194,7 +194,10 @@ class NativeEngine:
     def _live(self, coroutine: Coroutine[Any, Any, R], outcome: Future[R], cancel: Future[Callable[[], None]]) -> None:
         """The event loop's thread. `cancel` receives a function that cancels the coroutine from another thread."""
 
-        async def main() -> R:
+        # Of its own: asyncio ends the loop at an interrupt or an exit in any task, and prints what `main` raises after it.
+        ended: Future[R] = Future()
+
+        async def main() -> None:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None, "a coroutine that runs has a task"
 
@@ -202,10 +205,14 @@ class NativeEngine:
                 _tell(loop, task.cancel)
 
             cancel.set_result(cancel_from_outside)
-            return await coroutine
+            try:
+                ended.set_result(await coroutine)
+            except BaseException as error:
+                ended.set_exception(error)
 
         try:
-            outcome.set_result(asyncio.run(main()))
+            asyncio.run(main())
+            outcome.set_result(ended.result())
         except BaseException as error:  # raised again by `run`
             outcome.set_exception(error)
         with self._wake:
