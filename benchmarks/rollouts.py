@@ -91,7 +91,7 @@ class InstantEngine:
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
         gold = self.answer or self._gold[request.prompt_ids]
-        for index in range(request.n):
+        for index in range(request.samples):
             text = gold if index % 2 else gold[::-1]
             yield index, self.sample(text)
 

@@ -160,7 +160,7 @@ def plays_with_the_tool(tokenizer_directory: Path) -> Callable[..., Any]:
 
     async def generate(request: Request, engine: Engine) -> list[Sample]:
         text, samples = tokenizer.decode(request.prompt_ids), []
-        for index in range(request.n):
+        for index in range(request.samples):
             draw = random.Random(f"{request.request_id} {index} {request.sampling.seed} {text}").random()
             ids = harmony.render_completion([turn(text, reverses=draw < 0.6)])
             logprobs = await engine.score((*request.prompt_ids, *ids))

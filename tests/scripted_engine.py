@@ -28,7 +28,7 @@ class ScriptedEngine:
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
         self.requests.append(request)
         try:
-            for index in range(request.n):
+            for index in range(request.samples):
                 await asyncio.sleep(0)
                 yield index, self._sample(request, index)
         except (asyncio.CancelledError, GeneratorExit):

@@ -11,13 +11,13 @@ from nmoe.types import FinishReason, Sample, Sampling
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, sampled `n` times.
+    """One prompt, sampled `samples` times.
 
-    Example: `Request((200006, 1428), n=8, sampling=Sampling(64, stop_ids=(200002,)), request_id="12/0")`.
+    Example: `Request((200006, 1428), samples=8, sampling=Sampling(64, stop_ids=(200002,)), request_id="12/0")`.
     """
 
     prompt_ids: tuple[int, ...]
-    n: int
+    samples: int
     sampling: Sampling
     request_id: str
 
@@ -56,9 +56,9 @@ R = TypeVar("R")
 class Engine(Protocol):
     """The interface that rollouts use.
 
-    `generate` returns all n samples in order of their index. `samples` yields each of them with its index as it finishes, so that
-    none waits for a longer one. `score` returns the log-probability of every token but the first, given those before it, at this
-    temperature.
+    `generate` returns all samples of a request in order of their index. `samples` yields each of them with its index as it
+    finishes, so that none waits for a longer one. `score` returns the log-probability of every token but the first, given those
+    before it, at this temperature.
 
     `run` runs a coroutine that awaits the other methods to its end. An engine of this process computes on the calling thread
     meanwhile.

@@ -42,8 +42,8 @@ class FunctionEngine:
         returned: Any = self._function(request, self._engine)
         if inspect.isawaitable(returned):
             returned = await returned
-        if not isinstance(returned, list) or len(returned) != request.n:
-            raise UserError(f"generate_fn: it returned {shown(returned)}, not a list of {request.n} samples")
+        if not isinstance(returned, list) or len(returned) != request.samples:
+            raise UserError(f"generate_fn: it returned {shown(returned)}, not a list of {request.samples} samples")
         for index, sample in enumerate(returned):
             if isinstance(sample, Sample):
                 _as_lists(sample)

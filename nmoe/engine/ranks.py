@@ -212,12 +212,12 @@ class RanksEngine:
 
     async def generate(self, request: Request) -> list[Sample]:
         samples = {index: sample async for index, sample in self.samples(request)}
-        return [samples[index] for index in range(request.n)]
+        return [samples[index] for index in range(request.samples)]
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
         rank = min(range(self._gang.size), key=lambda rank: self._left[rank])
         mean = sum(self._lengths) / len(self._lengths) if self._lengths else request.sampling.max_new_tokens / 2
-        expected = [mean] * request.n
+        expected = [mean] * request.samples
         self._left[rank] += sum(expected)
         try:
             async for index, sample in self._own.samples(request) if rank == 0 else self._of_member(rank, request):

@@ -133,7 +133,7 @@ def rewards(
     turn = cycle(answers)
 
     def say(request: Request, engine: Engine) -> list[Sample]:
-        return [Sample(list(ids), [0.0] * len(ids), [], "stop") for ids in islice(turn, request.n)]
+        return [Sample(list(ids), [0.0] * len(ids), [], "stop") for ids in islice(turn, request.samples)]
 
     scripted = FunctionEngine(engine, say, lambda: learner.version, learner.model.config)
     first, again = (collect(scripted, samples=2, max_new_tokens=config.sampling.max_new_tokens) for _ in range(2))

@@ -106,8 +106,8 @@ class Real(Pipeline):
         ratio = perplexity_ratio(before, after)
         summary: dict[str, float | int] = {
             **{name: value for one in found for name, value in one.figures().items()},
-            # Below 0 where a task became worse beyond doubt.
-            "highest_gain_of_the_worst_task": min(one.gain.interval.high for one in found),
+            # Of the task that gained least: below 0, that task became worse beyond doubt.
+            "worst_gain_upper_bound": min(one.gain.interval.high for one in found),
             **({} if ratio is None else ratio.figures()),
             **self._course(done, metrics),
             **self._mismatch_of_bound(metrics),

@@ -83,7 +83,7 @@ def says(*texts: str) -> Any:
 
     def generate(request: Request, engine: Engine) -> list[Sample]:
         samples = []
-        for index in range(request.n):
+        for index in range(request.samples):
             ids = [*tokenizer.encode(texts[index % len(texts)]), request.sampling.stop_ids[0]]
             cut = ids[: request.sampling.max_new_tokens]
             samples.append(Sample(cut, [-1.0] * len(cut), [], "stop" if cut == ids else "length"))
@@ -406,7 +406,7 @@ def test_the_decorator_takes_what_train_rl_takes_or_says_why_not() -> None:
 def test_a_generate_fn_may_return_tensors() -> None:
     def tensors(request: Request, engine: Engine) -> list[Sample]:
         ids, logprobs = torch.tensor([9, 10]), torch.tensor([-1.0, -0.5])
-        return [Sample(ids, logprobs, [], "length", torch.tensor([[9, 1], [10, 9]])) for _ in range(request.n)]  # type: ignore[arg-type]
+        return [Sample(ids, logprobs, [], "length", torch.tensor([[9, 1], [10, 9]])) for _ in range(request.samples)]  # type: ignore[arg-type]
 
     run = nmoe.train_rl(TINY, env=[{"prompt": "a"}], rewards=[vowels], config=SHORT, generate_fn=tensors)
     sample = samples_of(run)[0]

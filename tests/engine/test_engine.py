@@ -41,7 +41,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alone(model: Transformer, request: Request) -> list[Sample | None]:
-    engine = LLMEngine(model, request.n)
+    engine = LLMEngine(model, request.samples)
     group = engine.add(request)
     while not engine.idle:
         engine.step()
@@ -64,13 +64,13 @@ def test_many_at_once_each_get_their_own_samples_in_order(model: Transformer, re
     requests = many(request_of)
     engine = NativeEngine(model, 7)
     for request, samples in zip(requests, engine.run(all_of(engine, requests)), strict=True):
-        assert len(samples) == request.n
+        assert len(samples) == request.samples
         for sample, expected in zip(samples, alone(model, request), strict=True):
             assert expected is not None
             assert sample.token_ids == expected.token_ids
             assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     stats = engine.stats()
-    assert stats.generated_tokens == sum(r.n * r.sampling.max_new_tokens for r in requests)
+    assert stats.generated_tokens == sum(r.samples * r.sampling.max_new_tokens for r in requests)
     assert (stats.running, stats.waiting) == (0, 0)
 
 
@@ -166,7 +166,7 @@ def test_a_stream_yields_what_generate_returns(model: Transformer, request_of: M
 
 def test_a_stream_refuses_what_it_can_not_give(model: Transformer, request_of: MakeRequest) -> None:
     engine = NativeEngine(model, 4)
-    with pytest.raises(ValueError, match="n must be 1"):
+    with pytest.raises(ValueError, match="samples must be 1"):
         engine.run(heard(engine, request_of("a", 5, 2, 12)))
     with pytest.raises(UserError, match="prompt of 60 tokens"):
         engine.run(heard(engine, request_of("b", 60, 1, 12)))
@@ -301,7 +301,7 @@ def test_an_error_of_the_model_reaches_every_waiter(
             raise
 
     async def everyone() -> None:
-        single = [request for request in many(request_of) if request.n == 1][:3]
+        single = [request for request in many(request_of) if request.samples == 1][:3]
         streamed = [replace(request, request_id=f"{request.request_id}, streamed") for request in single]
         await asyncio.gather(*map(wait, many(request_of)), *(heard(engine, request) for request in streamed))
 

@@ -160,7 +160,7 @@ def alone() -> Callable[[str, Numerics], tuple[Transformer, Answers]]:
     def of(family: str, numerics: Numerics) -> tuple[Transformer, Answers]:
         if (family, numerics) not in known:
             model = tiny_family(family).set_numerics(numerics)
-            known[family, numerics] = model, [a for r in requests() for a in answers(LLMEngine(model, r.n), [r])]
+            known[family, numerics] = model, [a for r in requests() for a in answers(LLMEngine(model, r.samples), [r])]
         return known[family, numerics]
 
     return of

@@ -69,8 +69,8 @@ def test_logprobs_and_routes_are_those_of_a_full_forward(
     requests = ragged(request_of, temperature=temperature)
     differences = []
     for request, samples in zip(requests, samples_of(model, 4, *requests), strict=True):
-        draws = uniforms(request.sampling.seed, request.n, request.sampling.max_new_tokens)
-        assert len(samples) == request.n
+        draws = uniforms(request.sampling.seed, request.samples, request.sampling.max_new_tokens)
+        assert len(samples) == request.samples
         for index, sample in enumerate(samples):
             count = request.sampling.max_new_tokens
             assert len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) == count
@@ -96,7 +96,7 @@ def test_logprobs_and_routes_are_those_of_a_full_forward(
 def test_a_request_gives_the_same_tokens_in_any_company(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model()
     requests = ragged(request_of)
-    alone = {r.request_id: samples_of(model, r.n, r)[0] for r in requests}
+    alone = {r.request_id: samples_of(model, r.samples, r)[0] for r in requests}
     assert len({tuple(sample.token_ids[:8]) for sample in alone["a"]}) == 3  # samples of a prompt are not copies
     for rows, order in ((1, requests), (4, requests), (7, requests[::-1]), (64, requests[2:] + requests[:2])):
         for request, samples in zip(order, samples_of(model, rows, *order), strict=True):
@@ -643,7 +643,7 @@ def test_an_abort_of_what_waits_or_is_not_there(tiny_model: MakeModel, request_o
             r"request r: prompt of 40 tokens \+ max_new_tokens = 25 exceeds .* context of 64 tokens",
         ),
         ((), 1, 5, "request r: the prompt has no tokens"),
-        ((1,), 0, 5, "request r: n = 0: must be at least 1"),
+        ((1,), 0, 5, "request r: samples = 0: must be at least 1"),
         ((1,), 1, -1, "request r: max_new_tokens = -1: must be at least 1"),
         ((1, 48), 1, 5, r"request r: prompt ids must lie in 0\.\.47"),
         ((-1, 4), 1, 5, r"prompt ids must lie in 0\.\.47"),

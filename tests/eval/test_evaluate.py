@@ -54,7 +54,7 @@ class ScriptedEngine:
         self.requests.append(request)
         user = self.harmony.parse(list(request.prompt_ids)[: -len(self.harmony.render_prompt([]))])[-1]
         self.questions.append(user.content)
-        for index in range(request.n):
+        for index in range(request.samples):
             yield index, self.sample(user.content)
 
     def sample(self, question: str) -> Sample:
@@ -93,7 +93,7 @@ def test_one_sample_of_each_problem(temperature: float, mode: str, tmp_path: Pat
     engine = ScriptedEngine(tokenizer, "+-++")
     results = evaluated(engine, ONE, tmp_path / "e.toml", problems=4, samples=1, temperature=temperature)
     assert results == [Evaluation(mode, "skills", 4, 0.75, *exact(3, 4))]
-    assert {(request.n, request.sampling.temperature) for request in engine.requests} == {(1, temperature)}
+    assert {(request.samples, request.sampling.temperature) for request in engine.requests} == {(1, temperature)}
     assert {request.sampling.max_new_tokens for request in engine.requests} == {40}
     assert len({request.sampling.seed for request in engine.requests}) == 4
 

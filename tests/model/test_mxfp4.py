@@ -121,7 +121,7 @@ def test_the_engine_samples_the_same_tokens(released: Path) -> None:
         model = load_model(released, expert_weights=form).requires_grad_(False)
         model.set_numerics("exact")
         engine = NativeEngine(model, 2)
-        request = Request((5, 6, 7), n=2, sampling=Sampling(12, seed=3), request_id="0")
+        request = Request((5, 6, 7), samples=2, sampling=Sampling(12, seed=3), request_id="0")
         sampled.append(engine.run(engine.generate(request)))
     for ours, theirs in zip(*sampled, strict=True):
         assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
@@ -132,7 +132,7 @@ def test_cached_decode_is_the_full_forward_pass(released: Path) -> None:
     model = load_model(released, expert_weights="mxfp4").requires_grad_(False).set_numerics("exact")
     engine = NativeEngine(model, 2)
     sampling = Sampling(20, temperature=1.0, seed=5)
-    (sample,) = engine.run(engine.generate(Request((5, 6, 7, 8), n=1, sampling=sampling, request_id="0")))
+    (sample,) = engine.run(engine.generate(Request((5, 6, 7, 8), samples=1, sampling=sampling, request_id="0")))
     ids = torch.tensor([5, 6, 7, 8, *sample.token_ids])
     attention = PackedAttention([len(ids)], ids.device, exact=True)
     full = model.logits(model(ids, torch.arange(len(ids)), attention, RouterTrace()))

@@ -152,7 +152,7 @@ class FailingEngine(NativeEngine):
 
     async def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]:
         async for index, sample in super().samples(request):
-            if index == 0 and request.n > 1:
+            if index == 0 and request.samples > 1:
                 assert sample.routes is not None
                 routes = sample.routes[: len(request.prompt_ids)]
                 lost = Sample(sample.token_ids[:1], sample.logprobs[:1], sample.versions[:1], "abort", routes=routes)

@@ -74,7 +74,7 @@ def test_prompts_go_out_as_token_ids_with_the_settings(environment: Make, engine
     assert [request.prompt_ids for request in engine.requests] == [tuple(demo.prompt_ids(p)) for p in PROBLEMS]
     for place, request in enumerate(engine.requests):
         sampling = request.sampling
-        assert (request.n, sampling.max_new_tokens, sampling.temperature) == (2, 30, 0.5)
+        assert (request.samples, sampling.max_new_tokens, sampling.temperature) == (2, 30, 0.5)
         assert (sampling.top_p, sampling.top_k, sampling.stop_ids) == (0.9, 4, demo.stop_ids)
         assert sampling.seed == request_seed(*KEY, place)
     assert len({request.request_id for request in engine.requests}) == 4

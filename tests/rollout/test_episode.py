@@ -121,7 +121,7 @@ def test_seeds_are_those_of_place_index_and_turn(environment: Make, harmony: Har
     # What else is in the batch changes none of them.
     assert seeds < {request.sampling.seed for request in by_place[1][1].requests}
     first, *later = by_place[0][1].requests
-    assert (first.n, {request.n for request in later}) == (2, {1})
+    assert (first.samples, {request.samples for request in later}) == (2, {1})
     assert len({request.request_id for request in by_place[1][1].requests}) == 6
 
 
@@ -353,7 +353,7 @@ def test_a_slow_tool_delays_only_its_own_trajectory(environment: Make, harmony: 
     demo.grade = timed  # type: ignore[method-assign]
 
     def script(request: Request, index: int) -> list[int]:
-        if request.n == 1:
+        if request.samples == 1:
             return final(harmony)
         seconds = 0.5 if index == 13 else 0.01
         return call(harmony, "sleep", f'{{"seconds": {seconds}}}')

@@ -56,7 +56,7 @@ class ByScript:
         self.version = version
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
-        for index in range(request.n):
+        for index in range(request.samples):
             yield index, self.reply(request, index)
 
     def reply(self, request: Request, index: int) -> Sample:

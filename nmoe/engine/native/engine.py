@@ -39,7 +39,7 @@ class NativeEngine:
         >>> from nmoe.engine.api import Request
         >>> from nmoe.types import Sampling
         >>> engine = nmoe.NativeEngine(nmoe.load_model(checkpoint), max_sequences=4)
-        >>> request = Request((40, 41, 42), n=2, sampling=Sampling(max_new_tokens=5), request_id="example")
+        >>> request = Request((40, 41, 42), samples=2, sampling=Sampling(max_new_tokens=5), request_id="example")
         >>> [len(sample.token_ids) for sample in engine.run(engine.generate(request))]
         [5, 5]
 
@@ -98,13 +98,13 @@ class NativeEngine:
             self._engine.abort_all()
 
     async def generate(self, request: Request) -> list[Sample]:
-        """Returns the request's n samples in order of their index. Raises UserError if it can never fit the context. Cancelling the
+        """Returns the request's samples in order of their index. Raises UserError if it can never fit the context. Cancelling the
         caller aborts the request."""
         samples = {index: sample async for index, sample in self.samples(request)}
-        return [samples[index] for index in range(request.n)]
+        return [samples[index] for index in range(request.samples)]
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
-        """Yields each of the request's n samples with its index, as it finishes. Raises UserError if the request can never fit the
+        """Yields each of the request's samples with its index, as it finishes. Raises UserError if the request can never fit the
         context. Cancelling the caller, or closing the iterator early, aborts what still runs."""
         loop = asyncio.get_running_loop()
         finished: asyncio.Queue[tuple[int, Sample] | None] = asyncio.Queue()
@@ -137,9 +137,9 @@ class NativeEngine:
         return scores
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
-        """Yields the tokens of a request with n = 1 as they are sampled."""
-        if request.n != 1:
-            raise ValueError("stream gives one sample: n must be 1")
+        """Yields the tokens of a request with samples = 1 as they are sampled."""
+        if request.samples != 1:
+            raise ValueError("stream gives one sample: samples must be 1")
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 

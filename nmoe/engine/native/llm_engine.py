@@ -78,7 +78,7 @@ class LLMEngine:
         settings = request.sampling
         if not request.prompt_ids:
             raise UserError(f"request {request.request_id}: the prompt has no tokens")
-        for name, value in (("n", request.n), ("max_new_tokens", settings.max_new_tokens)):
+        for name, value in (("samples", request.samples), ("max_new_tokens", settings.max_new_tokens)):
             if value < 1:
                 raise UserError(f"request {request.request_id}: {name} = {value}: must be at least 1")
         check_sampling(request.request_id, settings)
@@ -118,7 +118,7 @@ class LLMEngine:
             raise UserError(f"{name}: {asked} exceeds the model's context of {context} tokens")
         blocks = self.scheduler.blocks
         # The last token is sampled and never fed. Two sequences hold the prompt's last block beside their own copies.
-        needed = blocks.blocks_for(max(wanted - 1, len(request.prompt_ids))) + (request.n > 1)
+        needed = blocks.blocks_for(max(wanted - 1, len(request.prompt_ids))) + (request.samples > 1)
         if needed > blocks.blocks:
             room = blocks.blocks * BLOCK_TOKENS
             raise UserError(f"{name}: {asked} exceeds the cache of {room} tokens; raise [engine] cache_mb")
@@ -192,7 +192,7 @@ class LLMEngine:
         self._finish({sequence: "abort" for sequence in self.running.sequences if sequence.group is group})
         self.scheduler.drop(group)
         group.aborted = True
-        for sequence in group.sequences[: group.request.n]:
+        for sequence in group.sequences[: group.request.samples]:
             if sequence.status is not Status.FINISHED:
                 group.deliver(sequence, "abort")
         return [group]

@@ -254,7 +254,7 @@ class Scheduler:
         seat_copies += [(prompt.seat, seat) for seat in seats]
         sequences = group.sequences[group.started : group.started + count]
         for place, sequence in enumerate(sequences):
-            if sequence.index + 1 == group.request.n:
+            if sequence.index + 1 == group.request.samples:
                 sequence.block_table, sequence.seat = prompt.block_table, prompt.seat
             else:
                 self.blocks.hold(shared)

@@ -101,8 +101,8 @@ class Prompt:
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """One request in the engine: its n sequences and their samples. A request to score tokens has `n = 0`, one sequence that is
-    only prefilled, and ends with `scores`.
+    """One request in the engine: its sequences and their samples. A request to score tokens has `samples = 0`, one
+    sequence that is only prefilled, and ends with `scores`.
 
     `order` is the request's place in order of arrival. The first `started` sequences have started. `on_token` and `on_sample` are
     called with the sequence's index for every token and for every finished sample.
@@ -120,16 +120,16 @@ class SequenceGroup:
     samples: list[Sample | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, index) for index in range(max(1, self.request.n))]
-        self.samples = [None] * self.request.n
+        self.sequences = [Sequence(self, index) for index in range(max(1, self.request.samples))]
+        self.samples = [None] * self.request.samples
 
     @property
     def scoring(self) -> bool:
-        return self.request.n == 0
+        return self.request.samples == 0
 
     @property
     def unstarted(self) -> int:
-        return self.request.n - self.started
+        return self.request.samples - self.started
 
     @property
     def next_sequence(self) -> Sequence:
