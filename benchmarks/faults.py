@@ -402,9 +402,9 @@ def simulated_device(_: Path) -> Path:
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from fake_device import fake_device
 
-    from nmoe.monitor import idle
+    from nmoe.monitor import machine
 
-    idle._EVERY = 0.02
+    machine._LOOK_S = 0.02
 
     def slow(completions: list[str], **columns: Any) -> list[float]:
         time.sleep(0.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from nmoe.config.tables.monitor import MismatchSection
-from nmoe.monitor.rule import Metrics, Rule
+from nmoe.monitor.monitor import Metrics, Rule
 
 # The mean difference of a token's log-probabilities at one nat of entropy. A model of 30 layers has 5e-6 in float32 and 0.02 in
 # bfloat16, and 0.06 where its weights are changed by 1% (docs/playbook.md).

@@ -13,30 +13,12 @@ from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.pools import task_types
 from nmoe.model.device import choose_device, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
-from nmoe.monitor.clip import ClipRule
-from nmoe.monitor.disk import DiskRule
-from nmoe.monitor.entropy import EntropyRule
-from nmoe.monitor.experts import ExpertsRule
-from nmoe.monitor.flat import FlatRule
-from nmoe.monitor.format import FormatRule
-from nmoe.monitor.grad_norm import GradNormRule
-from nmoe.monitor.grad_norm_rise import GradNormRiseRule
-from nmoe.monitor.idle import IdleRule
-from nmoe.monitor.kl import KLRule
-from nmoe.monitor.length import LengthRule
-from nmoe.monitor.memory import MemoryRule
+from nmoe.monitor.machine import DiskRule, IdleRule, MemoryRule, SlowDiskRule, StalledRule
 from nmoe.monitor.mismatch import MismatchRule
-from nmoe.monitor.monitor import Monitor
-from nmoe.monitor.probe import ProbeRule
-from nmoe.monitor.ratios import RatiosRule
-from nmoe.monitor.reference import ReferenceRule
-from nmoe.monitor.reward_hacking import RewardHackingRule, WrongRewardRule
-from nmoe.monitor.reward_stuck import RewardStuckRule
-from nmoe.monitor.rule import Rule
-from nmoe.monitor.slow_disk import SlowDiskRule
-from nmoe.monitor.solve_rate import SolveRateRule
-from nmoe.monitor.stalled import StalledRule
-from nmoe.monitor.truncation import TruncationRule
+from nmoe.monitor.monitor import Monitor, Rule
+from nmoe.monitor.rewards import FlatRule, ProbeRule, RewardHackingRule, RewardStuckRule, SolveRateRule, WrongRewardRule
+from nmoe.monitor.samples import EntropyRule, FormatRule, LengthRule, TruncationRule
+from nmoe.monitor.update import ClipRule, ExpertsRule, GradNormRiseRule, GradNormRule, KLRule, RatiosRule, ReferenceRule
 
 
 def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:

@@ -31,20 +31,14 @@ from nmoe.config.tables.monitor import (
     TruncationSection,
 )
 from nmoe.errors import UserError
-from nmoe.monitor import idle
-from nmoe.monitor import suspension as suspension_module
-from nmoe.monitor.disk import DiskRule
-from nmoe.monitor.experts import ExpertsRule
-from nmoe.monitor.idle import IdleRule, Pauses
-from nmoe.monitor.memory import MemoryRule
+from nmoe.monitor import machine
+from nmoe.monitor.machine import DiskRule, IdleRule, MemoryRule, Pauses, SlowDiskRule, StalledRule, Suspension
 from nmoe.monitor.mismatch import MismatchRule
 from nmoe.monitor.monitor import CALM_STEPS, Monitor
-from nmoe.monitor.probe import ProbeRule
+from nmoe.monitor.rewards import ProbeRule
 from nmoe.monitor.rules import monitor_of
-from nmoe.monitor.slow_disk import SlowDiskRule
-from nmoe.monitor.stalled import StalledRule
-from nmoe.monitor.suspension import Suspension
-from nmoe.monitor.truncation import TruncationRule
+from nmoe.monitor.samples import TruncationRule
+from nmoe.monitor.update import ExpertsRule
 
 HEALTHY = {
     "reward_mean": 0.5,
@@ -531,7 +525,7 @@ def test_a_device_that_has_nothing_to_do_for_minutes() -> None:
 
 
 def test_the_idle_rule_looks_from_a_thread_that_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "_EVERY", 0.01)
+    monkeypatch.setattr(machine, "_LOOK_S", 0.01)
     with fake_device() as kind:
         kind.busy = False
         rule = IdleRule(IdleSection(seconds=0.05), DEVICE)
@@ -598,7 +592,7 @@ def test_a_step_is_not_stalled_by_a_process_that_was_stopped() -> None:
 
 
 def test_the_beats_end_with_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspension_module, "_EVERY", 0.01)
+    monkeypatch.setattr(machine, "_BEAT_S", 0.01)
     before = {one for one in threading.enumerate() if one.name == "suspension"}
     rule = StalledRule(StalledSection())
     (thread,) = {one for one in threading.enumerate() if one.name == "suspension"} - before

@@ -1,0 +1,219 @@
+"""Rules about the machine: disk, memory, an idle device, a stalled step, and how long the process was suspended."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import weakref
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from nmoe.config.tables.monitor import DiskSection, IdleSection, MemorySection, SlowDiskSection, StalledSection
+from nmoe.model.device import kind_of
+from nmoe.monitor.monitor import Metrics, Rule
+
+
+class DiskRule(Rule[DiskSection]):
+    """A disk that is nearly full."""
+
+    name = "disk"
+    source = "training guidelines, checkpoints: disk"
+    looks_around = True
+    remedies = (
+        "delete old runs, or lower checkpoint.keep",
+        "raise checkpoint.every_steps",
+    )
+
+    def __init__(self, settings: DiskSection, directory: Path) -> None:
+        super().__init__(settings)
+        self._directory = directory
+
+    def symptom(self, metrics: Metrics) -> str | None:
+        try:
+            free = shutil.disk_usage(self._directory).free / 1e9
+        except OSError:
+            return None  # the directory is gone, which the next write will say
+        return f"{free:.2f} GB are free where the run is written" if free < self.settings.free_gb else None
+
+
+class SlowDiskRule(Rule[SlowDiskSection]):
+    """Compares the seconds that a save held the run up with those of the steps since the save before. A save is written while
+    training goes on, so that it holds the run up where the one before is not yet on the disk."""
+
+    name = "slow_disk"
+    source = "training guidelines, checkpoints: disk"
+    counts_itself = True
+    remedies = (
+        "raise checkpoint.every_steps",
+        "set run.directory to a faster disk, or checkpoint.export_directory to another one",
+    )
+
+    def __init__(self, settings: SlowDiskSection) -> None:
+        super().__init__(settings)
+        self._steps_s, self._slow = 0.0, 0
+
+    def symptom(self, metrics: Metrics) -> str | None:
+        said, held = None, metrics.get("time_save_s")
+        if held is not None:
+            slow = held >= max(self.settings.seconds, self.settings.share * self._steps_s)
+            self._slow = self._slow + 1 if slow else 0
+            if self._slow >= self.settings.steps:
+                said = f"saving held the run up for {held:.0f} s, and the steps before it took {self._steps_s:.0f} s"
+            self._steps_s = 0.0
+        self._steps_s += metrics.get("time_step_s", 0.0)
+        return said
+
+
+class MemoryRule(Rule[MemorySection]):
+    """A device whose memory is nearly full."""
+
+    name = "memory"
+    source = "training guidelines, monitoring: device memory above 95%"
+    looks_around = True
+    remedies = (
+        "lower batch.tokens_per_microbatch, or set model.checkpoint_activations = true",
+        "lower engine.cache_mb or engine.max_sequences",
+        "end what else runs on the device",
+    )
+
+    def __init__(self, settings: MemorySection, device: torch.device) -> None:
+        super().__init__(settings)
+        self._device = device
+
+    def symptom(self, metrics: Metrics) -> str | None:
+        share = kind_of(self._device).peak_memory_share(self._device)
+        return f"{share:.1%} of the memory of {self._device} was in use" if share > self.settings.above else None
+
+
+# Seconds between two looks. A device that works at all is seen at work in some of the dozens of looks of a few minutes.
+_LOOK_S = 5.0
+
+
+class Pauses:
+    """The longest time in which a device was not seen at work."""
+
+    def __init__(self, device: torch.device, now: float) -> None:
+        self._device, self._busy_at, self._longest = device, now, 0.0
+        self._lock = threading.Lock()
+
+    def look(self, now: float) -> None:
+        """Asks the device whether it is at work, `now` being the time in seconds of any clock that only advances. A device that
+        cannot tell counts as at work."""
+        busy = kind_of(self._device).is_busy(self._device)
+        with self._lock:
+            if busy is False:
+                self._longest = max(self._longest, now - self._busy_at)
+            else:
+                self._busy_at = now
+
+    def take(self) -> float:
+        """The longest pause since the last call, in seconds. One that has begun goes on."""
+        with self._lock:
+            longest, self._longest = self._longest, 0.0
+        return longest
+
+
+class IdleRule(Rule[IdleSection]):
+    """Looks at the device from a thread of its own, and reports at the end of a step what was seen during it."""
+
+    name = "idle"
+    source = "training guidelines, monitoring: a device idle for minutes"
+    looks_around = True
+    remedies = (
+        "look at time_rollout_s, time_grade_s and time_learn_s of the step: the longest says where",
+        "tools and judges: lower [budget] wall_s and tool_s, or a reward's timeout_s; raise engine.max_sequences",
+        "see with `nmoe doctor` whether the host has cores to spare",
+    )
+
+    def __init__(self, settings: IdleSection, device: torch.device) -> None:
+        super().__init__(settings)
+        self._device, self._pauses = device, Pauses(device, time.monotonic())
+        over = threading.Event()
+        # The thread ends with the rule.
+        weakref.finalize(self, over.set)
+        threading.Thread(target=_watch, args=(self._pauses, over), name="idle-device", daemon=True).start()
+
+    def symptom(self, metrics: Metrics) -> str | None:
+        longest = self._pauses.take()
+        return f"{self._device} had nothing to do for {longest:.0f} s" if longest >= self.settings.seconds else None
+
+
+def _watch(pauses: Pauses, over: threading.Event) -> None:
+    while not over.wait(_LOOK_S):
+        pauses.look(time.monotonic())
+
+
+class StalledRule(Rule[StalledSection]):
+    """A step that takes far longer than the others, the time in which the process was suspended left out."""
+
+    name = "stalled"
+    source = "training guidelines, monitoring: a stalled rollout"
+    remedies = (
+        "look at time_rollout_s, time_grade_s and time_learn_s of the step: the longest says where",
+        "lower [budget] wall_s and tool_s, or a reward's timeout_s",
+        "see what else runs on the machine",
+    )
+
+    def __init__(self, settings: StalledSection) -> None:
+        super().__init__(settings)
+        self._seconds: list[float] = []
+        self._suspension = watched()
+
+    def symptom(self, metrics: Metrics) -> str | None:
+        seconds = metrics.get("time_step_s")
+        if seconds is None:
+            return None
+        seconds -= min(seconds, self._suspension.take(time.monotonic(), time.process_time()))
+        usual = median(self._seconds) if len(self._seconds) >= 5 else None
+        self._seconds = [*self._seconds[-49:], seconds]
+        if usual is None or seconds < max(self.settings.seconds, self.settings.factor * usual):
+            return None
+        return f"the step took {seconds:.0f} s, and {usual:.1f} s is usual"
+
+
+# Seconds between two beats, and by how much a beat has to be late to count: other work delays one, too.
+_BEAT_S = 2.0
+_LATE = 20.0
+# A process that computes while no beat comes is busy, not suspended: the share of the gap that it computed for.
+_BUSY = 0.05
+
+
+class Suspension:
+    """Counts the seconds in which nothing of the process ran, from the beats of a thread."""
+
+    def __init__(self, now: float, cpu: float) -> None:
+        """`now` is the time of a clock that only advances, and `cpu` the process's CPU time, in seconds."""
+        self._beat, self._cpu, self._lost = now, cpu, 0.0
+        self._lock = threading.Lock()
+
+    def beat(self, now: float, cpu: float) -> None:
+        with self._lock:
+            gap, computed = now - self._beat - _BEAT_S, cpu - self._cpu
+            if gap > _LATE and computed < _BUSY * gap:
+                self._lost += gap
+            self._beat, self._cpu = now, cpu
+
+    def take(self, now: float, cpu: float) -> float:
+        """The seconds of suspension since the last call."""
+        self.beat(now, cpu)
+        with self._lock:
+            lost, self._lost = self._lost, 0.0
+        return lost
+
+
+def watched() -> Suspension:
+    """A suspension of this process, with its thread, which ends with it."""
+    suspension, over = Suspension(time.monotonic(), time.process_time()), threading.Event()
+    weakref.finalize(suspension, over.set)
+    threading.Thread(target=_keep_beating, args=(weakref.ref(suspension), over), name="suspension", daemon=True).start()
+    return suspension
+
+
+def _keep_beating(suspension: weakref.ref[Suspension], over: threading.Event) -> None:
+    while not over.wait(_BEAT_S):
+        if (alive := suspension()) is not None:
+            alive.beat(time.monotonic(), time.process_time())
+        del alive
