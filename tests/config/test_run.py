@@ -331,7 +331,10 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         (["--eval.0.every_steps=5"], []),
         (
             ["--eval.0.every_steps=5", "--environment.task_pool.split=all"],
-            ["--eval.0.every_steps=5: the training problems have no eval split; name another in eval.environment"],
+            [
+                "--eval.0.every_steps=5: the training problems have no eval split; name another environment in eval.environment, "
+                "or train on a part of them (`train[200:]`) and name one with the rest (`train[:200]`)"
+            ],
         ),
         (
             ["--batch.group_size=1"],

@@ -1,4 +1,4 @@
-"""The presets on GSM8K read records in the hub's form: they train on the training split and evaluate on the test split."""
+"""The presets on GSM8K read records in the hub's form: they evaluate on 200 training problems and train on the rest."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from released_tokenizers import ours, theirs
 
 from nmoe.config.commands import load_run_with
 from nmoe.config.commands.rl import RLConfig
+from nmoe.config.environment import load_environment
 from nmoe.config.packaged import find_configuration, packaged_environment
 from nmoe.envs.environment import Environment
 from nmoe.types import single_turn
@@ -24,12 +25,12 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[s
     if not DATA.exists():
         pytest.skip("shared/eval_data is not beside the repository")
     monkeypatch.setenv("NMOE_DATASETS", str(tmp_path))
-    kept = {name: REAL[name].keep(tmp_path, None if WHOLE else 70) for name in ("gsm8k", "gsm8k_test")}
+    kept = {name: REAL[name].keep(tmp_path, None if WHOLE else 270) for name in ("gsm8k", "gsm8k_test")}
     return {name: [one["question"] for one in some] for name, some in kept.items()}
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_trains_on_one_split_and_is_evaluated_on_the_other(
+def test_a_preset_is_evaluated_on_training_problems_that_it_is_not_trained_on(
     name: str, records: dict[str, list[str]], tmp_path: Path
 ) -> None:
     tokenizer = ours("qwen3")
@@ -37,15 +38,20 @@ def test_a_preset_trains_on_one_split_and_is_evaluated_on_the_other(
     config = load_run_with(find_configuration(name), RLConfig, tables, "test", "run")
     (probe,) = config.eval
     assert probe.environment is not None
-    training, held_out = (
-        Environment.from_settings(settings, tokenizer) for settings in (config.environment, probe.environment)
+    training, held_out, test = (
+        Environment.from_settings(settings, tokenizer)
+        for settings in (config.environment, probe.environment, load_environment(packaged_environment("gsm8k_test")))
     )
-    asked = {
-        key: {environment.pool.order.at(place).question for place in range(environment.pool.size or 0)}
-        for key, environment in (("gsm8k", training), ("gsm8k_test", held_out))
-    }
-    assert asked == {key: {question.strip() for question in questions} for key, questions in records.items()}
-    assert not asked["gsm8k"] & asked["gsm8k_test"]
+    asked = [
+        {environment.pool.order.at(place).question for place in range(environment.pool.size or 0)}
+        for environment in (training, held_out, test)
+    ]
+    questions = {name: [question.strip() for question in some] for name, some in records.items()}
+    assert asked == [set(questions["gsm8k"][200:]), set(questions["gsm8k"][:200]), set(questions["gsm8k_test"])]
+    assert len(asked[1]) == probe.problems == 200
+    assert not asked[0] & asked[1]
+    assert not (asked[0] | asked[1]) & asked[2]
+    assert probe.environment.env_id != config.environment.env_id
     # What is asked is what transformers asks, and fits.
     problem = training.pool.order.at(0)
     system = training.settings.system

@@ -66,7 +66,8 @@ class RLConfig(AdaptableConfig):
             if probe.environment is None and held_out(self.environment) is None:
                 yield Conflict(
                     f"eval.{index}.every_steps",
-                    "the training problems have no eval split; name another in eval.environment",
+                    "the training problems have no eval split; name another environment in eval.environment, or train on a part of "
+                    "them (`train[200:]`) and name one with the rest (`train[:200]`)",
                 )
             yield from without_place(index, probe, probe.environment or self.environment)
         yield from confusable(dict(enumerate(self.eval)), self.environment.env_id)
