@@ -21,7 +21,7 @@ from typing import Any
 from machine import machine
 
 from nmoe.config.packaged import packaged_environment
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS

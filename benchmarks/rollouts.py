@@ -28,7 +28,7 @@ from on_device import add_device, random_model
 
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.pools import GeneratedPool
-from nmoe.config.tables.tools import BudgetSettings, ToolsSettings
+from nmoe.config.tables.rollout import BudgetSettings, ToolsSettings
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment

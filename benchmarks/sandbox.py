@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 
 from machine import machine, versions
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.sandbox.process import ProcessSandbox
 from nmoe.sandbox.sandboxes import Sandboxes
 

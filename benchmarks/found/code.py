@@ -33,7 +33,7 @@ _WEIGHT = "open('/proc/self/autogroup', 'w').write('5')"
 
 
 def _sandboxes() -> Any:
-    from nmoe.config.tables.sandbox import SandboxSettings
+    from nmoe.config.tables.rollout import SandboxSettings
     from nmoe.sandbox.sandboxes import Sandboxes
 
     return Sandboxes(SandboxSettings(warm=0))

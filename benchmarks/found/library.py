@@ -205,7 +205,7 @@ def prm800k_is_read_where_it_lies() -> Result:
     import json
     import os
 
-    from nmoe.config.tables.verifier import VerifierSection
+    from nmoe.config.tables.recipes import VerifierSection
     from nmoe.data.prm import read_source
     from nmoe.errors import UserError
 

@@ -13,8 +13,7 @@ from nmoe.api.given import explained, model_path
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings, held_out
 from nmoe.config.registry import names_of_one_call
-from nmoe.config.tables.rollout import EngineSection
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import EngineSection, SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment, in_format

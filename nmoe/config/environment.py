@@ -17,7 +17,7 @@ from nmoe.config.registry import TASKS
 from nmoe.config.tables.curriculum import CurriculumSettings, Rubric
 from nmoe.config.tables.pools import GeneratedPool, MixturePool, ReasoningGymPool, TaskPool, task_types
 from nmoe.config.tables.rewards import RewardConfig
-from nmoe.config.tables.tools import BudgetSettings, ToolsSettings, WorkspaceSettings
+from nmoe.config.tables.rollout import BudgetSettings, ToolsSettings, WorkspaceSettings
 
 
 class SystemByFormat(Section):

@@ -36,8 +36,7 @@ from nmoe.config.tables.rewards import (
     RewardModelRewardConfig,
     VerifierRewardConfig,
 )
-from nmoe.config.tables.sandbox import SandboxSettings
-from nmoe.config.tables.tools import BudgetSettings, WorkspaceSettings
+from nmoe.config.tables.rollout import BudgetSettings, SandboxSettings, WorkspaceSettings
 from nmoe.data.rows import local_copy
 from nmoe.envs.environment import Environment, in_format
 from nmoe.envs.golds import check_golds

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from nmoe.config.environment import held_out
 from nmoe.config.tables.evaluation import ProbeSection, RLEvalSection
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime

@@ -12,7 +12,7 @@ import torch
 
 from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
 from nmoe.config.modes import Mode
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nmoe.config.tables.parallel import ParallelSection
+from nmoe.config.tables.model import ParallelSection
 from nmoe.errors import UserError
 
 MOST_EP = 8

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nmoe.config.tables.parallel import ParallelSection
+from nmoe.config.tables.model import ParallelSection
 from nmoe.errors import UserError
 from nmoe.parallel.axes import Axes, resolve
 from nmoe.parallel.parts import is_sharded, part_of

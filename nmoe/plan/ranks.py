@@ -18,7 +18,7 @@ from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
-from nmoe.config.tables.parallel import Offload
+from nmoe.config.tables.model import Offload
 from nmoe.model.device import kind_of
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.axes import Axes, expert_axis

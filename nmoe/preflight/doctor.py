@@ -19,7 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 import nmoe
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads, cpu_quota, free_cores, usable_cores
 from nmoe.extras import how_to_install, requirements
 from nmoe.model.ops.cpu.processor import cpu_features, cpu_model

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from nmoe.config.tables.sinks import SinksSection
+from nmoe.config.tables.run import SinksSection
 from nmoe.preflight.check import Check
 from nmoe.runs.sinks.sinks import refuse_unready, trackio_remotes
 

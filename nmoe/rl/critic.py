@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nmoe.config.commands.rl import RLConfig
-from nmoe.config.tables.critic import CriticSection
+from nmoe.config.tables.algorithm import CriticSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.learner import Learner, PassResult

@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nmoe.config.tables.algorithm import AlgorithmSection
-from nmoe.config.tables.batch import BatchSection
-from nmoe.config.tables.critic import CriticSection
+from nmoe.config.tables.algorithm import AlgorithmSection, BatchSection, CriticSection
 from nmoe.envs.pools.order import stable_hash
 from nmoe.learner.advantages import length_penalty, overlong_penalty
 from nmoe.learner.batch import Aggregation, Batch, token_weights

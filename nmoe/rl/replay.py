@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from nmoe.config import Locator, Place, parse
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.errors import UserError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nmoe.config.commands.rl import RLConfig
-from nmoe.config.tables.batch import BatchSection
+from nmoe.config.tables.algorithm import BatchSection
 from nmoe.config.tables.rollout import SamplingSection
 from nmoe.config.tables.run import RunSection
 from nmoe.engine.api import Engine

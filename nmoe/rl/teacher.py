@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nmoe.config.commands.rl import RLConfig
-from nmoe.config.tables.critic import DistillationSection
+from nmoe.config.tables.algorithm import DistillationSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch

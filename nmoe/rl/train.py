@@ -23,9 +23,7 @@ from torch import Tensor
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import reseeded
-from nmoe.config.tables.algorithm import AlgorithmSection
-from nmoe.config.tables.batch import BatchSection
-from nmoe.config.tables.critic import CriticSection
+from nmoe.config.tables.algorithm import AlgorithmSection, BatchSection, CriticSection
 from nmoe.config.tables.rollout import SamplingSection
 from nmoe.engine.function import FunctionEngine, GenerateFunction
 from nmoe.engine.ranks import sampling_engine

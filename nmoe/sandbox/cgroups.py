@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.sandbox.api import Limits, SandboxSetupError
 
 # A cgroup whose children have limits cannot hold processes itself; its processes move to this child.

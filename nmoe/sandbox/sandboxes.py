@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.runs.waiting import wait_for
 from nmoe.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
 from nmoe.sandbox.cgroups import cgroups_of

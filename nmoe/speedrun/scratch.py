@@ -12,7 +12,7 @@ from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import PretrainConfig, SFTConfig, VerifierConfig
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
-from nmoe.config.tables.documents import DataSection
+from nmoe.config.tables.records import DataSection
 from nmoe.data.prm.labelled import split_steps
 from nmoe.recipes.pretrain import pretrain
 from nmoe.recipes.sft import sft

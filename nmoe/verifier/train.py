@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.commands.supervised import VerifierConfig
-from nmoe.config.tables.verifier import VerifierSection
+from nmoe.config.tables.recipes import VerifierSection
 from nmoe.data.prm import LabelledSteps, StepDataset, read_source
 from nmoe.data.prm.labelled import prefix_keys
 from nmoe.data.stream import ExampleStream

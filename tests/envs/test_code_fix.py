@@ -12,7 +12,7 @@ from scripted_engine import ScriptedEngine
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.packaged import CONFIGS
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime

@@ -12,7 +12,7 @@ import pytest
 import nmoe.envs.golds as golds_module
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.envs.environment import Environment
 from nmoe.envs.golds import SAMPLE, Passed, check_golds
 from nmoe.envs.tasks import TASKS, Attempt

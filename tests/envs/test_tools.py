@@ -16,7 +16,7 @@ from fake_sandbox import FakeSandbox, FakeSandboxes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.config.tables.tools import BudgetSettings
+from nmoe.config.tables.rollout import BudgetSettings
 from nmoe.envs.tools import executor as executor_module
 from nmoe.envs.tools.builtin import builtin_tools, sandbox_limits
 from nmoe.envs.tools.executor import AsyncToolExecutor

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from nmoe.config.modes import mode_of
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime

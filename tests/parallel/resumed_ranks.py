@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nmoe.cluster.checks.cases import batch_of, model_of
 from nmoe.cluster.checks.training import learner_of
-from nmoe.config.tables.parallel import ParallelSection
+from nmoe.config.tables.model import ParallelSection
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.ranks import Ranks, whole
 

@@ -21,7 +21,7 @@ from nmoe import cli
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import PretrainConfig
-from nmoe.config.tables.parallel import ParallelSection
+from nmoe.config.tables.model import ParallelSection
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
 from nmoe.parallel import mesh

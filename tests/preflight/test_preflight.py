@@ -20,7 +20,7 @@ from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import PretrainConfig, SFTConfig, VerifierConfig
 from nmoe.config.packaged import packaged_configurations
 from nmoe.config.tables.optimizer import OptimizerSection
-from nmoe.config.tables.sinks import SinksSection
+from nmoe.config.tables.run import SinksSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.learner import Learner

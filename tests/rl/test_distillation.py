@@ -15,7 +15,7 @@ import torch
 from policy_cases import answer
 from tiny_models import tiny_model
 
-from nmoe.config.tables.critic import DistillationSection
+from nmoe.config.tables.algorithm import DistillationSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs

@@ -19,7 +19,7 @@ from scripted_engine import ScriptedEngine
 from wheels import write_wheel
 
 from nmoe.config.registry import TOOLS
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.builtin import sandbox_limits

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_engine import ScriptedEngine
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import pytest
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.sandbox.api import Limits, SandboxSetupError
 from nmoe.sandbox.process import ProcessSandbox
 from nmoe.sandbox.sandboxes import Sandboxes

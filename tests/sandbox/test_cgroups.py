@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.sandbox import cgroups
 from nmoe.sandbox.api import Limits, Result, SandboxSetupError
 from nmoe.sandbox.cgroups import Cgroup, Cgroups, NotDelegatedError

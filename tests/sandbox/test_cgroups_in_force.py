@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from boxes import LEVELS, LIMITS, Box, sandboxes_of
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.sandbox import cgroups
 from nmoe.sandbox.cgroups import Cgroup, Cgroups
 from nmoe.sandbox.sandboxes import Sandboxes
@@ -136,7 +136,7 @@ def test_cpus(delegated: Path, loop: asyncio.Runner) -> None:
 # that this one cannot see.
 HOST = """
 import asyncio, os, sys, time
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.sandbox.cgroups import Cgroups
 from nmoe.sandbox import probe
 from nmoe.sandbox.sandboxes import Sandboxes

@@ -695,7 +695,7 @@ def test_a_host_that_is_killed_leaves_nothing(sandboxes: Sandboxes, tmp_path: Pa
     """`kill -9` of the process that holds sandboxes, in the middle of calls: within a second nothing of them runs."""
     code = f"""
 import asyncio, sys
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.sandbox.sandboxes import Sandboxes
 async def main():
     factory = Sandboxes(SandboxSettings(level={sandboxes.settings.level!r}, warm=1))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from boxes import LIMITS
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.sandbox import interpreter, sandboxes
 from nmoe.sandbox.api import Result, SandboxSetupError
 from nmoe.sandbox.interpreter import Interpreter, beside, interpreter_of

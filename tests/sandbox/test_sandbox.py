@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from boxes import LIMITS, Box
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.errors import UserError
 from nmoe.sandbox import probe, uids
 from nmoe.sandbox.api import Access, SandboxFileError, SandboxSetupError

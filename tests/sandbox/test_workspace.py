@@ -19,7 +19,7 @@ import pytest
 from wheels import write_wheel
 
 from nmoe.config import ConfigError, Locator, Place, parse
-from nmoe.config.tables.tools import WorkspaceSettings
+from nmoe.config.tables.rollout import WorkspaceSettings
 from nmoe.sandbox.api import Limits, Result
 from nmoe.sandbox.workspaces.collect import collect
 from nmoe.sandbox.workspaces.prepare import Prepared, Workspaces

@@ -11,7 +11,7 @@ from stepwise_cases import write_stepwise
 
 from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import VerifierConfig
-from nmoe.config.tables.verifier import VerifierSection
+from nmoe.config.tables.recipes import VerifierSection
 from nmoe.data.prm import LabelledSteps
 from nmoe.errors import UserError
 from nmoe.runs.ledger import read_metrics

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nmoe.cluster.checks.cases import EXPERTS, FAMILIES, batch_of, model_of, with_routes
 from nmoe.cluster.checks.twins import OneProcess, Twins
+from nmoe.config.tables.model import ParallelSection
 from nmoe.config.tables.optimizer import OptimizerSection
-from nmoe.config.tables.parallel import ParallelSection
 from nmoe.errors import ShortfallError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner

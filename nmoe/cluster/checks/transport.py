@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nmoe.cluster.checks.training import all_axes
-from nmoe.config.tables.parallel import ParallelSection
+from nmoe.config.tables.model import ParallelSection
 from nmoe.errors import ShortfallError
 from nmoe.parallel.axes import Axes, resolve
 from nmoe.parallel.mesh import make_meshes

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from nmoe.config.base import Array, Conflict, Section
-from nmoe.config.tables.batch import MicroBatchSection
+from nmoe.config.tables.algorithm import MicroBatchSection
 from nmoe.config.tables.evaluation import (
     ExamplesEvalSection,
     HeldOutEvalSection,
@@ -19,14 +19,11 @@ from nmoe.config.tables.evaluation import (
     only_one,
     without_place,
 )
-from nmoe.config.tables.model import LoraSection, ModelSection
+from nmoe.config.tables.model import LoraSection, ModelSection, ParallelSection
 from nmoe.config.tables.monitor import WatchSection
 from nmoe.config.tables.optimizer import OptimizerSection
-from nmoe.config.tables.parallel import ParallelSection
-from nmoe.config.tables.rollout import EngineSection
-from nmoe.config.tables.run import CheckpointSection, RunSection
-from nmoe.config.tables.sandbox import SandboxSettings
-from nmoe.config.tables.sinks import SinksSection
+from nmoe.config.tables.rollout import EngineSection, SandboxSettings
+from nmoe.config.tables.run import CheckpointSection, RunSection, SinksSection
 
 
 class RunConfig(Section):

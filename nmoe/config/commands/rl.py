@@ -9,15 +9,12 @@ from nmoe.config.base import Array, Conflict, FromFile
 from nmoe.config.commands.base import AdaptableConfig
 from nmoe.config.environment import EnvironmentSettings, held_out
 from nmoe.config.packaged import find_environment
-from nmoe.config.tables.algorithm import AlgorithmSection
-from nmoe.config.tables.batch import BatchSection
-from nmoe.config.tables.critic import CriticSection, DistillationSection
+from nmoe.config.tables.algorithm import AlgorithmSection, BatchSection, CriticSection, DistillationSection
 from nmoe.config.tables.evaluation import RLEvalSection, confusable, without_place
 from nmoe.config.tables.monitor import MonitorSection
 from nmoe.config.tables.pools import task_types
-from nmoe.config.tables.rollout import EngineSection, SamplingSection
+from nmoe.config.tables.rollout import EngineSection, SamplingSection, SandboxSettings
 from nmoe.config.tables.run import RLRunSection
-from nmoe.config.tables.sandbox import SandboxSettings
 
 
 class RLConfig(AdaptableConfig):

@@ -9,15 +9,13 @@ from nmoe.config.base import Array, Conflict, FromFile
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.packaged import find_environment
-from nmoe.config.tables.algorithm import PolicyLossSection
-from nmoe.config.tables.batch import GroupBatchSection
+from nmoe.config.tables.algorithm import GroupBatchSection, PolicyLossSection
 from nmoe.config.tables.evaluation import SelfplayEvalSection, only_one
 from nmoe.config.tables.monitor import SampleRateSection
 from nmoe.config.tables.pools import SelfplayPool
-from nmoe.config.tables.rollout import EngineSection, SamplingSection
+from nmoe.config.tables.recipes import SelfplaySection
+from nmoe.config.tables.rollout import EngineSection, SamplingSection, SandboxSettings
 from nmoe.config.tables.run import SelfplayRunSection
-from nmoe.config.tables.sandbox import SandboxSettings
-from nmoe.config.tables.selfplay import SelfplaySection
 
 
 class SelfplayConfig(RunConfig):

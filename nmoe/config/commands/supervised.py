@@ -6,13 +6,11 @@ from pydantic import Field
 
 from nmoe.config.base import Array, Conflict
 from nmoe.config.commands.base import ProbedConfig, SupervisedConfig
-from nmoe.config.tables.documents import DataSection
 from nmoe.config.tables.evaluation import CountedEvalSection, HeldOutEvalSection
 from nmoe.config.tables.optimizer import FineTuningOptimizerSection, PretrainingOptimizerSection
-from nmoe.config.tables.preference import PreferenceSection, RewardModelSection
-from nmoe.config.tables.records import RecordsSection, SFTRecordsSection
+from nmoe.config.tables.recipes import PreferenceSection, RewardModelSection, VerifierSection
+from nmoe.config.tables.records import DataSection, RecordsSection, SFTRecordsSection
 from nmoe.config.tables.run import RecordsRunSection
-from nmoe.config.tables.verifier import VerifierSection
 
 
 class PretrainConfig(ProbedConfig):

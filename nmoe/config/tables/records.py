@@ -1,12 +1,70 @@
-"""Where the records of a dataset lie and what they are: the keys that every recipe over records shares."""
+"""[data] and [records]: where documents and records lie and what they are, with the keys that every recipe over records shares."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, DataPath, Section, duplicates
-from nmoe.config.tables.mixture import MixtureSource
+from nmoe.config.slices import split_path
+from nmoe.config.tables.run import NAME
+
+
+class MixtureSource(Section):
+    """One source of a mixture."""
+
+    path: str = Field(min_length=1, description="as `documents` of [data]")
+    weight: float = Field(default=1.0, gt=0, description="share of the tokens, relative to the other sources' weights")
+    name: str = Field(default="", description="name of the source in metrics, unique; default: the file's name")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not re.fullmatch(NAME, self.label):
+            yield Conflict(
+                "name" if self.name else "path",
+                f"the source's name would be {self.label!r}; give it a `name`, which metrics carry: letters, digits and "
+                ". _ + = -, the first a letter or digit",
+            )
+
+    @property
+    def label(self) -> str:
+        """The name, made of the path's last part where none is given."""
+        return self.name or Path(split_path(self.path)[0]).name.partition(".")[0]
+
+
+class DocumentSourceSection(MixtureSource):
+    """[[data.sources]]: one source of a mixture of documents."""
+
+
+class DataSection(Section):
+    """[data]: the text to pretrain on."""
+
+    documents: str | None = Field(
+        default=None,
+        min_length=1,
+        description="dataset with a document's `text` or `token_ids` in each row: a file, a directory or a hub name",
+    )
+    sources: Array[DocumentSourceSection] = Field(
+        default=(), description="several datasets, mixed by weight, as [[data.sources]], in place of `documents`"
+    )
+    tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
+    held_out_documents: int = Field(default=0, ge=0, description="documents of each source held out for evaluation")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.documents is None and not self.sources:
+            yield Conflict("", "needs either documents (one dataset) or [[data.sources]] (a mixture)")
+        if self.documents is not None and self.sources:
+            yield Conflict("documents", "there are [[data.sources]] too: make it one of them")
+        yield from duplicates("sources", (source.label for source in self.sources))
+
+    @property
+    def mixture(self) -> tuple[DocumentSourceSection, ...]:
+        """The sources, of which `documents` is the only one."""
+        return self.sources if self.documents is None else (DocumentSourceSection(path=self.documents),)
+
 
 Kind = Literal["text", "messages", "prompt", "prompt_completion", "preference", "stepwise"]
 """The formats of a record (docs/guides/data.md)."""

@@ -1,8 +1,12 @@
-"""[engine] and [sampling]: how completions are generated."""
+"""[engine] and [sampling], and an environment's [tools], [budget], [workspace] and [sandbox]: how an answer comes about."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nmoe.config.base import Section
+from nmoe.config.base import Array, Conflict, DataPath, Section
+from nmoe.config.registry import TOOLS
 
 
 class EngineSection(Section):
@@ -26,3 +30,147 @@ class SamplingSection(Section):
         default=1.0, gt=0, le=1, description="sample from the smallest set of tokens with this much probability; 1: off"
     )
     top_k: int = Field(default=0, ge=0, description="sample from this many of the most likely tokens; 0: off")
+
+
+class SandboxSettings(Section):
+    """[sandbox]: the isolation of code that the policy wrote. If the machine cannot provide it, nothing starts."""
+
+    level: Literal["bubblewrap", "landlock"] = Field(
+        default="bubblewrap",
+        description="`bubblewrap` needs bwrap; `landlock` does without it, by Landlock and namespaces; both use seccomp",
+    )
+    python: str | None = Field(
+        default=None,
+        description="the interpreter inside, 3.11 or newer; without it, the one that nmoe's environment was made from",
+    )
+    visible: Array[str] = Field(
+        default=(), description="more files and directories to show inside, read-only, such as libraries"
+    )
+    warm: int = Field(default=2, ge=0, le=256, description="number of sandboxes that are started in advance")
+    first_uid: int = Field(
+        default=1_900_000_000,
+        ge=1000,
+        le=2**31 - 2,
+        description="as root, each live sandbox has a uid of its own, from this one on; nobody else may have them",
+    )
+    cgroup: Literal["auto", "required", "off"] = Field(
+        default="auto",
+        description="`required` refuses to start without cgroup v2 limits; `auto` uses them where the host delegates a cgroup",
+    )
+    cgroup_directory: str | None = Field(
+        default=None,
+        description="a delegated cgroup v2 directory to make the sandboxes' cgroups in; without it, that of this process's own",
+    )
+    cpus: float | None = Field(
+        default=None,
+        gt=0,
+        description="the CPUs that one sandbox may use at a time, such as 1.5, by its cgroup; needs one",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.cgroup == "off":
+            for name in ("cgroup_directory", "cpus"):
+                if getattr(self, name) is not None:
+                    yield Conflict(name, 'needs cgroups, which cgroup = "off" does without')
+
+
+class ToolsSettings(Section):
+    """The tools that the policy may call between its turns."""
+
+    use: Array[str] = Field(
+        description=f"the tools: {', '.join(TOOLS.own)}, or a function of your own as `package.module:function`"
+    )
+    read: Array[str] | None = Field(
+        default=None,
+        description="paths of the workspace that calls may read, `.` for all of it; writable paths are readable too. Default: all",
+    )
+    write: Array[str] | None = Field(
+        default=None, description="paths of the workspace that calls may write. Default: all"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not self.use:
+            yield Conflict("use", "names no tool; leave [tools] out if there are none")
+        for index, name in enumerate(self.use):
+            if name not in TOOLS:
+                yield Conflict(f"use.{index}", TOOLS.refusal(name))
+        for key, paths in (("read", self.read), ("write", self.write)):
+            for index, path in enumerate(paths or ()):
+                if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
+                    yield Conflict(f"{key}.{index}", "must be a relative path within the workspace")
+        seen: set[str] = set()
+        for index, name in enumerate(name.rpartition(":")[2] for name in self.use):
+            if name in seen:
+                yield Conflict(f"use.{index}", f"is the second tool named {name!r}; names must be unique")
+            seen.add(name)
+
+
+class BudgetSettings(Section):
+    """Limits on what one trajectory may use."""
+
+    completion_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum tokens sampled over all turns; default: sampling.max_new_tokens is the only limit",
+    )
+    prompt_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum tokens of a prompt; problems with longer ones are left out and counted; default: the model's context",
+    )
+    turns: int = Field(default=16, ge=1, description="maximum turns of the policy")
+    tool_calls: int = Field(default=16, ge=1, description="maximum tool calls")
+    wall_s: float = Field(
+        default=600.0, gt=0, description="seconds from the end of the first turn to the end of the last"
+    )
+    tool_s: float = Field(
+        default=10.0, gt=0, description="seconds of wall time per tool call, and likewise of CPU time"
+    )
+    tool_output_chars: int = Field(
+        default=8192, ge=256, description="maximum length of the tool output that the policy sees"
+    )
+    memory_mb: int = Field(default=512, ge=16, description="memory of all processes of a call together")
+    processes: int = Field(default=64, ge=1, description="processes and threads of a call")
+    disk_mb: int = Field(default=64, ge=1, description="size of the workspace and of all temporary files together")
+
+
+class WorkspaceSettings(Section):
+    """[workspace]: the files that each trajectory starts with, from a directory or a git commit, and whether they are kept."""
+
+    directory: Annotated[str | None, DataPath()] = Field(
+        default=None, min_length=1, description="directory whose files are copied; the alternative is `repository`"
+    )
+    repository: Annotated[str | None, DataPath()] = Field(
+        default=None, min_length=1, description="git clone on this machine that holds the commits"
+    )
+    base_commit: str | None = Field(
+        default=None, min_length=1, description="commit to start from; default: base_commit of each problem's record"
+    )
+    target_commit: str | None = Field(
+        default=None, min_length=1, description="commit with the requested change; only recorded"
+    )
+    bootstrap: Literal["none", "pip", "uv", "requirements"] = Field(
+        default="none",
+        description="what is installed into .packages beforehand. pip, uv: the project; requirements: requirements.txt",
+    )
+    bootstrap_wall_s: float = Field(default=600.0, gt=0, description="seconds that the bootstrap may take")
+    keep: Literal["never", "failed", "always"] = Field(
+        default="never", description="which trajectories' files are saved at the end: none, those not solved, all"
+    )
+    max_age_days: float = Field(
+        default=14.0, gt=0, description="days without use after which `nmoe env gc` removes a workspace"
+    )
+    max_disk_mb: int = Field(
+        default=10240,
+        gt=0,
+        description="disk usage above which `nmoe env gc` removes this environment's least recently used workspaces",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if (self.directory is None) == (self.repository is None):
+            yield Conflict("", "needs either directory or repository")
+        for key in ("base_commit", "target_commit"):
+            if self.directory is not None and getattr(self, key) is not None:
+                yield Conflict(key, "a directory has no commits; name a repository instead")

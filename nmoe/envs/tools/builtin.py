@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from nmoe.config.tables.tools import BudgetSettings
+from nmoe.config.tables.rollout import BudgetSettings
 from nmoe.envs.tools.tool import Tool, ToolOutput
 from nmoe.sandbox.api import Limits, Result, Sandbox
 

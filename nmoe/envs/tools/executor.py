@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from nmoe.config.tables.tools import BudgetSettings
+from nmoe.config.tables.rollout import BudgetSettings
 from nmoe.cores import usable_cores
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.tools.tool import ArgumentsError, Tool, ToolOutput, as_output, shortened

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmoe.config.registry import TOOLS
-from nmoe.config.tables.tools import BudgetSettings
+from nmoe.config.tables.rollout import BudgetSettings
 from nmoe.envs.tools.builtin import builtin_tools
 from nmoe.envs.tools.tool import Tool
 from nmoe.envs.user_code import find_definition, load_function

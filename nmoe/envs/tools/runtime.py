@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.envs.environment import Environment
 from nmoe.envs.golds import check_golds, to_stderr
 from nmoe.envs.tools.builtin import sandbox_limits

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from nmoe.config.tables.sinks import SinksSection
+from nmoe.config.tables.run import SinksSection
 from nmoe.errors import UserError
 from nmoe.extras import how_to_install
 from nmoe.runs.sinks.feed import Feed

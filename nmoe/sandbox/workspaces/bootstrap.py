@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.tables.tools import WorkspaceSettings
+from nmoe.config.tables.rollout import WorkspaceSettings
 
 PACKAGES = ".packages"
 _OUTPUT_KEPT = 4000  # characters from the end of the output, where errors are

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.tables.tools import WorkspaceSettings
+from nmoe.config.tables.rollout import WorkspaceSettings
 from nmoe.errors import StorageError, UserError
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.sandbox.api import WORKSPACE, Limits, Sandbox

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.tables.tools import WorkspaceSettings
+from nmoe.config.tables.rollout import WorkspaceSettings
 from nmoe.errors import UserError
 from nmoe.types import Failure, Problem
 
