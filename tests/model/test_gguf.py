@@ -1,8 +1,6 @@
 """Models in GGUF: every family against the safetensors of the same weights, and against transformers' own reading of the file."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -25,15 +23,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from nmoe.errors import UserError
-from nmoe.gguf_file import read_header
 from nmoe.model.checkpoint import copy_gguf, load_model, read_config
-from nmoe.model.gguf.architectures import architecture_of
 from nmoe.model.gguf.tensors import GGUFTensors
 from nmoe.model.moe import RouterTrace
 from nmoe.model.mxfp4 import dequantised
 from nmoe.model.packed import PackedAttention
-from nmoe.model.rope import rope_frequencies
 from nmoe.types import ExpertWeightsForm
 
 BY_NAME = {case.name: case for case in CASES}
@@ -184,36 +178,3 @@ def test_a_copy_is_in_the_dtype_of_the_files_matrices(kind: str, dtype: str, tmp
     copied, wanted = load_model(tmp_path / "copy").state_dict(), load_model(path).state_dict()
     for key, values in wanted.items():
         assert torch.equal(copied[key], values.to(getattr(torch, dtype)).float()), key
-
-
-def test_factors_of_frequencies_that_are_not_llama_3s_are_kept_pair_by_pair(tmp_path: Path) -> None:
-    factors = np.linspace(1, 3, 4, dtype=np.float32)
-    path = write_gguf(BY_NAME["llama-tied"].make(), tmp_path / "hf", tmp_path / "model.gguf", factors=factors)
-    scaling = read_config(path)[1].rope_scaling
-    assert scaling is not None
-    plain = rope_frequencies(64, 8, 10_000.0)
-    torch.testing.assert_close(
-        plain / rope_frequencies(64, 8, 10_000.0, scaling), torch.tensor(factors).double(), rtol=1e-6, atol=0
-    )
-    assert scaling.attention_factor == 1
-
-
-@pytest.mark.parametrize(
-    ("keys", "factor"),
-    [
-        ({"scaling.factor": 4.0}, 4.0),  # without a type
-        ({"scale_linear": 2.0}, 2.0),  # of older files
-        ({"scaling.factor": 1.0}, None),
-        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
-    ],
-)
-def test_a_factor_without_a_type_is_linear(keys: dict[str, Any], factor: float | None, tmp_path: Path) -> None:
-    file = read_header(write_gguf(BY_NAME["llama-tied"].make(), tmp_path / "hf", tmp_path / "model.gguf"))
-    plain = {key: value for key, value in file.metadata.items() if ".rope.scal" not in key}
-    changed = replace(file, metadata=plain | {f"llama.rope.{key}": value for key, value in keys.items()})
-    scaling = architecture_of(changed).config(changed)["rope_scaling"]
-    assert scaling == (None if factor is None else {"rope_type": "linear", "factor": factor})
-    changed.metadata.update({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0})
-    changed.metadata.update({"llama.rope.scaling.attn_factor": 1.5, "llama.rope.scaling.original_context_length": 32})
-    with pytest.raises(UserError, match=r"llama\.rope\.scaling\.attn_factor = 1\.5 is not read, only 1"):
-        architecture_of(changed).config(changed)

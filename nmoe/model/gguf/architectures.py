@@ -8,20 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from nmoe.errors import UserError, shown
 from nmoe.gguf_file import GGUFFile, StoredTensor
-from nmoe.model.config import RopeScaling
+from nmoe.model.gguf.keys import own_key, own_real
+from nmoe.model.gguf.rope_scaling import rope_scaling
 from nmoe.model.gguf.sources import Experts, PackedExperts, Source, Turned, Whole
-from nmoe.model.gguf.values import check_extent, kind_of, part_of, read_rows
-from nmoe.model.rope import rope_frequencies
+from nmoe.model.gguf.values import check_extent, kind_of, part_of
 
 Sources = Iterator[tuple[str, Source]]
 Config = dict[str, Any]
-
-# Of no use as a tensor: the configuration has what it says.
-ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -45,16 +40,18 @@ def architecture_of(file: GGUFFile) -> Architecture:
 # Settings.
 
 
-def _shared(file: GGUFFile, model_type: str, name: str) -> Config:
-    """The keys of `config.json` that all families have."""
-    heads, width = _key(file, "attention.head_count", int), _key(file, "embedding_length", int)
+def _shared(file: GGUFFile, model_type: str, name: str, theta: float = 10_000.0, truncate: bool = True) -> Config:
+    """The keys of `config.json` that all families have. `theta` is the base of frequencies where the file names none, `truncate`
+    whether the family rounds the bounds of YaRN's ramp."""
+    theta = own_real(file, "rope.freq_base", theta)
+    heads, width = own_key(file, "attention.head_count", int), own_key(file, "embedding_length", int)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"{file.path}: token_embd.weight is missing; it is not a whole language model")
-    turned = _key(file, "rope.dimension_count", int, width // max(heads, 1))
-    head_dim = _key(file, "attention.key_length", int, turned)
+    turned = own_key(file, "rope.dimension_count", int, width // max(heads, 1))
+    head_dim = own_key(file, "attention.key_length", int, turned)
     for key, value in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
-        if (found := _key(file, key, int, value)) != value:
+        if (found := own_key(file, key, int, value)) != value:
             raise UserError(
                 f"{file.path}: {file.architecture}.{key} = {found} is not read, only {value}, the width of a head"
             )
@@ -63,100 +60,24 @@ def _shared(file: GGUFFile, model_type: str, name: str) -> Config:
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
-        "intermediate_size": _key(file, "feed_forward_length", int, None),
-        "num_hidden_layers": _key(file, "block_count", int),
+        "intermediate_size": own_key(file, "feed_forward_length", int, None),
+        "num_hidden_layers": own_key(file, "block_count", int),
         "num_attention_heads": heads,
-        "num_key_value_heads": _key(file, "attention.head_count_kv", int, heads),
+        "num_key_value_heads": own_key(file, "attention.head_count_kv", int, heads),
         "head_dim": head_dim,
-        "max_position_embeddings": _key(file, "context_length", int),
-        "rms_norm_eps": _real(file, "attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": own_key(file, "context_length", int),
+        "rms_norm_eps": own_real(file, "attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_theta": _real(file, "rope.freq_base", 10_000.0),
-        "rope_scaling": _rope_scaling(file),
-    }
-
-
-_NEEDED: Any = object()
-
-
-def _key(file: GGUFFile, key: str, kind: type, default: Any = _NEEDED) -> Any:
-    """A value of the model's own keys, such as `llama.block_count`."""
-    name = f"{file.architecture}.{key}"
-    return file.need(name, kind) if default is _NEEDED else file.get(name, kind, default)
-
-
-def _real(file: GGUFFile, key: str, default: Any = _NEEDED) -> Any:
-    """A number in fp32, as it was written before it was rounded: 1e-05 and not 9.999999747378752e-06."""
-    value = _key(file, key, float, default)
-    return value if value is None else float(f"{value:.7g}")
-
-
-def _rope_scaling(file: GGUFFile) -> Config | None:
-    kind = _key(file, "rope.scaling.type", str, None)
-    # As llama.cpp has it: older files have a factor of their own, and one without a type is linear.
-    factor = _real(file, "rope.scaling.factor", None) or _real(file, "rope.scale_linear", None)
-    if kind is None and factor not in (None, 1.0):
-        kind = "linear"
-    if (factors := file.tensors.get(ROPE_FACTORS)) is not None and kind in (None, "none"):
-        return _by_factors(file, factors)
-    if kind in (None, "none"):
-        return None
-    scaling: Config = {"rope_type": kind, "factor": factor or _real(file, "rope.scaling.factor")}
-    if (sharpened := _real(file, "rope.scaling.attn_factor", 1.0)) != 1:
-        raise UserError(
-            f"{file.path}: {file.architecture}.rope.scaling.attn_factor = {sharpened:g} is not read, only 1"
-        )
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = _key(file, "rope.scaling.original_context_length", int)
-        for theirs, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            if (value := _real(file, f"rope.scaling.{key}", None)) is not None:
-                scaling[theirs] = value
-    elif kind != "linear":
-        raise UserError(
-            f"{file.path}: {file.architecture}.rope.scaling.type = {kind!r} is not read, only linear and yarn"
-        )
-    return scaling
-
-
-# Of Llama 3.1, 3.2 and 3.3; the release's `rope_scaling` is not in the file, only the factors that follow from it.
-_LOW, _HIGH = 1.0, 4.0
-_CONTEXTS = tuple(2**power for power in range(4, 20))
-
-
-def _by_factors(file: GGUFFile, stored: StoredTensor) -> Config:
-    """The scaling in which each pair of dimensions is slowed by a factor of its own: Llama 3's where some settings of it give these
-    factors, else LongRoPE's with the same ones for all lengths."""
-    check_extent(stored, file)
-    factors = read_rows(stored, file, 0, stored.shape[0]).double()
-    context, theta = _key(file, "context_length", int), _real(file, "rope.freq_base", 10_000.0)
-    factor, dimensions = float(f"{float(factors.max()):.6g}"), 2 * len(factors)
-    plain = rope_frequencies(context, dimensions, theta)
-    for original in _CONTEXTS:
-        scaling = RopeScaling("llama3", factor, original, _LOW, _HIGH)
-        if torch.allclose(plain / rope_frequencies(context, dimensions, theta, scaling), factors, rtol=1e-5, atol=0):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "original_max_position_embeddings": original,
-                "low_freq_factor": _LOW,
-                "high_freq_factor": _HIGH,
-            }
-    both = [float(f"{one:.7g}") for one in factors.tolist()]
-    return {
-        "rope_type": "longrope",
-        "factor": 1.0,
-        "original_max_position_embeddings": context,
-        "attention_factor": 1.0,
-        "short_factor": both,
-        "long_factor": both,
+        "rope_theta": theta,
+        "rope_scaling": rope_scaling(file, head_dim, theta, truncate),
     }
 
 
 def _llama(file: GGUFFile) -> Config:
-    if experts := _key(file, "expert_count", int, 0):
-        mixture = {"num_local_experts": experts, "num_experts_per_tok": _key(file, "expert_used_count", int)}
+    if experts := own_key(file, "expert_count", int, 0):
+        mixture = {"num_local_experts": experts, "num_experts_per_tok": own_key(file, "expert_used_count", int)}
         return _shared(file, "mixtral", "MixtralForCausalLM") | mixture
     return _shared(file, "llama", "LlamaForCausalLM") | {"mlp_bias": False}
 
@@ -168,9 +89,9 @@ def _qwen(file: GGUFFile, model_type: str, name: str) -> Config:
 def _qwen3_moe(file: GGUFFile) -> Config:
     dense = [layer for layer in _layers(file) if f"blk.{layer}.ffn_gate.weight" in file.tensors]
     return _qwen(file, "qwen3_moe", "Qwen3MoeForCausalLM") | {
-        "num_experts": _key(file, "expert_count", int),
-        "num_experts_per_tok": _key(file, "expert_used_count", int),
-        "moe_intermediate_size": _key(file, "expert_feed_forward_length", int),
+        "num_experts": own_key(file, "expert_count", int),
+        "num_experts_per_tok": own_key(file, "expert_used_count", int),
+        "moe_intermediate_size": own_key(file, "expert_feed_forward_length", int),
         "mlp_only_layers": dense,
         "decoder_sparse_step": 1,
         # llama.cpp does so for every file of this architecture.
@@ -184,9 +105,9 @@ _GEMMA_27B_LAYERS = 62
 
 
 def _gemma3(file: GGUFFile) -> Config:
-    shared = _shared(file, "gemma3_text", "Gemma3ForCausalLM")
+    shared = _shared(file, "gemma3_text", "Gemma3ForCausalLM", theta=1_000_000.0)
     del shared["hidden_act"]
-    layers, window = shared["num_hidden_layers"], _key(file, "attention.sliding_window", int, 0)
+    layers, window = shared["num_hidden_layers"], own_key(file, "attention.sliding_window", int, 0)
     pattern = file.get("gemma3.attention.sliding_window_pattern", (int, list), _GEMMA_PERIOD)
     if isinstance(pattern, int):
         pattern = [bool((layer + 1) % max(pattern, 1)) for layer in range(layers)]
@@ -198,10 +119,9 @@ def _gemma3(file: GGUFFile) -> Config:
         "query_pre_attn_scalar": scalar,
         "layer_types": [_KINDS[bool(window and windowed)] for windowed in pattern],
         "sliding_window": window or None,
-        "rope_theta": _real(file, "rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": _real(file, "rope.freq_base_swa", 10_000.0),
-        "final_logit_softcapping": _real(file, "final_logit_softcapping", None) or None,
-        "attn_logit_softcapping": _real(file, "attn_logit_softcapping", None) or None,
+        "rope_local_base_freq": own_real(file, "rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": own_real(file, "final_logit_softcapping", None) or None,
+        "attn_logit_softcapping": own_real(file, "attn_logit_softcapping", None) or None,
     }
 
 
@@ -209,17 +129,15 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def _gpt_oss(file: GGUFFile) -> Config:
-    shared = _shared(file, "gpt_oss", "GptOssForCausalLM")
-    if shared["rope_scaling"] is not None:
-        shared["rope_scaling"]["truncate"] = False
+    shared = _shared(file, "gpt_oss", "GptOssForCausalLM", truncate=False)
     in_mxfp4 = any(kind_of(one, file) == "MXFP4" for name, one in file.tensors.items() if "_exps.weight" in name)
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     return shared | {
-        "intermediate_size": _key(file, "expert_feed_forward_length", int),
-        "num_local_experts": _key(file, "expert_count", int),
-        "num_experts_per_tok": _key(file, "expert_used_count", int),
+        "intermediate_size": own_key(file, "expert_feed_forward_length", int),
+        "num_local_experts": own_key(file, "expert_count", int),
+        "num_experts_per_tok": own_key(file, "expert_used_count", int),
         "swiglu_limit": 7.0,  # of both releases; not in the file
-        "sliding_window": _key(file, "attention.sliding_window", int),
+        "sliding_window": own_key(file, "attention.sliding_window", int),
         "layer_types": [_KINDS[layer % 2 == 0] for layer in _layers(file)],
         "rope_scaling": shared["rope_scaling"] or {"rope_type": "default"},
         **({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}} if in_mxfp4 else {}),
@@ -249,7 +167,7 @@ _GPT_OSS_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "p
 
 
 def _layers(file: GGUFFile) -> range:
-    layers = _key(file, "block_count", int)
+    layers = own_key(file, "block_count", int)
     if layers > len(file.tensors):
         raise UserError(
             f"{file.path}: {file.architecture}.block_count = {shown(layers)}, and it has {len(file.tensors)} tensors"
@@ -279,8 +197,8 @@ def _plain(file: GGUFFile, layers: dict[str, str]) -> Sources:
 
 
 def _llama_sources(file: GGUFFile) -> Sources:
-    heads = _key(file, "attention.head_count", int)
-    turned = {"attn_q": heads, "attn_k": _key(file, "attention.head_count_kv", int, heads)}
+    heads = own_key(file, "attention.head_count", int)
+    turned = {"attn_q": heads, "attn_k": own_key(file, "attention.head_count_kv", int, heads)}
     for theirs, source in _plain(file, _NORMS | _ATTENTION | _SWIGLU | {"block_sparse_moe.gate": "ffn_gate_inp"}):
         (stored,) = source.stored
         count = turned.get(stored.name.split(".")[-2], 0)
