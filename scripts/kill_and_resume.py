@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from commits import ROOT
-from same_numbers import is_timing
+from same_numbers import is_timing, records_of
+from scripted_sampling import uses_the_tool
 from tiny_run import make_workshop
 
 PHASES = ("rollout", "step", "evaluation", "save")
@@ -135,39 +136,8 @@ def _child(told: Any, directory: Path, config: str, name: str, overrides: Sequen
     ):
         setattr(owner, attribute, telling(phase, getattr(owner, attribute)))
     with Path(f"{name}.txt").open("a") as file, redirect_stdout(file), redirect_stderr(file):
-        generate = plays_with_the_tool(directory / "tokenizer") if config == "tools.toml" else None
+        generate = uses_the_tool(directory / "tokenizer") if config == "tools.toml" else None
         train(load_run(Path(config), RLConfig, [f"--run.name={name}", *overrides]), generate)
-
-
-def plays_with_the_tool(tokenizer_directory: Path) -> Callable[..., Any]:
-    """A `generate_fn` whose episodes append the digits to a file with the python tool, read all of it, and answer with what it
-    shows, reversed or not. So an episode that found another one's file would answer something else."""
-    from nmoe.engine.api import Engine, Request
-    from nmoe.text.harmony import Harmony
-    from nmoe.text.tokenizer import Tokenizer
-    from nmoe.types import Message, Sample
-
-    tokenizer = Tokenizer.load(tokenizer_directory)
-    harmony = Harmony(tokenizer)
-
-    def turn(text: str, reverses: bool) -> Message:
-        if "<|start|>functions.python" not in text:
-            digits = text.rpartition("Reverse: ")[2][:3]
-            arguments = json.dumps({"code": f"open('kept','a').write('{digits}')\nprint(open('kept').read())"})
-            return Message("assistant", arguments, "commentary", recipient="functions.python", content_type="json")
-        shown = "".join(letter for letter in text.rpartition("functions.python")[2] if letter.isdigit())
-        return Message("assistant", shown[::-1] if reverses else shown, "final")
-
-    async def generate(request: Request, engine: Engine) -> list[Sample]:
-        text, samples = tokenizer.decode(request.prompt_ids), []
-        for index in range(request.samples):
-            draw = random.Random(f"{request.request_id} {index} {request.sampling.seed} {text}").random()
-            ids = harmony.render_completion([turn(text, reverses=draw < 0.6)])
-            logprobs = await engine.score((*request.prompt_ids, *ids))
-            samples.append(Sample(ids, logprobs[-len(ids) :], [], "stop"))
-        return samples
-
-    return generate
 
 
 def left(run: Path) -> dict[str, Any]:
@@ -178,23 +148,10 @@ def left(run: Path) -> dict[str, Any]:
     return {
         "steps": [row["step"] for row in rows],
         **{f"step {row['step']}": {key: value for key, value in row.items() if not is_timing(key)} for row in rows},
-        **{str(path.relative_to(run)): [timeless(json.loads(line)) for line in _lines(path)] for path in records},
+        **{str(path.relative_to(run)): records_of(path) for path in records},
         **{str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in saved},
         **{name: os.readlink(run / "checkpoints" / name) for name in ("latest", "best")},
     }
-
-
-def timeless(record: Any) -> Any:
-    """A record without its times: when a workspace was made, and how long a tool took."""
-    if isinstance(record, list):
-        return [timeless(one) for one in record]
-    if isinstance(record, dict):
-        return {key: timeless(value) for key, value in record.items() if key != "made_utc" and not key.endswith("_s")}
-    return record
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
 
 
 def leftovers(run: Path, whole: Path, workspaces: Path) -> list[str]:

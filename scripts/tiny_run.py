@@ -18,7 +18,16 @@ from commits import environment
 
 RUNS = Path(__file__).parent / "tiny_runs"
 
-VERBS = {"base": ["pretrain"], "grpo": ["rl", "train"], "one_prompt": ["rl", "train"], "dpo": ["dpo"], "sft": ["sft"]}
+VERBS = {
+    "base": ["pretrain"],
+    "grpo": ["rl", "train"],
+    "one_prompt": ["rl", "train"],
+    "dpo": ["dpo"],
+    "sft": ["sft"],
+    "reward": ["reward"],
+    "verifier": ["verifier"],
+    "selfplay": ["selfplay"],
+}
 """The command of each configuration in `RUNS`."""
 
 NMOE = "from nmoe.cli import main; main()"
@@ -44,7 +53,6 @@ def make_workshop(tree: Path, workshop: Path) -> None:
 def run(tree: Path, workshop: Path, name: str, *overrides: str) -> Path:
     """Runs one configuration by the code of `tree` and returns the run's directory. Raises CalledProcessError where it fails, after
     what it said."""
-    _write_configuration(tree, workshop, name)
     command = [sys.executable, "-c", NMOE, *VERBS[name], f"{name}.toml", *overrides]
     ended = subprocess.run(command, cwd=workshop, env=environment(tree), capture_output=True, text=True)
     if ended.returncode:
@@ -54,15 +62,9 @@ def run(tree: Path, workshop: Path, name: str, *overrides: str) -> Path:
     return workshop / given.get("run.directory", ".") / name
 
 
-def _write_configuration(tree: Path, workshop: Path, name: str) -> None:
-    """Writes NAME.toml in the form that the code of `tree` reads: older commits have one table, [eval]."""
-    text, schema = (RUNS / f"{name}.toml").read_text(), tree / "nmoe/config/tables/evaluation.py"
-    has_array = schema.exists() and "[[eval]]" in schema.read_text()
-    (workshop / f"{name}.toml").write_text(text if has_array else text.replace("[[eval]]", "[eval]"))
-
-
 def _write_data(workshop: Path) -> None:
-    """corpus.jsonl for the base, pairs.jsonl for DPO, records.jsonl for SFT; always the same."""
+    """corpus.jsonl for the base, pairs.jsonl for DPO, records.jsonl for SFT, steps.jsonl for a verifier and problems.jsonl for
+    self-play; always the same."""
     backend = tokenizers.Tokenizer.from_file(str(workshop / "tokenizer" / "tokenizer.json"))
     rng = random.Random(0)
     corpus, pairs, records = [], [], []
@@ -80,7 +82,18 @@ def _write_data(workshop: Path) -> None:
         corpus.append({"token_ids": backend.encode(text).ids})
         pairs.append({"prompt": f"Reverse: {digits}", "chosen": _turn(*right), "rejected": _turn(*copied)})
         records.append({"messages": [{"role": "user", "content": f"Reverse: {digits}"}, *_turn(*right)]})
-    for name, rows in (("corpus", corpus), ("pairs", pairs[:160]), ("records", records[:320])):
+    steps = [
+        {
+            "prompt": f"Sum: {number}",
+            "completions": ["4+7=11", "11+2=13", "13+5=18"][: wrong + 1] + (["wrong"] if wrong < 2 else []),
+            "labels": [True] * (wrong + 1) + ([False] if wrong < 2 else []),
+        }
+        for number in range(120)
+        for wrong in [number % 3]
+    ]
+    problems = [{"problem": f"Sum: 4+{number}"} for number in range(4)]
+    files = {"corpus": corpus, "pairs": pairs[:160], "records": records[:320], "steps": steps, "problems": problems}
+    for name, rows in files.items():
         (workshop / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

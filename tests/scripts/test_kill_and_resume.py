@@ -9,7 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from kill_and_resume import Experiment, left, leftovers, timeless
+from kill_and_resume import Experiment, left, leftovers
+from same_numbers import timeless
 
 SHORT = (
     "--run.steps=4",
