@@ -1,4 +1,4 @@
-"""Times saving checkpoints while a model trains: waited for, and by a thread (`nmoe.runs.saver`).
+"""Times saving checkpoints while a model trains: waited for, and by a thread (`nmoe.runs.checkpoint`).
 
     python benchmarks/saving.py
     python benchmarks/saving.py --device cuda
@@ -34,7 +34,7 @@ from nmoe.learner.objectives import cross_entropy
 from nmoe.model.config import ModelConfig
 from nmoe.model.families.qwen3 import config_from_hf
 from nmoe.recipes.setup import keep_freed_memory
-from nmoe.runs.saver import Saver
+from nmoe.runs.checkpoint import Saver
 
 SIDES = {"waited for": False, "by a thread": True}
 

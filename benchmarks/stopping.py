@@ -3,7 +3,7 @@
     python benchmarks/stopping.py            half a minute; prints a line for each kind of run
 
 Each run is evaluated on 200 problems, of which 30% are solved by chance at each evaluation and the others always or never. The rule
-is that of `nmoe.runs.losses`, in two evaluations in a row; beside it two successive drops of the share, which was the rule before.
+is that of `nmoe.runs.ledger`, in two evaluations in a row; beside it two successive drops of the share, which was the rule before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from nmoe.runs.losses import lasting_loss
+from nmoe.runs.ledger import lasting_loss
 
 PROBLEMS, UNCERTAIN = 200, 0.3
 

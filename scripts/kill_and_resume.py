@@ -113,7 +113,7 @@ def _child(told: Any, directory: Path, config: str, name: str, overrides: Sequen
     from nmoe.config.commands.rl import RLConfig
     from nmoe.rl.rollouts import RolloutSampler
     from nmoe.rl.train import PolicyGradient, PolicyUpdate, train
-    from nmoe.runs import saver
+    from nmoe.runs import checkpoint
 
     def telling(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         begin, end = (bytes([2 * PHASES.index(phase) + ends]) for ends in (0, 1))
@@ -132,7 +132,7 @@ def _child(told: Any, directory: Path, config: str, name: str, overrides: Sequen
         (RolloutSampler, "sample", "rollout"),
         (PolicyUpdate, "update", "step"),
         (PolicyGradient, "evaluate", "evaluation"),
-        (saver, "save_checkpoint", "save"),
+        (checkpoint, "save_checkpoint", "save"),
     ):
         setattr(owner, attribute, telling(phase, getattr(owner, attribute)))
     with Path(f"{name}.txt").open("a") as file, redirect_stdout(file), redirect_stderr(file):

@@ -20,8 +20,8 @@ from nmoe.model.peft_format import read_settings
 from nmoe.parsing import json_object, json_of, toml_of
 from nmoe.rollout.bundle import FILE, read_bundle
 from nmoe.runs.ledger import read_metrics
+from nmoe.runs.provenance import read_provenance, recorded_precision, recorded_steps
 from nmoe.runs.record import read_run
-from nmoe.runs.recorded import read_provenance, recorded_precision, recorded_steps
 from nmoe.runs.replace import continued_by_hand
 from nmoe.text import tiktoken_model
 from nmoe.text.renderers import ChatRenderer

@@ -138,7 +138,7 @@ def table(
     Example:
       nmoe runs table "runs/base-*" "runs/wide-*"
     """
-    from nmoe.runs.table import results_table
+    from nmoe.runs.comparison import results_table
 
     typer.echo(results_table(runs), nl=False)
 

@@ -208,11 +208,11 @@ def _place(part: Any) -> str:
 
 _TASKS = "nmoe.envs.tasks"
 GENERATED_TASKS: Mapping[str, str] = {
-    "sort": f"{_TASKS}.sort:SortTask",
-    "reverse": f"{_TASKS}.reverse:ReverseTask",
-    "add": f"{_TASKS}.add:AddTask",
-    "arithmetic": f"{_TASKS}.arithmetic:ArithmeticTask",
-    "sum": f"{_TASKS}.sum:SumTask",
+    "sort": f"{_TASKS}.digits:SortTask",
+    "reverse": f"{_TASKS}.digits:ReverseTask",
+    "add": f"{_TASKS}.numeric:AddTask",
+    "arithmetic": f"{_TASKS}.numeric:ArithmeticTask",
+    "sum": f"{_TASKS}.numeric:SumTask",
     "guess": f"{_TASKS}.guess:GuessTask",
     "compare": f"{_TASKS}.plain_numbers:CompareTask",
     "largest": f"{_TASKS}.plain_numbers:LargestTask",
@@ -234,20 +234,20 @@ GENERATED_TASKS: Mapping[str, str] = {
 
 DATASET_TASKS: Mapping[str, str] = {
     **GENERATED_TASKS,
-    "gsm8k": f"{_TASKS}.gsm8k:Gsm8kTask",
+    "gsm8k": f"{_TASKS}.numeric:Gsm8kTask",
     "math": f"{_TASKS}.math:MathTask",
     "multiple_choice": f"{_TASKS}.choice:MultipleChoiceTask",
     "proof_verification": f"{_TASKS}.score:ProofVerificationTask",
     "meta_verification": f"{_TASKS}.score:MetaVerificationTask",
     "prm_step": f"{_TASKS}.prm:PrmStepTask",
     "prm_solution": f"{_TASKS}.prm:PrmSolutionTask",
-    "humaneval": f"{_TASKS}.humaneval:HumanEvalTask",
-    "mbpp": f"{_TASKS}.mbpp:MbppTask",
+    "humaneval": f"{_TASKS}.solution:HumanEvalTask",
+    "mbpp": f"{_TASKS}.solution:MbppTask",
     "program": f"{_TASKS}.program:ProgramTask",
     "code_edit": f"{_TASKS}.code_edit:CodeEditTask",
     "file_search": f"{_TASKS}.file_search:FileSearchTask",
-    "text_match": f"{_TASKS}.text_match:TextMatchTask",
-    "open": f"{_TASKS}.open:OpenTask",
+    "text_match": f"{_TASKS}.text:TextMatchTask",
+    "open": f"{_TASKS}.text:OpenTask",
 }
 """Tasks of nmoe that can grade the records of a dataset."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nmoe.runs.losses import lasting_loss
+from nmoe.runs.ledger import lasting_loss
 from nmoe.types import GROUPS
 
 # A gain below this is within the noise of a few hundred sampled answers.

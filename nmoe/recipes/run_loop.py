@@ -29,18 +29,18 @@ from nmoe.model.idle_threads import IDLE
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
+from nmoe.runs.checkpoint import Saver
 from nmoe.runs.directory import Resume, RunDirectory, flat_keys
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
 from nmoe.runs.places import claim_exports, place_records
 from nmoe.runs.progress import Progress
-from nmoe.runs.recorded import recorded_device, recorded_exports, recorded_schedule_steps
-from nmoe.runs.resumption import how_to_resume
+from nmoe.runs.provenance import recorded_device, recorded_exports, recorded_schedule_steps
 from nmoe.runs.samples import CONSOLE_CHARACTERS, sample_lines
-from nmoe.runs.saver import Saver
 from nmoe.runs.sinks.sink import Attempt
 from nmoe.runs.sinks.sinks import Sinks, refuse_unready
 from nmoe.runs.state import Part, Subdirectory, load_parts
+from nmoe.runs.storage import how_to_resume
 
 
 @dataclass(frozen=True)

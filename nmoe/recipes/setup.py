@@ -35,9 +35,7 @@ from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import everywhere, gang
 from nmoe.parallel.ranks import Ranks
-from nmoe.runs.git import refuse_dirty
-from nmoe.runs.provenance import provenance
-from nmoe.runs.recorded import recorded_precision, recorded_threads
+from nmoe.runs.provenance import provenance, recorded_precision, recorded_threads, refuse_dirty
 from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from nmoe.types import Precision

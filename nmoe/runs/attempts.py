@@ -18,10 +18,10 @@ from nmoe.config.locate import Locator, Place
 from nmoe.config.overrides import lay_over, override_document, read_override
 from nmoe.errors import UserError
 from nmoe.parsing import toml_of
+from nmoe.runs.comparison import results_table
 from nmoe.runs.directory import flat_keys
-from nmoe.runs.git import changed_files, git, run_git
+from nmoe.runs.provenance import changed_files, git, run_git
 from nmoe.runs.storage import write_atomically
-from nmoe.runs.table import results_table
 
 _NUMBER = re.compile(r"attempt-(\d+)-")
 _ENTRY = re.compile(r"^## (attempt-\d+-\S+)$", re.MULTILINE)

@@ -18,7 +18,7 @@ from nmoe.parsing import toml_of
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
 from nmoe.runs.ledger import Ledger, read_lines
 from nmoe.runs.places import PLACED, is_lost, refuse_missing, remove_links
-from nmoe.runs.recorded import read_provenance
+from nmoe.runs.provenance import read_provenance
 from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")

@@ -12,8 +12,8 @@ from nmoe.errors import UserError
 from nmoe.runs.answers import how_ended
 from nmoe.runs.directory import flat_keys
 from nmoe.runs.ledger import probe_values
+from nmoe.runs.provenance import resumptions
 from nmoe.runs.record import RunRecord, find_runs, interval_of, read_run
-from nmoe.runs.recorded import resumptions
 
 # The first of these that a run has is shown in the list.
 _HEADLINES = ("reward_mean", "held_out_loss", "loss")

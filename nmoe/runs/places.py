@@ -11,7 +11,7 @@ from pathlib import Path
 from nmoe.config.tables.run import RunSection
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
-from nmoe.runs.recorded import read_provenance
+from nmoe.runs.provenance import read_provenance
 from nmoe.runs.storage import make_directory, storage_errors, write_atomically
 
 _MARKER = ".run.json"

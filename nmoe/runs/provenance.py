@@ -1,15 +1,136 @@
-"""The provenance of a run: code, packages, machine and command, without the name of a person or a host."""
+"""The provenance of a run: code, packages, machine and command of each start, without the name of a person or a host."""
 
+import json
 import os
 import platform
+import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import nmoe
+from nmoe.errors import UserError
 from nmoe.model.ops.cpu.processor import cpu_model
-from nmoe.runs.git import checkout_at, package_checkout
+from nmoe.parsing import json_of, toml_of
+from nmoe.runs.checkpoint import latest_checkpoint
+
+# A diff that is longer, of a notebook with pictures say, is cut: a run's directory is no place for it.
+MAX_DIFF_BYTES = 256 * 1024
+MAX_FILES = 100
+_NAMED_FILES = 5
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A git repository as it is now.
+
+    diff: the changes of tracked files against the commit, at most `MAX_DIFF_BYTES`. untracked: the files that git neither
+    knows nor ignores, at most `MAX_FILES`.
+    """
+
+    top: Path
+    commit: str | None
+    diff: str
+    untracked: tuple[str, ...]
+
+    @property
+    def dirty(self) -> bool:
+        return bool(self.diff or self.untracked)
+
+
+def run_git(directory: Path, *arguments: str) -> str | None:
+    """What git prints; None where it fails or is not installed."""
+    try:
+        done = subprocess.run(
+            ["git", "--literal-pathspecs", "-C", str(directory), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+
+
+def git(directory: Path, *arguments: str) -> str:
+    """What git prints. Raises UserError with what it says where it fails."""
+    command = ["git", "--literal-pathspecs", "-C", str(directory), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise UserError(f"git {arguments[0]}: {done.stderr.strip() or done.stdout.strip() or 'failed'}")
+    return done.stdout.strip()
+
+
+def package_checkout() -> Checkout | None:
+    """The checkout that holds this package, which has to be tracked there: it is not if it is installed in an environment inside
+    another repository."""
+    package = Path(nmoe.__file__).parent
+    return None if run_git(package, "ls-files", "--error-unmatch", "__init__.py") is None else checkout_at(package)
+
+
+def checkout_at(directory: Path) -> Checkout | None:
+    """The repository around a directory; None where there is none."""
+    if (top := run_git(directory, "rev-parse", "--show-toplevel")) is None:
+        return None
+    root = Path(top)
+    diff = run_git(root, "diff", "HEAD", "--no-color", "--no-ext-diff") or ""
+    others = (run_git(root, "ls-files", "--others", "--exclude-standard", "--directory") or "").splitlines()
+    return Checkout(root, run_git(root, "rev-parse", "HEAD"), _cut(diff), tuple(others[:MAX_FILES]))
+
+
+def refuse_dirty(outputs: Path) -> None:
+    """Raises UserError unless commits hold all code: nmoe's own, where it runs from a checkout, and that of the repository that the
+    command runs in. Files below `outputs`, where runs are written, do not count."""
+    found = {one.top: one for one in (package_checkout(), checkout_at(Path.cwd())) if one is not None}
+    if not found:
+        raise UserError(f"run.require_clean: no commit says what runs here: {Path.cwd()} is in no git repository")
+    for top, checkout in found.items():
+        if checkout.commit is None:
+            raise UserError(f"run.require_clean: {top} has no commit yet; commit what is to run")
+        if files := changed_files(top, outputs):
+            named = ", ".join(files[:_NAMED_FILES]) + (
+                f" and {len(files) - _NAMED_FILES} more" * (len(files) > _NAMED_FILES)
+            )
+            raise UserError(
+                f"run.require_clean: {top} has changes that no commit holds: {named}; commit or stash them, or leave "
+                "out --require-clean (run.require_clean)"
+            )
+
+
+def changed_files(top: Path, outputs: Path | None = None) -> list[str]:
+    """The changed and the untracked files of a repository, but for those below `outputs`. Where that is the repository itself, or
+    holds it, only what lies in the directory of a run is left out."""
+    listed = (
+        run_git(top, "diff", "HEAD", "--name-only", "-z"),
+        run_git(top, "ls-files", "--others", "--exclude-standard", "-z"),
+    )
+    files = [file for of_kind in listed for file in (of_kind or "").split("\0") if file]
+    if outputs is None:
+        return files
+    below = outputs.resolve()
+    apart = not top.resolve().is_relative_to(below)
+
+    def is_output(file: Path) -> bool:
+        return file.is_relative_to(below) and (apart or any(_is_run(parent, top) for parent in file.parents))
+
+    return [file for file in files if not is_output((top / file).resolve())]
+
+
+def _is_run(directory: Path, top: Path) -> bool:
+    return directory != top.resolve() and (directory / "provenance.json").is_file()
+
+
+def _cut(diff: str) -> str:
+    content = diff.encode(errors="replace")
+    if len(content) <= MAX_DIFF_BYTES:
+        return diff
+    kept = content[:MAX_DIFF_BYTES].decode(errors="ignore")
+    return f"{kept}\n... cut here: the whole diff has {len(content):,} bytes\n"
 
 
 def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fast") -> dict[str, Any]:
@@ -75,3 +196,91 @@ def _argv() -> list[str]:
     command, *arguments = sys.argv
     home = str(Path.home())
     return [Path(command).name, *(argument.replace(f"{home}/", "~/") for argument in arguments)]
+
+
+def recorded_threads(path: Path) -> int | None:
+    """The thread count that a run last used; None if there is no such run.
+
+    Sums are split over threads, so that only the same count gives exactly the same numbers.
+    """
+    if not (path / "provenance.json").exists():
+        return None
+    provenance = read_provenance(path)
+    return [provenance, *provenance["resumed"]][-1]["threads"]
+
+
+def recorded_precision(path: Path) -> Literal["float32", "bfloat16", "float16"] | None:
+    """The precision of a run's config.toml; None where that has none, or cannot be read (`RunDirectory.create` says so)."""
+    model = _configuration(path).get("model")
+    return model.get("precision") if isinstance(model, dict) else None
+
+
+def recorded_steps(path: Path) -> int | None:
+    """The run.steps of a run that can go on from a checkpoint; None without one."""
+    found = _recorded(path)
+    return None if found is None else found["run"]["steps"]
+
+
+def recorded_schedule_steps(path: Path) -> int | None:
+    """The steps that the schedule of such a run takes to its lowest learning rate; None without one."""
+    found = _recorded(path)
+    return None if found is None else found["optimizer"].get("schedule_steps") or found["run"]["steps"]
+
+
+def _recorded(path: Path) -> dict[str, Any] | None:
+    """The config.toml of a run that has a checkpoint; None where it cannot be read (`RunDirectory.create` says so)."""
+    if latest_checkpoint(path / "checkpoints") is None:
+        return None
+    found = _configuration(path)
+    run, optimizer = found.get("run"), found.get("optimizer")
+    return found if isinstance(run, dict) and "steps" in run and isinstance(optimizer, dict) else None
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    """The config.toml of a run; empty where it cannot be read."""
+    try:
+        return toml_of((path / "config.toml").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def recorded_exports(path: Path) -> str | None:
+    """The checkpoint.export_directory of a run that can go on from a checkpoint; None without one."""
+    found = _recorded(path) or {}
+    checkpoint = found.get("checkpoint")
+    return checkpoint.get("export_directory") if isinstance(checkpoint, dict) else None
+
+
+def recorded_device(path: Path) -> str | None:
+    """The device that a run last used; None if there is no such run."""
+    if not (path / "provenance.json").exists():
+        return None
+    provenance = read_provenance(path)
+    return [provenance, *provenance["resumed"]][-1]["device"]
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """The provenance of a run's first start, with that of each resumption in `resumed`.
+
+    Raises UserError if the run has none, or its file is not such a record.
+    """
+    file = path / "provenance.json"
+    try:
+        record = json_of(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: missing or not JSON ({error}); put back the file the run wrote") from error
+    if not isinstance(record, dict) or "resumed" not in record:
+        raise UserError(f"{file}: not the provenance of a run (no 'resumed'); put back the file the run wrote")
+    return record
+
+
+def resumptions(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Each resumption of a run, with the keys of the configuration that it changed:
+    `from step 20 at 2026-01-02T03:04:05Z, run.steps 20 -> 60`."""
+    for resumed in provenance["resumed"]:
+        changed = [f", {key} {_value(old)} -> {_value(new)}" for key, (old, new) in resumed.get("changed", {}).items()]
+        yield f"from step {resumed['from_step']} at {resumed['started_utc']}" + "".join(changed)
+
+
+def _value(value: object) -> str:
+    return "absent" if value is None else json.dumps(value)

@@ -15,7 +15,7 @@ from nmoe.parsing import json_of, toml_of
 from nmoe.runs.directory import LOCK, flat_keys
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
-from nmoe.runs.recorded import read_provenance
+from nmoe.runs.provenance import read_provenance
 from nmoe.statistics import Interval
 
 Status = Literal["running", "finished", "interrupted"]

@@ -9,11 +9,11 @@ from typing import Any
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
 from nmoe.runs.answers import answer_lines, how_ended
+from nmoe.runs.charts import plot_curves
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
-from nmoe.runs.plots import plot_curves
+from nmoe.runs.provenance import read_provenance, resumptions
 from nmoe.runs.record import interval_of, read_evaluations
-from nmoe.runs.recorded import read_provenance, resumptions
 from nmoe.runs.sample_limits import CHARACTERS, PROBLEMS
 from nmoe.runs.samples import latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically

@@ -11,7 +11,24 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from nmoe.errors import StorageError, UserError
-from nmoe.runs.resumption import how_to_resume
+
+_options = ["--run.resume=true"]
+
+
+def how_to_resume() -> str:
+    """What to add to the command that was started, to go on with its run: `--run.resume=true`."""
+    return _options[-1]
+
+
+@contextmanager
+def resumed_by(options: str) -> Iterator[None]:
+    """In the `with` block, in every thread, runs are resumed by `options`: those of a command that starts runs of its own."""
+    _options.append(options)
+    try:
+        yield
+    finally:
+        _options.pop()
+
 
 _STORAGE_ERRNOS = {
     errno.ENOSPC,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nmoe.errors import InfrastructureError, UserError
-from nmoe.runs.git import changed_files, checkout_at, git
+from nmoe.runs.provenance import changed_files, checkout_at, git
 from nmoe.runs.record import is_running
 
 BUNDLE = "code.bundle"

@@ -47,7 +47,7 @@ from nmoe.recipes.setup import (
 from nmoe.rl.train import PolicyUpdate
 from nmoe.rollout.collector import Collector
 from nmoe.rollout.recorder import ReplayRecorder
-from nmoe.runs.recorded import recorded_steps
+from nmoe.runs.provenance import recorded_steps
 from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.selfplay.play import Judges, SelfPlay
 from nmoe.selfplay.records import metrics, record

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.runs.plots import plot_curves
-from nmoe.runs.recorded import read_provenance
+from nmoe.runs.charts import plot_curves
+from nmoe.runs.provenance import read_provenance
 from nmoe.runs.report import fenced, markdown_table, markdown_text
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.speedrun.stages import StageRecord

@@ -21,8 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunLock
 from nmoe.runs.replace import agree_to_delete, continued_by_hand, delete, fingerprint, refuse_held
-from nmoe.runs.resumption import resumed_by
-from nmoe.runs.storage import make_directory, storage_errors, write_atomically
+from nmoe.runs.storage import make_directory, resumed_by, storage_errors, write_atomically
 
 # Marks the directory of a pipeline, which the one that writes it has locked.
 _MARKER = ".speedrun"

@@ -1,6 +1,6 @@
 """Solutions that are lists of steps, right or with one planted error: what a verifier of the small model's size can learn to judge.
 
-A problem is a sum (`nmoe.envs.tasks.sum`), a solution adds one number a step, and an oracle knows the first wrong step:
+A problem is a sum (`nmoe.envs.tasks.numeric`), a solution adds one number a step, and an oracle knows the first wrong step:
 
     Sum: 4+7+2+5     4+7=11   11+2=13   13+5=18    right:       no wrong step, score 1
                      4+7=11   11+2=13              unfinished:  no wrong step, score 0.5
@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from nmoe.envs.pools.generated import split_of
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.numeric import SumTask
 from nmoe.envs.tasks.score import CLOSING, OPENING
-from nmoe.envs.tasks.sum import SumTask
 
 Split = Literal["train", "eval"]
 

@@ -26,7 +26,7 @@ from nmoe.recipes.reward_model import train_reward_model
 from nmoe.recipes.sft import sft
 from nmoe.rl.train import train
 from nmoe.runs.ledger import read_metrics
-from nmoe.runs.recorded import read_provenance
+from nmoe.runs.provenance import read_provenance
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.selfplay.loop import selfplay
 from nmoe.text.tokenizer import Tokenizer

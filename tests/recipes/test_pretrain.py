@@ -24,7 +24,7 @@ from nmoe.recipes.pretrain import document_batch, pretrain
 from nmoe.runs.comparison import diff_runs
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.looks import show_run
-from nmoe.runs.recorded import recorded_threads
+from nmoe.runs.provenance import recorded_threads
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 

@@ -17,8 +17,8 @@ from nmoe.model.idle_threads import IDLE
 from nmoe.model.snapshot import Snapshot
 from nmoe.recipes.run_loop import HeldOut, Interruptible, Recipe, Run, Step, open_run
 from nmoe.runs.ledger import read_metrics
-from nmoe.runs.resumption import resumed_by
 from nmoe.runs.state import Part
+from nmoe.runs.storage import resumed_by
 
 
 class Counting(Recipe):

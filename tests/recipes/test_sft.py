@@ -31,7 +31,7 @@ from nmoe.model.checkpoint import export_model, load_model
 from nmoe.recipes.setup import build_model
 from nmoe.recipes.sft import example_batch, sft
 from nmoe.runs.ledger import read_metrics
-from nmoe.runs.recorded import read_provenance
+from nmoe.runs.provenance import read_provenance
 from nmoe.text.harmony import Harmony
 from nmoe.text.renderers import IGNORED, make_renderer
 from nmoe.text.tokenizer import Tokenizer

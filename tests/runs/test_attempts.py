@@ -11,8 +11,8 @@ import pytest
 from nmoe.cli import main
 from nmoe.errors import UserError
 from nmoe.runs.attempts import finish_attempt, start_attempt
+from nmoe.runs.comparison import results_table
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.table import results_table
 
 CONFIG = "[run]\nseed = {seed}\nsteps = 3\n\n"
 CONFIG += '[model]\npath = "base"\n\n[records]\npath = "r"\n\n[optimizer]\nlearning_rate = {rate}\n'

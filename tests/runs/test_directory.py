@@ -16,7 +16,7 @@ from nmoe.errors import StorageError, UserError
 from nmoe.runs.checkpoint import save_checkpoint
 from nmoe.runs.directory import Resume, RunDirectory, is_free
 from nmoe.runs.ledger import read_metrics
-from nmoe.runs.recorded import read_provenance, recorded_threads, resumptions
+from nmoe.runs.provenance import read_provenance, recorded_threads, resumptions
 
 CONFIG = """
 [run]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.runs.losses import lasting_loss, loss_of
+from nmoe.runs.ledger import lasting_loss, loss_of
 
 
 def result(right: Sequence[float], **more: Any) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import pytest
 
 from nmoe.cli import main
 from nmoe.errors import UserError
+from nmoe.runs.charts import chart
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.page import write_page
-from nmoe.runs.svg import chart
 
 ATTACK = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&\x00\ud800</pre>"
 VOID = {"meta", "br", "line", "circle", "polyline"}

@@ -11,8 +11,8 @@ from nmoe.config.tables.run import RunSection
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.places import VARIABLES, claim_exports, place_records
+from nmoe.runs.provenance import recorded_exports
 from nmoe.runs.record import read_run
-from nmoe.runs.recorded import recorded_exports
 
 CONFIG = '[run]\nname = "one"\nsteps = 2\n'
 

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from nmoe.errors import UserError
-from nmoe.runs.plots import plot_curves, running_mean
+from nmoe.runs.charts import plot_curves, running_mean
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from nmoe.config.commands.base import RunConfig
 from nmoe.errors import UserError
 from nmoe.recipes.setup import settle
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.git import MAX_DIFF_BYTES, refuse_dirty
-from nmoe.runs.provenance import provenance
+from nmoe.runs.provenance import MAX_DIFF_BYTES, provenance, refuse_dirty
 
 
 def test_it_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,11 @@ import pytest
 
 from nmoe.cli import main
 from nmoe.errors import UserError
-from nmoe.runs.comparison import compare_runs, diff_runs, read_group
+from nmoe.runs.comparison import compare_runs, diff_runs, read_group, results_table
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.looks import list_runs, result_line, show_run
 from nmoe.runs.page import write_page
 from nmoe.runs.record import read_run
-from nmoe.runs.table import results_table
 from nmoe.statistics import welch
 
 CONFIG = """[run]

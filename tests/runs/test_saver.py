@@ -15,8 +15,14 @@ import pytest
 
 from nmoe.errors import StorageError, UserError
 from nmoe.model.snapshot import Snapshot
-from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
-from nmoe.runs.saver import Saver, refuse_without_room
+from nmoe.runs.checkpoint import (
+    Saver,
+    checkpoint_step,
+    latest_checkpoint,
+    refuse_without_room,
+    remove_leftovers,
+    verify_checkpoint,
+)
 from nmoe.runs.state import Part, load_parts
 
 
@@ -164,7 +170,7 @@ def test_parts_that_a_killed_save_left_make_room_first(tmp_path: Path, monkeypat
     left = tmp_path / ".parts_step_000001.learner"
     left.mkdir()
     (left / "part").write_bytes(b"x")
-    monkeypatch.setattr("nmoe.runs.saver.bytes_free", lambda directory: 0 if left.exists() else 1000)
+    monkeypatch.setattr("nmoe.runs.checkpoint.bytes_free", lambda directory: 0 if left.exists() else 1000)
     with Saver(tmp_path, keep=2) as saver:
         saver.save(2, {"counter": Counter(size=1000)})
     assert saved(tmp_path / "step_000002") == 0

@@ -1,4 +1,4 @@
-"""The task types, one file each; nmoe's own, those of packages, and the user's (`nmoe.config.registry.TASKS` has their names)."""
+"""The task types; nmoe's own, those of packages, and the user's (`nmoe.config.registry.TASKS` has their names)."""
 
 from __future__ import annotations
 

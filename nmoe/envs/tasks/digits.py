@@ -1,4 +1,4 @@
-"""The base of tasks over rows of digits. In nmoe's tokenizers each digit is one token, so that a row has one spelling."""
+"""Tasks over rows of digits. In nmoe's tokenizers each digit is one token, so that a row has one spelling."""
 
 from __future__ import annotations
 
@@ -33,3 +33,23 @@ class DigitsTask(QuestionTask):
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         same = attempt.answer.strip() == problem.gold
         return Verdict.of(same, "exact", "the same digits" if same else "other digits")
+
+
+class ReverseTask(DigitsTask):
+    """Reversing digits: "Reverse: 53914" -> "41935". The difficulty is the number of digits."""
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        digits = random_digits(rng, difficulty)
+        return f"Reverse: {digits}", digits[::-1]
+
+
+class SortTask(DigitsTask):
+    """Sorting digits: "Sort: 53914" -> "13459". The difficulty is the number of digits."""
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        digits = random_digits(rng, difficulty)
+        return f"Sort: {digits}", "".join(sorted(digits))
+
+    def split_key(self, question: str) -> str:
+        """Sorts the digits: "Sort: 312" held out and "Sort: 321" trained on, with the same answer, would be a leak."""
+        return "".join(sorted(question.removeprefix("Sort: ")))

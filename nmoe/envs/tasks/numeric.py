@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from nmoe.envs.tasks.task import Attempt, QuestionTask
 from nmoe.errors import UserError, shown
 from nmoe.grading.math.equivalence import settle
@@ -40,3 +42,61 @@ class NumericTask(QuestionTask):
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         found = settle(problem.gold, attempt.answer, Policy(question=problem.question))
         return found or Verdict.of(False, "numeric", "an expression, not a number")
+
+
+class Gsm8kTask(NumericTask):
+    """Grade-school word problems with one number as the answer (Cobbe et al. 2021, arXiv:2110.14168)."""
+
+    bare_final = False
+
+
+class AddTask(NumericTask):
+    """Adding two numbers: "Add: 47 + 85" -> "132". The difficulty is the number of digits of each."""
+
+    bare_final = True
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        smallest = 0 if difficulty == 1 else 10 ** (difficulty - 1)  # no leading zeros
+        left, right = (rng.randrange(smallest, 10**difficulty) for _ in range(2))
+        return f"Add: {left} + {right}", str(left + right)
+
+    def split_key(self, question: str) -> str:
+        """Sorts the operands: "Add: 47 + 85" held out and "Add: 85 + 47" trained on would be a leak."""
+        return " + ".join(sorted(question.removeprefix("Add: ").split(" + "), key=int))
+
+
+class SumTask(NumericTask):
+    """Adding up digits, one after the other: "Sum: 4+7+2+5" -> "18". The difficulty is the number of additions."""
+
+    bare_final = True
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        # No zeros: every addition changes the total, so that a missing one shows.
+        numbers = [rng.randint(1, 9) for _ in range(difficulty + 1)]
+        return f"Sum: {'+'.join(map(str, numbers))}", str(sum(numbers))
+
+    def split_key(self, question: str) -> str:
+        """Sorts the numbers: the same sum in another order is the same problem."""
+        return "+".join(sorted(question.removeprefix("Sum: ").split("+"), key=int))
+
+
+class ArithmeticTask(NumericTask):
+    """Evaluating an expression: "Compute: 3 + 4 * 2" -> "11". The difficulty is the number of operators.
+
+    Operands are digits. * binds before + and -, which are evaluated from left to right. The answer is an integer.
+    """
+
+    bare_final = True
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        operands = [rng.randrange(10) for _ in range(difficulty + 1)]
+        operators = [rng.choice("+-*") for _ in range(difficulty)]
+        expression = str(operands[0])
+        done, product = 0, operands[0]  # the value so far is `done` plus a product that may still grow
+        for operator, operand in zip(operators, operands[1:], strict=True):
+            expression += f" {operator} {operand}"
+            if operator == "*":
+                product *= operand
+            else:
+                done, product = done + product, operand if operator == "+" else -operand
+        return f"Compute: {expression}", str(done + product)

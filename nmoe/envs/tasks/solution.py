@@ -1,15 +1,18 @@
-"""The base of tasks whose answer is code, which is tested in sandboxes (`nmoe.grading.code.verify`)."""
+"""Tasks whose answer is code, tested in sandboxes (`nmoe.grading.code.verify`): HumanEval, MBPP, and their base."""
 
 from __future__ import annotations
 
+import ast
+import json
 from abc import abstractmethod
 
+from nmoe.envs.tasks.records import Record, text, texts
 from nmoe.envs.tasks.task import Attempt, QuestionTask
 from nmoe.errors import UserError
-from nmoe.grading.code.extract import MAX_CODE_CHARS, code_of, definitions
+from nmoe.grading.code.extract import MAX_CODE_CHARS, after, code_of, definitions, methods, names_read
 from nmoe.grading.code.verify import Tests, verify_solution
 from nmoe.sandbox.api import OpensSandboxes, SandboxSetupError
-from nmoe.types import Problem, Verdict
+from nmoe.types import Metadata, Problem, Verdict
 
 
 class SolutionTask(QuestionTask):
@@ -49,3 +52,97 @@ class SolutionTask(QuestionTask):
     async def verified(self, opens: OpensSandboxes, problem: Problem, code: str) -> Verdict:
         """Runs the tests of an answer's code. Raises SandboxSetupError."""
         return await verify_solution(opens, self.tests(problem, code), self.program(problem, code))
+
+
+_COMPLETE = (
+    "Complete this Python function. Answer with the whole function in one ```python block.\n\n```python\n{prompt}\n```"
+)
+# Completes a prompt that ends in a function's head without a docstring.
+_BODY = "\n    pass\n"
+
+
+class HumanEvalTask(SolutionTask):
+    """HumanEval: a function to complete, tested by `check(candidate)` (Chen et al. 2021, arXiv:2107.03374).
+
+    Records have `task_id`, `prompt`, `canonical_solution`, `entry_point` and `test`, as in openai/openai_humaneval.
+    """
+
+    own_records = True
+    record_fields = ("task_id", "prompt", "canonical_solution", "entry_point", "test")
+
+    def read_record(self, record: Record) -> tuple[str, str, Metadata]:
+        prompt = text(record, "prompt")
+        metadata = {
+            "task_id": text(record, "task_id"),
+            "prompt": prompt,
+            "entry_point": text(record, "entry_point"),
+            "test": text(record, "test"),
+        }
+        return _COMPLETE.format(prompt=prompt.strip("\n")), prompt + text(record, "canonical_solution"), metadata
+
+    def tests(self, problem: Problem, code: str) -> Tests:
+        prompt, test, entry_point = (str(problem.metadata[name]) for name in ("prompt", "test", "entry_point"))
+        if "check" not in definitions(test):
+            raise UserError("field 'test' does not define check(candidate)")
+        return Tests("check", (test,), setup=prompt + _BODY, names=(entry_point,), methods=methods(problem.gold))
+
+    def program(self, problem: Problem, code: str) -> str:
+        """Joins the prompt's imports and helpers with the answer, which is the whole function or the rest of the prompt's."""
+        prompt = str(problem.metadata["prompt"])
+        whole = str(problem.metadata["entry_point"]) in definitions(code)
+        return after(f"{prompt}{_BODY}", code) if whole else prompt + code
+
+
+_REQUEST = "{request}\n\nDefine {heads}. Answer with one ```python block."
+
+
+class MbppTask(SolutionTask):
+    """MBPP: a function described in a sentence, tested by assertions (Austin et al. 2021, arXiv:2108.07732).
+
+    Records have `text` (or `prompt`), `code`, `test_list` and optionally `test_setup_code` (or `test_imports`), as in
+    google-research-datasets/mbpp.
+
+    The tests stay hidden. The request gives the signatures of the functions that they call, taken from `code`.
+    """
+
+    own_records = True
+    record_fields = ("text", "prompt", "code", "test_list", "test_setup_code", "test_imports")
+
+    def read_record(self, record: Record) -> tuple[str, str, Metadata]:
+        code = text(record, "code")
+        setup = text(record, "test_setup_code", default="") or "\n".join(texts(record, "test_imports", default=()))
+        tests = texts(record, "test_list")
+        names = _tested(code, [setup, *tests])
+        request = _REQUEST.format(
+            request=text(record, "text", "prompt").strip(), heads=" and ".join(_heads(code, names))
+        )
+        metadata = {"tests": json.dumps(tests), "setup": setup, "names": json.dumps(names)}
+        return request, code, metadata
+
+    def tests(self, problem: Problem, code: str) -> Tests:
+        known = problem.metadata
+        tests, names = json.loads(str(known["tests"])), json.loads(str(known["names"]))
+        return Tests("asserts", tuple(tests), str(known["setup"]), tuple(names), methods(problem.gold))
+
+
+def _tested(code: str, tests: list[str]) -> list[str]:
+    """Returns the names that the gold code defines and the tests use."""
+    try:
+        read = set().union(*map(names_read, tests))
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"field 'test_list' is no Python: {error}") from None
+    names = [name for name in definitions(code) if name in read]
+    if not names:
+        raise UserError("nothing that 'code' defines is named in 'test_list'")
+    return names
+
+
+def _heads(code: str, names: list[str]) -> list[str]:
+    """Returns the signatures of functions, such as `add(a, b)`, and the bare names of classes."""
+    heads = []
+    for node in ast.parse(code).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in names:
+            heads.append(f"`{node.name}({ast.unparse(node.args)})`")
+        elif isinstance(node, ast.ClassDef) and node.name in names:
+            heads.append(f"the class `{node.name}`")
+    return heads

@@ -1,4 +1,4 @@
-"""Questions with a text as the answer: a name, a place, a word. Answers are compared as text, not as numbers or formulas."""
+"""Tasks whose answer is a text: compared with a gold text, or open, rated by [[rewards]] alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from nmoe.types import Metadata, Problem, Verdict
 
 
 class TextMatchTask(QuestionTask):
-    """Compares texts. The answer is the whole final message.
+    """A question with a text as the answer: a name, a place, a word. It is compared as text, not as a number or formula.
+
+    The answer is the whole final message.
 
     Case, the width of white space, compatibility forms of characters (Unicode NFKC) and a final full stop make no difference;
     everything else does.
@@ -40,3 +42,26 @@ class TextMatchTask(QuestionTask):
 def plain(text: str) -> str:
     """Normalises a text for comparison."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(". ")
+
+
+class OpenTask(QuestionTask):
+    """A prompt without a right answer: an essay, a translation, a conversation. Only `[[rewards]]` rate the answers.
+
+    There is no verdict, and no component `correctness`. The answer is the whole final message.
+    """
+
+    bare_final = True
+    has_gold = False
+    record_fields = ("level", "subject", "type")
+
+    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
+        return question, gold, group_metadata(record)
+
+    def check_gold(self, problem: Problem) -> None:
+        return
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return "An answer.", "Another answer."
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        raise AssertionError("a grade asks for no verdict where there is no gold")
