@@ -33,7 +33,7 @@ from scripted_sampling import uses_the_tool
 from tiny_run import make_workshop
 
 PHASES = ("rollout", "step", "evaluation", "save")
-RECORDS = ("samples/*.jsonl", "eval/*.json", "alerts.jsonl", "spikes.jsonl", "failures.jsonl")
+RECORDS = ("samples/*.jsonl", "eval/*.json", "alerts.jsonl", "spikes.jsonl", "routing.jsonl", "failures.jsonl")
 
 # A server that has imported everything once forks the runs: seconds less for each.
 _server = multiprocessing.get_context("forkserver")

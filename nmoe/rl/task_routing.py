@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +39,8 @@ def divergence(shares_SYE: NDArray[np.float64]) -> NDArray[np.float64]:
     return _entropy(shares_SYE.mean(0)) - _entropy(shares_SYE).mean(0)
 
 
-def routing_metrics(trajectories: Sequence[Trajectory], experts: int) -> dict[str, float]:
-    """`expert_load_divergence` of each layer, where samples of two sources or more have recorded routes."""
-    shares = routing_by_source(trajectories, experts)
+def routing_metrics(shares: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
+    """`expert_load_divergence` of each layer, by the shares of `routing_by_source`, where there are two sources or more."""
     if len(shares) < 2:
         return {}
     # Rounding may leave a little less than 0.

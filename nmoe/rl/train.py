@@ -17,7 +17,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.config.arithmetic import batch_arithmetic
@@ -64,7 +66,7 @@ from nmoe.rl.policy import own_loss, policy_learner, policy_objective
 from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.spikes import spike_record, spikes_in
-from nmoe.rl.task_routing import routing_metrics
+from nmoe.rl.task_routing import routing_by_source, routing_metrics
 from nmoe.rl.teacher import Teacher
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
@@ -174,11 +176,13 @@ class PolicyGradient(Recipe):
         if self.policy.reference is not None:
             self.policy.reference.renew(step)
         metrics = {**rollout_metrics(rollouts.trajectories), **rollouts.metrics(), **updated}
-        metrics |= routing_metrics(rollouts.trajectories, self.learner.model.config.routed_experts)
+        shares = routing_by_source(rollouts.trajectories, self.experts)
+        metrics |= routing_metrics(shares)
         metrics["skipped"] = float(not updated)
         metrics |= self._advance_curriculum(step, metrics)
         metrics |= {**rollouts.times(), **times, "time_step_s": time.perf_counter() - began}
         self._record(step, rollouts, metrics)
+        self._record_routing(step, shares)
         return Step(metrics, shown(metrics))
 
     def evaluate(self) -> HeldOut | None:
@@ -270,6 +274,12 @@ class PolicyGradient(Recipe):
         if spikes := spikes_in(metrics, self.config.monitor.kl.above):
             decode = self.tokenizer.decode
             self.run.ledger.spike(spike_record(step, spikes, metrics, rollouts.kept, self.learner, decode))
+
+    def _record_routing(self, step: int, shares: Mapping[str, NDArray[np.float64]]) -> None:
+        """Records the experts that each source takes, at the first step, the last, and each that an evaluation follows."""
+        every = self.evaluate_every
+        if len(shares) > 1 and (step in (1, self.config.run.steps) or (every and step % every == 0)):
+            self.run.ledger.routing(step, {source: shares_YE.tolist() for source, shares_YE in shares.items()})
 
 
 class PolicyUpdate:

@@ -73,7 +73,7 @@ class RunDirectory:
     """The files of a run, locked for this process until `close`, the end of a `with` block, or the end of the process.
 
     `path/` holds config.toml (resolved), provenance.json, code.diff (of a dirty checkout), metrics.jsonl, alerts.jsonl,
-    spikes.jsonl, failures.jsonl, log.txt, samples/, replay/, eval/ and checkpoints/.
+    spikes.jsonl, routing.jsonl, failures.jsonl, log.txt, samples/, replay/, eval/ and checkpoints/.
 
     ledger: writes the records.
     checkpoints: the directory to save checkpoints in.

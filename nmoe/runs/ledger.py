@@ -73,7 +73,7 @@ def _loss(before: Mapping[str, Any], now: Mapping[str, Any], comparisons: int) -
     return Loss(before["value"], now["value"], min(1.0, comparisons * p))
 
 
-LINE_FILES = ("metrics.jsonl", "failures.jsonl", "alerts.jsonl", "spikes.jsonl")
+LINE_FILES = ("metrics.jsonl", "failures.jsonl", "alerts.jsonl", "spikes.jsonl", "routing.jsonl")
 STEP_DIRECTORIES = ("samples", "eval")
 OUTSIDE = "out_of_distribution"
 """The role of a probe whose problems are others than training's."""
@@ -158,6 +158,11 @@ class Ledger:
     def spike(self, record: Mapping[str, Any]) -> None:
         """Appends to spikes.jsonl: `{"step": 10, "grad_norm": 73.0, ...}`, with the prompts and the worst samples of the batch."""
         self._append("spikes.jsonl", record, required=("step",))
+
+    def routing(self, step: int, shares: Mapping[str, Any]) -> None:
+        """Appends to routing.jsonl each source's share of router picks, per layer and expert:
+        `{"step": 20, "shares": {"sums": [[0.24, 0.26, 0.31, 0.19], ...], ...}}`."""
+        self._append("routing.jsonl", {"step": step, "shares": dict(shares)}, required=("shares",))
 
     def cut_back(self, step: int | None) -> None:
         """Removes every record of a step after `step`, and a last line torn by a kill; None removes all.

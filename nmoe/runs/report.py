@@ -67,6 +67,7 @@ EXPERTS = (
     Plot("expert_load_divergence", "Tasks apart in their experts", "nats", ("expert_load_divergence",)),
 )
 _LAST_ALERTS = 10
+_EXPERTS_SHOWN = 8
 
 
 def write_report(run: Path) -> Path:
@@ -224,7 +225,42 @@ def _experts(metrics: Sequence[Mapping[str, Any]], run: Path) -> str:
     means = [{"step": row["step"]} | mean_over_layers(row, names) for row in metrics]
     if not (table := _ends_table(means, names)):
         return ""
-    return f"Means over the layers.\n\n{table}\n{_curves(means, run, EXPERTS)}"
+    by_task = _experts_by_task(read_lines(run / "routing.jsonl"), metrics)
+    return f"Means over the layers.\n\n{table}\n{_curves(means, run, EXPERTS)}{by_task}"
+
+
+def _experts_by_task(routing: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> str:
+    """The experts that each task takes, at the first recorded step and the last, in the layer where tasks end farthest apart."""
+    rows_by_step = {row["step"]: row for row in metrics}
+    # Of a step under way the routing may be recorded, and the metrics not yet.
+    whole = [record for record in routing if record["step"] in rows_by_step]
+    if not whole:
+        return ""
+    first, last = whole[0], whole[-1]
+    measured = rows_by_step[last["step"]].items()
+    apart = {name: value for name, value in measured if name.startswith("expert_load_divergence/")}
+    layer = int(max(apart, key=lambda name: apart[name]).rpartition("/")[2])
+    before, after = ({task: shares[layer] for task, shares in one["shares"].items()} for one in (first, last))
+    spread = [max(shares) - min(shares) for shares in zip(*after.values(), strict=True)]
+    shown = sorted(sorted(range(len(spread)), key=lambda expert: -spread[expert])[:_EXPERTS_SHOWN])
+    rows = [
+        [
+            task,
+            *(
+                f"{before[task][one]:.1%} to {shares[one]:.1%}" if task in before else f"{shares[one]:.1%}"
+                for one in shown
+            ),
+        ]
+        for task, shares in after.items()
+    ]
+    which = (
+        f" The {len(shown)} of {len(spread)} experts in which tasks differ most." if len(shown) < len(spread) else ""
+    )
+    return (
+        f"\nRouting by task in layer {layer}, where tasks lie farthest apart at step {last['step']}: the share of a task's router "
+        f"picks that each expert gets, at step {first['step']} and at step {last['step']}.{which}\n\n"
+        f"{markdown_table(['task', *(f'expert {one}' for one in shown)], rows)}"
+    )
 
 
 def mean_over_layers(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:

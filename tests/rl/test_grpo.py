@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -20,6 +21,7 @@ from nmoe.eval.held_out import HeldOutProblems
 from nmoe.learner.batch import Batch
 from nmoe.rl import train as grpo
 from nmoe.rl.replay import ReplayDifferenceError, replay_command
+from nmoe.rl.task_routing import divergence
 from nmoe.rollout.collector import GradingError
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
@@ -252,8 +254,17 @@ def test_a_mixture_of_tasks_records_how_far_apart_they_route(reinforce: Reinforc
     sources = "".join(f'[[task_pool.sources]]\nname = "{name}"\n{source}' for name in ("one", "other"))
     mixture = tmp_path / "mixture.toml"
     mixture.write_text(f'env_id = "mixture"\n[task_pool]\ntype = "mixture"\n{sources}')
-    rows = read_metrics(reinforce(*SMALL, "--run.steps=1", f"--environment.path={mixture}"))
+    run = reinforce(*SMALL, "--run.steps=4", f"--environment.path={mixture}", "--eval.0.every_steps=3")
+    rows = read_metrics(run)
     assert 0 < rows[0]["expert_load_divergence/0"] < math.log(2)
+    # The shares that the metric is made of, of the first step, the last, and the one that an evaluation follows.
+    routing = read_lines(run / "routing.jsonl")
+    assert [record["step"] for record in routing] == [1, 3, 4]
+    for record in routing:
+        row = rows[record["step"] - 1]
+        shares_SYE = np.array([record["shares"][name] for name in ("one", "other")])
+        assert shares_SYE.sum(-1) == pytest.approx(np.ones(shares_SYE.shape[:2]))
+        assert divergence(shares_SYE)[0] == pytest.approx(row["expert_load_divergence/0"])
 
 
 def _biases(run: Path) -> list[float]:

@@ -33,7 +33,7 @@ def test_the_shares_of_a_source_count_the_positions_that_predict_its_samples() -
 
 
 def test_sources_that_share_no_expert_are_apart_by_the_logarithm_of_their_number() -> None:
-    metrics = routing_metrics([sample("sums", OTHER), sample("letters", APART)], 4)
+    metrics = routing_metrics(routing_by_source([sample("sums", OTHER), sample("letters", APART)], 4))
     assert metrics == {"expert_load_divergence/0": pytest.approx(math.log(2)), "expert_load_divergence/1": 0.0}
 
 
@@ -44,5 +44,5 @@ def test_the_divergence_of_two_sources_by_hand() -> None:
 
 
 def test_one_source_or_no_routes_have_no_divergence() -> None:
-    assert routing_metrics([sample("sums", OTHER), sample("sums", APART)], 4) == {}
-    assert routing_metrics([sample("sums", OTHER), sample("letters", None)], 4) == {}
+    assert routing_metrics(routing_by_source([sample("sums", OTHER), sample("sums", APART)], 4)) == {}
+    assert routing_metrics(routing_by_source([sample("sums", OTHER), sample("letters", None)], 4)) == {}

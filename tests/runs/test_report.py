@@ -203,3 +203,29 @@ def test_the_report_of_a_mixture_averages_its_layers_and_draws_them(run: Path) -
     assert "plots/expert_load_divergence.png" in text
     assert (run / "plots/router_entropy.png").read_bytes()[:4] == b"\x89PNG"
     assert "expert_load_max_violation" not in text
+    assert "Routing by task" not in text
+
+
+def test_the_report_shows_which_experts_each_task_takes(run: Path) -> None:
+    """In layer 1, where tasks lie farthest apart at the last recorded step, and the eight experts of nine that differ most."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in lines:
+        row |= {"router_entropy/0": 1.0, "expert_load_divergence/0": 0.1 - row["step"] / 1000}
+        row |= {"expert_load_divergence/1": row["step"] / 200}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    alike = [[1 / 9] * 9] * 2
+    sums, letters = [0.0, 0.25, *[0.1] * 6, 0.15], [0.05, 0.25, 0.3, *[0.06] * 5, 0.1]
+    records = [
+        {"step": 1, "shares": {"sums": alike}},
+        {"step": 20, "shares": {"letters": [alike[0], letters], "sums": [alike[0], sums]}},
+        {"step": 21, "shares": {"sums": alike}},  # under way: its metrics are not there yet
+    ]
+    (run / "routing.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = write_report(run).read_text()
+    assert "Routing by task in layer 1, where tasks lie farthest apart at step 20: " in text
+    assert "at step 1 and at step 20. The 8 of 9 experts in which tasks differ most." in text
+    experts = " | ".join(f"expert {one}" for one in (0, 2, 3, 4, 5, 6, 7, 8))
+    assert f"| task | {experts} |" in text
+    assert "| letters | 5.0% | 30.0% | 6.0% | 6.0% | 6.0% | 6.0% | 6.0% | 10.0% |" in text
+    rest = " | ".join(["11.1% to 10.0%"] * 6)
+    assert f"| sums | 11.1% to 0.0% | {rest} | 11.1% to 15.0% |" in text
