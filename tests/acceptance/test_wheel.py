@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -133,14 +132,10 @@ def test_the_installed_speedrun_starts(installed: Callable[..., str], site: Path
     assert str(ROOT / "nmoe") not in lines[-1]
 
 
-def test_the_example_of_the_readme_learns_as_printed(installed: Callable[..., str], tmp_path: Path) -> None:
+def test_the_loop_of_the_readme_learns_in_an_installed_package(installed: Callable[..., str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert sum(bool(line.strip()) for line in code.splitlines()) <= 25
-    printed = installed(sys.executable, "-c", code).splitlines()
-    # Six seeds went from 0.04..0.06 to 0.98..1.00, in 3 CPU seconds.
-    first, last = re.fullmatch(r"reward ([\d.]+) -> ([\d.]+)", printed[-2]).groups()
-    assert float(first) < 0.2
-    assert float(last) > 0.9
-    metrics = [json.loads(line) for line in (tmp_path / "runs/records/metrics.jsonl").read_text().splitlines()]
-    assert len(metrics) == 60
-    assert max(row.get("mismatch_abs_max", 0.0) for row in metrics) <= 1e-4
+    (line,) = installed(sys.executable, "-c", code).splitlines()
+    shares = [float(share) for share in line.partition(": ")[2].split()]
+    assert len(shares) == 8
+    assert shares[0] < 0.2
+    assert shares[-1] > 0.9

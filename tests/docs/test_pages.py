@@ -11,6 +11,7 @@ import pytest
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import load_environment
+from nmoe.envs.check import check_environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
@@ -89,3 +90,25 @@ def test_the_files_of_the_tutorials_load(tmp_path: Path, monkeypatch: pytest.Mon
             assert load_run(Path(name), RLConfig).run.steps > 0
         else:
             assert load_environment(Path(name)).env_id == name.removesuffix(".toml")
+
+
+def test_the_messages_of_the_page_of_errors_are_those_of_the_code() -> None:
+    # Adjacent literals are one text.
+    code = "\n".join(path.read_text() for path in (ROOT / "nmoe").rglob("*.py"))
+    messages = re.sub(r'"\s*\n\s*f?"', "", code)
+    quoted = re.findall(r"^\| `(.+?)` \| ", (ROOT / "docs/guides/errors.md").read_text(), re.MULTILINE)
+    assert len(quoted) >= 20
+    assert [text for text in quoted if text not in messages] == []
+
+
+# documented: nmoe env check parts.toml
+def test_the_environment_made_of_parts_passes_its_check(tmp_path: Path) -> None:
+    (block,) = re.findall(
+        r"^```toml\n(.*?)^```$",
+        (ROOT / "docs/guides/environment_parts.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    (tmp_path / "parts.toml").write_text(block)
+    lines = list(check_environment(tmp_path / "parts.toml", None))
+    assert any("right answer" in line and "correctness 1," in line for line in lines)
+    assert any("wrong answer" in line and "correctness 0," in line for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def test_the_tables_agree_with_the_measurements(name: str) -> None:
     begin, end = seeds_table.markers(name)
     table = (ROOT / "README.md").read_text().partition(begin)[2].partition(end)[0]
     assert table == seeds_table.blocks()[name], "run: python scripts/seeds_table.py --write"
+
+
+def test_the_loop_of_the_readme_is_the_example() -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert block == (ROOT / "examples/rl_loop.py").read_text()
 
 
 def test_the_table_has_median_range_and_worst() -> None:
