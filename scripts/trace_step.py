@@ -9,6 +9,7 @@ whoever runs the loop. By default the commit is HEAD; `.` is the working tree.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from commits import checked_out, environment, resolved, subject
-from tiny_run import VERBS, make_workshop
+from tiny_run import RUNS, VERBS, make_workshop
 
 STEPS = (("recipes/grpo.py", "_step"), ("rl/train.py", "_step"), ("rl/train.py", "step"))
 """Where a step may begin, by commit: file below nmoe/ and function."""
@@ -93,6 +94,17 @@ def trace(tree: Path, arguments: list[str]) -> Tracer:
     return tracer
 
 
+def traced(tree: Path, workshop: Path) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """The files that a step enters, and its hand-overs as caller, callee and function, by the code of `tree` in another process.
+    `workshop` has the directory `base`. Raises CalledProcessError where the run fails."""
+    shutil.copy(RUNS / "one_prompt.toml", workshop)
+    result = workshop / "trace.json"
+    command = [sys.executable, __file__, "--traced", str(tree), str(result), *VERBS["one_prompt"], "one_prompt.toml"]
+    subprocess.run(command, cwd=workshop, env=environment(tree), check=True, stdout=subprocess.DEVNULL)
+    found = json.loads(result.read_text())
+    return found["files"], [tuple(one) for one in found["hand_overs"]]
+
+
 def report(files: list[str], hand_overs: list[tuple[str, str, str]]) -> Iterator[str]:
     rooms = Counter(file.split("/")[0] for file in files)
     yield f"{len(files)} files of nmoe/ run for one prompt of a GRPO step: " + ", ".join(
@@ -114,19 +126,8 @@ def main() -> None:
     with checked_out(commit) as tree, tempfile.TemporaryDirectory() as directory:
         workshop = Path(directory)
         make_workshop(tree, workshop)
-        result = workshop / "trace.json"
-        command = [
-            sys.executable,
-            __file__,
-            "--traced",
-            str(tree),
-            str(result),
-            *VERBS["one_prompt"],
-            "one_prompt.toml",
-        ]
-        subprocess.run(command, cwd=workshop, env=environment(tree), check=True, stdout=subprocess.DEVNULL)
         print(subject(commit))
-        print("\n".join(report(**json.loads(result.read_text()))))
+        print("\n".join(report(*traced(tree, workshop))))
 
 
 if __name__ == "__main__":
