@@ -41,10 +41,12 @@ Record = dict[str, Any]
 
 @cache
 def recipe() -> str:
-    """12 hexadecimal digits over the configuration and its environment, however their files are commented."""
+    """12 hexadecimal digits over the configuration and its environment, without their comments. [checkpoint] is left out:
+    it decides what is written, and nothing of what is learned."""
     path = packaged_configuration("speedrun_real")
     configuration = tomllib.loads(path.read_text())
     environment = find_environment(configuration["environment"]["path"], path.parent)
+    del configuration["checkpoint"]
     settings = json.dumps([configuration, tomllib.loads(environment.read_text())], sort_keys=True)
     return hashlib.sha256(settings.encode()).hexdigest()[:12]
 
