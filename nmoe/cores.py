@@ -44,7 +44,7 @@ def choose_threads(requested: int, processes: int = 1, environment: Mapping[str,
 
 @functools.cache
 def count_of_torch() -> int | None:
-    """The number of threads that torch chooses itself on this machine and in this environment, as a fresh process says; None where
+    """The number of threads that torch chooses itself on this machine and in this environment, as a fresh process says; None if
     none can be asked. Takes as long as importing torch."""
     command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     try:
@@ -79,7 +79,7 @@ class CoreTimes:
 
     @classmethod
     def now(cls) -> "CoreTimes | None":
-        """None where the system does not say."""
+        """None if the system does not say."""
         try:
             stat = Path("/proc/stat").read_text()
         except OSError:

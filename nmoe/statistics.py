@@ -54,7 +54,7 @@ class Interval:
 class Estimate:
     """A mean with its standard error and 95% interval: `Estimate(0.5, 0.1, Interval(0.28, 0.72), freedom=10.0)`.
 
-    interval: None where the spread is unknown. freedom: Student's degrees of freedom, infinite for a normal interval.
+    interval: None if the spread is unknown. freedom: Student's degrees of freedom, infinite for a normal interval.
     """
 
     value: float

@@ -266,7 +266,7 @@ def _config(
 
 
 def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The shape of a new model. Where nothing else is said, every head has keys of its own, the heads share the width, and a dense
+    """The shape of a new model. Where nothing else is said, every head has its own keys, the heads share the width, and a dense
     FFN is four times as wide."""
     shape, heads, width = dict(model), model.get("heads"), model.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:

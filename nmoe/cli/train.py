@@ -201,7 +201,7 @@ def check_ranks(
 ) -> None:
     """Check that many ranks do together what one process does.
 
-    To be started on ranks: over NCCL where each has a GPU of its own, else over gloo. One line a check; ends at the first that
+    To be started on ranks: over NCCL where each has its own GPU, else over gloo. One line a check; ends at the first that
     fails, or that takes longer than its deadline.
 
     \b

@@ -26,7 +26,7 @@ Array = Annotated[tuple[T, ...], Strict(False)]
 
 @dataclass(frozen=True)
 class FromFile:
-    """Marks a section that may lie in a TOML file of its own: `Annotated[Settings | None, FromFile(find)]`.
+    """Marks a section that may lie in its own TOML file: `Annotated[Settings | None, FromFile(find)]`.
 
     Where that table has a `path = "file.toml"`, the loader puts the named file's contents in its place: `find` gets that
     text and the directory of the file that says so, and returns the file or raises UserError. Keys that stand beside

@@ -203,7 +203,7 @@ def _names(path: Sequence[str]) -> Iterator[str]:
 
 
 def value_meant(key: str, value: str) -> str | None:
-    """Our value for one of another framework: "k3" for `algorithm.kl_estimator` and "low_var_kl"; None where none is known."""
+    """Our value for one of another framework: "k3" for `algorithm.kl_estimator` and "low_var_kl"; None if none is known."""
     return VALUES.get(key, {}).get(value.lower())
 
 

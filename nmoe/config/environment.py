@@ -1,6 +1,6 @@
 """An environment: its problems, the format of its answers, and what a good answer earns.
 
-An environment is a TOML file of its own or the `[environment]` table of a run; both are this one schema. Relative paths
+An environment is its own TOML file or the `[environment]` table of a run; both are this one schema. Relative paths
 in its own file start from that file's directory, those in a run's table from the directory that the command runs in.
 """
 

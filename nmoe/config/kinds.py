@@ -21,7 +21,7 @@ def _kinds() -> Mapping[str, type[Section]]:
 
 
 def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str], schema: type[Section]) -> str | None:
-    """Says what the file `path` is instead of a file for `schema`, and where it belongs; None where it may be one.
+    """Says what the file `path` is instead of a file for `schema`, and where it belongs; None if it may be one.
 
     `tables` is the file's document, and `keys` are its keys at the top with those of overrides. The file is of another kind if
     `schema` knows none of its keys and the other most of them, or if `schema` lacks a required table that the other does not

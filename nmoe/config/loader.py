@@ -95,7 +95,7 @@ def _laid_over(
         if (override := read_override(text)) is None:
             continue
         if (renamed := renamed_key(override[0], schema)) is not None:
-            # Laid over, it would begin a table that the file may not have, with required keys of its own.
+            # Laid over, it would begin a table that the file may not have, with its own required keys.
             problems.append(Mistake(Place(text, is_override=True), renamed))
         elif isinstance(key := indexed(override[0], schema, data), str):
             problems.append(Mistake(Place(text, is_override=True), key))
@@ -139,7 +139,7 @@ def _check(
         of_several_types = set()
         for error in errors.errors(include_url=False):
             path, annotations = follow(schema, error["loc"])
-            if has_several_types(annotations[-1]):  # each type has an error of its own
+            if has_several_types(annotations[-1]):  # each type has its own error
                 if path in of_several_types:
                     continue
                 of_several_types.add(path)

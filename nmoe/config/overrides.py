@@ -1,4 +1,4 @@
-"""Reads `--section.key=value` from the command line into a document of its own, ready to be laid over the file's."""
+"""Reads `--section.key=value` from the command line into a document, ready to be laid over the file's."""
 
 import re
 from collections.abc import Sequence

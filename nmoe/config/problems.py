@@ -226,12 +226,12 @@ def _from_elsewhere(
 
 
 def key_meant(path: tuple[str, ...], schema: type[Section]) -> tuple[str, ...] | None:
-    """The key of a schema that another framework calls so; None where there is none."""
+    """The key of a schema that another framework calls so."""
     return next((found for key in keys_meant(path) if (found := _path_in(schema, key)) is not None), None)
 
 
 def _path_in(schema: type[Section], key: str) -> tuple[str, ...] | None:
-    """The path of a key of ours in a schema, which may be that of an environment alone; None where it has none."""
+    """The path of a key of ours in a schema, which may be that of an environment alone; None if it has none."""
     paths = set(paths_of(schema, in_arrays=True))
     for candidate in (key, key.removeprefix("environment.")):
         whole = tuple(candidate.split("."))
@@ -293,7 +293,7 @@ def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator, annotation
 
 
 def _value_meant(kind: str, value: Any, annotation: Any) -> Any:
-    """What a value of the wrong type most likely stands for: ["csv"] for "csv", 1000 for 1e3, true for "True"; None where it is not
+    """What a value of the wrong type most likely stands for: ["csv"] for "csv", 1000 for 1e3, true for "True"; None if it is not
     clear."""
     if kind == "tuple_type" and isinstance(value, str) and not sections_of(item_of(annotation, 0)):
         return [
@@ -335,7 +335,7 @@ def _dotted(path: KeyPath) -> str:
 
 
 def _value_at(value: Any, path: KeyPath) -> Any:
-    """The value at `path` below `value`, or None where the data leaves it to a default."""
+    """The value at `path` below `value`, or None if the data leaves it to a default."""
     for key in path:
         if isinstance(value, dict):
             value = value.get(key)

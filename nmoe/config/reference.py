@@ -23,7 +23,7 @@ _INTRODUCTION = """# Configuration
 A run is one TOML file. Every command lists its keys in its `--help`, and takes `--table.key=value` (or `--table.key value`)
 in place of a value in the file. A command refuses keys that it does not have.
 
-An environment is a file of its own, named by `[environment] path`, or the table `[environment]` itself. Relative paths start
+An environment is its own file, named by `[environment] path`, or the table `[environment]` itself. Relative paths start
 from the working directory. Two kinds start from the file that holds them instead: the path of an environment, and the paths
 in an environment's own file.
 

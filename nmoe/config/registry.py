@@ -128,7 +128,7 @@ def load_object(kind: str, name: str) -> Any:
     if module_name == "__main__":
         raise UserError(
             f"{kind} {name}: it was passed by a script or notebook, which is the only place that has it; run that again, or put "
-            f"{attribute} in a module of its own and name it as `module:{attribute}`"
+            f"{attribute} in its own module and name it as `module:{attribute}`"
         )
     if module_name == "passed":
         raise UserError(

@@ -25,7 +25,7 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def section_for(annotation: Any, value: Any) -> type[Section] | None:
-    """The section class that a table is read as; None where it is no table or its tag is no section's."""
+    """The section class that a table is read as; None if it is no table or its tag is no section's."""
     sections = sections_of(annotation)
     if not isinstance(value, dict) or len(sections) < 2:
         return sections[0] if sections and isinstance(value, dict) else None
@@ -83,7 +83,7 @@ def has_several_types(annotation: Any) -> bool:
 
 
 def item_of(annotation: Any, index: str | int) -> Any:
-    """The annotation of an array's item; None where the annotation is no array's."""
+    """The annotation of an array's item; None if the annotation is no array's."""
     if get_origin(annotation) in (Annotated, Union, UnionType):
         arrays = [member for member in get_args(annotation) if member is not NoneType]
         return item_of(arrays[0], index)

@@ -27,7 +27,7 @@ def prompt_of(record: Record) -> str:
 
 def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
     """The places of about a `share` of records, one at least, by the prompt of each; from 1 on `share` is their number. Prompts are
-    taken whole, in the order of their hash with the seed: a record that is added or left out moves few others. None where all have
+    taken whole, in the order of their hash with the seed: a record that is added or left out moves few others. None if all have
     one prompt."""
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):

@@ -37,14 +37,14 @@ def hub_or_cache() -> Iterator[str | None]:
 
 
 def why_not_asked() -> str | None:
-    """Why the hub is not asked: `HF_HUB_OFFLINE is set`, or as `unreachable` says; None where it is."""
+    """Why the hub is not asked: `HF_HUB_OFFLINE is set`, or as `unreachable` says; None if it is."""
     from huggingface_hub import constants
 
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable()
 
 
 def unreachable() -> str | None:
-    """Why the hub takes no connection, `huggingface.co cannot be reached (Name or service not known)`, or None where it does. It is
+    """Why the hub takes no connection, `huggingface.co cannot be reached (Name or service not known)`, or None if it does. It is
     tried anew after a minute. A proxy is not tried: it may know more."""
     from huggingface_hub import constants
 

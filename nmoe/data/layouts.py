@@ -46,7 +46,7 @@ def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
 
 
 def _with_system(conversations: object, system: object) -> Sequence[Any]:
-    """ShareGPT's messages, preceded by the system prompt if it has a column of its own."""
+    """ShareGPT's messages, preceded by the system prompt if it has its own column."""
     messages = listed(conversations, "conversations")
     if system is None or not _text(system, "system").strip():
         return messages

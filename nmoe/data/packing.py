@@ -11,7 +11,7 @@ _PACKS_PER_STEP = 16
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """The indices of `lengths` in packs whose lengths sum to `capacity` at most: best-fit decreasing (Johnson 1974), which needs at
-    most 11/9 of the fewest packs possible, and one more. A longer sequence is a pack of its own.
+    most 11/9 of the fewest packs possible, and one more. A longer sequence is its own pack.
 
     Deterministic: of equal lengths the earlier comes first, of packs with equal room the one used last.
     """

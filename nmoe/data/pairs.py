@@ -58,7 +58,7 @@ def completion_pair(record: Preference, renderer: Renderer) -> Pair:
 
 
 def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
-    """Prompt and answers without their reasoning; None where these are equal. Raises UserError, with the record's place."""
+    """Prompt and answers without their reasoning; None if these are equal. Raises UserError, with the record's place."""
     chosen, rejected = (_answer(record.where, side) for side in (record.chosen, record.rejected))
     if chosen.content == rejected.content:
         return None

@@ -305,7 +305,7 @@ def _common_prompt(prompt: Messages | None, chosen: Messages, rejected: Messages
     if shared == 0:
         raise UserError(
             "there is no 'prompt', and 'chosen' and 'rejected' are not message lists that begin alike with one; give the prompt "
-            "in a column of its own"
+            "in its own column"
         )
     common = chosen[:shared]
     if prompt is not None and common[-len(prompt) :] != prompt:

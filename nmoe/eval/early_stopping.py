@@ -41,7 +41,7 @@ def reason_of_drops(history: Sequence[Mapping[str, Any]], drops: int, role: str)
 
 
 def reason_to_end(history: Sequence[Rates], enough: float | None, patience: int | None) -> str | None:
-    """Why the run ends after the last of these evaluations; None where it goes on."""
+    """Why the run ends after the last of these evaluations; None if it goes on."""
     if enough is not None and min(history[-1].values()) >= enough:
         return f"every source is solved at {enough:.0%} or more"
     if patience is not None and len(history) > patience:

@@ -18,7 +18,7 @@ from nmoe.types import Problem, Verdict
 
 
 async def lenient_verdict(problem: Problem, text: str) -> Verdict | None:
-    """The task's verdict on the answer that a text commits to; None where there is none.
+    """The task's verdict on the answer that a text commits to.
 
     A task of plain questions reads the text itself. Other answers are a box, what follows "the answer is", or the last number; for
     a task whose answers are texts, the whole text."""
@@ -48,7 +48,7 @@ def part_gain(before: Sequence[tuple[bool, bool]], after: Sequence[tuple[bool, b
     The share of right answers is f * c + (1 - f) * d, with f the share in form, and c and d the rates of right answers among
     those in form and the others. Each change is weighted by the mean of the other factor before and after, so that the parts
     sum to the gain (Kitagawa 1955, "Components of a Difference Between Two Rates"). Where a model has no answer of a kind, its
-    rate is taken to be the other model's. None where neither has one in form. Raises ValueError for an empty list.
+    rate is taken to be the other model's. None if neither has one in form. Raises ValueError for an empty list.
     """
     (f, c, d), (g, e, h) = _rates(before), _rates(after)
     if c is None and e is None:

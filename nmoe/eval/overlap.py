@@ -61,7 +61,7 @@ class TrainedOn:
 
     @cached_property
     def questions(self) -> Questions | None:
-        """None where they are not known: of a checkpoint without its run, and of problems generated without end. Raises UserError
+        """None if they are not known: of a checkpoint without its run, and of problems generated without end. Raises UserError
         where the data of the run is no longer there."""
         if (settings := trained_on(self.who)) is not None:
             environment = Environment.from_settings(settings, Tokenizer.load(self._directory))
@@ -120,7 +120,7 @@ def place_of(problem: Problem) -> str:
 
 
 def find_overlap(benchmark: Environment, problems: int, trained: TrainedOn, *, allowed: bool) -> Overlap | None:
-    """How many of the benchmark's next problems the run was trained on; None where that is not known (`TrainedOn.questions`), and
+    """How many of the benchmark's next problems the run was trained on; None if that is not known (`TrainedOn.questions`), and
     where the data of the run is no longer there, which is printed. Raises UserError where there are some and that is not `allowed`,
     and for a benchmark that cannot be read."""
     try:

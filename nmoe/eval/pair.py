@@ -1,4 +1,4 @@
-"""One model on one benchmark, with a file of its own, to which every problem is appended when it is done.
+"""One model on one benchmark, with its own file, to which every problem is appended when it is done.
 
 An evaluation that was interrupted goes on where it was, and gives what an uninterrupted one would have given.
 """
@@ -97,7 +97,7 @@ class Pair:
 
     @property
     def trained_on(self) -> int | None:
-        """How many of the problems the model was trained on, where that is permitted; None where it was none or is not known."""
+        """How many of the problems the model was trained on, where that is permitted; None if it was none or is not known."""
         found: int | None = json_of(self.file.read_bytes().split(b"\n", 1)[0]).get("trained_on")
         return found
 

@@ -131,7 +131,7 @@ class Probes:
         return since_baseline(records, directory.path / "eval")
 
     def reason_to_end(self, evaluations: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
-        """Why the run ends after the last of these evaluations, each the results of a step, oldest first; None where it goes on.
+        """Why the run ends after the last of these evaluations, each the results of a step, oldest first; None if it goes on.
         Only a probe that was asked last can end it: the run went on after what others said, the baseline among it."""
         for probe, _ in self._asked:
             if not probe.own(evaluations[-1]):

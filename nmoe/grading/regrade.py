@@ -39,7 +39,7 @@ _NO_ANSWER = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line to grade. `name` is {"id": ...} or, without an id, {"line": 17}; `question` is None where it has none."""
+    """One line to grade. `name` is {"id": ...} or, without an id, {"line": 17}; `question` is None if it has none."""
 
     name: dict[str, Any]
     gold: str

@@ -1,7 +1,7 @@
 """The device that a model computes on: the one place that asks what this machine has and knows what a kind of device needs.
 
 All other code takes a `torch.device`, moves what it has by `put` and `fetch`, and asks `kind_of(device)` for the rest. A test can
-put a kind of its own into `KINDS`, and so drive every branch for accelerators on a machine without one (`tests/fake_device.py`).
+put its own kind into `KINDS`, and so drive every branch for accelerators on a machine without one (`tests/fake_device.py`).
 
 Weights and draws come from generators on the CPU, whatever the device, so that a seed means the same numbers everywhere.
 """
@@ -89,7 +89,7 @@ class Kind:
         return 0.0
 
     def is_busy(self, device: torch.device) -> bool | None:
-        """Whether the device is at work at this moment; None where it cannot say."""
+        """Whether the device is at work at this moment; None if it cannot say."""
         return None
 
     def records_groups(self, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ The number of threads stays, and with it every sum and every bit of a result. A 
 Any failure ends the looking for good, and leaves the runtime's default.
 
 libgomp (GCC's, in torch's Linux packages) reads how long to spin when it is loaded, but spins a hundredth of a millisecond only
-while a process has more threads than cores (its manual, GOMP_SPINCOUNT). So a thread of our own holds a team of its own, idle, that
+while a process has more threads than cores (its manual, GOMP_SPINCOUNT). So a thread of our own holds its own team, idle, that
 makes them more. The team ends with that thread. Other runtimes are left alone: libomp's `kmp_set_blocktime` counts only for the
 thread that calls it.
 """
@@ -134,7 +134,7 @@ def _libraries() -> Iterator[ctypes.CDLL]:
 class IdleThreads:
     """How the idle threads of this process wait.
 
-    runtime: what is steered; None where nothing can be, and after a failure.
+    runtime: what is steered; None if nothing can be, and after a failure.
     own: the user's own setting, such as `GOMP_SPINCOUNT=1000`, which stays; None without one.
     sleeping: whether idle threads sleep now.
     why: what the last look found, such as "other processes use 1.4 cores".

@@ -14,7 +14,7 @@ class _Utilization(ctypes.Structure):
 
 
 def utilization(uuid: str) -> int | None:
-    """The percent of the last moment in which the GPU of this UUID (`GPU-...`) ran a kernel; None where the driver cannot say."""
+    """The percent of the last moment in which the GPU of this UUID (`GPU-...`) ran a kernel; None if the driver cannot say."""
     library = _library()
     if library is None:
         return None
@@ -28,7 +28,7 @@ def utilization(uuid: str) -> int | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The library, ready to be asked; None where the driver has none. A result that is not 0 is an error."""
+    """The library, ready to be asked; None if the driver has none. A result that is not 0 is an error."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

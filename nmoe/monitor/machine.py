@@ -117,7 +117,7 @@ class Pauses:
 
 
 class IdleRule(Rule[IdleSection]):
-    """Looks at the device from a thread of its own, and reports at the end of a step what was seen during it."""
+    """Looks at the device from its own thread, and reports at the end of a step what was seen during it."""
 
     name = "idle"
     source = "training guidelines, monitoring: a device idle for minutes"

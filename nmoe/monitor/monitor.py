@@ -40,7 +40,7 @@ class Rule(ABC, Generic[S]):
 
     @abstractmethod
     def symptom(self, metrics: Metrics) -> str | None:
-        """What is wrong in this step, as the beginning of a sentence; None where nothing is, or the metric is not there."""
+        """What is wrong in this step, as the beginning of a sentence; None if nothing is, or the metric is not there."""
 
 
 class Recent:

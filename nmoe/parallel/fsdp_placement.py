@@ -1,4 +1,4 @@
-"""The names of FSDP2 that torch keeps private: what gives a parameter a mesh of its own. torchtitan imports the same ones.
+"""The names of FSDP2 that torch keeps private: what gives a parameter its own mesh. torchtitan imports the same ones.
 
 Torch has them since 2.12.
 """
@@ -21,12 +21,12 @@ Place = Callable[[nn.Parameter], Any]
 
 
 def has_meshes_by_parameter() -> bool:
-    """Whether this torch can give a parameter a mesh of its own, which expert parallelism needs."""
+    """Whether this torch can give a parameter its own mesh, which expert parallelism needs."""
     return hasattr(_fsdp_common, "ShardPlacementResult")
 
 
 def on_meshes(axis: Callable[[nn.Parameter], int], mesh: Callable[[nn.Parameter], DeviceMesh]) -> Place:
-    """Shards each parameter along an axis of its own, on a mesh of its own. A mesh has one axis or, before that, one of replicas.
+    """Shards each parameter along its own axis, on its own mesh. A mesh has one axis or, before that, one of replicas.
     Raises UserError with a torch that is too old."""
     if not has_meshes_by_parameter():
         raise UserError(

@@ -1,7 +1,7 @@
 """The gang: the ranks of `torch.distributed` that work for one controller, as torchrun starts them.
 
 Rank 0 is the controller. It runs the recipe, and sends the other ranks, the members, numbered commands: functions that all ranks
-then call together, each perhaps with a share of its own. Objects that such a function made stay on their ranks; in later commands
+then call together, each perhaps with its own share. Objects that such a function made stay on their ranks; in later commands
 the controller's own object stands for that of each rank. A recipe therefore mentions no rank:
 
     learner = everywhere(make_learner, config)      # one learner on each rank, each with its shard

@@ -35,7 +35,7 @@ def join(arguments: Sequence[str]) -> Gang:
     """Joins the ranks that the environment names, as torchrun and Slurm's wrappers set it: RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns this process's view, which `gang` gives from then on.
 
-    The group is NCCL's where each rank of this machine has a GPU of its own, else gloo's. Raises UserError where the environment
+    The group is NCCL's where each rank of this machine has its own GPU, else gloo's. Raises UserError where the environment
     names no place, where the ranks do not all come, or run other code, versions or arguments."""
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)

@@ -26,7 +26,7 @@ from nmoe.parallel.rdep.dispatcher import Dispatcher
 
 @dataclass(frozen=True)
 class Meshes:
-    """Where dense weights are sharded, where a rank's experts are, and the expert groups (None where ep = 1)."""
+    """Where dense weights are sharded, where a rank's experts are, and the expert groups (None if ep = 1)."""
 
     dense: DeviceMesh
     experts: DeviceMesh
@@ -80,7 +80,7 @@ def _group_along(ranks: Tensor, axis: int, carries: Literal["weights", "rows"]) 
 
 @cache
 def _group(ranks: tuple[int, ...], carries: str, world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The process group in which these ranks exchange weights or rows, one for all meshes: each has threads of its own, of which
+    """The process group in which these ranks exchange weights or rows, one for all meshes: each has its own threads, of which
     gloo's wake a hundred times a second. With groups for each mesh eight ranks on two cores had 170 threads each, and spent a
     third of their time in the system."""
     return world if carries == "weights" and len(ranks) == dist.get_world_size() else dist.new_group(ranks)

@@ -84,7 +84,7 @@ def profiled_numbers(config: RunConfig, shape: ModelConfig) -> int:
 
 
 def _other_models(config: RLConfig, size: Size) -> int:
-    """The teacher, and a critic of its own, which is trained as the policy is."""
+    """The teacher, and a separate critic, which is trained as the policy is."""
     width, found = size.dtype.itemsize, 0
     if config.distillation is not None:
         found += parameters_of(config.distillation.teacher) * width

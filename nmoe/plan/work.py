@@ -44,7 +44,7 @@ class Work:
 
 
 def prompts_of(config: RunConfig) -> Prompts | None:
-    """The longest prompts among the first problems of the environments; None where a run samples none that can be read now."""
+    """The longest prompts among the first problems of the environments; None if a run samples none that can be read now."""
     with suppress(UserError):
         if isinstance(config, RLConfig):
             training = _longest(config, reseeded(config.environment, config.run.seed))

@@ -86,7 +86,7 @@ def settled(config: C) -> C:
 
 
 def memory_of_rank(planned: RankPlan) -> tuple[int, int]:
-    """Bytes that a rank may have, and those free now: ranks of one machine share its memory, and each has a GPU of its own."""
+    """Bytes that a rank may have, and those free now: ranks of one machine share its memory, and each has its own GPU."""
     total, free = memory_of(planned.device)
     each = gang().local_size if planned.device.type == "cpu" else 1
     return total // each, free // each

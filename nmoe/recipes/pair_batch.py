@@ -1,4 +1,4 @@
-"""Batches of preference pairs. Each side of a pair is a sequence of its own; the two share the rows of their common beginning."""
+"""Batches of preference pairs. Each side of a pair is its own sequence; the two share the rows of their common beginning."""
 
 # Shapes: T predicting positions, B sequences (two of each pair).
 

@@ -1,6 +1,6 @@
 """Pretraining: next-token cross-entropy on documents. `nmoe pretrain CONFIG`
 
-Every document is a sequence of its own and attends to no other document in the pack. Several sources are mixed by weight.
+Every document is its own sequence and attends to no other document in the pack. Several sources are mixed by weight.
 """
 
 # Shapes: T predicting positions.

@@ -89,7 +89,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def evaluate(self) -> HeldOut | None:
-        """Evaluates the present weights on held-out data; None where there is none."""
+        """Evaluates the present weights on held-out data."""
 
     @abstractmethod
     def parts(self) -> Mapping[str, Part]:
@@ -102,7 +102,7 @@ class Recipe(ABC):
         """Prepares a run that goes on from a checkpoint, whose parts are loaded."""
 
     def reason_to_end(self) -> str | None:
-        """Why the run ends before its last step, asked after each evaluation; None where it goes on."""
+        """Why the run ends before its last step, asked after each evaluation; None if it goes on."""
         return None
 
 

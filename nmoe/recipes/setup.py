@@ -145,13 +145,13 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
     directory = None if settings.tokenizer is None else resolve_tokenizer(Path(settings.tokenizer))
     checkpoint = None if settings.path is None else resolve_checkpoint(Path(settings.path))
     if directory is None:
-        assert checkpoint is not None, "without a tokenizer of its own there is a checkpoint"
+        assert checkpoint is not None, "without its own tokenizer there is a checkpoint"
         return Tokenizer.load(checkpoint)
     return Tokenizer.load(directory, checkpoint)
 
 
 def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
-    """Adds the configured adapter to the model; returns None where all weights are trained. Raises UserError for a target that the
+    """Adds the configured adapter to the model; returns None if all weights are trained. Raises UserError for a target that the
     model lacks, and for an adapter to start from that is damaged or belongs to another base."""
     section, path = config.lora, config.model.path
     if section is None:

@@ -173,7 +173,7 @@ def _tables(text: str, where: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(log: Path) -> str | None:
-    """The log's text; None where there is none yet."""
+    """The log's text."""
     try:
         return log.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -144,7 +144,7 @@ class RunDirectory:
 
     def record_start(self) -> None:
         """Writes config.toml and provenance.json. Each resumption is added to the provenance of the first start, with the keys of
-        the configuration that it changed: `"changed": {"run.steps": [20, 60]}`. The diff of a dirty checkout has a file of its own,
+        the configuration that it changed: `"changed": {"run.steps": [20, 60]}`. The diff of a dirty checkout has its own file,
         which the provenance names.
 
         `create` calls this for a new run. For a resumed one it is called when the checkpoint is loaded. Raises StorageError.

@@ -22,7 +22,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
-# Files of the families' tokenizers. The chat template is a file of its own or part of tokenizer_config.json.
+# Files of the families' tokenizers. The chat template is its own file or part of tokenizer_config.json.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

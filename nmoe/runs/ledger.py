@@ -33,7 +33,7 @@ class Loss:
 
 
 def loss_of(history: Sequence[Mapping[str, Any]]) -> Loss | None:
-    """How the last of these results is worse than the best before it or than the first, paired by problem; None where it is not, or
+    """How the last of these results is worse than the best before it or than the first, paired by problem; None if it is not, or
     where that may be chance. They are results of one probe as in eval/, oldest first.
 
     With k results before it the best was chosen among k, so p is that of the pair times k (Bonferroni). Results without `outcomes`

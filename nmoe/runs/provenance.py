@@ -43,7 +43,7 @@ class Checkout:
 
 
 def run_git(directory: Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails or is not installed."""
+    """What git prints; None if it fails or is not installed."""
     try:
         done = subprocess.run(
             ["git", "--literal-pathspecs", "-C", str(directory), *arguments],
@@ -74,7 +74,7 @@ def package_checkout() -> Checkout | None:
 
 
 def checkout_at(directory: Path) -> Checkout | None:
-    """The repository around a directory; None where there is none."""
+    """The repository around a directory."""
     if (top := run_git(directory, "rev-parse", "--show-toplevel")) is None:
         return None
     root = Path(top)
@@ -210,7 +210,7 @@ def recorded_threads(path: Path) -> int | None:
 
 
 def recorded_precision(path: Path) -> Literal["float32", "bfloat16", "float16"] | None:
-    """The precision of a run's config.toml; None where that has none, or cannot be read (`RunDirectory.create` says so)."""
+    """The precision of a run's config.toml; None if that has none, or cannot be read (`RunDirectory.create` says so)."""
     model = _configuration(path).get("model")
     return model.get("precision") if isinstance(model, dict) else None
 
@@ -228,7 +228,7 @@ def recorded_schedule_steps(path: Path) -> int | None:
 
 
 def _recorded(path: Path) -> dict[str, Any] | None:
-    """The config.toml of a run that has a checkpoint; None where it cannot be read (`RunDirectory.create` says so)."""
+    """The config.toml of a run that has a checkpoint; None if it cannot be read (`RunDirectory.create` says so)."""
     if latest_checkpoint(path / "checkpoints") is None:
         return None
     found = _configuration(path)

@@ -25,7 +25,7 @@ Status = Literal["running", "finished", "interrupted"]
 class RunRecord:
     """What a run has written so far.
 
-    config: config.toml, by dotted keys. steps: the number of its last step; None where it is not known yet. started: UTC.
+    config: config.toml, by dotted keys. steps: the number of its last step; None if it is not known yet. started: UTC.
     evaluations: the records of eval/, oldest first.
     """
 
@@ -46,7 +46,7 @@ class RunRecord:
         return self.metrics[-1]["step"] if self.metrics else 0
 
     def last(self, name: str) -> float | None:
-        """The metric's last value; None where no step has it as a number."""
+        """The metric's last value; None if no step has it as a number."""
         return next((row[name] for row in reversed(self.metrics) if isinstance(row.get(name), int | float)), None)
 
 

@@ -112,7 +112,7 @@ def load_parts(directory: Path, parts: Mapping[str, Part]) -> None:
 
 
 def saved_version(directory: Path) -> int | None:
-    """The version of the weights in a checkpoint; None where the checkpoint has no version."""
+    """The version of the weights in a checkpoint; None if the checkpoint has no version."""
     version: int | None = _read(directory).get("learner", {}).get("version")
     return version
 

@@ -26,7 +26,7 @@ class _Target:
     def __init__(self, text: str) -> None:
         host, colon, directory = text.partition(":")
         self.host, self.directory = (host, directory) if colon and "/" not in host else ("", text)
-        # rsync would ask a daemon of its own for HOST::DIR.
+        # rsync would ask its own daemon for HOST::DIR.
         if not self.directory or text.startswith("-") or (self.host and self.directory.startswith(":")):
             raise UserError(f"{text!r}: no HOST:DIR, such as spare:work")
         if self.host and self.directory.startswith("~"):

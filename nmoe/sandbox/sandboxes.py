@@ -67,7 +67,7 @@ class Sandboxes:
             else "Landlock and namespaces, without bubblewrap"
         )
         own = has_uids(self.settings.first_uid)
-        user = "a uid of its own each" if own else f"uid {os.getuid()} in a user namespace each"
+        user = "its own uid each" if own else f"uid {os.getuid()} in a user namespace each"
         return (
             f"{entered}, seccomp, no network, {user}, memory and CPU time of the process tree watched every 20 ms, "
             f"{self._cgroups_said}, disk {self.limits.disk_mb} MB, Python {self.interpreter.python}"

@@ -48,7 +48,7 @@ class Analysis:
 
     @property
     def stands(self) -> bool | None:
-        """Whether more than half of its checks give 1: all its defects exist, and its score follows from them. None where this is
+        """Whether more than half of its checks give 1: all its defects exist, and its score follows from them. None if this is
         unknown: the claim was not checked, or missing and unreadable checks could have decided it."""
         if not self.claims:
             return False

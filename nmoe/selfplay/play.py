@@ -42,7 +42,7 @@ class JudgedEvaluation:
     @property
     def meta(self) -> float | None:
         """R_meta: 1 where it claims no defect; 0 where its claim is too long to be checked within the context, which is the
-        author's fault; None where the requested checks are lost or unreadable."""
+        author's fault; None if the requested checks are lost or unreadable."""
         if not self.analysis.claims:
             return 1.0
         return meta_score(self.analysis.checks) if self.asked else 0.0
@@ -78,7 +78,7 @@ class Attempted:
         ]
 
     def generator_reward(self) -> float | None:
-        """None where the reward is unknown: the proof was not accepted, or the checks of its own evaluation are lost or unreadable.
+        """None if the reward is unknown: the proof was not accepted, or the checks of its own evaluation are lost or unreadable.
         A completion that is no proof gets 0."""
         if self.outcome == "no_proof":
             return 0.0
@@ -87,7 +87,7 @@ class Attempted:
         return generator_reward(self.proof.evaluation.score, self.score, self.own.meta)
 
     def verifier_reward(self, judged: JudgedEvaluation) -> float | None:
-        """The reward of one analysis of an accepted proof; None where the checks of its claims are lost or unreadable."""
+        """The reward of one analysis of an accepted proof; None if the checks of its claims are lost or unreadable."""
         assert self.score is not None, "only an accepted proof tells what an analysis of it is worth"
         if judged.evaluation is None:
             return 0.0
@@ -214,7 +214,7 @@ class SelfPlay:
         return self._environment.fits(problem, self._context_tokens, self._sampling.max_new_tokens)
 
     def _evaluation(self, trajectory: Trajectory) -> WrittenEvaluation | None:
-        """Parses a verifier's completion; None where it is malformed or truncated."""
+        """Parses a verifier's completion; None if it is malformed or truncated."""
         if trajectory.grade.verdict is None:
             return None
         return read_evaluation(*self._environment.renderer.said(trajectory.turns[-1].sample.token_ids))

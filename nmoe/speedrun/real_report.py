@@ -39,7 +39,7 @@ class Result:
 
     @property
     def gain_in_form(self) -> PairedDifference | None:
-        """The gain on the problems that both models answered in form; None where these are too few."""
+        """The gain on the problems that both models answered in form; None if these are too few."""
         both = [(a.right, b.right) for a, b in zip(self.before, self.after, strict=True) if a.in_form and b.in_form]
         return paired_difference(*zip(*both, strict=True)) if len(both) >= FEWEST else None
 
@@ -105,7 +105,7 @@ def results(before: RealExamination, after: RealExamination) -> list[Result]:
 
 
 def perplexity_ratio(before: RealExamination, after: RealExamination) -> Ratio | None:
-    """The ratio on lambada; None where the set was not on this machine."""
+    """The ratio on lambada; None if the set was not on this machine."""
     if isinstance(before.lambada, str) or isinstance(after.lambada, str):
         return None
     difference = paired_mean_difference(before.lambada, after.lambada)

@@ -78,7 +78,7 @@ class _Record(BaseModel):
 
     @property
     def made(self) -> dict[str, str | None]:
-        """What this pipeline made, by name: its fingerprint; None where a stage may have been interrupted."""
+        """What this pipeline made, by name: its fingerprint; None if a stage may have been interrupted."""
         found: dict[str, str | None] = {name: mark for stage in self.done for name, mark in stage.made.items()}
         return found | self.reports | dict.fromkeys(self.making)
 

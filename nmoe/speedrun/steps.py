@@ -47,7 +47,7 @@ _RESTATEMENT = re.compile(r"(\d{1,9}) so far")
 @dataclass(frozen=True)
 class Solution:
     """Example: `Solution("Sum: 4+7+2+5", "18", ("4+7=11", "12+2=14", "14+5=19"), first_wrong=1, score=0.0)`; `first_wrong` counts
-    from 0 and is None where no step is wrong."""
+    from 0 and is None if no step is wrong."""
 
     question: str
     gold: str
@@ -70,7 +70,7 @@ class Solution:
 
 
 def first_wrong(question: str, steps: Sequence[str]) -> int | None:
-    """The oracle: the index of the first wrong step, None where all are right. A step is wrong if it is no addition, adds another
+    """The oracle: the index of the first wrong step, None if all are right. A step is wrong if it is no addition, adds another
     number than the next, starts from another total, has another result, or comes after the last number. Total over any steps."""
     numbers = _numbers(question)
     total, used = numbers[0], 1

@@ -151,7 +151,7 @@ class ChatTemplate:
         opens the turn: the prompt, and the turn. A template may open the reasoning of each turn that it asks for, and leave it
         out of those that it writes (DeepSeek-R1). Then the turn is `reasoning`, closed, and what the template writes.
 
-        Returns None where the template begins the turn in a third way, and where the reasoning has no place in it.
+        Returns None if the template begins the turn in a third way, and where the reasoning has no place in it.
         """
         declared = [tool.as_function() for tool in tools]
         breaker, _ = self._unused(_strings([*messages, *declared, reasoning]))
@@ -246,7 +246,7 @@ class ChatTemplate:
         """Renders what follows the last sampled token where the user speaks next: the end of the sampled turn as the template
         writes it, the user's words, and the start of the next turn.
 
-        The last two messages are the sampled turn, for which a mark stands, and the user's message. Returns None where the
+        The last two messages are the sampled turn, for which a mark stands, and the user's message. Returns None if the
         template then rewrites earlier messages, for example by dropping their reasoning.
         """
         *earlier, _, user = messages
@@ -265,7 +265,7 @@ class ChatTemplate:
 
     @cached_property
     def _written_end(self) -> int | None:
-        """The token with which the template ends the assistant's message; None where only the next message ends it."""
+        """The token with which the template ends the assistant's message; None if only the next message ends it."""
         text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
         found = self._end.search(text, text.rfind("!"))
         return None if found is None else self._ends[found[0]]
@@ -321,7 +321,7 @@ class ChatTemplate:
     def _render_marked(
         self, messages: Sequence[dict[str, Any]], tools: Any
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Returns the text and the spans that {% generation %} marks; None where the template has no such marks."""
+        """Returns the text and the spans that {% generation %} marks; None if the template has no such marks."""
         marks = _GENERATION.search(self._template) is not None
         texts, marked = self._rendered(messages, tools, False, marks)
         return texts[0], marked[0] if marks else None

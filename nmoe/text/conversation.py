@@ -53,7 +53,7 @@ class ToolDefinition:
         ToolDefinition("square", "Squares a number.",
                        {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]})
 
-    `parameters` describes an object; None where there are none.
+    `parameters` describes an object; None if there are none.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ToolDefinition:
 
 
 def split_reasoning(message: ChatMessage) -> tuple[str | None, str]:
-    """Splits a message into reasoning and content. The reasoning has a field of its own, or stands between tags at the start of
+    """Splits a message into reasoning and content. The reasoning has its own field, or stands between tags at the start of
     the content.
     """
     if message.reasoning is not None or message.role != "assistant":

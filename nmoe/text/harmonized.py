@@ -67,7 +67,7 @@ class ControlToken:
     """A control token that the tokenizer was given: `ControlToken("<|return|>", 49154, None, "<|im_end|>", 2)`.
 
     `renamed` is the name that the id had before, None for an id that had none. `like` and `like_id` are the token that means the
-    like, None where there is none.
+    like.
     """
 
     name: str

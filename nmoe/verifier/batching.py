@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 class Together(Generic[K, V]):
-    """Batches concurrent calls of a function of many keys, which runs in a thread of its own, and caches recent answers.
+    """Batches concurrent calls of a function of many keys, which runs in its own thread, and caches recent answers.
 
     An answer must depend on its key alone.
     """

@@ -54,7 +54,7 @@ def load_step_scorer(path: Path, device: str = "auto") -> StepScorer:
 class RewardModel:
     """A reward model trained by `nmoe reward`: its head's output at the last token of prompt and answer.
 
-    Concurrent calls are answered in one pass, in a thread of its own. A score is a pure function of the text: the model runs
+    Concurrent calls are answered in one pass, in its own thread. A score is a pure function of the text: the model runs
     with exact numerics, so that the rest of the pass does not matter. Recent scores are cached.
     """
 

@@ -27,7 +27,7 @@ from nmoe.config.tables.run import CheckpointSection, RunSection, SinksSection
 
 
 class RunConfig(Section):
-    """What every run has. Each command has a schema of its own, which adds the tables that it reads: any other is refused."""
+    """What every run has. Each command has its own schema, which adds the tables that it reads: any other is refused."""
 
     run: RunSection = Field(description="name, length, seed")
     model: ModelSection = Field(description="checkpoint or shape")

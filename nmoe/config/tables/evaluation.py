@@ -110,7 +110,8 @@ class RLEvalSection(ProbeSection):
             yield Conflict("environment", "is required: other problems than those of the training environment")
         if self.environment is None and self.allow_trained_on:
             yield Conflict(
-                "allow_trained_on", "is for an environment of its own: a split of the training environment is held out"
+                "allow_trained_on",
+                "is for an environment beside the run's: a split of the training environment is held out",
             )
         if self.environment is not None and self.split != "eval":
             yield Conflict("split", "applies to the training environment, and this table names another")

@@ -165,7 +165,7 @@ class RewardModelRewardConfig(RewardKeys):
 
 
 def _unusable(parts: SplitResult) -> str | None:
-    """Why no connection can be made to the host and port of a URL; None where one may be."""
+    """Why no connection can be made to the host and port of a URL; None if one may be."""
     try:
         if parts.port == 0:
             return "names port 0; a port is 1 to 65535"

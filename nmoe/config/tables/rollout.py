@@ -51,7 +51,7 @@ class SandboxSettings(Section):
         default=1_900_000_000,
         ge=1000,
         le=2**31 - 2,
-        description="as root, each live sandbox has a uid of its own, from this one on; nobody else may have them",
+        description="as root, each live sandbox has its own uid, from this one on; nobody else may have them",
     )
     cgroup: Literal["auto", "required", "off"] = Field(
         default="auto",

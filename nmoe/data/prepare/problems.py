@@ -33,9 +33,9 @@ def digest(problem: str) -> bytes:
 
 
 def ends_in_box(solution: str, label: str) -> str | None:
-    r"""The solution with `\boxed{label}` as its end; None where its last box is not the label, or it has none.
+    r"""The solution with `\boxed{label}` as its end; None if its last box is not the label, or it has none.
 
-    A last formula that is only the box becomes the box, and after any other end the box is repeated on a line of its own.
+    A last formula that is only the box becomes the box, and after any other end the box is repeated on its own line.
     """
     start = solution.rfind("\\boxed")
     match = None if start < 0 else _BOX.match(solution, start)

@@ -66,7 +66,7 @@ class LabelledSteps:
 
     @property
     def score(self) -> float | None:
-        """0 with a wrong step, 1 for right ones that solve the problem, 0.5 for right ones that do not; None where a step is not
+        """0 with a wrong step, 1 for right ones that solve the problem, 0.5 for right ones that do not; None if a step is not
         labelled, so that nobody knows."""
         if "-" in self.labels:
             return 0.0

@@ -113,7 +113,7 @@ def _dropped(completion: _Completion, dropped: Counter[str]) -> bool:
 
 
 def _read_step(step: Any, place: str) -> tuple[_Completion | None, list[_Completion]]:
-    """The completion that the solution goes on from or ends in, None where there is none, and the others."""
+    """The completion that the solution goes on from or ends in, and the others."""
     listed = _object(step, place).get("completions") or []
     if not isinstance(listed, list):
         raise _MalformedError(f"{place}.completions is not a list")

@@ -109,7 +109,7 @@ def _prm800k_rows(path: str, split: str) -> Iterator[Row]:
 
 def _fetched() -> str:
     """The directory of the mirror's files in the hub's cache; its name where the mirror has no such files, or where the hub is not
-    asked and its cache lacks them (the datasets library has a cache of its own). Raises UserError where the hub does not give them.
+    asked and its cache lacks them (the datasets library has its own cache). Raises UserError where the hub does not give them.
 
     Files of JSON lines are read as they are: types that the datasets library would guess from some records differ in others.
     """

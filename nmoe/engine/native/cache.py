@@ -49,7 +49,7 @@ def cache_size(
         beside = f" beside {seats} sequences' states ({seat} bytes each)" if seat else ""
         raise UserError(f"a cache of {given} bytes holds not even one block of this model ({size} bytes){beside}")
     if not seat:
-        # What takes no memory is never short: whoever is prefilled, or waits to start, holds a block of its own.
+        # What takes no memory is never short: whoever is prefilled, or waits to start, holds its own block.
         seats = blocks + max_sequences
     return CacheSize(blocks, seats, blocks * size + seats * seat)
 

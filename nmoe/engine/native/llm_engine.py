@@ -104,7 +104,7 @@ class LLMEngine:
     ) -> SequenceGroup:
         if request.request_id in self.scheduler.groups:
             raise UserError(
-                f"request {request.request_id}: another request of this id is running; give each an id of its own"
+                f"request {request.request_id}: another request of this id is running; give each its own id"
             )
         group = SequenceGroup(request, self.scheduler.arrived, on_token, on_sample)
         self.scheduler.add(group)

@@ -84,7 +84,7 @@ class MultiTurnEnv:
         >>> run.metrics[0]["correctness/Guess"]
         0.0
 
-    Each episode has an instance of its own. Its attributes are its state: JSON values, recorded with every turn, so that an episode
+    Each episode has its own instance. Its attributes are its state: JSON values, recorded with every turn, so that an episode
     can be replayed. Attributes whose names begin with `_` are shared by all episodes and not recorded; lists and dicts of the class
     are shared, too, so an episode may only read them. `record` is the object of
     the task pool, empty where there is no dataset. `rng` is a random.Random: the problem seeds it in `prompt`; run,

@@ -77,7 +77,7 @@ class AsyncToolExecutor:
         clock = None
         try:
             if tool.sandbox_parameter is not None:
-                # Before the call's time begins: opening has a deadline of its own, and is no fault of the policy's.
+                # Before the call's time begins: opening has its own deadline, and is no fault of the policy's.
                 arguments[tool.sandbox_parameter] = await session.sandbox()
             async with asyncio.timeout(deadline_s) as clock:
                 if tool.is_async:

@@ -4,7 +4,7 @@
         "Looks a word up in the dictionary."
 
 Arguments arrive as JSON, and pydantic checks them against the hints. A parameter with the hint `Sandbox` receives the
-trajectory's sandbox and is hidden from the policy. A plain `def` runs in a thread of its own and cannot be stopped there: code
+trajectory's sandbox and is hidden from the policy. A plain `def` runs in its own thread and cannot be stopped there: code
 that may hang belongs in an `async def`, or in the sandbox. (docs/guides/tools.md)
 """
 

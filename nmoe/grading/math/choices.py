@@ -6,7 +6,7 @@ import re
 
 from nmoe.grading.math.normalization import normalize
 
-# A choice has a sign of its own around or after its letter, and something between it and its value.
+# A choice has its own sign around or after its letter, and something between it and its value.
 _CHOICE = re.compile(
     r"\s*(?:\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{\s*(?:\(([A-J])\)|([A-J])[.):])\s*\}(?:\s|\\[ ,;:]|\\q?quad|~)*"
     r"|(?:\(([A-J])\)|([A-J])[.):])(?:\s|\\[ ,;:]|\\q?quad|~)+)(?![A-J]\s*$)(\S.*)",

@@ -61,7 +61,7 @@ def refuse_stacked(family: Family, config: ModelConfig) -> None:
 
 
 def quantization_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
-    """The `quantization_config` of an export; None where its profile needs none."""
+    """The `quantization_config` of an export; None if its profile needs none."""
     if config.expert_profile in (None, "bf16"):
         return None
     # Servers quantise every linear layer that is not named here.

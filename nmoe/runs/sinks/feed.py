@@ -11,7 +11,7 @@ QUEUE_LIMIT = 1000
 
 
 class Feed:
-    """Feeds one sink from a thread of its own, so that a slow sink, or one that is down, costs the run nothing.
+    """Feeds one sink from its own thread, so that a slow sink, or one that is down, costs the run nothing.
 
     A record is dropped where the queue is full, and lost where the sink raises; both are counted.
 
@@ -53,7 +53,7 @@ class Feed:
         self._thread.join(seconds)
 
     def trouble(self) -> str | None:
-        """One line: how many records were not written, and the first and the last reason. None where nothing went wrong."""
+        """One line: how many records were not written, and the first and the last reason. None if nothing went wrong."""
         with self._change:
             reasons = [*self._reasons, *(["it did not end in time"] if self._thread.is_alive() else [])]
             if not reasons:
@@ -80,7 +80,7 @@ class Feed:
             self._fail(f"could not be closed: {_shown(error)}")
 
     def _next(self) -> Callable[[Sink], None] | None:
-        """The next record, as soon as there is one; None where the run is over."""
+        """The next record, as soon as there is one; None if the run is over."""
         with self._change:
             self._change.wait_for(lambda: self._waiting or self._closing)
             return self._waiting.popleft() if self._waiting else None

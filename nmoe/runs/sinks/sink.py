@@ -28,7 +28,7 @@ class Attempt:
 
 
 class Sink(Protocol):
-    """Takes the metrics of a run, in the order of its steps, on a thread of its own. Any method may raise; the failure is
+    """Takes the metrics of a run, in the order of its steps, on its own thread. Any method may raise; the failure is
     counted."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -143,13 +143,13 @@ class Renderer(Protocol):
         those of weight 0.
 
         A conversation becomes one sequence wherever the format allows it. What a turn shows only while it is the last (its
-        reasoning, which later turns do not see) is learned in a sequence of its own, which ends with the turn: every learned
+        reasoning, which later turns do not see) is learned in its own sequence, which ends with the turn: every learned
         token is predicted from what a policy would have before it. Raises UserError, without the record's place, where the
         format cannot express it."""
 
 
 def natural_format(tokenizer: HarmonyTokenizer) -> NaturalFormat | None:
-    """The format that a tokenizer is made for: Harmony where it has all control tokens, else its own chat template, None where it
+    """The format that a tokenizer is made for: Harmony where it has all control tokens, else its own chat template, None if it
     has neither.
     """
     try:

@@ -91,7 +91,7 @@ class ChatRenderer:
 
     @cached_property
     def has_reasoning(self) -> bool:
-        """Whether the template says anything of reasoning: in its text, or by writing a field of its own."""
+        """Whether the template says anything of reasoning: in its text, or by writing its own field."""
         return self._template.opens_reasoning or self._reads_reasoning or self._template.names(END_THINK)
 
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:
@@ -152,7 +152,7 @@ class ChatRenderer:
 
     @cached_property
     def _reads_reasoning(self) -> bool:
-        """Whether the template writes reasoning from a field of its own."""
+        """Whether the template writes reasoning from its own field."""
         probe = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "!", "reasoning_content": "because"},
@@ -181,7 +181,7 @@ class ChatRenderer:
     def _sampled(
         self, messages: Messages, taken: Sequence[dict[str, Any]], index: int, tools: Tools
     ) -> tuple[list[int], list[int]] | None:
-        """Prompt and turn of a message that the template never writes as it is sampled; None where it cannot be sampled either."""
+        """Prompt and turn of a message that the template never writes as it is sampled; None if it cannot be sampled either."""
         if index == 0:
             return None
         reasoning = split_reasoning(messages[index])[0] or ""

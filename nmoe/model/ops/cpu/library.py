@@ -48,7 +48,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 @cache
 def library(instructions: str | None = None) -> ctypes.CDLL | None:
-    """The kernels compiled for these instructions (default: those that torch uses), or None where they cannot be compiled. Warns if
+    """The kernels compiled for these instructions (default: those that torch uses), or None if they cannot be compiled. Warns if
     that is for want of a compiler."""
     if platform.system() != "Linux":
         return None
