@@ -15,7 +15,7 @@ from nmoe.model.checkpoint import export_model, read_config, stored_dtype
 from nmoe.model.peft_format import is_adapter, save_adapter
 from nmoe.model.policy import base_of, load_policy
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.runs.storage import make_directory, storage_errors
+from nmoe.runs.whole import whole_directory
 from nmoe.text.harmony import Harmony
 from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT
 from nmoe.text.tokenizer import Tokenizer
@@ -62,26 +62,19 @@ def export_checkpoint(
     model, lora = load_policy(source, stored if dtype is None else getattr(torch, dtype))
     if not model.generation:
         model.generation = generation_of(source)
-    partial = directory.with_name(f".{directory.name}.partial")
-    with storage_errors(directory):
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            make_directory(partial, "name another to export to")
-            if lora is None:
+    with whole_directory(directory, "name another to export to") as partial:
+        if lora is None:
+            export_model(model, partial)
+        elif format == "peft":
+            save_adapter(lora, partial)
+        else:
+            with lora.merged():
                 export_model(model, partial)
-            elif format == "peft":
-                save_adapter(lora, partial)
-            else:
-                with lora.merged():
-                    export_model(model, partial)
-            if is_gguf(source):
-                Tokenizer.load(source).save(partial)
-            for name in _TOKENIZER_FILES:
-                if (source / name).exists():
-                    shutil.copyfile(source / name, partial / name)
-            partial.replace(directory)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        if is_gguf(source):
+            Tokenizer.load(source).save(partial)
+        for name in _TOKENIZER_FILES:
+            if (source / name).exists():
+                shutil.copyfile(source / name, partial / name)
 
 
 def generation_of(source: Path) -> dict[str, object]:

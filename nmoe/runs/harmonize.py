@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,7 +24,7 @@ from nmoe.model.peft_format import is_adapter
 from nmoe.model.shards import Shards, write_shards
 from nmoe.parsing import json_object
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.runs.storage import make_directory, storage_errors
+from nmoe.runs.whole import whole_directory
 from nmoe.text.harmonized import ControlToken, Harmonized, harmonized
 from nmoe.text.harmony import Harmony
 from nmoe.text.harmony_format import END_OF_TEXT
@@ -55,23 +54,16 @@ def harmonize(model: Path, out: Path | None = None, embeddings: Embeddings = "li
     if out.exists():
         raise UserError(f"{out}: exists; name another directory with --out")
     tokenizer, shards = Tokenizer.load(source), Shards(source)
-    partial_ = out.with_name(f".{out.name}.partial")
-    with storage_errors(out):
+    with whole_directory(out, "name another directory with --out") as partial_:
         try:
-            shutil.rmtree(partial_, ignore_errors=True)
-            make_directory(partial_, "name another to write to")
-            try:
-                given = harmonized(tokenizer, _files(tokenizer))
-            except UserError as error:
-                raise UserError(f"{source}: {error}") from None
-            rows = max(_rows(source), *(token.id + 1 for token in given.added))
-            write_shards(partial_, _tensors(source, shards, given.added, rows, embeddings), SHARD_BYTES)
-            for name, text in given.files.items():
-                (partial_ / name).write_text(text, encoding="utf-8")
-            _write_settings(source, partial_, tokenizer, rows)
-            partial_.replace(out)
-        finally:
-            shutil.rmtree(partial_, ignore_errors=True)
+            given = harmonized(tokenizer, _files(tokenizer))
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from None
+        rows = max(_rows(source), *(token.id + 1 for token in given.added))
+        write_shards(partial_, _tensors(source, shards, given.added, rows, embeddings), SHARD_BYTES)
+        for name, text in given.files.items():
+            (partial_ / name).write_text(text, encoding="utf-8")
+        _write_settings(source, partial_, tokenizer, rows)
     yield from _lines(given, embeddings)
     yield f"written to {out}, {rows:,} rows in its embedding; a run takes it as model.path"
 

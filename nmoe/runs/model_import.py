@@ -14,7 +14,7 @@ from nmoe.gguf_file import SUFFIX, is_gguf
 from nmoe.model.checkpoint import copy_gguf
 from nmoe.model.gguf.tensors import GGUFTensors
 from nmoe.parsing import json_object
-from nmoe.runs.storage import make_directory, storage_errors
+from nmoe.runs.whole import whole_directory
 from nmoe.text.tokenizer import Tokenizer
 
 RECORD = "imported.json"
@@ -37,19 +37,12 @@ def import_model(source: str, out: Path | None = None, announce: Callable[[str],
             return out
         raise UserError(f"{out}: exists and is not an import of {model.name}; name another directory with --out")
     check_room(model, out)
-    partial = out.with_name(f".{out.name}.partial")
-    with storage_errors(out):
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            make_directory(partial, "name another with --out")
-            tokenizer = Tokenizer.load(model)
-            announce(f"writing {out}")
-            copy_gguf(model, partial)
-            tokenizer.save(partial)
-            (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-            partial.replace(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with whole_directory(out, "name another directory with --out") as partial:
+        tokenizer = Tokenizer.load(model)
+        announce(f"writing {out}")
+        copy_gguf(model, partial)
+        tokenizer.save(partial)
+        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     return out
 
 

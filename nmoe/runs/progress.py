@@ -9,8 +9,10 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as LiveProgress
+from rich.table import Column
+from rich.text import Text
 
 from nmoe.runs.storage import append_whole
 
@@ -26,6 +28,19 @@ _FORMATS = {
 }
 # The time left follows the pace of this many last steps: responses grow longer as a run goes on.
 _PACE_STEPS = 20
+# A terminal narrower than this has no room for a bar: the step says the same.
+_BAR_COLUMNS = 110
+
+
+class _Numbers(ProgressColumn):
+    """The numbers of a step. Of all columns this one alone gives way where the terminal is narrow, and its end is cut."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
+
+
+def _fixed(text: str) -> TextColumn:
+    return TextColumn(text, markup=False, table_column=Column(no_wrap=True))
 
 
 class Progress:
@@ -36,7 +51,8 @@ class Progress:
             progress.note("checkpoint at step 1")
 
     The lines read `grpo 1/200  reward 0.310  correctness 12.0%  tokens/s 5,200  left 0:53:20`. A plain line is printed
-    for the first step, the last, and at most every 10 s between them; on a terminal those lines go to the log alone.
+    for the first step, the last, and at most every 10 s between them; on a terminal those lines go to the log alone, and the live
+    one has the time left before the numbers.
 
     total: the last step of the run. done: the step it starts from. Raises StorageError if the log cannot be written.
     """
@@ -59,14 +75,15 @@ class Progress:
         self._paces: deque[tuple[float, int]] = deque([(clock(), done)], maxlen=_PACE_STEPS + 1)
         self._last_line: float | None = None
         self._live = LiveProgress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}", markup=False),
+            _fixed("{task.description}"),
+            *([BarColumn(bar_width=20)] if self._console.width >= _BAR_COLUMNS else []),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            _fixed("{task.fields[left]}"),
+            _Numbers(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._live.add_task(label, total=total, completed=done, numbers="")
+        self._task = self._live.add_task(label, total=total, completed=done, left="", numbers="")
 
     def __enter__(self) -> "Progress":
         self._live.start()
@@ -88,12 +105,12 @@ class Progress:
         now = self._clock()
         self._paces.append((now, step))
         shown = "  ".join(f"{name} {value:{_FORMATS.get(name, '.4g')}}" for name, value in numbers.items())
-        shown += f"  left {self._left(step)}"
-        self._live.update(self._task, completed=step, numbers=shown)
+        left = f"left {self._left(step)}"
+        self._live.update(self._task, completed=step, left=left, numbers=shown)
         due = self._last_line is None or now - self._last_line >= _PLAIN_INTERVAL_S
         if due or step == self._total:
             self._last_line = now
-            line = f"{self._label} {step}/{self._total}  {shown}"
+            line = f"{self._label} {step}/{self._total}  {shown}  {left}"
             if not self._console.is_terminal:
                 self._print(line)
             self._append(line)

@@ -16,13 +16,14 @@ _options = ["--run.resume=true"]
 
 
 def how_to_resume() -> str:
-    """What to add to the command that was started, to go on with its run: `--run.resume=true`."""
+    """What to add to the command that was started, to go on with its run: `--run.resume=true`; nothing for one without a run."""
     return _options[-1]
 
 
 @contextmanager
 def resumed_by(options: str) -> Iterator[None]:
-    """In the `with` block, in every thread, runs are resumed by `options`: those of a command that starts runs of its own."""
+    """In the `with` block, in every thread, runs are resumed by `options`: those of a command that starts runs of its own, and
+    "" for one that starts none."""
     _options.append(options)
     try:
         yield
@@ -58,8 +59,8 @@ def storage_errors(path: Path) -> Iterator[None]:
         if reason is None:
             raise
         raise StorageError(
-            f"{path}: cannot be written: {reason} ({bytes_free(path):,} bytes free on its disk). "
-            f"Make room or permit writing there; a run goes on from its last checkpoint with {how_to_resume()}."
+            f"{path}: cannot be written: {reason} ({bytes_free(path):,} bytes free on its disk). Make room or permit writing there"
+            + (f"; a run goes on from its last checkpoint with {how_to_resume()}." if how_to_resume() else ".")
         ) from error
 
 

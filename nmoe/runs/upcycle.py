@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from nmoe.errors import UserError
 from nmoe.model.peft_format import is_adapter
 from nmoe.model.upcycle import Upcycling, mixture_of, write_mixture
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.runs.storage import bytes_free, make_directory, storage_errors
+from nmoe.runs.storage import bytes_free
+from nmoe.runs.whole import whole_directory
 from nmoe.text.tokenizer import Tokenizer
 
 
@@ -31,17 +31,10 @@ def upcycle(model: Path, settings: Upcycling, out: Path | None = None) -> str:
     mixture = mixture_of(source, settings)
     tokenizer, size = Tokenizer.load(source), mixture.parameters * mixture.dtype.itemsize
     if size > (free := bytes_free(out)):
-        there = f"takes {size / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free"
-        raise UserError(f"{out}: {there}; name a place on a larger one with --out")
-    partial = out.with_name(f".{out.name}.partial")
-    with storage_errors(out):
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            make_directory(partial, "name another with --out")
-            write_mixture(mixture, settings, partial)
-            tokenizer.save(partial)
-            partial.replace(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        there = f"takes {size:,} bytes, and {free:,} are free there"
+        raise UserError(f"{out}: {there}; make room, or name a directory of another disk with --out")
+    with whole_directory(out, "name another directory with --out") as partial:
+        write_mixture(mixture, settings, partial)
+        tokenizer.save(partial)
     chosen = f"{settings.top_k} of {settings.experts} experts" + (" and a shared one" if settings.shared_expert else "")
     return f"written to {out}: {mixture.parameters:,} weights as {mixture.family.MODEL_TYPE}, {chosen} for each token"

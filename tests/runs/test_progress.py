@@ -86,10 +86,28 @@ def test_a_terminal_shows_one_live_line_and_the_log_plain_ones(tmp_path: Path) -
     run_steps(tmp_path / "log.txt", console, seconds_per_step=1.0)
     last = [line for line in out.getvalue().splitlines() if "grpo" in line][-1]
     assert "30/30" in last
-    assert "reward 0.300  left 0:00:00" in last
+    assert "left 0:00:00 reward 0.300" in last
     assert "grpo 11/30" not in out.getvalue()
     assert (tmp_path / "log.txt").read_text().splitlines()[2] == "grpo 11/30  reward 0.110  left 0:00:19"
     assert "\x1b" not in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (40, "grpo  3/80 left 0:01:17 reward 0.500  c…"),
+        (60, "grpo  3/80 left 0:01:17 reward 0.500  correctness 12.5%  fo…"),
+    ],
+)
+def test_a_narrow_terminal_keeps_the_step_and_the_time_left(tmp_path: Path, width: int, shown: str) -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    with Progress(80, tmp_path / "log.txt", "grpo", 0, console, clock) as progress:
+        for step in range(1, 4):
+            clock.now += 1.0
+            progress.step(step, {"reward": 0.5, "correctness": 0.125, "format": 0.9, "tokens/s": 5200.0, "loss": 2.0})
+    lines = [line for line in out.getvalue().replace("\r", "\n").splitlines() if "3/80" in line]
+    assert lines[-1].removeprefix("\x1b[2K").rstrip() == shown
 
 
 def test_the_log_of_an_earlier_start_is_kept(tmp_path: Path) -> None:
