@@ -1,14 +1,16 @@
 """Counts the code of nmoe/ at one commit or several: python scripts/count_code.py [COMMIT ...]
 
-Prints, side by side, the lines of code of every room, then for each commit the files that are too long or too short and the
-import circles. Without arguments it compares the last commit before the rooms were rebuilt with HEAD; `.` is the working tree.
-A line of code has a token that belongs neither to a comment nor to a docstring. C++ is not counted.
+Prints, side by side, the lines of code of every room, and the numbers of modules (Python files but for `__init__.py`), of all files
+of nmoe/ and of all files of the repository; then for each commit the files that are too long or too short and the import circles.
+Without arguments it compares the last commit before the rooms were rebuilt with HEAD; `.` is the working tree. A line of code has
+a token that belongs neither to a comment nor to a docstring. C++ is not counted.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import subprocess
 import sys
 import tokenize
 from collections import Counter
@@ -112,12 +114,15 @@ def _reachable(graph: Mapping[str, Collection[str]], start: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Code:
-    """What is counted of one commit, e.g. rooms = {"rl": 9153}, long = {"nmoe/cli.py": 738}, short = {"nmoe/rl/turn.py": 22},
-    circles = [["nmoe.rl.rewards.reward", "nmoe.rl.rollout.trajectory"]], and `late_circles` the further ones that imports inside of
-    functions or for types alone close. Files of packages (`__init__.py`) may be short."""
+    """The counts of one commit: lines of code by room, modules, files of nmoe/ and of the repository, e.g. rooms = {"rl": 9153},
+    long = {"nmoe/cli.py": 738}, short = {"nmoe/rl/turn.py": 22}, circles = [["nmoe.rl.rewards.reward",
+    "nmoe.rl.rollout.trajectory"]], and `late_circles`: the further ones that imports inside of functions or for types alone close.
+    Files of packages (`__init__.py`) may be short."""
 
     rooms: Counter[str]
+    modules: int
     files: int
+    tracked: int
     long: dict[str, int]
     short: dict[str, int]
     circles: list[list[str]]
@@ -132,8 +137,18 @@ def sources(tree: Path) -> Iterator[tuple[Path, str, str]]:
         yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file.read_text()
 
 
+def tracked(tree: Path) -> list[Path]:
+    """The files of a commit, relative to `tree`. In a repository those that git tracks or would add; elsewhere all there are."""
+    if not (tree / ".git").exists():
+        return [path.relative_to(tree) for path in tree.rglob("*") if path.is_file()]
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate", "-z"]
+    listed = subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout.split("\0")
+    return [Path(name) for name in listed if name and (tree / name).exists()]
+
+
 def count(tree: Path) -> Code:
     """Counts the files below `tree`."""
+    every = tracked(tree)
     files = list(sources(tree))
     known = {module for _, module, _ in files}
     found = {module: imports(module, text, known, path.name == "__init__.py") for path, module, text in files}
@@ -144,7 +159,9 @@ def count(tree: Path) -> Code:
     at_once = circles({module: each.at_once for module, each in found.items()})
     return Code(
         rooms,
-        len(files),
+        sum(path.name != "__init__.py" for path, _, _ in files),
+        sum(path.parts[0] == "nmoe" for path in every),
+        len(every),
         {path: lines for path, lines in lengths.items() if lines > LONGEST},
         {path: lines for path, lines in lengths.items() if lines < SHORTEST and not path.endswith("__init__.py")},
         at_once,
@@ -165,7 +182,12 @@ def report(named: Mapping[str, Code]) -> Iterator[str]:
     totals = [code.rooms.total() for code in named.values()]
     yield f"{'in all':<16}" + "".join(f"{total:>12}" for total in totals)
     yield f"{'of the first':<16}" + "".join(f"{total / totals[0]:>12.1%}" for total in totals)
-    yield f"{'files':<16}" + "".join(f"{code.files:>12}" for code in named.values())
+    for title, numbers in (
+        ("modules", [code.modules for code in named.values()]),
+        ("files of nmoe", [code.files for code in named.values()]),
+        ("files in all", [code.tracked for code in named.values()]),
+    ):
+        yield f"{title:<16}" + "".join(f"{number:>12}" for number in numbers)
     for commit, code in named.items():
         yield f"\n{subject(commit)}"
         for title, lengths in ((f"over {LONGEST} lines", code.long), (f"under {SHORTEST} lines", code.short)):

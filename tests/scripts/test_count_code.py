@@ -1,11 +1,12 @@
 """What scripts/count_code.py counts as code, and which imports and circles it sees."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from count_code import Imports, circles, code_lines, count, imports
+from count_code import Imports, circles, code_lines, count, imports, tracked
 
 SOURCE = '''"""A module.
 
@@ -55,7 +56,19 @@ def test_a_tree_is_counted_by_room(tmp_path: Path) -> None:
     (room / "long.py").write_text("from nmoe.room.short import y\n" + "x = 1\n" * 450)
     (room / "short.py").write_text("y = 1\n\n\ndef f():\n    from nmoe.room.long import x\n")
     (tmp_path / "nmoe" / "top.py").write_text("z = 1\n" * 40)
+    (room / "words.txt").write_text("one")
+    (tmp_path / "README.md").write_text("nmoe")
     code = count(tmp_path)
     assert code.rooms == {"room": 454, "top.py": 40}
+    assert (code.modules, code.files, code.tracked) == (3, 5, 6)
     assert (code.long, code.short) == ({"nmoe/room/long.py": 451}, {"nmoe/room/short.py": 5})
     assert (code.circles, code.late_circles) == ([], [["nmoe.room.long", "nmoe.room.short"]])
+
+
+def test_of_a_repository_the_files_that_git_would_add_are_counted(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    for name in (".gitignore", "kept.py", "gone.py", "new.py", "ignored.log"):
+        (tmp_path / name).write_text("*.log\n")
+    subprocess.run(["git", "add", "kept.py", "gone.py"], cwd=tmp_path, check=True)
+    (tmp_path / "gone.py").unlink()
+    assert sorted(map(str, tracked(tmp_path))) == [".gitignore", "kept.py", "new.py"]
