@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,29 +64,56 @@ def stages(*weights: Mapping[str, float]) -> list[Record]:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """What is tried: stages of the environment, or a `rubric` where half of the prompts show examples; on how many answers the
-    model was fine-tuned before; how new embeddings are set; and settings of the run by table."""
+    """What is tried: stages of the environment, or a `rubric` and sources of problems; on how many answers the model was
+    fine-tuned before; how new embeddings are set; and settings of the run by table."""
 
     what: str
     stages: list[Record] = field(default_factory=list)
     fine_tuned: int = 0
     rubric: Mapping[str, float] = field(default_factory=dict)
+    sources: Sequence[Record] = ()
     embeddings: str = "like"
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
+_HALF_SHOWN = ({"name": "shown", "weight": 1.0, "examples": 2}, {"name": "bare", "weight": 1.0})
+# From copying the name to saying it: each is met as soon as the ones before it are learned.
+_HINTS = ["\nfinal:", ' "final".', " Final.", "\nFinal:", "\nFinal answer:", " Give the final answer."]
 _PREFIX = stages(_SPARSE, _SPARSE, _DENSE, _DENSE)
 # Two sources, so that each is met in every other step.
 _EXAMPLES = {"batch": {"prompts_per_step": 4, "group_size": 32}}
 CURRICULA: Mapping[str, Curriculum] = {
     "examples": Curriculum(
-        "half of the prompts show two examples; near misses pay", rubric=_DENSE | {"correctness": 1.0}
+        "half of the prompts show two examples; near misses pay",
+        rubric=_DENSE | {"correctness": 1.0},
+        sources=_HALF_SHOWN,
     ),
     "examples_sparse": Curriculum(
-        "half of the prompts show two examples; only a valid form pays", rubric=_SPARSE, settings=_EXAMPLES
+        "half of the prompts show two examples; only a valid form pays",
+        rubric=_SPARSE,
+        sources=_HALF_SHOWN,
+        settings=_EXAMPLES,
     ),
     "examples_mean": Curriculum(
-        "as the first, embeddings the mean of all tokens'", rubric=_DENSE, embeddings="mean", settings=_EXAMPLES
+        "as the first, embeddings the mean of all tokens'",
+        rubric=_DENSE,
+        sources=_HALF_SHOWN,
+        embeddings="mean",
+        settings=_EXAMPLES,
+    ),
+    "hints_sparse": Curriculum(
+        "some prompts show an example, some say the name, one in eight neither; only a valid form pays",
+        rubric=_SPARSE,
+        sources=(
+            {"name": "shown", "weight": 3.0, "examples": 1},
+            {"name": "hinted", "weight": 4.0, "hints": _HINTS},
+            {"name": "bare", "weight": 1.0},
+        ),
+        settings={
+            "sampling": {"max_new_tokens": 8},
+            **_EXAMPLES,
+            "optimizer": {"learning_rate": 1e-4},
+        },
     ),
     "prefix": Curriculum("start given and taken away; near misses pay once `final` is lacking", _PREFIX),
     "prefix_dense": Curriculum("start given and taken away; near misses always pay", stages(*[_DENSE] * 4)),
@@ -172,8 +199,7 @@ def configuration(name: str, seed: int) -> Record:
         environment["curriculum"] = {"window_steps": 2, "stages": curriculum.stages}
         del environment["rubric"]
     else:
-        bare = environment["task_pool"] | {"weight": 1.0}
-        sources = [bare | {"name": "shown", "examples": 2}, bare | {"name": "bare"}]
+        sources = [environment["task_pool"] | source for source in curriculum.sources]
         environment["task_pool"] = {"type": "mixture", "sources": sources}
     for table, settings in curriculum.settings.items():
         config[table] |= settings

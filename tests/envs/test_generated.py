@@ -118,3 +118,15 @@ def test_examples_are_solved_training_problems_before_the_question(make_pool: Ma
             assert answered.channel == "final"
     assert make_pool(table | {"examples": 2}).take(40) == shown
     assert len({problem.history for problem in shown}) == 40
+
+
+def test_hints_follow_the_question_and_change_neither_problem_nor_split(make_pool: MakePool) -> None:
+    table = {"type": "generated", "task_type": "compare", "difficulty": [2, 2], "split": "eval"}
+    hints = ["\nfinal:", " Final.", ""]
+    bare, hinted = make_pool(table).take(60), make_pool(table | {"hints": hints, "examples": 1}).take(60)
+    followed = [one.question.removeprefix(plain.question) for one, plain in zip(hinted, bare, strict=True)]
+    assert {hint: followed.count(hint) > 10 for hint in hints} == dict.fromkeys(hints, True)
+    assert [(one.gold, one.metadata) for one in hinted] == [(one.gold, one.metadata) for one in bare]
+    assert all(one.history[0].content.endswith("Answer with one number.") for one in hinted)
+    assert make_pool(table | {"hints": hints, "examples": 1}).take(60) == hinted
+    assert make_pool(table | {"hints": hints}).order.fingerprint != make_pool(table).order.fingerprint

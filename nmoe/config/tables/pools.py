@@ -32,6 +32,10 @@ class GeneratedPool(Section):
         le=64,
         description="number of solved training problems that each prompt shows before its question",
     )
+    hints: Array[str] = Field(
+        default=(),
+        description='texts of which one, drawn at random, follows each question, such as `\\nfinal:`; "" for nothing',
+    )
     max_examples: int | None = Field(default=None, ge=1, description="number of problems; default: endless")
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -48,6 +48,7 @@ class Generated:
             settings.split,
             settings.seed,
             *([settings.examples] if settings.examples else []),
+            *(["hints", *settings.hints] if settings.hints else []),
         )
         self._settings = settings
         first = self.at(0)
@@ -59,8 +60,19 @@ class Generated:
         settings = self._settings
         rng = random.Random(stable_hash("generated", settings.seed, settings.task_type, position))
         problem = self._drawn(rng, settings.split, position)
-        if not settings.examples:
-            return problem
+        return replace(
+            problem, question=problem.question + self._hint(position), history=self._history(position, problem)
+        )
+
+    def _hint(self, position: int) -> str:
+        """The text that follows the question; the split is that of the question without it."""
+        settings = self._settings
+        rng = random.Random(stable_hash("generated hints", settings.seed, settings.task_type, position))
+        return rng.choice(settings.hints) if settings.hints else ""
+
+    def _history(self, position: int, problem: Problem) -> tuple[Message, ...]:
+        """The solved problems that stand before the question."""
+        settings = self._settings
         # Solved training problems, whatever the split: an evaluation shows none of its own.
         rng = random.Random(stable_hash("generated examples", settings.seed, settings.task_type, position))
         history: list[Message] = []
@@ -79,7 +91,7 @@ class Generated:
                 )
             asked = TASKS[settings.task_type].messages(example)
             history += [*asked, Message("assistant", example.gold, channel="final")]
-        return replace(problem, history=tuple(history))
+        return tuple(history)
 
     def _drawn(self, rng: random.Random, split: str, position: int) -> Problem:
         settings = self._settings
