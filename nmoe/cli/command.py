@@ -24,17 +24,33 @@ from nmoe.cli.packaged import check, gc, list_configurations, list_environments,
 from nmoe.cli.runs import attempt, compare, diff, list_runs, log_attempt, replay, report, samples, show_run, sync, table
 from nmoe.cli.speedrun import speedrun
 from nmoe.cli.train import check_ranks, dpo, pretrain, reward, selfplay, sft, train, verifier
-from nmoe.errors import UserError
+from nmoe.errors import UserError, shown
 
 # Newer versions of typer write the Python type behind an argument: `CONFIG <list[str]>`.
 _ARGUMENT_TYPE = re.compile(r"^(  [^-\s].*?) <[\w\[\]]+>", re.MULTILINE)
 
 
 class Verb(typer.core.TyperCommand):
-    """A verb whose help names its arguments without their Python types."""
+    """A verb whose help names its arguments without their Python types, and whose messages show the wrong value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = _plain(error)
+            raise
 
     def get_help(self, ctx: Any) -> str:
         return _ARGUMENT_TYPE.sub(lambda found: found[1].ljust(len(found[0])), super().get_help(ctx))
+
+
+def _plain(error: typer.BadParameter) -> str:
+    """The message of a wrong value: 'x' should be a valid integer. typer takes over pydantic's, which leaves the value out."""
+    if (errors := getattr(error.__cause__, "errors", None)) is None:
+        return error.message
+    first = errors()[0]
+    said = first["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    return re.sub(r"^Input (?=should)", f"{shown(first['input'])} ", said)
 
 
 class ConfiguredVerb(Verb):

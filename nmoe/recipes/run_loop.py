@@ -196,8 +196,8 @@ class Run:
                 if last:
                     return
                 if stopping:
-                    self.note(f"interrupted: saved step {step}; go on with {how_to_resume()}")
-                    raise KeyboardInterrupt
+                    self.note(said := f"interrupted: saved step {step}; go on with {how_to_resume()}")
+                    raise KeyboardInterrupt(said)
 
     def close_sinks(self) -> None:
         """Waits for the sinks, within limits, and records an alert for each that lost something."""

@@ -65,12 +65,17 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def make_directory(path: Path, remedy: str) -> None:
-    """Makes a directory that may exist, with those above it. Raises UserError, with the remedy, where none can be made."""
+    """Makes a directory that may exist, with those above it. Raises UserError, with the remedy, where none can be made,
+    and StorageError where the disk refuses it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     # A file system such as /proc takes none, and a file holds none.
     except (FileNotFoundError, FileExistsError, NotADirectoryError):
         raise UserError(f"{path}: no directory can be made there; {remedy}") from None
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror}; make room or permit writing there, or {remedy}"
+        ) from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -40,7 +40,7 @@ def chat(
     precision: Precision | None = None,
 ) -> None:
     """Reads lines from standard input until it ends; `/new` begins another conversation. On a terminal it prompts, says how to
-    leave, and Ctrl-C stops an answer.
+    leave, and Ctrl-C stops an answer; twice at the prompt it leaves.
 
     Raises UserError for a checkpoint that cannot be loaded, a tokenizer without the form, and a device that is not there."""
     torch.set_num_threads(choose_threads(0))
@@ -58,13 +58,23 @@ def chat(
         for line in sampling_notes(directory, temperature):
             print(line)
     engine = NativeEngine(model, max_sequences=1)
-    turn = 0
+    turn, leaving = 0, False
     while True:
         if interactive:
             print("> ", end="", flush=True)
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:  # perhaps for an answer that had just ended
+            if not interactive:
+                raise
+            print("" if leaving else "\n(Ctrl-D leaves, and so does another Ctrl-C)")
+            if leaving:
+                return
+            leaving = True
+            continue
         if not line:
             return
+        leaving = False
         if line.strip() == _NEW:
             conversation.start_again()
         elif line.strip():

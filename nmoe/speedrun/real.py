@@ -78,10 +78,15 @@ class Real(Pipeline):
         import_model(self._source, self._out / "model", lambda line: print(line, flush=True))
         size = size_of(self._rl)
         # What would end the run after minutes is said now.
-        found = [memory(self._rl), disk(self._rl, size)]
+        found = [memory(self._rl), disk(self._rl, size, "make room, or begin on another disk with --out")]
         if failed := [f"{check.name}: {check.text}" for check in found if check.status == "fail"]:
             raise UserError(
-                "\n".join([*failed, "then go on with --resume; or train a smaller model, with nmoe speedrun --scratch"])
+                "\n".join(
+                    [
+                        *failed,
+                        "then go on with --resume; or train a smaller model, with nmoe speedrun --scratch",
+                    ]
+                )
             )
         for check in found:
             print(f"{check.name}: {check.text}", flush=True)
@@ -146,4 +151,4 @@ class Real(Pipeline):
         shares = {
             task: sum(one.right for one in answers) / len(answers) for task, answers in examination.by_task().items()
         }
-        return {f"right, {task}": share for task, share in shares.items()}
+        return {f"right in {task}": share for task, share in shares.items()}

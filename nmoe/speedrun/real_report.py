@@ -128,9 +128,11 @@ def write_real_report(
     skills = f"{len(found)} narrow skills" if len(found) > 1 else "one narrow skill"
     parts = [
         f"# A released model learns by reinforcement learning, seed {summary['seed']}\n",
-        f"The base is {_model(out)}, with {stages[0].figures['parameters']:,} parameters. Here it learned {skills} and "
-        "nothing else: each is a kind of short question whose answer a program checks. No answer was ever shown to "
-        "it; only its own right answers were rewarded.\n",
+        f"The base is {_model(out)}, with {stages[0].figures['parameters']:,} parameters. It was trained on {skills}, "
+        "each a kind of short question whose answer a program checks. No answer was ever shown to it. Its own answers were "
+        "rewarded: right ones, and a little those that end by themselves.\n",
+        *(f"- {markdown_text(one.task)}: {markdown_text(one.before[0].question)}" for one in found),
+        "",
         "Problems are held out: training met none of them. Both models answered the same problems, greedily, with room for "
         f"{ROOM} tokens. An answer counts wherever it stands, also in a completion that does not end. Brackets are 95% "
         "intervals, of differences paired by problem.\n",
@@ -149,12 +151,12 @@ def write_real_report(
         markdown_table(
             [
                 "task",
-                "tokens: base",
-                "trained",
-                "in form: base",
-                "trained",
-                "right given form: base",
-                "trained",
+                "tokens, base",
+                "tokens, trained",
+                "in form, base",
+                "in form, trained",
+                "right given form, base",
+                "right given form, trained",
                 *(f"gain by {name}" for name in _PARTS),
                 "gain on problems in form both times",
             ],
@@ -163,6 +165,8 @@ def write_real_report(
         "## What else changed\n",
         *_elsewhere(before, after),
         "## The curve\n",
+        "Each step is shown by the completions that it sampled to learn from, at the temperature and length of training. They are "
+        "not the problems of the tables above.\n",
         *curves(out, metrics),
         "## Before and after\n",
         *before_and_after(_shown(found, "before"), _shown(found, "after")),
@@ -174,6 +178,7 @@ def write_real_report(
         ),
         "## Time and cost\n",
         *cost(out, summary, stages, metrics),
+        f"`nmoe chat {out}` talks to the trained model, and `nmoe report {out / 'rl'}` shows the run of reinforcement learning.\n",
     ]
     return write_report(out, parts)
 
@@ -222,7 +227,8 @@ def _elsewhere(before: RealExamination, after: RealExamination) -> list[str]:
         assert not isinstance(before.lambada, str), "a ratio was measured"
         parts = [
             f"Perplexity of the last word of {len(before.lambada)} passages of CORE's lambada: {ratio.base:.1f} before, "
-            f"{ratio.trained:.1f} after, {ratio.value:.3f} times as much [{ratio.low:.3f}, {ratio.high:.3f}].\n"
+            f"{ratio.trained:.1f} after, {ratio.value:.3f} times as much [{ratio.low:.3f}, {ratio.high:.3f}]. "
+            "Above 1 the model predicts English worse than before.\n"
         ]
     parts.append("Questions that no task asks, answered greedily and cut where the dots are:\n")
     for (question, base), (_, trained) in zip(before.talk, after.talk, strict=True):

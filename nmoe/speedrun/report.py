@@ -49,10 +49,10 @@ def which_checkpoint(step: int | None, steps: int) -> str:
     """Which checkpoint of reinforcement learning was examined as the trained model; nothing where that was not noted."""
     if step is None:
         return ""
-    return (
-        f"The trained model is the checkpoint that solved the most validation problems, that of step {step} of {steps}: "
-        "the last one may solve fewer."
+    best = (
+        f"The trained model is the checkpoint that solved the most validation problems, that of step {step} of {steps}"
     )
+    return f"{best}." if step == steps else f"{best}: the last one may solve fewer."
 
 
 def curves(out: Path, metrics: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -64,6 +64,8 @@ def curves(out: Path, metrics: Sequence[Mapping[str, Any]]) -> list[str]:
         if name == "correctness":
             names = tuple(sorted({key for row in metrics for key in row if key.startswith("correctness/")}))
             names = names or ("correctness",)
+        if name == "reward" and not any(row.get("reasoning_ok") for row in metrics):  # it asks for none
+            title, names = "Reward and format", ("reward_mean", "format_ok")
         path = plot_curves(metrics, names, out / "plots" / f"{name}.png", title, ylabel, log=name == "mismatch")
         if path is not None:
             pictures.append(f"![{title}]({path.relative_to(out)})\n")
@@ -88,7 +90,8 @@ def agreement(summary: Mapping[str, float | int], more: str) -> str:
     if "mismatch_abs_mean" not in summary:
         return f"None of the {summary['rl_steps']} steps updated the policy, so nothing was compared.\n"
     return (
-        f"The engine's log-probabilities were recomputed by the learner on every step: mean difference at most "
+        "The engine samples and the learner trains: two programs over the same weights. Each computes the log-probability of every "
+        "sampled token, and apart from rounding both should be the same. On every step they were compared: mean difference at most "
         f"{summary['mismatch_abs_mean']:.1e}, largest {summary['mismatch_abs_max']:.1e} nats over {summary['rl_steps']} steps. "
         f"{more}\n"
     )
@@ -108,9 +111,9 @@ def cost(
             ["stage", "what it came to", "seconds"],
             [[stage.name, _figures(stage), round(stage.seconds, 1)] for stage in stages],
         ),
-        f"{summary['wall_s'] / 60:.1f} minutes in all, {summary['cpu_s'] / 60:.1f} core-minutes, "
+        f"{summary['wall_s'] / 60:.1f} minutes in all, {summary['cpu_s'] / 60:.1f} CPU minutes, "
         f"{summary['peak_memory_mb']:.0f} MB of memory at most; {sampled_tokens:,.0f} tokens were sampled to learn from. "
-        f"On {provenance['cpu']}, {provenance['threads']} threads, torch {provenance['torch']}.\n",
+        f"On {provenance['cpu']}, {_threads(provenance['threads'])}, torch {provenance['torch']}.\n",
     ]
 
 
@@ -128,4 +131,8 @@ def _figures(stage: StageRecord) -> str:
     ]
     if stage.attempts > 1:
         shown.append(f"attempt {stage.attempts}, whose seconds these are")
-    return ", ".join(shown)
+    return "; ".join(shown)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count != 1)}"

@@ -9,6 +9,7 @@ from nmoe.data.packages import packaged_model
 from nmoe.errors import MissingInputError
 from nmoe.speedrun.real import MODEL, Real
 from nmoe.speedrun.scratch import Scratch
+from nmoe.speedrun.stages import begun_with
 
 Kind = Literal["real", "scratch"]
 
@@ -33,10 +34,18 @@ def speedrun(
     (`Stages`). Where no pipeline is named and the real model cannot be had, the one from nothing runs. Raises as `Pipeline.run`
     does.
     """
-    kind = kind or _possible(DEFAULT)
+    kind = kind or (_begun(out) if resume else None) or _possible(DEFAULT)
     out = PLACES[kind] if out is None else out
     (Real if kind == "real" else Scratch)(out, seed, full, resume, device).run(replace)
     return kind, out
+
+
+def _begun(out: Path | None) -> Kind | None:
+    """Which pipeline there is to resume: without a network the other one may have begun; None if there is none."""
+    if out is None:
+        return next((kind for kind in (DEFAULT, *PLACES) if begun_with(PLACES[kind]) is not None), None)
+    settings = begun_with(out)
+    return None if settings is None else "real" if settings.get("real") else "scratch"
 
 
 def _possible(kind: Kind) -> Kind:

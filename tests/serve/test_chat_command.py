@@ -143,3 +143,35 @@ def test_a_terminal_is_shown_control_characters_as_escapes_and_a_pipe_gets_them(
 
     assert told(True).startswith("a\\x1b[2Jb\n\n")
     assert told(False).startswith("a\x1b[2Jb\n\n")
+
+
+class Keys(io.StringIO):
+    """A terminal whose user types these lines; None is Ctrl-C."""
+
+    def __init__(self, *lines: str | None) -> None:
+        super().__init__()
+        self._lines = list(lines)
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, size: int | None = -1, /) -> str:
+        if not self._lines:
+            return ""
+        if (line := self._lines.pop(0)) is None:
+            raise KeyboardInterrupt
+        return line
+
+
+def test_ctrl_c_at_the_prompt_leaves_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path, QWEN, QWEN_CONTROLS, QWEN_TAGS))
+    config = ModelConfig(**DENSE | {"vocab_size": tokenizer.vocab_size, "context_tokens": 60})
+    save_model(Transformer(config).initialize(0), tmp_path)
+    keys = Keys(None, "/new\n", None, None, "never read\n")
+    monkeypatch.setattr(sys, "stdin", keys)
+    chat(tmp_path, 0.0, 3, 0)
+    told = "(Ctrl-D leaves, and so does another Ctrl-C)"
+    assert capsys.readouterr().out.splitlines()[1:] == ["> ", told, "> > ", told, "> "]
+    assert keys.readline() == "never read\n"

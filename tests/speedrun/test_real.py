@@ -150,6 +150,7 @@ def test_from_import_to_report_and_on_after_a_kill(
     before, after = examination(out, "base"), examination(out, "trained")
     assert [answer.key for answer in before.answers] == [answer.key for answer in after.answers]
     assert (before.step, after.step in (0, 1, 2)) == (None, True)
+    assert ("the last one may solve fewer" in said) == (after.step != 2)
     assert before.chance == {"digits": 0.5, "numbers": 0.5}
     assert all(answer.tokens <= 12 for answer in before.answers)
     assert all(answer.ended or (answer.tokens == 12 and not answer.in_form) for answer in before.answers)
@@ -165,7 +166,13 @@ def test_from_import_to_report_and_on_after_a_kill(
     assert 0 < summary["mismatch_of_bound"] < 1
     report = (out / "report.md").read_text()
     assert "The base is llm-tiny (tiny.gguf), with" in report
-    assert "| task | tokens: base | trained | in form: base | trained | right given form: base |" in report
+    assert (
+        "| task | tokens, base | tokens, trained | in form, base | in form, trained | right given form, base |"
+        in report
+    )
+    assert f"- digits: {before.by_task()['digits'][0].question}\n- numbers: " in report
+    assert f"`nmoe chat {out}` talks to the trained model" in report
+    assert "![Reward and format](plots/reward.png)" in report
     assert "What is the capital of France?" in report
     assert "times as much [" in report
     assert {path.name for path in (out / "plots").iterdir()} >= {"correctness.png", "reward.png"}
@@ -282,3 +289,26 @@ def test_every_task_of_the_packaged_runs_has_200_held_out_problems(model: Path, 
     problems = held_out_problems(settings, Tokenizer.load(model))
     assert set(Counter(problem.source for problem in problems).values()) == {200}
     assert "compare" in {problem.source for problem in problems}, "which a promise names"
+
+
+def test_what_is_resumed_is_the_pipeline_that_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran: list[str] = []
+    for kind in (command.Real, command.Scratch):
+        monkeypatch.setattr(kind, "run", lambda self, replace: ran.append(type(self).__name__))
+
+    def began(out: str, settings: dict[str, object]) -> None:
+        Path(out).mkdir(parents=True)
+        (Path(out) / "stages.json").write_text(json.dumps({"settings": settings}))
+
+    # It began without a network, which is there by now; and the model is in the cache no longer.
+    monkeypatch.setattr(command, "packaged_model", lambda *_: Path("x.gguf"))
+    began("runs/speedrun", {"seed": 0, "full": False})
+    assert command.speedrun(resume=True) == ("scratch", Path("runs/speedrun"))
+    assert command.speedrun()[0] == "real", "a new one is what it would be without the other"
+    monkeypatch.setattr(command, "packaged_model", lambda *_: pytest.fail("looked for the model"))
+    began("runs/real", {"seed": 0, "full": False, "real": True})
+    assert command.speedrun(resume=True) == ("real", Path("runs/real"))
+    began("mine", {"seed": 0, "full": False})
+    assert command.speedrun(out=Path("mine"), resume=True) == ("scratch", Path("mine"))
+    assert ran == ["Scratch", "Real", "Real", "Scratch"]

@@ -397,3 +397,20 @@ def test_the_speedruns_stages_make_no_file_twice_and_are_extended_at_reinforceme
         *("tokenizer", "corpus.jsonl", "tools.jsonl", "stages.jsonl", "prm800k", "problems.json", "sums.jsonl"),
         *("base", "rl", "examinations.json"),
     }
+
+
+@pytest.mark.parametrize(("arguments", "said"), [((), True), (("interrupted: saved step 4",), False)])
+def test_an_interrupted_stage_says_how_to_go_on_unless_its_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: bool
+) -> None:
+    def work() -> Mapping[str, float]:
+        raise KeyboardInterrupt(*arguments)
+
+    plan = [Stage("evaluation", work, ("one",))]
+    with (
+        Stages(tmp_path / "out", plan, {"seed": 0, "full": False}, resume=False) as stages,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        stages.run()
+    line = "interrupted: evaluation is not done; go on with the same options and --resume"
+    assert (line in capsys.readouterr().out.splitlines()) == said
