@@ -41,7 +41,7 @@ from nmoe.engine.api import Engine, Request
 from nmoe.envs.environment import Environment
 from nmoe.learner.learner import Learner
 from nmoe.monitor.rules import monitor_of
-from nmoe.rl import train as rl_train
+from nmoe.rl import launch
 from nmoe.runs.ledger import Ledger, read_lines, read_metrics
 from nmoe.types import Grade, Sample
 
@@ -89,14 +89,14 @@ def vowels(completions: list[str], **columns: Any) -> list[float]:
 
 def with_learner(change: Callable[[Learner], None]) -> None:
     """Has the learner of the next run changed before it starts."""
-    build = rl_train.policy_learner
+    build = launch.policy_learner
 
     def changed(*arguments: Any) -> Learner:
         learner = build(*arguments)
         change(learner)
         return learner
 
-    rl_train.policy_learner = changed
+    launch.policy_learner = changed
 
 
 @fault("reward_stuck", "a reward that is the same for every sample", 10)

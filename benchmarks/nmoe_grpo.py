@@ -37,12 +37,12 @@ from side import answer
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.learner.advantages import grpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.setup import keep_freed_memory
+from nmoe.rl.advantages import Grpo
 from nmoe.rl.experience import policy_batch
 from nmoe.trajectory import Trajectory
 from nmoe.types import Grade, Problem, Sample, Sampling, Turn
@@ -80,7 +80,7 @@ class NmoeGrpo:
         self.sampling_cpu_seconds = time.process_time() - cpu_began
         rewards_B = torch.tensor([reward(sample.token_ids) for sample in samples])
         groups_B = torch.arange(len(self.prompts)).repeat_interleave(N_COMPLETIONS)
-        advantages_B = grpo(rewards_B, groups_B)
+        advantages_B = Grpo().of_samples(rewards_B, groups_B)
         batch = self._batch(samples, advantages_B)
         result = self.learner.forward_backward(batch, self.objective).result()
         self.learner.optim_step().result()

@@ -19,7 +19,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,46 +29,37 @@ from torch import Tensor
 
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
-from nmoe.config.tables.algorithm import AlgorithmSection
-from nmoe.rl import train as rl
-from nmoe.rl.experience import group_ids, sample_rewards
+from nmoe.config.registry import ADVANTAGES
+from nmoe.rl.advantages import Grpo
+from nmoe.rl.launch import train
 from nmoe.runs.ledger import read_lines, read_metrics
-from nmoe.trajectory import Group
 
 RESULTS = Path(__file__).parent / "results/real_controls.json"
 LAST = 5
 
 
-def shuffled(groups: Sequence[Group], algorithm: AlgorithmSection, token_limit: int) -> tuple[Tensor, Tensor]:
-    """`sample_rewards`, dealt out again within each group."""
-    rewards_BR, weights_R = sample_rewards(groups, algorithm, token_limit)
-    ids_B = group_ids(groups)
-    order_B = torch.empty(len(ids_B), dtype=torch.long)
-    for one in ids_B.unique():
-        places = (ids_B == one).nonzero().squeeze(-1)
-        order_B[places] = places[torch.randperm(len(places))]
-    return rewards_BR[order_B], weights_R
+def shuffled(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """The advantages of GRPO, with the rewards dealt out again within each group."""
+    order_B = torch.empty(len(group_ids_B), dtype=torch.long)
+    for one in group_ids_B.unique():
+        members = (group_ids_B == one).nonzero().squeeze(-1)
+        order_B[members] = members[torch.randperm(len(members))]
+    return Grpo().of_samples(rewards_B[order_B], group_ids_B)
 
 
-def flipped(groups: Sequence[Group], algorithm: AlgorithmSection, token_limit: int) -> tuple[Tensor, Tensor]:
-    """`sample_rewards` with the opposite sign."""
-    rewards_BR, weights_R = sample_rewards(groups, algorithm, token_limit)
-    return -rewards_BR, weights_R
+def flipped(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """The advantages of GRPO, with the opposite sign of every reward."""
+    return Grpo().of_samples(-rewards_B, group_ids_B)
 
 
-CONTROLS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "real": sample_rewards,
-    "shuffled": shuffled,
-    "flipped": flipped,
-}
+# The real run has its own advantage, which is GRPO's.
+CONTROLS = {"real": None, "shuffled": shuffled, "flipped": flipped}
 
 
 def run(name: str, model: Path, steps: int, out: Path) -> None:
     """Trains under one control, in this process."""
     torch.manual_seed(0)
-    # The step shows and records the true rewards; its advantages come from these.
-    rl.sample_rewards = CONTROLS[name]
-    settings = {
+    settings: dict[str, Any] = {
         "run.name": name,
         "run.directory": str(out),
         "run.steps": steps,
@@ -78,10 +68,14 @@ def run(name: str, model: Path, steps: int, out: Path) -> None:
         "eval.0.every_steps": steps,
         "checkpoint.every_steps": steps,
     }
+    # The step shows and records the true rewards; its advantages come from the control's.
+    if (control := CONTROLS[name]) is not None:
+        ADVANTAGES.register(name, control)
+        settings["algorithm.advantage"] = name
     config = load_run(
         Path("speedrun_real"), RLConfig, [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
     )
-    rl.train(config)
+    train(config)
 
 
 def found(out: Path) -> dict[str, Any]:

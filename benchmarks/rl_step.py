@@ -28,12 +28,12 @@ from nmoe.config.packaged import CONFIGS
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.learner.advantages import grpo
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
+from nmoe.rl.advantages import Grpo
 from nmoe.rl.experience import policy_batch
 from nmoe.trajectory import Trajectory
 from nmoe.types import Grade, Problem, Sample, Sampling, Turn
@@ -65,7 +65,7 @@ def steps(count: int, clock: Callable[[], float] = time.process_time) -> list[di
         began = clock()
         samples = engine.run(sample(step))
         sampled = clock()
-        advantages_B = grpo(torch.rand(len(samples), generator=generator), groups_B)
+        advantages_B = Grpo().of_samples(torch.rand(len(samples), generator=generator), groups_B)
         trajectories = [
             Trajectory(problem, i, tuple(prompts[i // SAMPLES]), (Turn((), one),), grade, Sampling(NEW_TOKENS))
             for i, one in enumerate(samples)

@@ -33,12 +33,18 @@ from torch import Tensor
 
 from nmoe.config.tables.algorithm import StepBaseline
 from nmoe.engine.native.sampler import SamplingColumns, sample
-from nmoe.learner.advantages import dr_grpo, grpo, maxrl, rloo
-from nmoe.learner.correction import Correction, correction_weights
 from nmoe.learner.objectives import Objective, Outputs, Scored, cispo, clip, dppo, gspo, reference_divergence
 from nmoe.learner.objectives.divergence import KLEstimator
-from nmoe.learner.token_advantages import process_supervision
 from nmoe.model.logprobs import head_logprobs
+from nmoe.rl.advantages import (
+    Correction,
+    DrGrpo,
+    Grpo,
+    MaxRL,
+    Rloo,
+    correction_weights,
+    process_supervision,
+)
 
 EVERYTHING = math.inf
 UNCLIPPED = clip(1.0, EVERYTHING)
@@ -260,10 +266,10 @@ def advantage_gradients(
     rewards = (draws == 0).double()
     ids = torch.arange(len(groups)).repeat_interleave(group)
     estimators: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "rloo": rloo,
-        "dr_grpo": dr_grpo,
-        "grpo": grpo,
-        "maxrl": maxrl,
+        "rloo": Rloo().of_samples,
+        "dr_grpo": DrGrpo().of_samples,
+        "grpo": Grpo().of_samples,
+        "maxrl": MaxRL().of_samples,
     }
     exact, found = [], {name: [] for name in estimators}
     for logits_V in logits_PV:
@@ -372,7 +378,7 @@ def step_gradients(turns: bool, most: int, group: int = 3, seed: int = 0) -> dic
         f"returns to go, {name}": process_supervision(rewards_T, ids_B, scored_T, lengths, baseline).double()
         for name, baseline in BASELINES.items()
     }
-    found["sum at every token, rloo"] = rloo(totals[members], ids_B)[of_T]
+    found["sum at every token, rloo"] = Rloo().of_samples(totals[members], ids_B)[of_T]
     score_TV = torch.eye(3, dtype=torch.float64)[choices_T] - logits_PV.softmax(-1)[states_T]
     chance_G = chances[torch.tensor(groups)].prod(-1)
     results = {}

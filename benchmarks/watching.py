@@ -23,8 +23,8 @@ from machine import machine
 from nmoe.config.commands import load_run_with
 from nmoe.config.commands.rl import RLConfig
 from nmoe.monitor.monitor import Monitor
-from nmoe.rl import train as rl_train
-from nmoe.rl.train import train
+from nmoe.rl import update
+from nmoe.rl.launch import train
 from nmoe.runs.sinks.feed import Feed
 from nmoe.runs.sinks.sinks import Sinks
 
@@ -53,7 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seconds: dict[str, float] = defaultdict(float)
     timed(Monitor, "observe", lambda _: "rules", seconds)
-    timed(rl_train, "effect", lambda _: "what updates changed", seconds)
+    timed(update, "effect", lambda _: "what updates changed", seconds)
     timed(Sinks, "write", lambda _: "queues", seconds)
     timed(Feed, "_serve", lambda feed: f"sink {feed.name}", seconds)
     with tempfile.TemporaryDirectory() as directory:

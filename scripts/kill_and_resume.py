@@ -37,7 +37,7 @@ RECORDS = ("samples/*.jsonl", "eval/*.json", "alerts.jsonl", "spikes.jsonl", "ro
 
 # A server that has imported everything once forks the runs: seconds less for each.
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["nmoe.rl.train"])
+_server.set_forkserver_preload(["nmoe.rl.launch"])
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,10 @@ def _child(told: Any, directory: Path, config: str, name: str, overrides: Sequen
     Path(tempfile.tempdir).mkdir(parents=True, exist_ok=True)
     from nmoe.config.commands import load_run
     from nmoe.config.commands.rl import RLConfig
+    from nmoe.rl.launch import train
     from nmoe.rl.rollouts import RolloutSampler
-    from nmoe.rl.train import PolicyGradient, PolicyUpdate, train
+    from nmoe.rl.train import PolicyGradient
+    from nmoe.rl.update import PolicyUpdate
     from nmoe.runs import checkpoint
 
     def telling(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

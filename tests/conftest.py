@@ -41,7 +41,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.pools import Pool, Shard, build_pool
 from nmoe.envs.pools.generated import split_of
 from nmoe.recipes.pretrain import pretrain
-from nmoe.rl.train import train
+from nmoe.rl.launch import train
 from nmoe.runs.model_import import import_model
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer

@@ -20,8 +20,9 @@ def more_good_steps() -> Result:
     import torch
 
     from nmoe.config.tables.algorithm import AlgorithmSection
+    from nmoe.rl.advantages import Advantages
     from nmoe.rl.experience import policy_batch
-    from nmoe.rl.train import with_advantages
+    from nmoe.rl.group_rewards import GroupRewards
     from nmoe.trajectory import Group, Trajectory
     from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
@@ -40,10 +41,13 @@ def more_good_steps() -> Result:
             chances.append(0.5 ** (steps + tokens))
     exact = sum(0.5 * number * 0.5 ** (number - 1) * 0.25 for number in range(1, 4))
     found = 0.0
+    rewards, estimate = GroupRewards(AlgorithmSection(), 8), Advantages(AlgorithmSection(), 8)
     for one, two in itertools.product(range(len(samples)), repeat=2):
         group = Group(problem, (samples[one], samples[two]))
         batch = policy_batch(group.trajectories, None, "token", 8)
-        batch, _ = with_advantages(batch, [group], AlgorithmSection(), 8)
+        experience = estimate(batch, [rewards.of(group)])
+        assert experience is not None
+        batch = experience.batch
         assert batch.advantages_T is not None
         slope = torch.tensor([*slopes[one], *slopes[two]])
         found += chances[one] * chances[two] * float((batch.advantages_T[batch.scored_T] * slope).sum()) / 2

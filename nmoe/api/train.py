@@ -114,7 +114,7 @@ def train_rl(
 
     Raises UserError, with every mistake there is, before anything starts.
     """
-    from nmoe.rl.train import train
+    from nmoe.rl.launch import train
 
     if generate_fn is not None:
         checked_generate_fn(generate_fn)

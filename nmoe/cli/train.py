@@ -188,7 +188,7 @@ def train(arguments: ConfigAndOverrides) -> None:
     from nmoe.config.commands.rl import RLConfig
 
     with configured(arguments, RLConfig) as config:
-        from nmoe.rl.train import train
+        from nmoe.rl.launch import train
 
         run = train(config)
     sum_up(run, "rl")

@@ -271,8 +271,12 @@ ADVANTAGES = Registry(
     "advantage",
     "nmoe.advantages",
     {
-        **{name: f"nmoe.learner.advantages:{name}" for name in ("grpo", "dr_grpo", "rloo", "maxrl")},
-        **{name: f"nmoe.learner.token_advantages:{name}" for name in ("reinforce_pp", "gae")},
+        "grpo": "nmoe.rl.advantages:Grpo",
+        "dr_grpo": "nmoe.rl.advantages:DrGrpo",
+        "rloo": "nmoe.rl.advantages:Rloo",
+        "maxrl": "nmoe.rl.advantages:MaxRL",
+        "reinforce_pp": "nmoe.rl.advantages:ReinforcePP",
+        "gae": "nmoe.rl.advantages:Gae",
     },
     key="algorithm.advantage",
 )

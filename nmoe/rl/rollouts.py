@@ -13,9 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nmoe.config.commands.rl import RLConfig
-from nmoe.config.tables.algorithm import BatchSection
-from nmoe.config.tables.rollout import SamplingSection
-from nmoe.config.tables.run import RunSection
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.order import stable_hash
@@ -25,6 +22,7 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import InfrastructureError
 from nmoe.learner.learner import Learner
 from nmoe.recipes.setup import model_identity
+from nmoe.rl.group_rewards import GroupRewards, RewardedGroup, judged
 from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.runs.directory import RunDirectory
@@ -43,7 +41,7 @@ class Rollouts:
     """The rollouts of one step: all groups, those to train on, why the others were dropped, and the time taken."""
 
     groups: list[Group] = field(default_factory=list)
-    kept: list[Group] = field(default_factory=list)
+    kept: list[RewardedGroup] = field(default_factory=list)
     zero_variance: int = 0
     outside_solve_rate: int = 0
     surplus: int = 0
@@ -56,6 +54,11 @@ class Rollouts:
     @property
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+    @property
+    def kept_samples(self) -> list[Trajectory]:
+        """The judged samples of the groups to train on."""
+        return judged(self.kept)
 
     def why_nothing(self) -> str:
         """Why there was nothing to train on."""
@@ -88,28 +91,10 @@ class Rollouts:
 
 
 class RolloutSampler:
-    """Draws problems from the environment's pool and has them sampled and graded. `carries_signal` says whether the advantages of
-    a group can differ from 0."""
+    """Draws problems from the environment's pool and has them sampled, graded and rewarded."""
 
     def __init__(
         self,
-        collector: Collector,
-        environment: Environment,
-        run: RunSection,
-        batch: BatchSection,
-        sampling: SamplingSection,
-        carries_signal: Callable[[Group], bool],
-        failures: FailureRecords,
-    ) -> None:
-        self._collector, self._environment, self._run, self._batch = collector, environment, run, batch
-        self._carries_signal, self._failures = carries_signal, failures
-        self._sampling = Sampling(**sampling.model_dump())
-        weigh = unsolved if batch.favour_unsolved else learnable if batch.favour_learnable else None
-        self.focus = None if weigh is None else Focus(run.seed, weigh)
-
-    @classmethod
-    def build(
-        cls,
         config: RLConfig,
         directory: RunDirectory,
         tokenizer: Tokenizer,
@@ -117,10 +102,11 @@ class RolloutSampler:
         tools: ToolRuntime,
         engine: Engine,
         learner: Learner,
-        carries_signal: Callable[[Group], bool],
-    ) -> RolloutSampler:
-        """The sampler of a run, which samples the learner's policy with the engine."""
-        collector = Collector(
+    ) -> None:
+        """`engine` samples the learner's policy."""
+        self._environment, self._run, self._batch = environment, config.run, config.batch
+        self._sampling = Sampling(**config.sampling.model_dump())
+        self._collector = Collector(
             engine,
             environment,
             learner.model.config.context_tokens,
@@ -128,6 +114,11 @@ class RolloutSampler:
             model=model_identity(config, learner.lora).model_dump(exclude_none=True),
             workspaces=tools.workspaces,
         )
+        self._rewards = GroupRewards(config.algorithm, environment.token_limit(config.sampling.max_new_tokens))
+        # Equal rewards carry signal where samples are not compared within groups, and where there is a teacher.
+        self._keep_equal = not config.algorithm.in_groups or config.distillation is not None
+        weigh = unsolved if self._batch.favour_unsolved else learnable if self._batch.favour_learnable else None
+        self.focus = None if weigh is None else Focus(config.run.seed, weigh)
         replays = ReplayRecorder(
             directory.replays,
             environment,
@@ -137,8 +128,7 @@ class RolloutSampler:
             per_failure=config.monitor.replays_per_failure,
             sandbox=tools.record(),
         )
-        failures = FailureRecords(directory, tokenizer, replays)
-        return cls(collector, environment, config.run, config.batch, config.sampling, carries_signal, failures)
+        self._failures = FailureRecords(directory, tokenizer, replays)
 
     def sample(self, step: int) -> Rollouts:
         """Groups for one step. Those dropped are replaced by fresh prompts, at most `max_refills` times.
@@ -184,14 +174,15 @@ class RolloutSampler:
     def _keep_or_count(self, group: Group, rollouts: Rollouts) -> None:
         """Keeps a group, or counts why it is dropped."""
         lowest, highest = self._batch.solve_rate
-        if not group.trainable or not self._carries_signal(group):
+        rewarded = self._rewards.of(group)
+        if not rewarded.samples or not (rewarded.differs or self._keep_equal):
             rollouts.zero_variance += 1
         elif (rate := solve_rate(group)) is not None and not lowest <= rate <= highest:
             rollouts.outside_solve_rate += 1
         elif len(rollouts.kept) == self._batch.prompts_per_step:
             rollouts.surplus += 1
         else:
-            rollouts.kept.append(group)
+            rollouts.kept.append(rewarded)
 
 
 def solve_rate(group: Group) -> float | None:

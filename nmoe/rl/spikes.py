@@ -11,8 +11,8 @@ from typing import Any
 
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
-from nmoe.rl.experience import judged, policy_batch
-from nmoe.trajectory import Group
+from nmoe.rl.experience import policy_batch
+from nmoe.trajectory import Trajectory
 
 # The training guidelines' limits; the gradient's norm is that before clipping.
 _LIMITS = {
@@ -53,11 +53,11 @@ def spike_record(
     step: int,
     spikes: Sequence[str],
     metrics: Mapping[str, float],
-    groups: Sequence[Group],
+    samples: Sequence[Trajectory],
     learner: Learner,
     decode: Callable[[list[int]], str],
 ) -> dict[str, Any]:
-    """The line of spikes.jsonl, once the update is done. `groups` are those that were trained on:
+    """The line of spikes.jsonl, once the update is done. `samples` are those that were trained on:
 
         {"step": 10, "spikes": ["grad_norm"], "grad_norm": 73.0, ..., "ratio_max": 1.4,
          "prompts": {"sort/7": "9f86d081884c7d65", ...},
@@ -67,7 +67,6 @@ def spike_record(
     A prompt is named by its problem and by the first 16 digits of the SHA-256 of its question. The worst samples are those with the
     largest log ratio, of the learner after the update to the sampler, in either direction.
     """
-    samples = judged(groups)
     batch = policy_batch(samples, None, "token", 0)
     assert batch.behaviour_logprobs_T is not None, "a policy's batch has what it was sampled with"
     after_N = learner.logprobs(batch).result().double().cpu()
@@ -94,7 +93,7 @@ def spike_record(
             }
         )
     worst.sort(key=lambda one: -max(one["log_ratio_max"], -one["log_ratio_min"]))
-    prompts = {group.problem.id: prompt_hash(group.problem.question) for group in groups}
+    prompts = {sample.problem.id: prompt_hash(sample.problem.question) for sample in samples}
     tails = {name: metrics[name] for name in _TAILS if name in metrics}
     return {"step": step, "spikes": list(spikes), **tails, "prompts": prompts, "worst": worst[:_WORST]}
 

@@ -22,10 +22,22 @@ from nmoe.config.tables.algorithm import DistillationSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
-from nmoe.learner.token_advantages import teacher_advantages
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.model.config import ModelConfig
 from nmoe.recipes.setup import build_model, load_tokenizer
 from nmoe.text.tokenizer import Tokenizer
+
+
+def teacher_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, scored_T: Tensor, coef: float) -> Tensor:
+    """`-coef * (log pi(x_t) - log teacher(x_t))` at every scored position, with a discount of 0 (Agarwal et al. 2024,
+    arXiv:2306.13649, with reverse KL; as a policy gradient: Lu 2025, "On-policy distillation"). `logprobs_T` are those of the
+    policy that sampled.
+
+    In expectation over the sampled token its policy gradient is that of `-coef * KL(pi || teacher)` at each state that the policy
+    reached. In imitation, by contrast, the student learns from the states of the teacher.
+    """
+    difference_T = (logprobs_T - teacher_logprobs_T).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return torch.where(scored_T, -coef * difference_T, 0.0)
 
 
 class ScoringEngine(Protocol):

@@ -44,7 +44,8 @@ from nmoe.recipes.setup import (
     run_path,
     settle,
 )
-from nmoe.rl.train import PolicyUpdate
+from nmoe.rl.advantages import Advantages
+from nmoe.rl.update import PolicyUpdate
 from nmoe.rollout.collector import Collector
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.runs.provenance import recorded_steps
@@ -249,8 +250,9 @@ class Selfplay(Recipe):
             context,
         )
         if section.train:
-            algorithm, longest = generator_algorithm(config), config.sampling.max_new_tokens
-            self.policy = PolicyUpdate(self.learners[GENERATOR], algorithm, config.sampling, longest)
+            algorithm = generator_algorithm(config)
+            self.advantages = Advantages(algorithm, config.sampling.max_new_tokens)
+            self.policy = PolicyUpdate(self.learners[GENERATOR], algorithm, config.sampling)
         self.training: tuple[int, RoundTraining] | None = None
         self.order: tuple[int, list[Problem]] | None = None
         self.replays = ReplayRecorder(
@@ -334,7 +336,7 @@ class Selfplay(Recipe):
         training = self.training[1]
         began = time.perf_counter()
         values = training.verifier_update(self.learners[VERIFIER], moment.part)
-        values |= training.generator_update(self.policy, step, moment.part)
+        values |= training.generator_update(self.policy, self.advantages, step, moment.part)
         seconds = time.perf_counter() - began
         for learner in self.learners.values():
             learner.publish(self.engines[id(learner.model)]).result()

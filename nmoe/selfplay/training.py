@@ -20,8 +20,10 @@ from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.envs.pools.order import stable_hash
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.rl.experience import differs, policy_batch
-from nmoe.rl.train import PolicyUpdate
+from nmoe.rl.advantages import Advantages
+from nmoe.rl.experience import policy_batch
+from nmoe.rl.group_rewards import GroupRewards, RewardedGroup, judged
+from nmoe.rl.update import PolicyUpdate
 from nmoe.selfplay.streams import GENERATOR, VERIFIER, Streams
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import Grade, Problem, Sample, Sampling, Turn
@@ -42,7 +44,7 @@ def evidence(lines: Iterator[Mapping[str, Any]], round_: int) -> list[Trajectory
     return found
 
 
-def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConfig) -> list[Group]:
+def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConfig) -> list[RewardedGroup]:
     """The proofs of a round with known rewards, grouped by problem; problems whose proofs have equal rewards are left out."""
     of: dict[str, list[Trajectory]] = {}
     for line in lines:
@@ -51,8 +53,8 @@ def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConf
                 _trajectory(line["group"], line["prompt_ids"], line, line["reward"])
             )
     together = [Group(trajectories[0].problem, trajectories) for trajectories in of.values()]
-    algorithm = generator_algorithm(config)
-    return [group for group in together if differs(group, algorithm, config.sampling.max_new_tokens)]
+    rewards = GroupRewards(generator_algorithm(config), config.sampling.max_new_tokens)
+    return [rewarded for rewarded in map(rewards.of, together) if rewarded.differs]
 
 
 def _trajectory(name: str, prompt_ids: Sequence[int], line: Mapping[str, Any], reward: float) -> Trajectory:
@@ -102,7 +104,7 @@ class RoundTraining:
     """The optimizer steps of one round, from its streams."""
 
     evidence: list[Trajectory]
-    groups: list[Group]
+    groups: list[RewardedGroup]
     verifications: list[list[int]]
     problems: list[list[int]]
 
@@ -128,8 +130,10 @@ class RoundTraining:
         values = {"loss": result.loss, "tokens_in_batch": float(batch.scored_T.sum()), **step.metrics()}
         return {f"verifier_{name}": value for name, value in values.items()}
 
-    def generator_update(self, policy: PolicyUpdate, step: int, update: int) -> dict[str, float]:
+    def generator_update(
+        self, policy: PolicyUpdate, advantages: Advantages, step: int, update: int
+    ) -> dict[str, float]:
         """Takes one step of the policy gradient on this update's share of the problems; without any, as after the generator's last
         step of the round, takes none and returns no metrics."""
         chosen = [self.groups[place] for place in self.problems[update]] if update < len(self.problems) else []
-        return policy.update(step, policy.experience(chosen))
+        return policy.update(step, advantages(policy.batch(judged(chosen)), chosen)) if chosen else {}

@@ -16,7 +16,7 @@ from nmoe.errors import ShortfallError, UserError
 from nmoe.extras import how_to_install
 from nmoe.model.device import choose_device
 from nmoe.model.ops.table import make_ready
-from nmoe.rl.train import train
+from nmoe.rl.launch import train
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.storage import write_atomically
 from nmoe.speedrun.promises import Promise, shortfalls

@@ -11,7 +11,7 @@ import pytest
 
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
-from nmoe.rl.train import train
+from nmoe.rl.launch import train
 
 
 def ranks(count: int, *arguments: str, module: str = "nmoe.rl") -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from command_line import Result
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.model.checkpoint import read_config
-from nmoe.rl.train import train
+from nmoe.rl.launch import train
 from nmoe.runs.resolve import resolve_checkpoint
 
 Nmoe = Callable[..., Result]

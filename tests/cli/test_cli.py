@@ -75,7 +75,7 @@ StandIn = Callable[..., list[tuple[Any, ...]]]
 
 
 def test_rl_train_loads_its_configuration(tmp_path: Path, nmoe: Nmoe, stand_in: StandIn) -> None:
-    calls = stand_in("nmoe.rl.train", "train", result=tmp_path)
+    calls = stand_in("nmoe.rl.launch", "train", result=tmp_path)
     path = tmp_path / "tiny.toml"
     path.write_text(RL)
     assert nmoe("rl", "train", "--run.seed=3", str(path), "--batch.group_size", "4", "--run.seed", "4") == 0
@@ -97,7 +97,7 @@ def test_pretrain_loads_its_configuration(tmp_path: Path, nmoe: Nmoe, stand_in: 
 def test_bad_overrides_are_all_listed_and_nothing_starts(
     tmp_path: Path, nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = stand_in("nmoe.rl.train", "train")
+    calls = stand_in("nmoe.rl.launch", "train")
     path = tmp_path / "tiny.toml"
     path.write_text(RL)
     assert nmoe("rl", "train", str(path), "--optimizer.learnng_rate", "1", "--run.seed", "-x") == 2
@@ -299,7 +299,7 @@ def test_help_of_a_training_verb_lists_its_keys(
 def test_resuming_what_is_not_there_says_so(
     tmp_path: Path, nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in("nmoe.rl.train", "train", result=tmp_path)
+    stand_in("nmoe.rl.launch", "train", result=tmp_path)
     (tmp_path / "tiny.toml").write_text(RL)
     command = ("rl", "train", str(tmp_path / "tiny.toml"), f"--run.directory={tmp_path}")
     assert nmoe(*command, "--run.resume=true") == 2
@@ -324,7 +324,7 @@ def test_the_shell_can_complete(nmoe: Nmoe, capsys: pytest.CaptureFixture[str]) 
 def test_a_terminal_is_not_left_blank(
     tmp_path: Path, nmoe: Nmoe, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in("nmoe.rl.train", "train", result=tmp_path)
+    stand_in("nmoe.rl.launch", "train", result=tmp_path)
     (tmp_path / "tiny.toml").write_text(RL)
     assert nmoe("rl", "train", str(tmp_path / "tiny.toml")) == 0
     assert capsys.readouterr().err == ""

@@ -16,7 +16,7 @@ from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.rl.train import train
+from nmoe.rl.launch import train
 from nmoe.rollout.collector import Collector
 from nmoe.runs.ledger import read_metrics
 from nmoe.sandbox.api import SandboxSetupError

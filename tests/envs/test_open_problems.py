@@ -14,7 +14,7 @@ from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import refuse_open_problems
-from nmoe.rl.experience import sample_rewards
+from nmoe.rl.group_rewards import GroupRewards, joined
 from nmoe.rl.metrics import rollout_metrics
 from nmoe.rollout.collector import Collector
 from nmoe.types import Sampling
@@ -64,7 +64,7 @@ def test_a_sample_without_a_reward_is_in_no_baseline(prompts: Path, environment:
     metrics = rollout_metrics(group.trajectories)
     assert (metrics["reward_mean"], metrics["grader_error_rate"]) == (1.5, 0.5)
     for algorithm in (AlgorithmSection(), AlgorithmSection(advantage="grpo", multi_reward="gdpo")):
-        rewards_BR, _ = sample_rewards([group], algorithm, 60)
+        rewards_BR, _ = joined([GroupRewards(algorithm, 60).of(group)])
         assert rewards_BR[:, -1].tolist() == [1.0, 2.0]
     # A weighed format is a value that every sample has.
     formed = environment(POOL + "[rubric]\nformat = 0.5\n" + some)

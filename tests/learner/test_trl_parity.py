@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from nmoe.learner.batch import Aggregation, token_weights
-from nmoe.learner.correction import Correction, correction_weights
 from nmoe.learner.objectives import (
     Objective,
     Outputs,
@@ -22,6 +21,7 @@ from nmoe.learner.objectives import (
     total,
 )
 from nmoe.model.logprobs import head_logprobs
+from nmoe.rl.advantages import Correction, correction_weights
 
 SEQUENCES, LENGTH, VOCABULARY = 5, 6, 7
 LONGEST = 10  # what TRL calls max_completion_length

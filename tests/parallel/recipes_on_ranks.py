@@ -22,7 +22,7 @@ from nmoe.recipes.dpo import dpo
 from nmoe.recipes.pretrain import pretrain
 from nmoe.recipes.reward_model import train_reward_model
 from nmoe.recipes.sft import sft
-from nmoe.rl.train import train
+from nmoe.rl.launch import train
 from nmoe.selfplay.loop import selfplay
 from nmoe.verifier.train import verifier
 

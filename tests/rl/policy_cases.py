@@ -9,6 +9,11 @@ from typing import Any
 import torch
 
 from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.algorithm import AlgorithmSection
+from nmoe.rl.advantages import Advantages
+from nmoe.rl.experience import Experience
+from nmoe.rl.group_rewards import GroupRewards, RewardedGroup, judged
+from nmoe.rl.update import PolicyUpdate
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
@@ -58,6 +63,18 @@ def branched(reward: float, *turns: Sequence[int], steps: tuple[tuple[int, float
 
 def group(*trajectories: Trajectory) -> Group:
     return Group(trajectories[0].problem, trajectories)
+
+
+def rewarded(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[RewardedGroup]:
+    rewards = GroupRewards(algorithm, LIMIT)
+    return [rewards.of(one) for one in groups]
+
+
+def experience_of(update: PolicyUpdate, groups: Sequence[Group], config: RLConfig) -> Experience | None:
+    """What a step trains on, of these groups."""
+    rewards = rewarded(groups, config.algorithm)
+    advantages = Advantages(config.algorithm, config.sampling.max_new_tokens, config.critic)
+    return advantages(update.batch(judged(rewards)), rewards)
 
 
 def random_groups(groups: int, samples: int, seed: int = 0, vocabulary: int = 48) -> list[Group]:

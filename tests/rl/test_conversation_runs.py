@@ -61,7 +61,7 @@ def test_a_run_learns_from_branches_and_its_trajectories_replay(
         batches.append(policy_batch(*arguments))  # type: ignore[arg-type]
         return batches[-1]
 
-    monkeypatch.setattr("nmoe.rl.experience.policy_batch", noted)
+    monkeypatch.setattr("nmoe.rl.update.policy_batch", noted)
     directory = reinforce(*SETTINGS)
     rows = read_metrics(directory)
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import LIMIT, answer, group, random_groups, settings
+from policy_cases import LIMIT, answer, experience_of, group, random_groups, settings
 from tiny_models import tiny_model
 
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.model.lora import Lora, LoraSettings, choose
-from nmoe.rl.effect import LEAST_TOKENS, MOST_TOKENS, SHARE, effect, measured
-from nmoe.rl.experience import judged
+from nmoe.rl.experience import policy_batch
 from nmoe.rl.policy import own_loss
-from nmoe.rl.train import PolicyUpdate
+from nmoe.rl.update import LEAST_TOKENS, MOST_TOKENS, SHARE, PolicyUpdate, effect, measured
 from nmoe.trajectory import Group
 
 __all__ = ["tiny_model"]
@@ -30,8 +29,8 @@ GROUPS = random_groups(40, 8)
 def updated(learner: Learner, groups: list[Group], **sections: Any) -> tuple[dict[str, float], Batch, torch.Tensor]:
     """The metrics of one step's update, its batch, and the learner's log-probabilities before it."""
     config = settings(**sections)
-    update = PolicyUpdate(learner, config.algorithm, config.sampling, LIMIT, sizes=config.batch, seed=3)
-    experience = update.experience(groups)
+    update = PolicyUpdate(learner, config.algorithm, config.sampling, sizes=config.batch, seed=3)
+    experience = experience_of(update, groups, config)
     assert experience is not None
     before_N = learner.logprobs(experience.batch).result()
     return update.update(7, experience), experience.batch, before_N
@@ -65,7 +64,7 @@ def test_measuring_changes_nothing(tiny_model: Any, monkeypatch: pytest.MonkeyPa
     found = []
     for measures in (True, False):
         if not measures:
-            monkeypatch.setattr("nmoe.rl.train.effect", lambda *_: {})
+            monkeypatch.setattr("nmoe.rl.update.effect", lambda *_: {})
         learner = Learner(tiny_model(), OptimizerSection(learning_rate=0.02), 10, 4096)
         draws = torch.get_rng_state()
         rows = [updated(learner, GROUPS[:3])[0] for _ in range(3)]
@@ -77,9 +76,7 @@ def test_measuring_changes_nothing(tiny_model: Any, monkeypatch: pytest.MonkeyPa
 
 
 def column(groups: list[Group]) -> Batch:
-    from nmoe.rl.experience import policy_batch
-
-    return policy_batch(judged(groups), None, "token", LIMIT)
+    return policy_batch([sample for one in groups for sample in one.trainable], None, "token", LIMIT)
 
 
 def test_whole_sequences_up_to_the_limits_in_an_order_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +89,7 @@ def test_whole_sequences_up_to_the_limits_in_an_order_of_the_seed(monkeypatch: p
     assert 0.5 * SHARE * len(rows[0]) < part.tokens <= SHARE * len(rows[0])
     assert torch.equal(measured(batch, 0, 1).inputs_T, part.inputs_T)
     assert not torch.equal(measured(batch, 0, 2).inputs_T, part.inputs_T)
-    monkeypatch.setattr("nmoe.rl.effect.MOST_TOKENS", 20)
+    monkeypatch.setattr("nmoe.rl.update.MOST_TOKENS", 20)
     assert 10 < int(measured(batch, 0, 1).scored_T.sum()) <= 20
 
 

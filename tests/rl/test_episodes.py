@@ -15,7 +15,7 @@ from nmoe.errors import UserError
 from nmoe.preflight.learning_rate import learning_rate
 from nmoe.preflight.preflight import preflight, refuse_to_start
 from nmoe.rl.episodes import steps_of, with_steps_of_episodes
-from nmoe.rl.train import train
+from nmoe.rl.launch import train
 
 SHAPE = {"hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 16, "intermediate_size": 16}
 

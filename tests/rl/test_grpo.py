@@ -19,7 +19,7 @@ from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.held_out import HeldOutProblems
 from nmoe.learner.batch import Batch
-from nmoe.rl import train as grpo
+from nmoe.rl import update
 from nmoe.rl.replay import ReplayDifferenceError, replay_command
 from nmoe.rl.task_routing import divergence
 from nmoe.rollout.collector import GradingError
@@ -48,13 +48,13 @@ weights = { correctness = 1.0 }
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[Trajectory]]:
     """The trajectories of every training batch, in order."""
     seen: list[list[Trajectory]] = []
-    policy_batch = grpo.policy_batch
+    policy_batch = update.policy_batch
 
     def record(trajectories: Sequence[Trajectory], *rest: Any) -> Batch:
         seen.append(list(trajectories))
         return policy_batch(trajectories, *rest)
 
-    monkeypatch.setattr(grpo, "policy_batch", record)
+    monkeypatch.setattr(update, "policy_batch", record)
     return seen
 
 

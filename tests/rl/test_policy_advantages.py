@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import LIMIT, answer, branched, group, settings
+from policy_cases import LIMIT, answer, branched, group, rewarded, settings
 from torch import Tensor
 
 from nmoe.learner.batch import Batch
+from nmoe.rl.advantages import Advantages
 from nmoe.rl.experience import policy_batch
-from nmoe.rl.train import with_advantages
 from nmoe.trajectory import Group
 
 # Prompts of two tokens: positions are [x, t1, t2] for an answer of two tokens, of which the last two are scored.
@@ -21,7 +21,9 @@ GROUPS = [group(answer(1.0), answer(0.0, [7])), group(answer(1.0), answer(1.0), 
 
 def advantages_by(batch: Batch, groups: list[Group], **sections: Any) -> tuple[Batch, Tensor]:
     config = settings(**sections)
-    return with_advantages(batch, groups, config.algorithm, LIMIT, config.critic)
+    experience = Advantages(config.algorithm, LIMIT, config.critic)(batch, rewarded(groups, config.algorithm))
+    assert experience is not None
+    return experience.batch, experience.advantages
 
 
 def advantages(

@@ -6,13 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from policy_cases import LIMIT, answer, group, settings
+from policy_cases import answer, group, rewarded, settings
 
-from nmoe.rl.experience import differs, group_ids, sample_rewards
+from nmoe.config.tables.algorithm import AlgorithmSection
+from nmoe.rl.group_rewards import group_ids, joined
 from nmoe.rl.rollouts import solve_rate
-from nmoe.trajectory import Trajectory
+from nmoe.trajectory import Group, Trajectory
 
 PLAIN = settings().algorithm
+
+
+def differs(one: Group, algorithm: AlgorithmSection = PLAIN) -> bool:
+    return rewarded([one], algorithm)[0].differs
 
 
 def lost(trajectory: Trajectory) -> Trajectory:
@@ -22,10 +27,10 @@ def lost(trajectory: Trajectory) -> Trajectory:
 
 def test_the_score_alone() -> None:
     groups = [group(answer(1.0), lost(answer(0.0)), answer(0.25)), group(answer(0.5))]
-    rewards_BR, weights_R = sample_rewards(groups, PLAIN, LIMIT)
+    rewards_BR, weights_R = joined(rewarded(groups, PLAIN))
     assert rewards_BR.tolist() == [[1.0], [0.25], [0.5]]
     assert weights_R.tolist() == [1.0]
-    assert group_ids(groups).tolist() == [0, 0, 1]
+    assert group_ids(rewarded(groups, PLAIN)).tolist() == [0, 0, 1]
 
 
 def test_length_is_added_to_the_score() -> None:
@@ -33,7 +38,7 @@ def test_length_is_added_to_the_score() -> None:
     # 0.5, -1/6 and -0.5; a wrong answer gets none above 0.
     algorithm = settings(algorithm={"overlong_buffer": 4, "length_penalty": 0.1}).algorithm
     groups = [group(answer(1.0, [1] * 6), answer(0.0, [1] * 2), answer(1.0, [1] * 8))]
-    rewards_BR, _ = sample_rewards(groups, algorithm, LIMIT)
+    rewards_BR, _ = joined(rewarded(groups, algorithm))
     assert rewards_BR[:, 0].tolist() == pytest.approx([1 - 0.5 - 0.1 / 6, 0.0, 1 - 1 - 0.05])
 
 
@@ -44,49 +49,49 @@ def test_gdpo_keeps_rewards_apart_and_knows_which_are_absent() -> None:
         1.0, [1] * 6, components={"format": 1.0, "correctness": 0.0, "reasoning": 1.0, "judge": 0.75}, weights=weights
     )
     two = answer(1.0, [1] * 2, components={"format": 0.0, "correctness": 1.0, "reasoning": 1.0}, weights=weights)
-    rewards_BR, weights_R = sample_rewards([group(one, two)], algorithm, LIMIT)
+    rewards_BR, weights_R = joined(rewarded([group(one, two)], algorithm))
     assert weights_R.tolist() == [1.0, 0.5, 2.0, 1.0]  # correctness, format, judge, length
     assert rewards_BR[0].tolist() == [0.0, 1.0, 0.75, -0.5]
     assert rewards_BR[1].nan_to_num(-9).tolist() == [1.0, 0.0, -9, 0.0]
 
 
 def test_a_group_teaches_where_judged_rewards_differ() -> None:
-    assert differs(group(answer(1.0), answer(0.0)), PLAIN, LIMIT)
-    assert not differs(group(answer(1.0), answer(1.0)), PLAIN, LIMIT)
-    assert not differs(group(answer(1.0)), PLAIN, LIMIT)
+    assert differs(group(answer(1.0), answer(0.0)))
+    assert not differs(group(answer(1.0), answer(1.0)))
+    assert not differs(group(answer(1.0)))
     # A lost sample has a score of 0 that is no verdict: it makes no difference.
-    assert not differs(group(answer(1.0), lost(answer(0.0)), answer(1.0)), PLAIN, LIMIT)
-    assert not differs(group(answer(1.0), lost(answer(0.0))), PLAIN, LIMIT)
+    assert not differs(group(answer(1.0), lost(answer(0.0)), answer(1.0)))
+    assert not differs(group(answer(1.0), lost(answer(0.0))))
 
 
 def test_a_group_teaches_by_length_by_steps_and_by_single_rewards() -> None:
     short, long = answer(1.0, [1]), answer(1.0, [1] * 5)
-    assert not differs(group(short, long), PLAIN, LIMIT)
-    assert differs(group(short, long), settings(algorithm={"length_penalty": 0.1}).algorithm, LIMIT)
+    assert not differs(group(short, long))
+    assert differs(group(short, long), settings(algorithm={"length_penalty": 0.1}).algorithm)
     steps = group(answer(1.0, steps=((0, 0.5), (1, 1.0))), answer(1.0))
-    assert differs(steps, PLAIN, LIMIT)
-    assert not differs(steps, settings(algorithm={"step_reward_coef": 0.0}).algorithm, LIMIT)
+    assert differs(steps)
+    assert not differs(steps, settings(algorithm={"step_reward_coef": 0.0}).algorithm)
     more = group(answer(1.0, steps=((0, 1.0), (1, 1.0))), answer(1.0, steps=((0, 1.0),)))
-    assert differs(more, PLAIN, LIMIT), "two good steps earn more than one"
-    assert not differs(more, settings(algorithm={"step_baseline": "normalised"}).algorithm, LIMIT)
-    assert not differs(group(answer(1.0, steps=((0, 0.0),)), answer(1.0)), PLAIN, LIMIT)
+    assert differs(more), "two good steps earn more than one"
+    assert not differs(more, settings(algorithm={"step_baseline": "normalised"}).algorithm)
+    assert not differs(group(answer(1.0, steps=((0, 0.0),)), answer(1.0)))
     weights = {"format": 1.0, "correctness": 1.0}
     same_sum = group(
         answer(1.0, components={"format": 1.0, "correctness": 0.0}, weights=weights),
         answer(1.0, components={"format": 0.0, "correctness": 1.0}, weights=weights),
     )
-    assert not differs(same_sum, PLAIN, LIMIT)
-    assert differs(same_sum, settings(algorithm={"advantage": "grpo", "multi_reward": "gdpo"}).algorithm, LIMIT)
+    assert not differs(same_sum)
+    assert differs(same_sum, settings(algorithm={"advantage": "grpo", "multi_reward": "gdpo"}).algorithm)
     absent = group(*(answer(1.0, components={}, weights=weights) for _ in range(2)))
-    assert not differs(absent, settings(algorithm={"advantage": "grpo", "multi_reward": "gdpo"}).algorithm, LIMIT)
+    assert not differs(absent, settings(algorithm={"advantage": "grpo", "multi_reward": "gdpo"}).algorithm)
 
 
 def test_a_divergence_in_the_reward_makes_every_group_teach() -> None:
     divergence = settings(algorithm={"kl_coef": 0.1, "kl_in": "reward"}).algorithm
-    assert differs(group(answer(1.0), answer(1.0)), divergence, LIMIT)
-    assert not differs(group(answer(1.0)), divergence, LIMIT)
+    assert differs(group(answer(1.0), answer(1.0)), divergence)
+    assert not differs(group(answer(1.0)), divergence)
     in_the_loss = settings(algorithm={"kl_coef": 0.1}).algorithm
-    assert not differs(group(answer(1.0), answer(1.0)), in_the_loss, LIMIT)
+    assert not differs(group(answer(1.0), answer(1.0)), in_the_loss)
 
 
 def test_solve_rate_is_of_what_was_judged() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import LIMIT, answer, branched, group, random_groups, settings
+from policy_cases import answer, branched, experience_of, group, random_groups, settings
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import optimizer_settings
 from nmoe.rl.critic import Critic
 from nmoe.rl.reference import Reference
-from nmoe.rl.train import PolicyUpdate
+from nmoe.rl.update import PolicyUpdate
 from nmoe.trajectory import Group
 
 Tiny = Callable[..., Transformer]
@@ -60,6 +60,7 @@ class Run:
         model, critic = tiny_model(), config.critic
         head = Head(32, 1, "value") if critic is not None and critic.shared else None
         per_microbatch = config.batch.tokens_per_microbatch
+        self.config = config
         self.learner = Watched(model, optimizer_settings(config), 10, per_microbatch, head=head)
         before = tiny_model(seed=1) if config.algorithm.kl_coef else None
         every = config.algorithm.reference_every_steps
@@ -76,7 +77,6 @@ class Run:
             self.learner,
             config.algorithm,
             config.sampling,
-            LIMIT,
             sizes=config.batch,
             seed=config.run.seed,
             reference=self.reference,
@@ -84,7 +84,7 @@ class Run:
         )
 
     def update(self, step: int, groups: list[Group]) -> dict[str, float]:
-        return self.policy.update(step, self.policy.experience(groups))
+        return self.policy.update(step, experience_of(self.policy, groups, self.config))
 
     def __call__(self, groups: list[Group], steps: int = 1) -> dict[str, float]:
         for step in range(1, steps + 1):
@@ -325,8 +325,8 @@ def test_a_shared_head_learns_at_its_own_rate(tiny_model: Tiny) -> None:
     before = [parameter.clone() for parameter in learner.model.parameters()]
     assert config.critic is not None
     critic = Critic(config.critic, learner, None)
-    policy = PolicyUpdate(learner, config.algorithm, config.sampling, LIMIT, critic=critic)
-    policy.update(1, policy.experience(GROUPS))
+    policy = PolicyUpdate(learner, config.algorithm, config.sampling, critic=critic)
+    policy.update(1, experience_of(policy, GROUPS, config))
     # Adam's first step is as long as the learning rate.
     assert float(head.bias.detach().abs()) == pytest.approx(0.25, rel=1e-3)
     assert (

@@ -56,8 +56,9 @@ def test_the_worst_samples_are_those_that_the_update_moved_most(tiny_model: Any)
     learner = Learner(tiny_model(), OptimizerSection(), 10, 4096)
     cases = [*random_groups(3, 3), group(branched(1.0, [3, 4], [9, 9, 9]), answer(0.0, [8], [-40.0]))]
     groups = named(cases)
+    samples = [sample for one in groups for sample in one.trajectories]
     metrics = {"grad_norm": 60.0, "ppo_kl": 0.01, "ratio_max": 1.2, "reward_mean": 0.5, "log_ratio_min": -0.3}
-    record = spike_record(7, ["grad_norm"], metrics, groups, learner, lambda ids: " ".join(map(str, ids)))
+    record = spike_record(7, ["grad_norm"], metrics, samples, learner, lambda ids: " ".join(map(str, ids)))
     expected = {
         (sample.problem.id, sample.index): (moved(learner, sample), sample)
         for one in groups
@@ -87,7 +88,7 @@ def test_weights_that_are_no_numbers_can_be_recorded(tiny_model: Any) -> None:
     learner = Learner(tiny_model(), OptimizerSection(), 10, 4096)
     with torch.no_grad():
         next(learner.model.parameters()).fill_(math.nan)
-    record = spike_record(1, ["grad_norm"], {}, named(random_groups(1, 2)), learner, str)
+    record = spike_record(1, ["grad_norm"], {}, named(random_groups(1, 2))[0].trajectories, learner, str)
     assert json.dumps(record, allow_nan=False)
     assert record["worst"][0]["log_ratio_max"] == 20.0
 

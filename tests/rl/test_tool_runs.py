@@ -10,7 +10,7 @@ import pytest
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.errors import InfrastructureError
-from nmoe.rl.train import train
+from nmoe.rl.launch import train
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.sandbox.api import SandboxSetupError
 

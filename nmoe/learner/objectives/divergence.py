@@ -12,7 +12,7 @@ already; its value is another quantity. Weights are of single tokens: the states
 Unweighted, rho = 1, the gradient flows through d alone and is right at tokens that pi drew: that of k2 is then the gradient of
 KL(pi || pi_ref) in expectation, that of k3 the gradient of KL(pi_ref || pi), which agrees near the reference, and that of k1 is
 zero, so that as a loss k1 measures and does not hold back. As a reward k1 is the right one:
-`nmoe.learner.token_advantages.divergence_rewards`.
+`nmoe.rl.advantages.divergence_rewards`.
 """
 
 # Shapes: N scored tokens of a micro-batch.

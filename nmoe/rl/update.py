@@ -1,4 +1,4 @@
-"""What a step's updates did to the policy: log-probabilities after them against those before, on some of the trained tokens.
+"""The optimizer steps of one batch of groups, of the policy and of its critic, and what they did to the policy.
 
 The ratios among the metrics of an update are those inside it. With one update a step, the default, they are 1 on every token and
 say nothing of how far the update went. So a few sequences are scored once more when the updates are done: at most `MOST_TOKENS`
@@ -12,21 +12,93 @@ speedrun this takes under 2% of a step (`benchmarks/watching.py`). Nothing of th
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from nmoe.config.tables.algorithm import AlgorithmSection, BatchSection
+from nmoe.config.tables.rollout import SamplingSection
 from nmoe.envs.pools.order import stable_hash
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, scored_columns
 from nmoe.learner.objectives import Objective, Outputs
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
+from nmoe.rl.critic import Critic
+from nmoe.rl.experience import Experience, minibatches, policy_batch
+from nmoe.rl.metrics import joined_passes, joined_steps, update_metrics
+from nmoe.rl.policy import own_loss, policy_objective
+from nmoe.rl.reference import Reference
+from nmoe.trajectory import Trajectory
 
 MOST_TOKENS = 2048
 LEAST_TOKENS = 32
 SHARE = 1 / 32
+
+
+class PolicyUpdate:
+    """Runs the optimizer steps for one batch of groups, of the policy and of its critic."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        algorithm: AlgorithmSection,
+        sampling: SamplingSection,
+        *,
+        sizes: BatchSection | None = None,
+        seed: int = 0,
+        reference: Reference | None = None,
+        critic: Critic | None = None,
+    ) -> None:
+        """`sizes` says how many optimizer steps there are, by default one, and `seed` how groups are dealt out among them."""
+        self.learner, self.algorithm = learner, algorithm
+        self.reference, self.critic = reference, critic
+        self._constant_length, self._sizes, self._seed = sampling.max_new_tokens, sizes or BatchSection(), seed
+        self._several = self._sizes.updates > 1
+        self._objective, self._loss = policy_objective(algorithm, critic), own_loss(algorithm)
+
+    def batch(self, samples: Sequence[Trajectory]) -> Batch:
+        """The samples as one batch, with the log-probabilities and values that advantages and losses compare with:
+        the reference's, the learner's before the updates, and the critic's."""
+        algorithm = self.algorithm
+        batch = policy_batch(samples, None, algorithm.aggregation, self._constant_length)
+        if self.reference is not None:
+            batch = batch.with_reference(self.reference.logprobs(batch))
+        # After the first of several updates the learner is no longer the sampler; ratios are to the learner before all of them.
+        if self._several or algorithm.correction != "none":
+            batch = replace(batch, old_logprobs_T=batch.column(self.learner.logprobs(batch).result()))
+        return batch if self.critic is None else self.critic.with_values(batch)
+
+    def update(self, step: int, experience: Experience | None) -> dict[str, float]:
+        """Takes the optimizer steps and returns their metrics, which are empty without experience."""
+        if experience is None:
+            return {}
+        metrics = experience.metrics
+        trains_policy = self.critic is None or not self.critic.warming_up(step)
+        passes, steps = [], []
+        deal = self._sizes, self.algorithm.aggregation, self._constant_length, self._seed, step
+        for minibatch in minibatches(experience, *deal) if self._several else (experience.batch,):
+            if self.critic is not None:
+                self.critic.update(minibatch)
+            if trains_policy:
+                passes.append(self.learner.forward_backward(minibatch, self._objective).result())
+                steps.append(self.learner.optim_step().result())
+                if self.critic is not None:
+                    self.critic.observe_policy(minibatch, passes[-1])
+        if trains_policy:
+            result, last = joined_passes(passes), joined_steps(steps)
+            metrics |= update_metrics(result, last, experience.advantages, experience.mismatch)
+            # Of a single update its own pass has them.
+            batch, before_T = experience.batch, experience.batch.old_logprobs_T
+            before_N = result.tokens["logprobs"] if before_T is None else before_T[batch.scored_places]
+            if batch.reference_logprobs_T is not None:
+                metrics |= tails("reference", before_N - batch.reference_logprobs_T[batch.scored_places])
+            metrics |= effect(self.learner, batch, before_N, self._loss, self._seed, step)
+        if self.critic is not None:
+            metrics |= self.critic.metrics(experience.batch)
+        return metrics
 
 
 def effect(

@@ -9,25 +9,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nmoe.errors import UserError
-from nmoe.learner.advantages import advantage, dr_grpo, gdpo, grpo, maxrl, rloo
+from nmoe.rl.advantages import DrGrpo, Gdpo, Grpo, MaxRL, Rloo
 
 # Three groups, interleaved and of unlike sizes: 7 has rewards 1, 0, 0.5; 3 has 2, 4; 9 stands alone.
 REWARDS = torch.tensor([1.0, 2.0, 0.0, 9.0, 4.0, 0.5])
 GROUPS = torch.tensor([7, 3, 7, 9, 3, 7])
 
+grpo, dr_grpo, rloo, maxrl = (one().of_samples for one in (Grpo, DrGrpo, Rloo, MaxRL))
+gdpo = Gdpo().of_rewards
 ESTIMATORS = (grpo, dr_grpo, rloo, maxrl)
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("estimate", "expected"),
     [
-        ("dr_grpo", [0.5, -1.0, -0.5, 0.0, 1.0, 0.0]),
-        ("grpo", [1.0, -1 / math.sqrt(2), -1.0, 0.0, 1 / math.sqrt(2), 0.0]),  # deviations 0.5 and sqrt(2)
-        ("rloo", [1 - 0.25, 2 - 4.0, 0 - 0.75, 0.0, 4 - 2.0, 0.5 - 0.5]),
+        (dr_grpo, [0.5, -1.0, -0.5, 0.0, 1.0, 0.0]),
+        (grpo, [1.0, -1 / math.sqrt(2), -1.0, 0.0, 1 / math.sqrt(2), 0.0]),  # deviations 0.5 and sqrt(2)
+        (rloo, [1 - 0.25, 2 - 4.0, 0 - 0.75, 0.0, 4 - 2.0, 0.5 - 0.5]),
     ],
 )
-def test_values_by_hand(name: str, expected: list[float]) -> None:
-    advantages = advantage(name)(REWARDS, GROUPS)
+def test_values_by_hand(estimate, expected: list[float]) -> None:
+    advantages = estimate(REWARDS, GROUPS)
     assert advantages.tolist() == pytest.approx(expected, abs=5e-6)
     assert advantages.dtype == torch.float32
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nmoe.learner.correction import Correction, correction_weights
+from nmoe.rl.advantages import Correction, correction_weights
 
 # Two sequences, interleaved. Ratios of the first: 0.4, 1, 2.5, 1 (geometric mean 1); of the second 1.1, 1.1.
 RATIOS = [0.4, 1.1, 1.0, 2.5, 1.1, 1.0]

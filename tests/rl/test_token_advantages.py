@@ -2,25 +2,26 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from nmoe.learner.advantages import dr_grpo
 from nmoe.learner.objectives import Outputs, Scored, clip
-from nmoe.learner.token_advantages import (
-    discounted_returns,
-    divergence_rewards,
-    gae,
-    process_supervision,
-    reinforce_pp,
-    scored_sums,
-    teacher_advantages,
-    terminal_rewards,
-    whiten,
-)
+from nmoe.rl.advantages import DrGrpo, Gae, ReinforcePP, divergence_rewards, process_supervision, whiten
+from nmoe.rl.experience import terminal_rewards
+from nmoe.rl.teacher import teacher_advantages
+
+reinforce_pp = ReinforcePP().of_tokens
+
+
+def discounted_returns(rewards: Tensor, scored: Tensor, lengths: Sequence[int], gamma: float = 1.0) -> Tensor:
+    """GAE without a critic, at lambda 1."""
+    return Gae(gamma, 1.0).of_tokens(rewards, torch.zeros_like(rewards), scored, lengths)[0]
+
 
 # Two sequences: a prompt of two, three tokens with a tool's answer between the second and the third; a prompt of one and one token;
 # and a third one in which nothing is scored.
@@ -35,7 +36,7 @@ def test_gae_by_hand() -> None:
     last = 1.0 - 0.6
     middle = 0.5 + gamma * 0.6 - 0.4 + gamma * decay * last
     first = 0.0 + gamma * 0.4 - 0.2 + gamma * decay * middle
-    advantages, returns = gae(rewards, values, SCORED, LENGTHS, gamma, decay)
+    advantages, returns = Gae(gamma, decay).of_tokens(rewards, values, SCORED, LENGTHS)
     assert advantages.tolist() == pytest.approx([0, 0, first, middle, 0, last, 0, 1.5, 0])
     assert returns.tolist() == pytest.approx([0, 0, first + 0.2, middle + 0.4, 0, 1.0, 0, 2.0, 0])
 
@@ -61,7 +62,7 @@ def test_gae_is_the_sum_of_discounted_errors(traces, gamma: float, decay: float)
         errors = [reward + gamma * later - value for (reward, value), later in zip(steps, after, strict=True)]
         sums = iter(sum((gamma * decay) ** k * error for k, error in enumerate(errors[t:])) for t in range(len(errors)))
         expected += [next(sums) if is_scored else 0.0 for is_scored, _, _ in trace]
-    advantages, returns = gae(rewards, values, scored, lengths, gamma, decay)
+    advantages, returns = Gae(gamma, decay).of_tokens(rewards, values, scored, lengths)
     assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
     torch.testing.assert_close(returns, torch.where(scored, advantages + values, 0.0))
 
@@ -69,7 +70,7 @@ def test_gae_is_the_sum_of_discounted_errors(traces, gamma: float, decay: float)
 def test_a_perfect_critic_leaves_no_advantage() -> None:
     rewards = terminal_rewards(torch.tensor([3.0, -1.0, 5.0]), SCORED, LENGTHS)
     values = torch.tensor([0.0, 0, 3, 3, 0, 3, 0, -1, 0])
-    advantages, returns = gae(rewards, values, SCORED, LENGTHS, 1.0, 0.5)
+    advantages, returns = Gae(1.0, 0.5).of_tokens(rewards, values, SCORED, LENGTHS)
     assert advantages.abs().max() == 0
     assert returns.tolist() == values.tolist()
 
@@ -102,7 +103,7 @@ def test_reinforce_pp_by_hand() -> None:
 
 def test_reinforce_pp_with_the_group_s_mean_as_baseline() -> None:
     scored = torch.ones(4, dtype=torch.bool)
-    rewards = dr_grpo(torch.tensor([1.0, 0.0, 5.0, 3.0]), torch.tensor([0, 0, 1, 1]))  # 0.5, -0.5, 1, -1
+    rewards = DrGrpo().of_samples(torch.tensor([1.0, 0.0, 5.0, 3.0]), torch.tensor([0, 0, 1, 1]))  # 0.5, -0.5, 1, -1
     advantages = reinforce_pp(terminal_rewards(rewards, scored, (1,) * 4), scored, (1,) * 4)
     std = math.sqrt((0.25 + 0.25 + 1 + 1) / 4)
     assert advantages.tolist() == pytest.approx([0.5 / std, -0.5 / std, 1 / std, -1 / std], abs=1e-4)
@@ -111,7 +112,8 @@ def test_reinforce_pp_with_the_group_s_mean_as_baseline() -> None:
 def test_divergence_rewards_add_up_for_a_sample() -> None:
     logprobs, reference = torch.arange(9) / 10, torch.zeros(9)
     penalty = divergence_rewards(logprobs, reference, SCORED, coef=2.0)
-    assert scored_sums(penalty, SCORED, LENGTHS).tolist() == pytest.approx([-2 * (0.2 + 0.3 + 0.5), -1.4, 0.0])
+    sums = [float(part.sum()) for part in penalty.split(LENGTHS)]
+    assert sums == pytest.approx([-2 * (0.2 + 0.3 + 0.5), -1.4, 0.0])
     k2 = divergence_rewards(logprobs, reference, SCORED, coef=2.0, estimator="k2")
     assert k2[7].item() == pytest.approx(-0.49)
     assert divergence_rewards(logprobs + 90, reference, SCORED, 1.0)[2] == -20  # clamped as elsewhere

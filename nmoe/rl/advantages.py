@@ -1,0 +1,449 @@
+"""Advantages: from the rewards of a step's groups to the number that the loss multiplies each token by.
+
+Each estimator is one class, whose docstring is its formula. Estimators over samples give all tokens of a sample one advantage; the
+advantages of the sample's steps are added. Estimators over tokens (REINFORCE++, GAE) take the rewards of steps, and the sample's
+reward at its end, as rewards of tokens. Then come the teacher, the mask of truncated samples, and the correction for a sampler that
+differs from the learner.
+
+The steps of the decision process are the scored positions: position t reads x[t] and chooses x[t + 1]. Tokens between them, such as
+a tool's answer, take no time and earn nothing: discounts count scored positions only. Advantages per token are zero elsewhere. The
+end of a sequence is terminal, even if the token budget cut it off: the score is that of the sequence as it stands, and the state
+after its last token is never computed, so that there is no value to bootstrap from. Groups may be ragged; a sample that is alone in
+its group has advantage 0, except where the whole batch is the group.
+"""
+
+# Shapes: B samples, each of one group (the samples of one prompt); S sequences (the branches of samples), T predicting positions, N
+# scored ones, L scored positions of the longest sequence; R rewards of a sample.
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from nmoe.config.registry import ADVANTAGES
+from nmoe.config.tables.algorithm import AlgorithmSection, CriticSection, StepBaseline
+from nmoe.errors import UserError
+from nmoe.learner.batch import Batch, sequence_of
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, need, sequence_means, sequence_sums
+from nmoe.learner.objectives.divergence import KLEstimator, kl_estimate
+from nmoe.rl.experience import Experience, selected, step_rewards, terminal_rewards
+from nmoe.rl.group_rewards import (
+    EPSILON,
+    RewardedGroup,
+    group_ids,
+    group_means,
+    group_normalised,
+    joined,
+    judged,
+    others_means,
+)
+from nmoe.rl.teacher import Teacher
+
+Correction = Literal["none", "tis", "mask", "sequence_mask"]
+
+
+class Advantages:
+    """Turns a batch of groups into experience, by the estimator and the settings of [algorithm]."""
+
+    def __init__(
+        self,
+        algorithm: AlgorithmSection,
+        constant_length: int,
+        critic: CriticSection | None = None,
+        teacher: Teacher | None = None,
+    ) -> None:
+        """`constant_length` is the denominator of the aggregation "constant". Raises UserError for an unknown estimator."""
+        self._algorithm, self._constant_length, self._teacher = algorithm, constant_length, teacher
+        self._estimate = estimator(algorithm, critic)
+
+    def __call__(self, batch: Batch, groups: Sequence[RewardedGroup]) -> Experience | None:
+        """The batch with advantages; None where every sample was truncated and those are masked.
+
+        `batch` has one sequence for each branch of the groups' samples, in order, with the reference's log-probabilities where the
+        divergence is a reward, the learner's own where there is a correction, and the critic's values where there is a critic.
+        """
+        algorithm, metrics = self._algorithm, dict[str, float]()
+        graded = Graded.of(batch, groups, algorithm)
+        estimate = self._estimate(graded)
+        batch = replace(batch, advantages_T=estimate.advantages_T, returns_T=estimate.returns_T)
+        described = estimate.described
+        if self._teacher is not None:
+            batch, described, metrics = self._teacher.advise(batch)
+        ids_S = graded.group_ids_B[batch.sample_ids()]
+        if algorithm.mask_truncated:
+            samples = judged(groups)
+            ended = [i for i, sample in enumerate(batch.sample_ids().tolist()) if not samples[sample].truncated]
+            if not ended:
+                return None
+            batch, ids_S = selected(batch, ended, algorithm.aggregation, self._constant_length), ids_S[ended]
+        if algorithm.correction != "none":
+            batch, corrected = _corrected(batch, algorithm)
+            metrics |= corrected
+        if (divergence_T := _reward_divergence(batch, algorithm)) is not None:
+            mean = divergence_T[batch.scored_T].double().mean()
+            metrics["reference_kl"] = float(mean) / -algorithm.kl_coef
+        return Experience(batch, ids_S, described, metrics)
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The samples of a step as an estimator sees them.
+
+    rewards_BR, weights_R: the rewards of each sample, NaN where it has none, and their weights.
+    step_rewards_T: a step's reward at the position that predicts the step's last token, NaN elsewhere.
+    """
+
+    batch: Batch
+    group_ids_B: Tensor
+    rewards_BR: Tensor
+    weights_R: Tensor
+    step_rewards_T: Tensor
+    algorithm: AlgorithmSection
+
+    @classmethod
+    def of(cls, batch: Batch, groups: Sequence[RewardedGroup], algorithm: AlgorithmSection) -> Graded:
+        return cls(batch, group_ids(groups), *joined(groups), step_rewards(batch, judged(groups)), algorithm)
+
+    @property
+    def sample_rewards(self) -> Tensor:
+        """One reward per sample, `[B]`, the divergence of all its tokens included where that is a reward."""
+        rewards_B, batch = self.rewards_BR[:, 0], self.batch
+        if (divergence_T := _reward_divergence(batch, self.algorithm)) is not None:
+            scored_T, sequences = batch.scored_T, len(batch.lengths)
+            sums_S = sequence_sums(divergence_T[scored_T].double(), batch.sequence_ids()[scored_T], sequences)
+            rewards_B = rewards_B + sequence_sums(sums_S, batch.sample_ids(), len(rewards_B)).float()
+        return rewards_B
+
+    @property
+    def token_rewards(self) -> Tensor:
+        """Rewards per token, `[T]`: a sample's at the end of its last sequence, its steps' at their ends, and the divergence where
+        that is a reward."""
+        batch = self.batch
+        rewards_T = terminal_rewards(self.rewards_BR[:, 0], batch.scored_T, batch.sample_lengths())
+        rewards_T = rewards_T + self.algorithm.step_reward_coef * self.step_rewards_T.nan_to_num(0.0)
+        if (divergence_T := _reward_divergence(batch, self.algorithm)) is not None:
+            rewards_T = rewards_T + divergence_T
+        return rewards_T
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Advantages per token; those that metrics describe, per sample or at scored tokens; and the critic's targets, under GAE."""
+
+    advantages_T: Tensor
+    described: Tensor
+    returns_T: Tensor | None = None
+
+
+Estimator = Callable[[Graded], Estimate]
+
+
+def estimator(algorithm: AlgorithmSection, critic: CriticSection | None) -> Estimator:
+    """The estimator that [algorithm] names: a class below, or a function of the user's. Raises UserError for a name without one."""
+    if algorithm.multi_reward == "gdpo":
+        return Gdpo()
+    part = ADVANTAGES.get(algorithm.advantage)
+    if algorithm.advantage not in ADVANTAGES.own:
+        return UserFunction(part)
+    if part is Gae:
+        assert critic is not None, "gae is refused without a critic"
+        return Gae(critic.gamma, critic.trace_decay)
+    own: Estimator = part()
+    return own
+
+
+class OverSamples(ABC):
+    """Estimators that give all tokens of a sample one advantage: `of_samples`, `[B]`."""
+
+    @abstractmethod
+    def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor: ...
+
+    def __call__(self, graded: Graded) -> Estimate:
+        return _per_token(graded, self.of_samples(graded.sample_rewards, graded.group_ids_B))
+
+
+class DrGrpo(OverSamples):
+    """`r - mean_g` (Liu et al. 2025, arXiv:2503.20783, section 3.2): no division by the deviation."""
+
+    def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+        return (rewards_B - group_means(rewards_B, group_ids_B)).to(rewards_B)
+
+
+class Grpo(OverSamples):
+    """`(r - mean_g) / (std_g + 1e-6)` with the unbiased deviation (Shao et al. 2024, arXiv:2402.03300, section 4.1.2)."""
+
+    def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+        return group_normalised(rewards_B, group_ids_B).to(rewards_B)
+
+
+class Rloo(OverSamples):
+    """`r_i - mean of the others` (Ahmadian et al. 2024, arXiv:2402.14740, section 2.2)."""
+
+    def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+        others_B = others_means(rewards_B, group_ids_B)
+        return torch.where(others_B.isnan(), 0.0, rewards_B - others_B).to(rewards_B)
+
+
+class MaxRL(OverSamples):
+    """`(r - mean_g) / (mean_g + 1e-6)` (Tajwar et al. 2026, arXiv:2602.02710): with rewards of 0 and 1, the gradient of
+    `log P(correct)` up to the order that the group's size reaches, instead of that of `P(correct)`; rare successes count more.
+
+    Raises UserError for a negative reward, with which the mean is not a success rate and could flip the sign of the gradient.
+    """
+
+    def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+        if rewards_B.numel() and float(rewards_B.min()) < 0:
+            raise UserError(
+                f"algorithm.advantage = 'maxrl' divides by a group's mean reward, and a reward is {float(rewards_B.min()):g}: "
+                "give the rubric rewards of at least 0, or choose another advantage"
+            )
+        mean_B = group_means(rewards_B, group_ids_B)
+        return ((rewards_B - mean_B) / (mean_B + EPSILON)).to(rewards_B)
+
+
+class UserFunction(OverSamples):
+    """A function of the user's from rewards and group ids to advantages, `[B]` each."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._function = function
+
+    def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+        return self._function(rewards_B, group_ids_B)
+
+
+class Gdpo:
+    """Several rewards, each normalised by itself: `A_k = (r_k - mean_g) / (std_g + 1e-6)` in every group, then `A = sum_k w_k A_k`,
+    then `(A - mean) / (std + 1e-6)` over the batch (Liu et al. 2026, arXiv:2601.05242, section 3), unbiased deviations.
+
+    Unlike a normalised weighted sum, it keeps apart combinations of rewards that have the same sum, and a reward's scale does not
+    decide how much it counts. A reward of NaN is absent: it counts neither in the statistics of its group nor in the sum
+    of the sample. A sample without any reward has advantage 0 and does not count in the statistics of the batch.
+    """
+
+    def __call__(self, graded: Graded) -> Estimate:
+        return _per_token(graded, self.of_rewards(graded.rewards_BR, graded.weights_R, graded.group_ids_B))
+
+    def of_rewards(self, rewards_BR: Tensor, weights_R: Tensor, group_ids_B: Tensor) -> Tensor:
+        columns = [group_normalised(rewards_B, group_ids_B) for rewards_B in rewards_BR.unbind(-1)]
+        normalised_BR = torch.stack(columns, -1) if columns else rewards_BR.double()
+        sums_B = (normalised_BR.nan_to_num(0.0) * weights_R.double()).sum(-1)
+        judged_B = ~normalised_BR.isnan().all(-1)
+        count = int(judged_B.sum())
+        if count < 2:
+            return torch.zeros_like(sums_B).to(rewards_BR)
+        std, mean = torch.std_mean(sums_B[judged_B])
+        return torch.where(judged_B, (sums_B - mean) / (std + EPSILON), 0.0).to(rewards_BR)
+
+
+class ReinforcePP:
+    """`G_t = sum over k >= t of gamma^(k-t) r_k`, whitened over the scored tokens of the batch; no critic and no groups (Hu et al.
+    2025, arXiv:2501.03262, section 3)."""
+
+    def __init__(self, gamma: float = 1.0) -> None:
+        self._gamma = gamma
+
+    def __call__(self, graded: Graded) -> Estimate:
+        batch = graded.batch
+        advantages_T = self.of_tokens(graded.token_rewards, batch.scored_T, batch.sample_lengths())
+        return Estimate(advantages_T, advantages_T[batch.scored_T])
+
+    def of_tokens(self, rewards_T: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        # GAE without a critic, at lambda 1.
+        returns_T, _ = Gae(self._gamma, 1.0).of_tokens(rewards_T, torch.zeros_like(rewards_T), scored_T, lengths)
+        return whiten(returns_T, scored_T)
+
+
+class Gae:
+    """`A_t = delta_t + gamma lambda A_(t+1)`, `delta_t = r_t + gamma V_(t+1) - V_t`, both 0 after a sample's last scored position
+    (generalised advantage estimation, Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16).
+
+    V_t is the critic's value of the state before the position's token is drawn, and `A_t + V_t` its target. The loss gets A
+    whitened over the scored tokens of the batch.
+    """
+
+    def __init__(self, gamma: float = 1.0, trace_decay: float = 0.95) -> None:
+        """`trace_decay` is lambda."""
+        self._gamma, self._trace_decay = gamma, trace_decay
+
+    def __call__(self, graded: Graded) -> Estimate:
+        batch = graded.batch
+        values_T = need(batch.old_values_T, "old_values")
+        advantages_T, returns_T = self.of_tokens(graded.token_rewards, values_T, batch.scored_T, batch.sample_lengths())
+        return Estimate(whiten(advantages_T, batch.scored_T), advantages_T[batch.scored_T], returns_T)
+
+    def of_tokens(
+        self, rewards_T: Tensor, values_T: Tensor, scored_T: Tensor, lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages, not whitened, and the critic's targets, `[T]` each in fp32."""
+        counts_B = [int(part.sum()) for part in scored_T.split(list(lengths))]
+        rewards_BL, values_BL = (
+            pad_sequence(column_T[scored_T].double().split(counts_B), batch_first=True)
+            for column_T in (rewards_T, values_T)
+        )
+        advantages_BL = torch.zeros_like(rewards_BL)
+        # After the end of a shorter sample rewards and values are 0, and so is what they contribute to earlier steps.
+        next_value_B = next_advantage_B = torch.zeros(len(lengths), dtype=torch.float64)
+        for step in range(rewards_BL.shape[1] - 1, -1, -1):
+            delta_B = rewards_BL[:, step] + self._gamma * next_value_B - values_BL[:, step]
+            next_advantage_B = delta_B + self._gamma * self._trace_decay * next_advantage_B
+            next_value_B = values_BL[:, step]
+            advantages_BL[:, step] = next_advantage_B
+        taken_BL = torch.arange(rewards_BL.shape[1]) < torch.tensor(counts_B).unsqueeze(-1)
+        advantages_T = torch.zeros(len(scored_T)).masked_scatter(scored_T, advantages_BL[taken_BL].float())
+        return advantages_T, torch.where(scored_T, advantages_T + values_T.float(), 0.0)
+
+
+def _per_token(graded: Graded, advantages_B: Tensor) -> Estimate:
+    """Gives each token its sample's advantage, plus the advantages of the steps that end at or after it."""
+    batch, algorithm, steps_T = graded.batch, graded.algorithm, graded.step_rewards_T
+    advantages_T = torch.repeat_interleave(advantages_B[batch.sample_ids()], torch.tensor(batch.lengths))
+    if bool(steps_T.isnan().all()):
+        return Estimate(advantages_T, advantages_B)
+    process_T = process_supervision(
+        steps_T, graded.group_ids_B, batch.scored_T, batch.sample_lengths(), algorithm.step_baseline
+    )
+    advantages_T = advantages_T + algorithm.step_reward_coef * process_T
+    return Estimate(advantages_T, advantages_T[batch.scored_T])
+
+
+def process_supervision(
+    step_rewards_T: Tensor,
+    group_ids_B: Tensor,
+    scored_T: Tensor,
+    lengths: Sequence[int],
+    baseline: StepBaseline = "none",
+) -> Tensor:
+    """Advantages from the rewards of steps or turns, `[T]` in fp32: at every scored position the sum of the rewards of the steps
+    that end at or after it, the return to go, less a baseline.
+
+    - `none`: no baseline (Williams 1992, REINFORCE). The policy gradient is that of the expected sum of the rewards.
+    - `leave_one_out`: less the mean over the other samples of the group of the sum of all their rewards (Kool et al. 2019, "Buy 4
+      REINFORCE samples, get a baseline for free"). The same gradient with less noise, if every choice of a sample is a scored
+      position, that of the stop token included. A sample that is alone in its group has advantage 0.
+    - `normalised`: process supervision of GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.3): instead of a baseline, every
+      step's reward is normalised by mean and unbiased deviation of all steps of its group. It has another gradient: one more step
+      that is as good as the mean earns 0, so that more good steps are no better than few. A group with a single step has
+      advantage 0.
+
+    `step_rewards_T` holds a step's reward at the position that decides on the step's last token, and NaN everywhere else.
+    `lengths` are those of samples, `[B]`: the branches of one sample follow one another, and what a later one earns is a return of
+    the earlier ones.
+    """
+    sample_T = sequence_of(lengths)
+    if baseline == "normalised":
+        step_rewards_T = group_normalised(step_rewards_T, group_ids_B[sample_T])
+    earned_T = step_rewards_T.double().nan_to_num(0.0)
+    parts = [part.flip(0).cumsum(0).flip(0) for part in earned_T.split(list(lengths))]
+    returns_T = torch.cat(parts) if parts else earned_T
+    if baseline == "leave_one_out":
+        others_B = others_means(sequence_sums(earned_T, sample_T, len(lengths)), group_ids_B)
+        returns_T = (returns_T - others_B[sample_T]).nan_to_num(0.0)
+    return torch.where(scored_T, returns_T, 0.0).float()
+
+
+def divergence_rewards(
+    logprobs_T: Tensor, reference_logprobs_T: Tensor, scored_T: Tensor, coef: float, estimator: KLEstimator = "k1"
+) -> Tensor:
+    """The divergence from a reference as a reward, `-coef * KL_t` at every scored position (Ziegler et al. 2019, arXiv:1909.08593,
+    eq. 2, which is k1). `logprobs_T` are those of the policy that sampled.
+
+    With k1 the expected gradient of the returns is that of `E[r] - coef * KL(pi || ref)`; as a loss, k1 has no such gradient.
+    Estimators over samples add the sum over a sample's tokens to its reward.
+    """
+    difference_T = (logprobs_T - reference_logprobs_T).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return torch.where(scored_T, -coef * kl_estimate(difference_T, estimator), 0.0)
+
+
+def _reward_divergence(batch: Batch, algorithm: AlgorithmSection) -> Tensor | None:
+    """`divergence_rewards` of a batch, `[T]`; None where the divergence is no reward."""
+    if algorithm.kl_coef == 0 or algorithm.kl_in == "loss":
+        return None
+    behaviour_T = need(batch.behaviour_logprobs_T, "behaviour_logprobs")
+    reference_T = need(batch.reference_logprobs_T, "reference_logprobs")
+    return divergence_rewards(
+        behaviour_T, reference_T, batch.scored_T, algorithm.kl_coef, algorithm.kl_estimator or "k1"
+    )
+
+
+def correction_weights(
+    correction: Correction,
+    old_logprobs_N: Tensor,
+    behaviour_logprobs_N: Tensor,
+    sequence_N: Tensor,
+    cap: float = 2.0,
+    window: tuple[float, float] | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Weights for a sampler whose probabilities differ from the learner's, by numerical mismatch or by older weights.
+
+    With `rho_t = pi_old(x_t) / mu(x_t)`, the learner before the first update of a batch against the sampler, each token's policy
+    loss is multiplied by
+
+        none            1
+        tis             min(rho, cap), cap 2: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly
+                        brings you off-policy RL training")
+        mask            rho where low <= rho <= high, else 0; 0.5 to 2: IcePop (Ling team 2025, arXiv:2510.18855)
+        sequence_mask   min(rho, cap) where low <= exp(mean over the sequence of log rho) <= high, else 0: the geometric mean
+                        (Liu et al. 2025, "When speed kills stability"; 0.99 to 1.01), whole sequences at a time
+
+    Weights are fixed once per batch and carry no gradient. Every policy loss here is linear in its advantage for factors >= 0
+    (`max(-r A, -clip(r) A)` times w is the same of w A), so the weights go into the advantages, `advantages * weights`, and leave
+    penalties for entropy and divergence alone. The denominator does not change: a masked token counts as a token.
+    `benchmarks/unbiasedness.py` measures how much bias each of them leaves.
+
+    Returns the weights, `[N]`, and the metrics whose names begin with `correction_` (docs/reference/metrics.md); `correction_ess`
+    is `(sum rho)^2 / (N sum rho^2)`. `sequence_N` is the sequence of each token. `window` bounds the ratio of `mask` (default 0.5
+    to 2) or the geometric mean of `sequence_mask` (default 0.99 to 1.01).
+    """
+    log_N = (old_logprobs_N.double() - behaviour_logprobs_N.double()).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    rho_N = log_N.exp()
+    kept_N = torch.ones_like(rho_N, dtype=torch.bool)
+    capped_N = torch.zeros_like(kept_N)
+    if correction == "mask":
+        low, high = window or (0.5, 2.0)
+        kept_N = (rho_N >= low) & (rho_N <= high)
+    elif correction == "sequence_mask":
+        low, high = window or (0.99, 1.01)
+        geometric_N = sequence_means(log_N, sequence_N).exp()
+        kept_N = (geometric_N >= low) & (geometric_N <= high)
+    if correction in ("tis", "sequence_mask"):
+        capped_N = rho_N > cap
+    weights_N = torch.ones_like(rho_N) if correction == "none" else rho_N
+    weights_N = torch.where(kept_N, weights_N.masked_fill(capped_N, cap), 0.0)
+    tokens = max(1, rho_N.numel())
+    statistics = {
+        "correction_ess": float(rho_N.sum().square() / (tokens * rho_N.square().sum()).clamp(min=1e-300)),
+        "correction_clipped": float(capped_N.sum()) / tokens,
+        "correction_masked": float((~kept_N).sum()) / tokens,
+        "correction_mean": float(weights_N.sum()) / tokens,
+    }
+    return weights_N.to(old_logprobs_N), statistics
+
+
+def _corrected(batch: Batch, algorithm: AlgorithmSection) -> tuple[Batch, dict[str, float]]:
+    """Multiplies the advantages by importance weights for a sampler that differs from the learner. Returns the batch and the
+    metrics of the weights."""
+    scored_T, window = batch.scored_T, algorithm.correction_window
+    weights_N, metrics = correction_weights(
+        algorithm.correction,
+        need(batch.old_logprobs_T, "old_logprobs")[scored_T],
+        need(batch.behaviour_logprobs_T, "behaviour_logprobs")[scored_T],
+        batch.sequence_ids()[scored_T],
+        algorithm.correction_cap,
+        None if window is None else (window[0], window[1]),
+    )
+    advantages_T = need(batch.advantages_T, "advantages") * batch.column(weights_N)
+    return replace(batch, advantages_T=advantages_T), metrics
+
+
+def whiten(values_T: Tensor, scored_T: Tensor) -> Tensor:
+    """`(x - mean) / (std + 1e-6)` over the scored positions of the batch, population deviation, `[T]` in the type of `values_T`."""
+    if not scored_T.any():
+        return torch.zeros_like(values_T)
+    std, mean = torch.std_mean(values_T[scored_T].double(), correction=0)
+    return torch.where(scored_T, (values_T - mean) / (std + EPSILON), 0.0).to(values_T)

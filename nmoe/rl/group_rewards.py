@@ -1,0 +1,179 @@
+"""The rewards of a group's samples: the scores of the graders, and rewards for length. They are computed once, when the group has
+been sampled. The sampler drops a group whose rewards are equal, and advantages are estimated from the rewards of the others.
+"""
+
+# Shapes: G samples of one group, B samples of all groups, R rewards of a sample.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nmoe.config.tables.algorithm import AlgorithmSection
+from nmoe.trajectory import Group, Trajectory
+
+# Added to a denominator that may be 0.
+EPSILON = 1e-6
+
+# By the keys that ask for them, in brackets, which no name of another reward has.
+_BY_LENGTH = ("[overlong_buffer]", "[length_penalty]")
+
+
+@dataclass(frozen=True)
+class RewardedGroup:
+    """A group, its judged samples, and their rewards:
+
+        RewardedGroup(group, [first, second], {"format": tensor([1.0, nan]), "correctness": tensor([0.0, 1.0])},
+                      {"format": 0.1, "correctness": 1.0}, differs=True)
+
+    rewards: by name, `[G]` each; NaN where a sample has none of that name.
+    weights: of each reward.
+    differs: whether rewards, step rewards included, differ within the group. Otherwise all its advantages are zero.
+    """
+
+    group: Group
+    samples: Sequence[Trajectory]
+    rewards: Mapping[str, Tensor]
+    weights: Mapping[str, float]
+    differs: bool
+
+
+class GroupRewards:
+    """Computes the rewards of a group as [algorithm] asks for them."""
+
+    def __init__(self, algorithm: AlgorithmSection, token_limit: int) -> None:
+        """`token_limit` is the most tokens that a sample may have."""
+        self._algorithm, self._token_limit = algorithm, token_limit
+
+    def of(self, group: Group) -> RewardedGroup:
+        """The group with its rewards.
+
+        Under `multi_reward = "sum"` there is one reward: the grade's score plus the rewards for length. Under "gdpo" each weighted
+        component of the rubric and each reward for length is a reward by itself.
+        """
+        samples = group.trainable
+        if not samples:
+            return RewardedGroup(group, samples, {}, {}, differs=False)
+        by_length, length_weights = self._by_length(samples)
+        if self._algorithm.multi_reward == "sum":
+            scores_G = torch.tensor([sample.grade.score for sample in samples])
+            for name, rewards_G in by_length.items():
+                scores_G = scores_G + length_weights[name] * rewards_G
+            rewards, weights = {"score": scores_G}, {"score": 1.0}
+        else:
+            weights = {name: weight for one in samples for name, weight in one.grade.weights.items() if weight}
+            rewards = {
+                name: torch.tensor([sample.grade.components.get(name, torch.nan) for sample in samples])
+                for name in weights
+            }
+            rewards, weights = rewards | by_length, weights | length_weights
+        return RewardedGroup(group, samples, rewards, weights, self._differ(samples, rewards))
+
+    def _by_length(self, samples: Sequence[Trajectory]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        algorithm, tokens_G = self._algorithm, torch.tensor([sample.sampled_tokens for sample in samples])
+        rewards, weights = dict[str, Tensor](), dict[str, float]()
+        overlong, shorter = _BY_LENGTH
+        if algorithm.overlong_buffer:
+            rewards[overlong] = overlong_penalty(tokens_G, self._token_limit, algorithm.overlong_buffer)
+            weights[overlong] = 1.0
+        if algorithm.length_penalty:
+            correct_G = torch.tensor([sample.grade.extras["correctness"] == 1 for sample in samples])
+            rewards[shorter], weights[shorter] = length_penalty(tokens_G, correct_G), algorithm.length_penalty
+        return rewards, weights
+
+    def _differ(self, samples: Sequence[Trajectory], rewards: Mapping[str, Tensor]) -> bool:
+        algorithm = self._algorithm
+        if len(samples) < 2:
+            return False
+        # A divergence from the reference as a reward is not measured yet; it differs between any two samples.
+        if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+            return True
+        spreads = [r_G.nan_to_num(-torch.inf).max() - r_G.nan_to_num(torch.inf).min() for r_G in rewards.values()]
+        if any(bool(spread > 1e-9) for spread in spreads):
+            return True
+        return algorithm.step_reward_coef > 0 and _steps_differ(samples, algorithm)
+
+
+def _steps_differ(samples: Sequence[Trajectory], algorithm: AlgorithmSection) -> bool:
+    """Whether the rewards of steps give any token an advantage. Normalised ones do if they differ; others also if they are alike,
+    since samples have different numbers of them, and the tokens of a sample more or fewer ahead."""
+    scores = {score for sample in samples for _, score in sample.grade.step_rewards}
+    return len(scores) > 1 if algorithm.step_baseline == "normalised" else bool(scores - {0.0})
+
+
+def joined(groups: Sequence[RewardedGroup]) -> tuple[Tensor, Tensor]:
+    """The rewards of all groups, `[B, R]`, and their weights, `[R]`. A missing reward is NaN."""
+    weights = {name: weight for one in groups for name, weight in one.weights.items()}
+    names = [*sorted(weights.keys() - set(_BY_LENGTH)), *(name for name in _BY_LENGTH if name in weights)]
+    columns = [
+        torch.cat([one.rewards.get(name, torch.full((len(one.samples),), torch.nan)) for one in groups])
+        for name in names
+    ]
+    return torch.stack(columns, -1), torch.tensor([weights[name] for name in names])
+
+
+def judged(groups: Sequence[RewardedGroup]) -> list[Trajectory]:
+    """The judged samples of all groups, in order, `[B]`."""
+    return [sample for one in groups for sample in one.samples]
+
+
+def group_ids(groups: Sequence[RewardedGroup]) -> Tensor:
+    """The index of the group of each judged sample, `[B]`."""
+    return torch.tensor([index for index, one in enumerate(groups) for _ in one.samples], dtype=torch.int64)
+
+
+def overlong_penalty(tokens_G: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), `[G]` between 0 and -1: nothing up to
+    `max_tokens - buffer_tokens` sampled tokens, then down in a straight line to -1 at `max_tokens`.
+
+    With a single penalty at the limit, nothing tells the policy that length was the reason; the slope does.
+    """
+    over_G = tokens_G.double() - (max_tokens - buffer_tokens)
+    return (-over_G / buffer_tokens).clamp(-1.0, 0.0).float()
+
+
+def length_penalty(tokens_G: Tensor, correct_G: Tensor) -> Tensor:
+    """Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), `[G]`: with `l = 0.5 - (n - min) / (max - min)` over the
+    sampled tokens n of the group, `l` for a correct answer and `min(0, l)` for a wrong one; 0 where all lengths are alike.
+    """
+    tokens_G = tokens_G.double()
+    shortest, longest = tokens_G.aminmax()
+    if shortest == longest:
+        return torch.zeros(len(tokens_G))
+    rewards_G = 0.5 - (tokens_G - shortest) / (longest - shortest)
+    return torch.where(correct_G.bool(), rewards_G, rewards_G.clamp(max=0.0)).float()
+
+
+def _group_sums(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Each sample's group sum and group size, `[B]` each in fp64: under `grpo`, rounding in a mean of equal rewards would be
+    divided by a deviation that is rounding too. A value of NaN is absent: neither in the sum nor in the size."""
+    _, dense_B = torch.unique(group_ids_B, return_inverse=True)
+    groups = int(dense_B.max()) + 1 if dense_B.numel() else 0
+    values_B = values_B.double()
+    present_B = (~values_B.isnan()).double()
+    sums_G = values_B.new_zeros(groups).index_add_(0, dense_B, values_B.nan_to_num(0.0))
+    sizes_G = values_B.new_zeros(groups).index_add_(0, dense_B, present_B)
+    return sums_G[dense_B], sizes_G[dense_B]
+
+
+def group_means(values_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    sums_B, sizes_B = _group_sums(values_B, group_ids_B)
+    return sums_B / sizes_B
+
+
+def group_normalised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """`(r - mean_g) / (std_g + 1e-6)` with the unbiased deviation, `[B]` in fp64. NaN is absent and stays NaN."""
+    centred_B = rewards_B - group_means(rewards_B, group_ids_B)
+    squares_B, sizes_B = _group_sums(centred_B.square(), group_ids_B)
+    std_B = (squares_B / (sizes_B - 1).clamp(min=1)).sqrt()
+    return centred_B / (std_B + EPSILON)
+
+
+def others_means(values_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """The mean over the other samples of each one's group, `[B]` in fp64: a baseline that the sample itself is not in. NaN for a
+    sample that is alone in its group."""
+    sums_B, sizes_B = _group_sums(values_B, group_ids_B)
+    return torch.where(sizes_B > 1, (sums_B - values_B) / (sizes_B - 1).clamp(min=1), torch.nan)

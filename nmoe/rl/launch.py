@@ -1,0 +1,83 @@
+"""Starts a run of `nmoe rl train CONFIG`: builds the parts of the loop in `nmoe/rl/train.py`, and follows it to its last step."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.environment import reseeded
+from nmoe.engine.api import Engine
+from nmoe.engine.function import FunctionEngine, GenerateFunction
+from nmoe.engine.ranks import sampling_engine
+from nmoe.envs.environment import Environment
+from nmoe.envs.rewards.scored import attach_scorers
+from nmoe.envs.tools.runtime import ToolRuntime
+from nmoe.eval.probes import Probes, probes_of
+from nmoe.parallel.gang import everywhere
+from nmoe.recipes.run_loop import open_run
+from nmoe.recipes.setup import load_tokenizer, settle
+from nmoe.rl.advantages import Advantages
+from nmoe.rl.critic import Critic
+from nmoe.rl.episodes import with_steps_of_episodes
+from nmoe.rl.policy import policy_learner
+from nmoe.rl.reference import Reference
+from nmoe.rl.rollouts import RolloutSampler
+from nmoe.rl.teacher import Teacher
+from nmoe.rl.train import PolicyGradient
+from nmoe.rl.update import PolicyUpdate
+from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
+
+
+def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path:
+    """Runs the configuration to its last step and returns the run directory. `generate_fn` samples in place of the engine. Raises
+    KeyboardInterrupt, with a checkpoint saved, where a signal asked it to stop."""
+    config, threads = settle(config)
+    tokenizer = load_tokenizer(config.model)
+    environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
+    config = with_steps_of_episodes(config, environment.pool.size)
+    device = config.model.device
+    attach_scorers(
+        environment.rewards,
+        partial(load_scorer, device=device),
+        partial(load_step_scorer, device=device),
+        partial(RewardModel.load, device=device),
+    )
+    probes = probes_of(config.eval, tokenizer, environment, config.sampling.max_new_tokens)
+    learner = everywhere(policy_learner, config, tokenizer)
+    policy = PolicyUpdate(
+        learner,
+        config.algorithm,
+        config.sampling,
+        sizes=config.batch,
+        seed=config.run.seed,
+        reference=everywhere(Reference.build, config, learner, tokenizer),
+        critic=Critic.build(config, learner, tokenizer),
+    )
+    teacher = Teacher.build(config, learner.model.config, tokenizer)
+    advantages = Advantages(config.algorithm, config.sampling.max_new_tokens, config.critic, teacher)
+    context_tokens = learner.model.config.context_tokens
+    environment.leave_out_overlong(context_tokens, config.sampling.max_new_tokens)
+    with ExitStack() as stack:
+        tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
+        asked = Probes(
+            probes,
+            tokenizer,
+            context_tokens,
+            config.sandbox,
+            stack,
+            steps=config.run.steps,
+            seed=config.run.seed,
+            tools=tools,
+        )
+        run = stack.enter_context(open_run(config, threads, around=tools.provenance()))
+        engine = sampling_engine(learner, config.engine.max_sequences, config.engine.cache_mb)
+        samples_with: Engine = engine
+        if generate_fn is not None:
+            samples_with = FunctionEngine(engine, generate_fn, lambda: learner.version, learner.model.config)
+        sampler = RolloutSampler(config, run.directory, tokenizer, environment, tools, samples_with, learner)
+        run.follow(
+            PolicyGradient(config, run, tokenizer, environment, tools, asked, engine, sampler, advantages, policy)
+        )
+    return run.directory.path
