@@ -57,6 +57,11 @@ class EnvironmentSettings(Section):
         description="how long the model is asked to reason: a line of Harmony's system message, and `reasoning_effort` of a chat "
         "template that has it; default: nothing is said",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="values for names that the tokenizer's chat template has, as transformers and vLLM take them, such as "
+        "`{enable_thinking = false}`",
+    )
     task: Annotated[str | None, NameIn(TASKS)] = Field(
         default=None,
         description="the task of every pool that names no `task_type`; one of your own as `package.module:Name`",

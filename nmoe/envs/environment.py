@@ -28,7 +28,7 @@ from nmoe.errors import UserError
 from nmoe.grading.extraction import from_final
 from nmoe.sandbox.api import Access
 from nmoe.text.harmony import HarmonyTokenizer
-from nmoe.text.renderers import RENDERERS, HarmonyRenderer, Renderer, Round, natural_format
+from nmoe.text.renderers import RENDERERS, ChatRenderer, HarmonyRenderer, Renderer, Round, natural_format
 from nmoe.types import Exchange, Failure, Given, Grade, Message, Problem, ToolEvent, Turn
 
 if TYPE_CHECKING:
@@ -76,7 +76,17 @@ class Environment:
             raise UserError(
                 f"environment {settings.env_id!r}: a task that converses has no [tools] under a chat template; use harmony"
             )
-        self.renderer: Renderer = RENDERERS[settings.format](tokenizer, definitions, settings.reasoning_effort)
+        arguments = settings.chat_template_kwargs
+        if arguments and settings.format != "chat":
+            raise UserError(
+                f"environment {settings.env_id!r}: chat_template_kwargs are for a chat template, and its format is "
+                f"{settings.format}; leave them out"
+            )
+        self.renderer: Renderer = (
+            ChatRenderer(tokenizer, definitions, settings.reasoning_effort, arguments)
+            if arguments
+            else RENDERERS[settings.format](tokenizer, definitions, settings.reasoning_effort)
+        )
         self._given = self._starts_given()
         self.stop_ids = self.renderer.stop_ids
         limited = settings.tools is not None and (settings.tools.read, settings.tools.write) != (None, None)

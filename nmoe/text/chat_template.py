@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product, takewhile
+from types import MappingProxyType
 from typing import Any
 
 from nmoe.errors import UserError
@@ -42,14 +43,40 @@ class ToolAnswer:
     call_id: str
 
 
+# What templates get from a conversation, or from another setting.
+_GIVEN = frozenset(
+    [
+        "messages",
+        "conversations",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "date_string",
+        "strftime_now",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "reasoning_effort",
+    ]
+)
+
+
 class ChatTemplate:
     """The chat template of one tokenizer, with the declared tools."""
 
-    def __init__(self, tokenizer: Tokenizer, tools: Sequence[ToolDefinition] = (), effort: str | None = None) -> None:
-        """With an `effort`, the template is given it as `reasoning_effort`.
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tools: Sequence[ToolDefinition] = (),
+        effort: str | None = None,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """With an `effort`, the template is given it as `reasoning_effort`. `arguments` are names of its own and their values, such
+        as `enable_thinking`, which transformers takes as keyword arguments and servers as `chat_template_kwargs`.
 
         Raises UserError where the tokenizer has no template or no end-of-turn token, where the template knows no
-        `reasoning_effort`, and where it cannot continue after a turn.
+        `reasoning_effort` or has not one of the arguments' names, and where it cannot continue after a turn.
         """
         names, template = tokenizer.named_tokens, tokenizer.chat_template
         if template is None or not tokenizer.end_ids:
@@ -63,7 +90,13 @@ class ChatTemplate:
                 f'reasoning_effort = "{effort}": the chat template has no `reasoning_effort`; leave the key out, or ask for it '
                 "in `system`"
             )
-        self._names: dict[str, Any] = names if effort is None else {**names, "reasoning_effort": effort}
+        for name in arguments:
+            if name in names or name in _GIVEN:
+                raise UserError(f"chat_template_kwargs.{name}: the template is given it already; leave it out")
+            if re.search(rf"\b{re.escape(name)}\b", template) is None:
+                raise UserError(f"chat_template_kwargs.{name}: the chat template has no such name; leave it out")
+        asked = {} if effort is None else {"reasoning_effort": effort}
+        self._names: dict[str, Any] = {**names, **asked, **arguments}
         self._tokenizer = tokenizer
         self.stop_ids = tokenizer.end_ids
         self._tools: list[Any] | None = [tool.as_function() for tool in tools] or None

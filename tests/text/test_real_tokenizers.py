@@ -3,8 +3,10 @@ becomes a control token."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +17,14 @@ from openai_harmony import Author, Conversation, RenderConversationConfig, Role,
 from openai_harmony import Message as ReferenceMessage
 from released_tokenizers import ENDS, ours, theirs
 
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.text.chat_template import ChatTemplate, ToolAnswer
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 from nmoe.text.renderers import IGNORED, ChatRenderer, HarmonyRenderer, Rendered, natural_format
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message
+from nmoe.types import Message, single_turn
 
 CHAT = ["qwen3", "gemma3", "llama3_1", "deepseek_v3"]
 
@@ -245,6 +249,51 @@ def test_a_round_of_calls_continues_as_the_whole_conversation_is_written(name: s
     whole = [{"role": one.role, "content": one.content} for one in messages]
     whole += [{"role": "assistant", "content": turn}, *({"role": "tool", "content": one.content} for one in answers)]
     assert tokenizer.decode(ids) == tokenizer.decode(by_transformers(name, whole, tools=DECLARED))
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_arguments_of_a_template_are_those_of_transformers(thinks: bool) -> None:
+    table = {
+        "env_id": "e",
+        "task_pool": {"type": "generated", "task_type": "sort", "difficulty": [4, 4]},
+        "chat_template_kwargs": {"enable_thinking": thinks},
+    }
+    environment = Environment.from_settings(EnvironmentSettings.model_validate(table), ours("qwen3"))
+    problem = environment.pool.order.at(0)
+    asked = [{"role": "user", "content": problem.question}]
+    prompt = environment.prompt_ids(problem)
+    assert prompt == theirs("qwen3").apply_chat_template(
+        asked, add_generation_prompt=True, return_dict=False, enable_thinking=thinks
+    )
+    said = ours("qwen3").decode(prompt)
+    assert said.endswith("<|im_start|>assistant\n" + ("" if thinks else "<think>\n\n</think>\n\n"))
+    # An answer without reasoning is well-formed, and graded, either way.
+    ids = [*ours("qwen3").encode(problem.gold), ours("qwen3").end_ids[0]]
+    assert asyncio.run(environment.grade(problem, single_turn(ids), 64)).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"enable_thinkin": False}, "chat_template_kwargs.enable_thinkin: the chat template has no such name"),
+        ({"messages": []}, "chat_template_kwargs.messages: the template is given it already"),
+        ({"reasoning_effort": "low"}, "chat_template_kwargs.reasoning_effort: the template is given it already"),
+    ],
+)
+def test_arguments_that_a_template_does_not_have_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        ChatTemplate(ours("qwen3"), arguments=arguments)
+
+
+def test_arguments_of_a_template_are_refused_beside_another_format() -> None:
+    table = {
+        "env_id": "e",
+        "format": "boxed",
+        "task_pool": {"type": "generated", "task_type": "sort", "difficulty": [4, 4]},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    with pytest.raises(UserError, match=r"chat_template_kwargs are for a chat template, and its format is boxed"):
+        Environment.from_settings(EnvironmentSettings.model_validate(table), ours("qwen3"))
 
 
 def controls(ids: Sequence[int], tokenizer: Tokenizer) -> Counter[int]:

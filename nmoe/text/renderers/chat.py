@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from nmoe.errors import UserError
@@ -39,11 +40,12 @@ class ChatRenderer:
         tokenizer: HarmonyTokenizer,
         tools: Sequence[ToolDefinition] = (),
         effort: ReasoningEffort | None = None,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Raises UserError as `ChatTemplate` does."""
         assert isinstance(tokenizer, Tokenizer), "only a tokenizer of Hugging Face files has a chat template"
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, tools, effort)
+        self._template = ChatTemplate(tokenizer, tools, effort, arguments)
         self._names = {tool.name for tool in tools}
         self.stop_ids = self._template.stop_ids
 
