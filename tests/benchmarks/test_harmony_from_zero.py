@@ -1,6 +1,7 @@
 """The benchmark of Harmony from zero: its configurations are ones that a run takes, and its counts are those of the rows."""
 
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,13 @@ def test_every_curriculum_is_a_configuration(name: str) -> None:
     if (curriculum := config.environment.curriculum) is not None:
         assert curriculum.stages[-1].given == ""
         rewarded = curriculum.stages[-1].weights
-        assert config.environment.task_pool.type == "generated"
+        assert (config.environment.task_pool.type == "mixture") == bool(benchmark.CURRICULA[name].sources)
     assert rewarded is not None
-    assert (rewarded.structure > 0) == ("sparse" not in name)
+    hints = name.startswith("hints")
+    assert (rewarded.structure > 0) == ("sparse" not in name and (not hints or name == "hints_given"))
+    assert (config.sampling.max_new_tokens, config.optimizer.learning_rate) == ((8, 1e-4) if hints else (12, 5e-5))
+    after_shown = hints and name != "hints_at_once"
+    assert config.model.path.endswith("shown_2" if after_shown else "like" if hints else config.model.path)
 
 
 def test_only_samples_without_examples_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +83,23 @@ def test_only_samples_from_nothing_count(tmp_path: Path, monkeypatch: pytest.Mon
     assert benchmark.learned(run)
     rows.append({"step": 12, "curriculum_stage": 3, "format_ok": 0.9, "structure_ok": 0.9, "correctness": 0.0})
     assert not benchmark.learned(run)
+
+
+def test_steps_with_an_example_count_as_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "RUNS", tmp_path)
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(benchmark, "nmoe", lambda *arguments: calls.append(arguments))
+    (tmp_path / "shown_1.cpu_s").write_text("177\n")
+    assert (benchmark.shown(1), calls) == (177, [])
+    assert 0 <= benchmark.shown(2) < 1
+    assert calls == [("rl", "train", str(tmp_path / "shown_2.toml"))]
+    config = parse(tomllib.loads((tmp_path / "shown_2.toml").read_text()), RLConfig, Locator(Place("run.toml")))
+    assert config.environment.task_pool.examples == 1
+    assert (config.run.seed, config.run.steps, config.environment.env_id) == (2, 20, "harmony_zero")
+
+
+def test_the_page_shows_the_recorded_results() -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/harmony_from_zero.md").read_text()
+    results = benchmark.read_results()
+    assert len(results) >= 3
+    assert "\n" + "\n".join(benchmark.table(results)) + "\n\n" in page
