@@ -7,7 +7,7 @@ differs from the learner.
 
 The steps of the decision process are the scored positions: position t reads x[t] and chooses x[t + 1]. Tokens between them, such as
 a tool's answer, take no time and earn nothing: discounts count scored positions only. Advantages per token are zero elsewhere. The
-end of a sequence is terminal, even if the token budget cut it off: the score is that of the sequence as it stands, and the state
+end of a sequence is terminal, even if the token budget cut it off: the score belongs to the sequence as it stands, and the state
 after its last token is never computed, so that there is no value to bootstrap from. Groups may be ragged; a sample that is alone in
 its group has advantage 0, except where the whole batch is the group.
 """
@@ -192,7 +192,7 @@ class Rloo(OverSamples):
 
 class MaxRL(OverSamples):
     """`(r - mean_g) / (mean_g + 1e-6)` (Tajwar et al. 2026, arXiv:2602.02710): with rewards of 0 and 1, the gradient of
-    `log P(correct)` up to the order that the group's size reaches, instead of that of `P(correct)`; rare successes count more.
+    `log P(correct)` up to the order that the group's size reaches, not of `P(correct)`; rare successes count more.
 
     Raises UserError for a negative reward, with which the mean is not a success rate and could flip the sign of the gradient.
     """
@@ -322,10 +322,10 @@ def process_supervision(
     """Advantages from the rewards of steps or turns, `[T]` in fp32: at every scored position the sum of the rewards of the steps
     that end at or after it, the return to go, less a baseline.
 
-    - `none`: no baseline (Williams 1992, REINFORCE). The policy gradient is that of the expected sum of the rewards.
+    - `none`: no baseline (Williams 1992, REINFORCE). Its policy gradient follows the expected sum of the rewards.
     - `leave_one_out`: less the mean over the other samples of the group of the sum of all their rewards (Kool et al. 2019, "Buy 4
       REINFORCE samples, get a baseline for free"). The same gradient with less noise, if every choice of a sample is a scored
-      position, that of the stop token included. A sample that is alone in its group has advantage 0.
+      position, the choice of the stop token included. A sample that is alone in its group has advantage 0.
     - `normalised`: process supervision of GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.3): instead of a baseline, every
       step's reward is normalised by mean and unbiased deviation of all steps of its group. It has another gradient: one more step
       that is as good as the mean earns 0, so that more good steps are no better than few. A group with a single step has
@@ -353,7 +353,7 @@ def divergence_rewards(
     """The divergence from a reference as a reward, `-coef * KL_t` at every scored position (Ziegler et al. 2019, arXiv:1909.08593,
     eq. 2, which is k1). `logprobs_T` are those of the policy that sampled.
 
-    With k1 the expected gradient of the returns is that of `E[r] - coef * KL(pi || ref)`; as a loss, k1 has no such gradient.
+    With k1 the returns have the expected gradient of `E[r] - coef * KL(pi || ref)`; as a loss, k1 has no such gradient.
     Estimators over samples add the sum over a sample's tokens to its reward.
     """
     difference_T = (logprobs_T - reference_logprobs_T).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)

@@ -33,8 +33,8 @@ def teacher_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, scored_T:
     arXiv:2306.13649, with reverse KL; as a policy gradient: Lu 2025, "On-policy distillation"). `logprobs_T` are those of the
     policy that sampled.
 
-    In expectation over the sampled token its policy gradient is that of `-coef * KL(pi || teacher)` at each state that the policy
-    reached. In imitation, by contrast, the student learns from the states of the teacher.
+    In expectation over the sampled token its policy gradient equals the gradient of `-coef * KL(pi || teacher)` at each state that
+    the policy reached. In imitation, by contrast, the student learns from the states of the teacher.
     """
     difference_T = (logprobs_T - teacher_logprobs_T).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return torch.where(scored_T, -coef * difference_T, 0.0)

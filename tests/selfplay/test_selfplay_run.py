@@ -227,7 +227,7 @@ def test_what_is_trained_on(directory: Path) -> None:
 
     lines = [proof("a", 1.0), proof("b", 0.5), proof("a", 0.24), proof("b", 0.5), proof("c", 1.0)]
     (group,) = groups(iter(lines), 1, config)
-    assert [trajectory.grade.score for trajectory in group.trajectories] == [1.0, 0.24]
+    assert [trajectory.grade.score for trajectory in group.samples] == [1.0, 0.24]
 
 
 @pytest.mark.parametrize(
