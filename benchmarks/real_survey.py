@@ -139,7 +139,7 @@ class Survey:
         requests = [
             Request(
                 tuple(self.renderer.prompt_ids([Message("user", problem.question)])),
-                n=n,
+                samples=n,
                 sampling=Sampling(ROOM, temperature, stop_ids=ends, seed=index),
                 request_id=f"{problem.id}/{temperature}",
             )
