@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nmoe.config.environment import held_out, load_environment
+from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools import Pool, Shard, build_pool
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.plain import ChoiceTask, read_choice, read_letter, read_number, read_order
@@ -44,6 +45,47 @@ def score(problem: Problem, answer: str) -> float:
 )
 def test_reading_a_choice(text: str, read: str | None) -> None:
     assert read_choice(text, ["34", "72"]) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("34 is smaller than 72", "72"),
+        ("72 is smaller than 34.", "34"),  # a wrong statement, which names 72 before "than"
+        ("34 is the smaller number", "72"),
+        ("The smaller number is 34.", "72"),
+        ("The smaller of the two numbers is **72**.", "34"),
+        ("The larger number is 72 and the smaller one is 34.", "72"),
+        ("The smaller is 34, the larger is 72", "72"),
+        ("72 is larger than 34, and 34 is less than 72", "72"),
+        ("34 is smaller than 72, and 72 is smaller than 34", None),
+        ("smaller smaller smaller", None),
+        ("34 is larger than 72", "34"),
+    ],
+)
+def test_what_says_the_opposite_means_the_other_one(text: str, read: str | None) -> None:
+    assert read_choice(text, ["34", "72"], "smaller|less") == read
+
+
+def test_of_three_the_smallest_is_no_answer() -> None:
+    options = ["34", "72", "15"]
+    assert read_choice("The smallest is 15.", options, "smallest|smaller") is None
+    assert read_choice("15 is smaller than 72", options, "smallest|smaller") is None
+    assert read_choice("The smallest is 15, the largest is 72.", options, "smallest|smaller") == "72"
+
+
+@pytest.mark.parametrize("name", ["compare", "longer_word"])
+def test_the_opposite_earns_no_more_than_a_guess(name: str) -> None:
+    """Of what is said of the first and of the second option, one is right, and both together are no answer."""
+    pool = build_pool(name, GeneratedPool(type="generated", task_type=name, difficulty=(3, 3)), Shard(0, 1))
+    word = {"compare": "is smaller than", "longer_word": "has fewer letters than"}[name]
+    for place in range(20):
+        problem = pool.order.at(place)
+        left, right = TASKS[name].options(problem)  # type: ignore[attr-defined]
+        scores = [score(problem, f"{one} {word} {other}") for one, other in ((left, right), (right, left))]
+        assert sorted(scores) == [0.0, 1.0]
+        assert scores[0] == (problem.gold == right)
+        assert score(problem, f"{left} {word} {right}. {right} {word} {left}.") == 0.0
 
 
 @pytest.mark.parametrize(

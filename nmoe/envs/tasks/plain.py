@@ -10,8 +10,8 @@ the whole message goes to `verify`, and the readers below find the one answer th
 
 A message gets one reading, so that listing candidates earns no more than a guess. Repeating the question earns nothing: a
 choice that names two options without a statement is no answer, and an order is never asked for in its own order. What follows
-"not" is no answer either. The same reading applies to a message that was cut, for an evaluation that separates what is known
-from how it is said.
+"not" is no answer either, and "34 is smaller than 72" says 72 where the larger one is asked for. The same reading applies to a
+message that was cut, for an evaluation that separates what is known from how it is said.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from nmoe.types import Problem, Verdict
 
 # A longer message is not read: no short answer needs it, and a verdict has bounded time.
 MAX_CHARS = 20_000
-_STATED = r"(?:\b(?:is|are|be|equals?)\b|=|:)[\s\"'“‘*_(\[{$]*"
+_BEFORE = r"[\s\"'“‘*_(\[{$]*"
+_STATED = rf"(?:\b(?:is|are|be|equals?)\b|=|:){_BEFORE}"
 _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 # "= 7 + 3 + 2" and "is 7 times" state no result.
 _STATED_NUMBER = re.compile(rf"{_STATED}({_NUMBER})(?![\d.,]*\d|\s*(?:[-+*/x×−]|times|plus|minus)\s*\d)", re.IGNORECASE)
@@ -51,17 +52,38 @@ def read_number(text: str) -> str | None:
     return number.rstrip("0").rstrip(".") if "." in number else number
 
 
-def read_choice(text: str, options: Sequence[str]) -> str | None:
-    """The option that a message chooses, compared without case; None if it names none, or several without a statement."""
+def read_choice(text: str, options: Sequence[str], contrary: str = "") -> str | None:
+    """The option that a message chooses, compared without case; None if it names none, or several without a statement. `contrary`
+    are words, joined by `|`, that say the opposite of what is asked for: an option that is called so is denied, and of two
+    options the other one is then meant."""
     text = text[-MAX_CHARS:]
     either = "|".join(re.escape(one) for one in options)
     word = rf"(?<![\w.-])({either})(?![\w-]|[.,]\d)"
+    if contrary:
+        text = _without_contrary(text, word, options, contrary)
     found = re.findall(f"{_STATED}{word}", text, re.IGNORECASE)
     if not found:
         others = re.sub(rf"(?:\bthan\W+|{_DENIED}){word}", " ", text, flags=re.IGNORECASE)
         named = re.findall(word, others, re.IGNORECASE)
         found = named if len({one.casefold() for one in named}) == 1 else []
     return next((one for one in options if found and one.casefold() == found[-1].casefold()), None)
+
+
+def _without_contrary(text: str, word: str, options: Sequence[str], contrary: str) -> str:
+    """The message with "34 is smaller than 72" and "the smaller number is 34" replaced by the other one of two options, 72, and by
+    nothing where there are more."""
+    called = (
+        rf"{word}\W+(?:is|are|has|have)\s+(?:the\s+)?(?:{contrary})\b(?:\s+\w+){{0,2}}?(?:\s+than\W+{word})?",
+        rf"\b(?:{contrary})\b(?:\s+(?!is\b)\w+){{0,6}}?\s+is{_BEFORE}{word}",
+    )
+
+    def other(match: re.Match[str]) -> str:
+        rest = [one for one in options if one.casefold() != match[1].casefold()]
+        return f" {rest[0]} " if len(rest) == 1 else " "
+
+    for one in called:
+        text = re.sub(one, other, text, flags=re.IGNORECASE)
+    return text
 
 
 def read_letter(text: str) -> str | None:
@@ -120,12 +142,15 @@ class NumberTask(PlainTask):
 class ChoiceTask(PlainTask):
     """The answer is one of the options that the question names."""
 
+    contrary = ""
+    """Words, joined by `|`, that say the opposite of what the question asks for."""
+
     def options(self, problem: Problem) -> list[str]:
         """The options: by default the words in quotation marks or, without any, the numbers."""
         return _QUOTED.findall(problem.question) or re.findall(r"\d+", problem.question)
 
     def read(self, problem: Problem, text: str) -> str | None:
-        return read_choice(text, self.options(problem))
+        return read_choice(text, self.options(problem), self.contrary)
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         return problem.gold, next(one for one in self.options(problem) if one != problem.gold)

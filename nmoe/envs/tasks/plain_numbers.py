@@ -9,6 +9,7 @@ from nmoe.envs.tasks.plain import ChoiceTask, NumberTask, OrderTask
 from nmoe.types import Problem
 
 _NUMBER = re.compile(r"\d+")
+_CONTRARY = "smaller|smallest|less|lesser|least|lower|lowest"  # than the larger number, or the largest
 _NAMES = ("Tom", "Anna", "Ben", "Maria", "Sam", "Lucy", "Peter", "Emma")
 _THINGS = ("apples", "books", "coins", "pens", "stamps", "cups", "balls", "eggs")
 
@@ -26,6 +27,8 @@ def _sorted_numbers(question: str) -> str:
 class CompareTask(ChoiceTask):
     """ "Which number is larger, 34 or 72?" -> "72". The difficulty is the number of digits of both, at most 18."""
 
+    contrary = _CONTRARY
+
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         left, right = _different(rng, difficulty, 2)
         return f"Which number is larger, {left} or {right}? Answer with one number.", str(max(left, right))
@@ -37,6 +40,8 @@ class CompareTask(ChoiceTask):
 
 class LargestTask(ChoiceTask):
     """ "Which of the numbers 34, 72 and 15 is the largest?" -> "72". The difficulty is the number of digits."""
+
+    contrary = _CONTRARY
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         first, second, third = _different(rng, difficulty, 3)

@@ -83,6 +83,8 @@ class LongerWordTask(_PairTask):
     """ "Which word has more letters, "river" or "apricot"?" -> "apricot". The lengths differ by at least two; the difficulty is not
     used."""
 
+    contrary = "shorter|shortest|fewer|fewest|less|least|smaller|smallest"
+
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         while True:
             left, right = rng.sample(words(), 2)
