@@ -131,7 +131,7 @@ def _observe(watched: _Watched, metrics: Mapping[str, Any], stops: bool) -> Aler
     watched.calm = watched.calm + 1 if said is None else 0
     if watched.raised and watched.calm >= CALM_STEPS:
         watched.raised = False
-        return Alert(rule.name, "warn", f"over: {CALM_STEPS} steps without it")
+        return Alert(rule.name, "warn", f"the alert of {rule.name} is over: {CALM_STEPS} steps without its symptom")
     # A rule over stretches or evaluations counts them itself: what it says holds at once.
     needed = 1 if rule.counts_itself else settings.steps
     if said is None or watched.raised or watched.bad < needed:

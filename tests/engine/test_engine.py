@@ -480,3 +480,38 @@ def test_scores_come_beside_samples(tiny_model: MakeModel, request_of: MakeReque
     assert len(scores) == 5 + 9 - 1
     assert scores[4:] == pytest.approx(samples[0].logprobs, abs=1e-5)
     assert engine.run(engine.score([1, 2, 3], temperature=2.0)) != engine.run(engine.score([1, 2, 3]))
+
+
+def test_an_interrupt_while_the_loop_starts_ends_the_coroutine_there(
+    model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine, cancelled, began, request = (
+        NativeEngine(model, 2),
+        list[bool](),
+        threading.Event(),
+        request_of("a", 3, 1, 20),
+    )
+
+    async def listen() -> None:
+        began.set()
+        try:
+            await heard(engine, request)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        began.wait(10)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(listen())
+    gc.collect()
+    assert cancelled == [True]
+    assert capfd.readouterr().err == ""
+    assert len(engine.run(heard(engine, request))) == 20

@@ -426,7 +426,9 @@ def test_experts_that_collapse_after_the_uneven_start() -> None:
         "experts collapse in layer 3 (its busiest expert has 4.0 times its share, 0% have nothing to do), 5 steps in a row"
     )
     over = [monitor.observe(collapse(0.3)) for _ in range(5)]
-    assert [alert.message for alerts in over for alert in alerts] == ["over: 5 steps without it"]
+    assert [alert.message for alerts in over for alert in alerts] == [
+        "the alert of experts is over: 5 steps without its symptom"
+    ]
     dead = [monitor.observe(collapse(0.3, dead=4)) for _ in range(5)]
     assert [len(alerts) for alerts in dead] == [0, 0, 0, 0, 1]
 

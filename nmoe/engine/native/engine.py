@@ -73,11 +73,18 @@ class NativeEngine:
         self._running, self._error = True, None
         try:
             loop_thread.start()
-        except BaseException:
+        except Exception:
             self._running = False
             coroutine.close()
             raise
+        except BaseException as error:
+            # An interrupt while `start` waits for the thread, which by now may run the coroutine: it is ended there.
+            interrupt: BaseException | None = error
+        else:
+            interrupt = None
         try:
+            if interrupt is not None:
+                raise interrupt
             while not outcome.done():
                 self._turn(outcome)
             return outcome.result()
