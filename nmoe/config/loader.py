@@ -13,7 +13,7 @@ from nmoe.config.base import DataPath, FromFile, Section
 from nmoe.config.kinds import of_another_kind
 from nmoe.config.locate import KeyPath, Locator, Place, locate
 from nmoe.config.overrides import indexed, lay_over, malformed, override_document, read_override
-from nmoe.config.problems import ConfigError, Mistake, at, explain, key_meant, renamed_key
+from nmoe.config.problems import ConfigError, Mistake, at, explain, key_meant
 from nmoe.config.schema import follow, has_several_types, item_of, section_for, sections_of
 from nmoe.config.slices import split_path
 from nmoe.errors import MissingInputError, UserError
@@ -94,10 +94,7 @@ def _laid_over(
     for text in overrides:
         if (override := read_override(text)) is None:
             continue
-        if (renamed := renamed_key(override[0], schema)) is not None:
-            # Laid over, it would begin a table that the file may not have, with its own required keys.
-            problems.append(Mistake(Place(text, is_override=True), renamed))
-        elif isinstance(key := indexed(override[0], schema, data), str):
+        if isinstance(key := indexed(override[0], schema, data), str):
             problems.append(Mistake(Place(text, is_override=True), key))
         else:
             lay_over(data, where, *override_document(key, override[1], text))

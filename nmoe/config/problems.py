@@ -11,7 +11,6 @@ from pydantic_core import ErrorDetails
 from nmoe.config.base import ConflictError, Section
 from nmoe.config.elsewhere import closest, keys_meant, no_counterpart, table_leaves
 from nmoe.config.locate import KeyPath, Locator, Place
-from nmoe.config.moved import PROBE_OUTSIDE, key_today
 from nmoe.config.overrides import read_value
 from nmoe.config.schema import TAG, choices_of, follow, item_of, keys_of, paths_of, sections_of, tag_of
 from nmoe.config.toml import toml_value
@@ -146,15 +145,11 @@ def _unknown_key(
     schema: type[Section],
     commands: Mapping[str, type[Section]],
 ) -> str:
-    """Names what the key is called today, the commands that have it, or our key for one of another framework; else suggests a key
+    """Names the commands that have the key, or our key for one of another framework; else suggests a key
     of the same table that is spelled alike, or the same key of another table.
 
     `leaves` are the values below `path` that were written at `place`: a command that has the table may lack them."""
     keys, written = _names_alone(path), [_names_alone(leaf) for leaf in leaves]
-    if (today := key_today(keys)) is not None:
-        return _renamed(today)
-    if keys == ("eval", "ood"):
-        return PROBE_OUTSIDE
     this = next((f"`nmoe {command}`" for command, other in commands.items() if other is schema), "this command")
     known_by = {command: set(paths_of(other, in_arrays=True)) for command, other in commands.items()}
     if owners := [f"`nmoe {command}`" for command, paths in known_by.items() if paths.issuperset(written)]:
@@ -240,16 +235,6 @@ def _path_in(schema: type[Section], key: str) -> tuple[str, ...] | None:
     return None
 
 
-def renamed_key(path: KeyPath, schema: type[Section]) -> str | None:
-    """What to say of an older name of a key that `schema` has; None for any other path."""
-    today = key_today(tuple(str(key) for key in path))
-    return None if today is None or tuple(today.split(".")) not in paths_of(schema) else _renamed(today)
-
-
-def _renamed(today: str) -> str:
-    return f"unknown key; it is called {today} now"
-
-
 def _missing(path: KeyPath, annotations: list[Any], where: Locator) -> Mistake:
     sections = sections_of(annotations[-1])
     if sections:
@@ -276,8 +261,6 @@ def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator, annotation
     if isinstance(value, dict) and sections_of(item_of(annotation, 0)):
         name = key_name(path[where.place(path).root :], is_table=True)
         message += f"; write [{name}], once for each table"
-        if "ood" in value and path == ("eval",):
-            message += f"; {PROBE_OUTSIDE}"
     meant = _value_meant(kind, value, annotation)
     if meant is not None:
         dotted, text = ".".join(map(str, path)), toml_value(meant)

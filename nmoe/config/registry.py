@@ -26,7 +26,6 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from nmoe.config.elsewhere import closest
-from nmoe.config.moved import module_today
 from nmoe.errors import MissingInputError, UserError, cut
 
 _IN_MODULE = re.compile(r"[\w.]+:[A-Za-z_]\w*")
@@ -140,9 +139,8 @@ def load_object(kind: str, name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the module may raise anything while it is imported
-        hint = moved_hint(error.name) if isinstance(error, ImportError) and error.name else ""
         raise MissingInputError(
-            f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}{hint}", name
+            f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}", name
         ) from error
     finally:
         sys.path.remove(here)
@@ -187,12 +185,6 @@ def names_of_one_call() -> Iterator[None]:
         yield
     finally:
         _of_this_call.reset(token)
-
-
-def moved_hint(module: str) -> str:
-    """A hint for errors about a module of an older version; empty for any other."""
-    today = module_today(module)
-    return "" if today is None else f"; {module} is {today} now"
 
 
 def _package(entry: EntryPoint) -> str:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.registry import Registry, moved_hint
+from nmoe.config.registry import Registry
 from nmoe.errors import MissingInputError, UserError, cut, shown
 
 # Values whose source alone shows that they cannot be called.
@@ -128,7 +128,7 @@ def _file_of(module: str, what: str) -> Path:
     for path in candidates:
         if path.suffix == ".py" and path.is_file():
             return path
-    raise UserError(f"{what}: there is no source of the module {module!r}{moved_hint(module)}")
+    raise UserError(f"{what}: there is no source of the module {module!r}")
 
 
 def _top_level(tree: ast.Module, name: str) -> ast.stmt | None:

@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint. Every part of it is saved in one way: a snapshot writes its files, and has the rest as JSON.
 
-state.json holds that rest by the name of the part, as `{"learner": {"version": 3}, "environment": {"position": 12}}`. Checkpoints
-from before that have a few of its keys at the top; they load too.
+state.json holds that rest by the name of the part, as `{"learner": {"version": 3}, "environment": {"position": 12}}`. No state of a
+random generator is saved, because every draw is a function of the seed and of the position of its problem, sample or token.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from nmoe.parsing import json_of
 
 STATE = "state.json"
 
-# Keys at the top of older files: the part that each belongs to, under the same name.
-_MOVED = {"version": "learner", "position": "examples", "documents": "examples"}
-
 
 class Part(Protocol):
     """A part of a run that a checkpoint holds: the learner, say, or the position in the data."""
@@ -31,7 +28,7 @@ class Part(Protocol):
 
     def load(self, directory: Path, state: Any) -> None:
         """Continues from the files and the `state` of a snapshot. Raises UserError if that does not fit. `state` is None for a part
-        of an older checkpoint that had none."""
+        whose snapshot has none."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,4 @@ def saved_version(directory: Path) -> int | None:
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / STATE
     state: dict[str, Any] = json_of(path.read_text()) if path.exists() else {}
-    for key, part in _MOVED.items():
-        if key in state:
-            state.setdefault(part, {})[key] = state.pop(key)
     return state

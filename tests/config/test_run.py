@@ -81,12 +81,6 @@ def test_a_resolved_configuration_reloads_to_an_equal_one(config: Write, tmp_pat
             "[eval]: expected an array, got a table; write [[eval]], once for each table",
         ),
         (
-            "[eval.ood]\nevery_steps = 5\n",
-            (),
-            "[eval]: expected an array, got a table; write [[eval]], once for each table; [eval.ood] is an [[eval]] of its own "
-            'now, with role = "out_of_distribution"',
-        ),
-        (
             "",
             ("--eval.every_steps=5",),
             "--eval.every_steps=5: eval is an array of tables; say which, counted from 0, as in --eval.0.every_steps",

@@ -1,4 +1,4 @@
-"""Parts of a run in a checkpoint: what they wrote and returned is what they load, in older layouts too."""
+"""Parts of a run in a checkpoint: what they wrote and returned is what they load."""
 
 import json
 from pathlib import Path
@@ -50,30 +50,6 @@ def test_parts_come_back_as_they_were(tmp_path: Path) -> None:
     load_parts(tmp_path, parts(policy, critic, place))
     assert (policy.weight, policy.version, critic.weight, critic.version, place) == ("p", 3, "c", 5, {"at": 7})
     assert (saved_version(tmp_path), saved_version(tmp_path / "critic")) == (3, 5)
-
-
-def test_checkpoints_with_keys_at_the_top_load(tmp_path: Path) -> None:
-    """Those of RL had a version there, those of supervised recipes a position, and second models no file of their own."""
-    (tmp_path / "critic").mkdir()
-    for directory in (tmp_path, tmp_path / "critic"):
-        (directory / "weights").write_text("w")
-    top = {"environment": {"pool": 4}, "version": 9, "position": [1, 2], "documents": "ab12"}
-    (tmp_path / "state.json").write_text(json.dumps(top))
-    policy, critic = Weights("", 0), Weights("", 0)
-    environment: dict[str, Any] = {}
-    examples: dict[str, Any] = {}
-    old = {
-        "learner": policy,
-        "critic": Subdirectory("critic", {"learner": critic}),
-        "environment": JsonPart(dict, environment.update),
-        "examples": JsonPart(dict, examples.update),
-    }
-    load_parts(tmp_path, old)
-    assert (policy.version, critic.weight, critic.version) == (9, "w", 0)
-    assert environment == {"pool": 4}
-    assert examples == {"position": [1, 2], "documents": "ab12"}
-    assert saved_version(tmp_path) == 9
-    assert saved_version(tmp_path / "critic") is None
 
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
