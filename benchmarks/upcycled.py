@@ -180,7 +180,7 @@ def run(seed: int, threads: int, model: Path, dense: Path, out: Path) -> None:
     record = next((one for one in read() if one["seed"] == seed), None)
     if record is None:
         here = {**machine(), "threads": threads, **versions("torch")}
-        record = {"recipe": recipe(), "seed": seed, **here, "settings": SETTINGS, **compared(model, config, seed)}
+        record = {"recipe": recipe(), "seed": seed, **here, **compared(model, config, seed)}
         keep(record)
         show([record])
     done = out / "training.json"
@@ -194,6 +194,7 @@ def run(seed: int, threads: int, model: Path, dense: Path, out: Path) -> None:
     write_atomically(out / "examination_trained.json", _EXAMINATION.dump_json(examination))
     write_report(out / "rl")
     record |= {
+        "settings": SETTINGS,
         **json.loads(done.read_text()),
         **differences(dense_examination(config, threads, dense), examination),
         "rl_steps": len(read_metrics(out / "rl")),
