@@ -59,7 +59,7 @@ EQUAL = (4, 8)
 """Numbers of experts whose logits are compared before training."""
 PROMPTS = 24
 """Held-out problems whose logits are compared, beside the examination's questions."""
-SETTINGS = {"checkpoint.asynchronous": False, "batch.tokens_per_microbatch": 512, "engine.cache_mb": 256}
+SETTINGS = {"batch.tokens_per_microbatch": 512, "engine.cache_mb": 256}
 LAST = 5
 """Steps over which a figure of the end is the mean, as one of the start is over the first of them."""
 ROUTING = ("expert_load_max_violation", "router_entropy", "expert_load_divergence")
@@ -200,7 +200,7 @@ def run(seed: int, threads: int, model: Path, dense: Path, out: Path) -> None:
         "rl_steps": len(read_metrics(out / "rl")),
         "examined_step": examination.step,
         **routing(out / "rl"),
-        "alerts": sorted({alert["rule"] for alert in read_lines(out / "rl/alerts.jsonl")}),
+        "alerts": sorted({alert["rule"] for alert in read_lines(out / "rl/alerts.jsonl") if "rule" in alert}),
     }
     keep(record)
     show([record])
