@@ -21,11 +21,11 @@ void linear(const T* x_ND, const T* packed, const T* bias_F, Out* out_NF, long N
             const mask16 low = first(std::min(F - f, 16L)), high = first(std::clamp(F - f - 16, 0L, 16L));
             v16 bias_low = zero(), bias_high = zero();
             if (bias_F) bias_low = load(bias_F + f, low), bias_high = load(bias_F + f + 16, high);
-            product(x_ND, D, N * chunk / chunks, N * (chunk + 1) / chunks, packed + panel * D * PANEL,
-                    [&](long n, v16 a, v16 b) {
-                        store(out_NF + n * F + f, a + bias_low, low);
-                        store(out_NF + n * F + f + 16, b + bias_high, high);
-                    });
+            weight_product(x_ND, D, N * chunk / chunks, N * (chunk + 1) / chunks, packed + panel * D * PANEL,
+                           [&](long n, v16 a, v16 b) {
+                               store(out_NF + n * F + f, a + bias_low, low);
+                               store(out_NF + n * F + f + 16, b + bias_high, high);
+                           });
         }
     }
 }
@@ -49,7 +49,7 @@ void linear_by_group(const T* x_RD, const T* packed, const int64_t* first_E, T* 
     for (long task = 0; task < E * panels; ++task) {
         const long e = task / panels, f = task % panels * PANEL;
         const mask16 low = first(std::min(F - f, 16L)), high = first(std::clamp(F - f - 16, 0L, 16L));
-        product(x_RD, D, first_E[e], first_E[e + 1], packed + task * D * PANEL, [&](long r, v16 a, v16 b) {
+        weight_product(x_RD, D, first_E[e], first_E[e + 1], packed + task * D * PANEL, [&](long r, v16 a, v16 b) {
             store(out_RF + r * F + f, a, low);
             store(out_RF + r * F + f + 16, b, high);
         });
@@ -64,10 +64,10 @@ void swiglu_linear(const T* x_ND, const T* packed, T* out_NF, long N, long D, lo
     for (long panel = 0; panel < panels; ++panel) {
         for (long chunk = 0; chunk < chunks; ++chunk) {
             const long f = panel * 16;
-            product(x_ND, D, N * chunk / chunks, N * (chunk + 1) / chunks, packed + panel * D * PANEL,
-                    [&](long n, v16 gate, v16 up) {
-                        store(out_NF + n * F + f, swiglu<T>(stored<T>(gate), stored<T>(up), 0), first(F - f));
-                    });
+            weight_product(x_ND, D, N * chunk / chunks, N * (chunk + 1) / chunks, packed + panel * D * PANEL,
+                           [&](long n, v16 gate, v16 up) {
+                               store(out_NF + n * F + f, swiglu<T>(stored<T>(gate), stored<T>(up), 0), first(F - f));
+                           });
         }
     }
 }
@@ -100,7 +100,7 @@ void experts(const T* x_TD, const int64_t* chosen_TK, const float* weights_TK, c
                 bias_gate = load(gate_up_bias + e * 2 * F + f, mask);
                 bias_up = load(gate_up_bias + e * 2 * F + F + f, mask);
             }
-            product(rows_RD, D, first_E[e], first_E[e + 1], gate_up + task * D * PANEL, [&](long r, v16 gate, v16 up) {
+            weight_product(rows_RD, D, first_E[e], first_E[e + 1], gate_up + task * D * PANEL, [&](long r, v16 gate, v16 up) {
                 gate = stored<T>(stored<T>(gate) + bias_gate);
                 up = stored<T>(stored<T>(up) + bias_up);
                 store(hidden_RF + r * FP + f, swiglu<T>(gate, up, limit));
@@ -114,7 +114,7 @@ void experts(const T* x_TD, const int64_t* chosen_TK, const float* weights_TK, c
                 bias_low = load(down_bias_ED + e * D + d, first(std::min(D - d, 16L)));
                 bias_high = load(down_bias_ED + e * D + d + 16, first(std::clamp(D - d - 16, 0L, 16L)));
             }
-            product(hidden_RF, FP, first_E[e], first_E[e + 1], down + task * FP * PANEL, [&](long r, v16 a, v16 b) {
+            weight_product(hidden_RF, FP, first_E[e], first_E[e + 1], down + task * FP * PANEL, [&](long r, v16 a, v16 b) {
                 store(outputs_RD + r * DP + d, stored<T>(a) + bias_low);
                 store(outputs_RD + r * DP + d + 16, stored<T>(b) + bias_high);
             });

@@ -48,8 +48,9 @@ inline v16 multiply_add<bf16>(v16 a, v16 b, v16 sum) {
 #endif
 }
 
-// A step of a lies `a_step` words after the one before.
-template <class T, int ROWS, class Step, class Finish>
+// A step of a lies `a_step` words after the one before. `AHEAD` fetches the panel after this one meanwhile: a weight comes from
+// memory, which would stand idle while several rows pass by a panel.
+template <class T, int ROWS, bool AHEAD, class Step, class Finish>
 inline void tile(const float* a, long stride, Step a_step, const float* panel, long steps, long row, Finish& finish) {
     v16 done[ROWS][2];
 #pragma GCC unroll 2
@@ -66,7 +67,10 @@ inline void tile(const float* a, long stride, Step a_step, const float* panel, l
         for (long step = 0; step < steps; ++step) {
             v16 columns[AT_ONCE];
 #pragma GCC unroll 2
-            for (int h = 0; h < AT_ONCE; ++h) columns[h] = load(b + 16 * h);
+            for (int h = 0; h < AT_ONCE; ++h) {
+                columns[h] = load(b + 16 * h);
+                if (AHEAD) __builtin_prefetch(b + 16 * h + steps * PANEL, 0, 2);
+            }
             b += PANEL;
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r) {
@@ -87,15 +91,16 @@ inline void tile(const float* a, long stride, Step a_step, const float* panel, l
 
 // Rows `from` to `to` of a times one panel; `finish(row, columns 0 to 15, columns 16 to 31)` takes each row's sums. Row r begins
 // at `a + r * stride`; strides and steps count words.
-template <class T, class Step, class Finish>
+template <class T, bool AHEAD = false, class Step, class Finish>
 inline void product(const float* a, long stride, Step a_step, long from, long to, const float* panel, long steps, Finish finish) {
     const long blocks = (to - from + TILE_ROWS<T> - 1) / TILE_ROWS<T>;
     for (long i = 0; i < blocks; ++i) {
         const long start = from + (to - from) * i / blocks, stop = from + (to - from) * (i + 1) / blocks;
         switch (stop - start) {
-#define NMOE_ROWS(n)                                                                                                  \
-    case n:                                                                                                           \
-        if constexpr (n <= TILE_ROWS<T>) tile<T, n>(a + start * stride, stride, a_step, panel, steps, start, finish); \
+#define NMOE_ROWS(n)                                                                               \
+    case n:                                                                                        \
+        if constexpr (n <= TILE_ROWS<T>)                                                           \
+            tile<T, n, AHEAD>(a + start * stride, stride, a_step, panel, steps, start, finish);    \
         break;
             NMOE_ROWS(1) NMOE_ROWS(2) NMOE_ROWS(3) NMOE_ROWS(4) NMOE_ROWS(5) NMOE_ROWS(6) NMOE_ROWS(7)
             NMOE_ROWS(8) NMOE_ROWS(9) NMOE_ROWS(10) NMOE_ROWS(11) NMOE_ROWS(12) NMOE_ROWS(13) NMOE_ROWS(14)
@@ -110,6 +115,14 @@ inline void product(const T* a, long width, long from, long to, const T* panel, 
     const long steps = words<T>(width);
     product<T>(reinterpret_cast<const float*>(a), steps, std::integral_constant<long, 1>(), from, to,
                reinterpret_cast<const float*>(panel), steps, finish);
+}
+
+// The same with a panel of a packed weight, which the weight's next panel follows.
+template <class T, class Finish>
+inline void weight_product(const T* a, long width, long from, long to, const T* panel, Finish finish) {
+    const long steps = words<T>(width);
+    product<T, true>(reinterpret_cast<const float*>(a), steps, std::integral_constant<long, 1>(), from, to,
+                     reinterpret_cast<const float*>(panel), steps, finish);
 }
 
 }  // namespace nmoe
