@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-import nmoe
 from nmoe.errors import UserError
 from nmoe.parallel.gang import DEADLINE, Controller, Gang, Member, use
 
@@ -154,7 +153,7 @@ def told_to_torchrun() -> Iterator[None]:
 def _refuse_others(rank: int, arguments: Sequence[str]) -> None:
     """Ends every rank where one differs from rank 0, which says so: it raises UserError, and the others end with its exit code."""
     source = hashlib.sha256()
-    root = Path(nmoe.__file__).parent
+    root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         source.update(path.read_bytes())
     own = {

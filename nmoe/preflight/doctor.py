@@ -18,7 +18,6 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-import nmoe
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads, cpu_quota, free_cores, usable_cores
 from nmoe.extras import how_to_install, requirements
@@ -53,7 +52,7 @@ def packages() -> Finding:
     versions |= {name: _version(name) for name in _SHOWN}
     lacking = [one for one in requirements() if not _is_met(one)]
     text = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items() if name != "triton")
-    where = Path(nmoe.__file__).parent
+    where = Path(__file__).parents[1]
     advice = tuple(
         Advice(
             "needed",

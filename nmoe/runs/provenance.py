@@ -12,11 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-import nmoe
 from nmoe.errors import UserError
 from nmoe.model.ops.cpu.processor import cpu_model
 from nmoe.parsing import json_of, toml_of
 from nmoe.runs.checkpoint import latest_checkpoint
+
+PACKAGE = Path(__file__).parents[1]
+"""The directory of this package's code."""
 
 # A diff that is longer, of a notebook with pictures say, is cut: a run's directory is no place for it.
 MAX_DIFF_BYTES = 256 * 1024
@@ -69,8 +71,7 @@ def git(directory: Path, *arguments: str) -> str:
 def package_checkout() -> Checkout | None:
     """The checkout that holds this package, which has to be tracked there: it is not if it is installed in an environment inside
     another repository."""
-    package = Path(nmoe.__file__).parent
-    return None if run_git(package, "ls-files", "--error-unmatch", "__init__.py") is None else checkout_at(package)
+    return None if run_git(PACKAGE, "ls-files", "--error-unmatch", "__init__.py") is None else checkout_at(PACKAGE)
 
 
 def checkout_at(directory: Path) -> Checkout | None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import nmoe
 from nmoe.cli.arguments import file_and_overrides
 from nmoe.config.commands.base import RunConfig
 from nmoe.errors import UserError
@@ -59,7 +58,7 @@ def test_the_commit_is_that_of_the_packages_own_checkout(tmp_path: Path, monkeyp
     package.mkdir()
     (package / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(nmoe, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr("nmoe.runs.provenance.PACKAGE", package)
 
     def found() -> tuple[str | None, bool | None]:
         record = provenance(0, 1)
@@ -85,7 +84,7 @@ def test_the_commit_is_that_of_the_packages_own_checkout(tmp_path: Path, monkeyp
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a committed file, in which the process runs; the package is not from a checkout."""
-    monkeypatch.setattr(nmoe, "__file__", str(tmp_path / "installed" / "__init__.py"))
+    monkeypatch.setattr("nmoe.runs.provenance.PACKAGE", tmp_path / "installed")
     (tmp_path / "installed").mkdir()
     repository = tmp_path / "code"
     repository.mkdir()
