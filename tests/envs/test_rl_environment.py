@@ -17,6 +17,7 @@ from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs import tasks
 from nmoe.envs.environment import Environment
 from nmoe.envs.grade import COMPONENTS
+from nmoe.envs.tasks.digits import SortTask
 from nmoe.errors import UserError
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
@@ -208,7 +209,7 @@ def test_the_extras_say_how_the_answer_was_found(
 def test_what_a_grader_raises_comes_through(
     environment: Make, harmony: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(tasks.sort.SortTask):
+    class Broken(SortTask):
         async def verify(self, problem: Problem, attempt: tasks.Attempt) -> Verdict:
             raise ZeroDivisionError
 
@@ -222,11 +223,11 @@ def test_a_verifier_that_could_not_work_gives_no_verdict_on_the_policy(
 ) -> None:
     lost = Verdict("error", 0.0, "symbolic", "the worker was killed")
 
-    class Lost(tasks.sort.SortTask):
+    class Lost(SortTask):
         async def verify(self, problem: Problem, attempt: tasks.Attempt) -> Verdict:
             return lost
 
-    class Half(tasks.sort.SortTask):
+    class Half(SortTask):
         async def verify(self, problem: Problem, attempt: tasks.Attempt) -> Verdict:
             return Verdict("incorrect", 0.5, "rubric", attempt.answer)
 
