@@ -48,10 +48,14 @@ class PackedWeights:
     def of(self, weight: Tensor, packing: Packing) -> list[Tensor]:
         """What `packing(weight)` gives, made at most once for each state of the weight."""
         key = id(weight), packing
-        version, _, packed = self._packed.get(key, (-1, weight, []))
-        if version != weight._version:
-            packed = packing(weight)
-            self._packed[key] = (weight._version, weight, packed)  # holding the weight keeps its id its own
+        if key in self._packed:
+            version, _, packed = self._packed[key]
+            if version == weight._version:
+                return packed
+            # Freed first, so that the new one takes its place: beside it, 135M weights in bf16 grew by 27 MB a step.
+            del packed, self._packed[key]
+        packed = packing(weight)
+        self._packed[key] = (weight._version, weight, packed)  # holding the weight keeps its id its own
         return packed
 
 
