@@ -17,7 +17,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.commands import COMMANDS, command_for, load_run
+from nmoe.config.commands import COMMANDS
+from nmoe.config.kinds import command_for
+from nmoe.config.loader import load_run
 from nmoe.monitor.rules import monitor_of
 from nmoe.runs.ledger import Ledger, read_metrics
 

@@ -35,8 +35,8 @@ import torch
 from alarms import record
 
 import nmoe
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
 from nmoe.engine.api import Engine, Request
 from nmoe.envs.environment import Environment
 from nmoe.learner.learner import Learner

@@ -23,8 +23,8 @@ from typing import Any
 
 from machine import machine
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
 from nmoe.config.packaged import packaged_environment
 from nmoe.runs.ledger import read_metrics
 from nmoe.speedrun.scratch_examination import examine

@@ -27,8 +27,8 @@ import torch
 from machine import machine
 from torch import Tensor
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
 from nmoe.config.registry import ADVANTAGES
 from nmoe.rl.advantages import Grpo
 from nmoe.rl.launch import train

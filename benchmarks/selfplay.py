@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.config.commands.supervised import SFTConfig
+from nmoe.config.commands import SelfplayConfig, SFTConfig
+from nmoe.config.loader import load_run
 from nmoe.config.packaged import CONFIGS
 from nmoe.data.prm import split_steps
 from nmoe.engine.native.engine import NativeEngine

@@ -35,9 +35,9 @@ from machine import machine, versions
 from pydantic import TypeAdapter
 from real_seeds import Record, recipe
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.environment import reseeded
+from nmoe.config.loader import load_run
 from nmoe.envs.environment import Environment
 from nmoe.model.checkpoint import load_model
 from nmoe.model.moe import RouterTrace

@@ -20,8 +20,8 @@ from typing import Any
 
 from machine import machine
 
-from nmoe.config.commands import load_run_with
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run_with
 from nmoe.monitor.monitor import Monitor
 from nmoe.rl import update
 from nmoe.rl.launch import train

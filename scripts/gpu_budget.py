@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import PretrainConfig, SFTConfig
+from nmoe.config.commands import PretrainConfig, RLConfig, SFTConfig
+from nmoe.config.loader import load_run
 from nmoe.config.tables.model import ModelShape
 from nmoe.rl.episodes import with_steps_of_episodes
 

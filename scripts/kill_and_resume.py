@@ -109,8 +109,8 @@ def _child(told: Any, directory: Path, config: str, name: str, overrides: Sequen
     os.environ["NMOE_WORKSPACES"] = str(directory / "workspaces" / name)
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory / "temporary" / name)
     Path(tempfile.tempdir).mkdir(parents=True, exist_ok=True)
-    from nmoe.config.commands import load_run
-    from nmoe.config.commands.rl import RLConfig
+    from nmoe.config.commands import RLConfig
+    from nmoe.config.loader import load_run
     from nmoe.rl.launch import train
     from nmoe.rl.rollouts import RolloutSampler
     from nmoe.rl.train import PolicyGradient

@@ -31,10 +31,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from nmoe.config import Locator, Place, Section, parse
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.base import Section
+from nmoe.config.commands import PretrainConfig, RLConfig
+from nmoe.config.loader import load_run, parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.tables.pools import TaskPool
 from nmoe.data.packages import KNOWN, kept_models
 from nmoe.envs.environment import Environment

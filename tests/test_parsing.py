@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.records import read_records

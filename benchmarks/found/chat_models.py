@@ -157,7 +157,7 @@ def gold_inside_text() -> Result:
 
 @check(14, "200,000 brackets in a replay bundle, a TOML, metrics and a config.json", "4 of 4 refused by name")
 def deep_brackets() -> Result:
-    from nmoe.config.commands.rl import RLConfig
+    from nmoe.config.commands import RLConfig
     from nmoe.config.loader import load
     from nmoe.errors import UserError
     from nmoe.model.checkpoint import read_config

@@ -107,8 +107,8 @@ def a_system_message_makes_no_other_question() -> Result:
 def evaluation_on_training_problems_is_refused() -> Result:
     import json
 
-    from nmoe.config.commands import load_run_with
-    from nmoe.config.commands.rl import RLConfig
+    from nmoe.config.commands import RLConfig
+    from nmoe.config.loader import load_run_with
     from nmoe.errors import UserError
     from nmoe.preflight.preflight import refuse_to_start
     from nmoe.text.tokenizer import Tokenizer

@@ -161,8 +161,8 @@ def one_fall_that_stays() -> Result:
 def rules_of_exact_match() -> Result:
     from pathlib import Path
 
-    from nmoe.config.commands import load_run
-    from nmoe.config.commands.rl import RLConfig
+    from nmoe.config.commands import RLConfig
+    from nmoe.config.loader import load_run
     from nmoe.monitor.rules import monitor_of
 
     monitor = monitor_of(load_run(Path("numina_grpo"), RLConfig), 0, Path())

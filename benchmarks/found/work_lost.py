@@ -266,8 +266,8 @@ def trackio_and_constraints() -> Result:
 def ties_of_dpo() -> Result:
     import torch
 
-    from nmoe.config.commands import load_run_with
-    from nmoe.config.commands.supervised import DPOConfig
+    from nmoe.config.commands import DPOConfig
+    from nmoe.config.loader import load_run_with
     from nmoe.data.pairs import Pair
     from nmoe.recipes.preferences import held_out_pairs
     from nmoe.text.renderers import Rendered

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.api.given import rows_of, settings
-from nmoe.config.environment import load_environment
+from nmoe.config.loader import load_environment
 from nmoe.config.registry import hand_over, load_object
 from nmoe.config.tables.pools import DatasetKeys
 from nmoe.data.rows import read_rows

@@ -10,8 +10,9 @@ from typing import Any, cast, get_args
 
 from nmoe.api.environments import Data, Env, environment_table
 from nmoe.api.given import explained, model_path
-from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings, held_out
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.registry import names_of_one_call
 from nmoe.config.tables.rollout import EngineSection, SandboxSettings
 from nmoe.engine.api import Request

@@ -16,9 +16,8 @@ import torch
 
 from nmoe.api.environments import Data, Env, Reward, environment_table, joined, read_config
 from nmoe.api.given import checked_generate_fn, explained, model_path, refuse_contradiction, rows_of
-from nmoe.config.commands import RunConfig, load_run_with
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import DPOConfig, RewardConfig, SFTConfig
+from nmoe.config.commands import DPOConfig, RewardConfig, RLConfig, RunConfig, SFTConfig
+from nmoe.config.loader import load_run_with
 from nmoe.config.registry import names_of_one_call
 from nmoe.cores import choose_threads, count_of_torch
 from nmoe.engine.function import GenerateFunction

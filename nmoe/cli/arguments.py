@@ -116,7 +116,8 @@ def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
 
 def configuration_of_any(arguments: list[str], command: str | None) -> "tuple[str, RunConfig]":
     """Loads the CONFIG of whichever training command, with that command's name. Raises UserError for a `command` that is none."""
-    from nmoe.config.commands import COMMANDS, command_for
+    from nmoe.config.commands import COMMANDS
+    from nmoe.config.kinds import command_for
 
     name = command or command_for(*file_and_overrides(arguments))
     if name not in COMMANDS:
@@ -141,7 +142,7 @@ def file_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:
 
 def read_configuration(arguments: list[str], schema: "type[C]") -> "C":
     """Loads the CONFIG among the arguments."""
-    from nmoe.config.commands import load_run
+    from nmoe.config.loader import load_run
 
     if sys.stderr.isatty():  # loading torch takes seconds in which nothing else appears
         typer.echo(f"nmoe {' '.join(arguments[:1])}: loading", err=True)

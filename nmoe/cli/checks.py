@@ -114,7 +114,8 @@ def plan(
 
 def _of_model(arguments: list[str]) -> "RunConfig | None":
     """The configuration that fine-tunes the model of the hub which is named instead of a CONFIG, if one is."""
-    from nmoe.config.commands import COMMANDS, load_run
+    from nmoe.config.commands import COMMANDS
+    from nmoe.config.loader import load_run
     from nmoe.runs.resolve import is_hub_name
 
     name, overrides = file_and_overrides(arguments)

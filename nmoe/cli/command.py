@@ -83,7 +83,7 @@ def _verb_meant(word: str, behind: str = "") -> str | None:
     file = word if word.endswith(".toml") else behind if meant == "rl train" and behind.endswith(".toml") else ""
     if not os.path.isfile(file):
         return meant
-    from nmoe.config.commands import command_for
+    from nmoe.config.kinds import command_for
 
     return f"{command_for(Path(file))} {file}"
 

@@ -152,7 +152,7 @@ def prepare(
     Example, with two probes and an evaluation set to keep out, as a file of one's own from nmoe config show numina:
       nmoe data prepare mine.toml
     """
-    from nmoe.config.preparation import load_preparation
+    from nmoe.config.loader import load_preparation
 
     settings = load_preparation(*file_and_overrides(arguments))
     from nmoe.data.prepare.prepare import prepare, report

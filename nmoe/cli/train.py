@@ -17,7 +17,7 @@ def pretrain(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe pretrain tools_base --run.steps=200 --optimizer.learning_rate=3e-4
     """
-    from nmoe.config.commands.supervised import PretrainConfig
+    from nmoe.config.commands import PretrainConfig
 
     with configured(arguments, PretrainConfig) as config:
         from nmoe.recipes.pretrain import pretrain
@@ -35,7 +35,7 @@ def sft(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe sft sft --records.path=train.jsonl --records.epochs=3
     """
-    from nmoe.config.commands.supervised import SFTConfig
+    from nmoe.config.commands import SFTConfig
 
     with configured(arguments, SFTConfig) as config:
         from nmoe.recipes.sft import sft
@@ -51,7 +51,7 @@ def dpo(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe dpo dpo --preference.loss=ipo
     """
-    from nmoe.config.commands.supervised import DPOConfig
+    from nmoe.config.commands import DPOConfig
 
     with configured(arguments, DPOConfig) as config:
         from nmoe.recipes.dpo import dpo
@@ -67,7 +67,7 @@ def reward(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe reward reward --records.path=pairs.jsonl
     """
-    from nmoe.config.commands.supervised import RewardConfig
+    from nmoe.config.commands import RewardConfig
 
     with configured(arguments, RewardConfig) as config:
         from nmoe.recipes.reward_model import train_reward_model
@@ -105,7 +105,7 @@ def verifier(
     Example, scores of whole solutions, from a file:
       nmoe verifier verifier --prm_source=labelled.jsonl --mode=score
     """
-    from nmoe.config.commands.supervised import VerifierConfig
+    from nmoe.config.commands import VerifierConfig
 
     named = {"prm_source": prm_source, "prm_split": prm_split, "mode": mode}
     overrides = [f"--verifier.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
@@ -156,7 +156,7 @@ def selfplay(
     Example, two rounds of generation and training:
       nmoe selfplay selfplay --train --selfplay.rounds=2
     """
-    from nmoe.config.commands.selfplay import SelfplayConfig
+    from nmoe.config.commands import SelfplayConfig
 
     given = {
         "selfplay.problem_source": problem_source,
@@ -185,7 +185,7 @@ def train(arguments: ConfigAndOverrides) -> None:
     Example, resuming after an interruption:
       nmoe rl train sort_grpo --run.name=wide --batch.group_size=16 --run.resume=true
     """
-    from nmoe.config.commands.rl import RLConfig
+    from nmoe.config.commands import RLConfig
 
     with configured(arguments, RLConfig) as config:
         from nmoe.rl.launch import train

@@ -2,9 +2,7 @@
 
 import math
 
-from nmoe.config.commands.base import RunConfig, SupervisedConfig
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
+from nmoe.config.commands import PretrainConfig, RecordsConfig, RLConfig, RunConfig, SupervisedConfig, VerifierConfig
 
 
 def batch_arithmetic(config: SupervisedConfig | RLConfig) -> list[str]:

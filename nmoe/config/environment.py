@@ -5,14 +5,11 @@ in its own file start from that file's directory, those in a run's table from th
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from nmoe.config.base import MAX_SEED, Array, Conflict, NameIn, Section, duplicates
-from nmoe.config.loader import load
-from nmoe.config.packaged import find_environment
 from nmoe.config.registry import TASKS
 from nmoe.config.tables.curriculum import CurriculumSettings, Rubric
 from nmoe.config.tables.pools import GeneratedPool, MixturePool, ReasoningGymPool, TaskPool, task_types
@@ -138,11 +135,6 @@ def _with_task(pool: Any, task: str) -> Any:
     if not isinstance(pool, dict) or pool.get("type") in ("reasoning_gym", "prm", "selfplay", "mixture"):
         return pool
     return {"task_type": task, **pool}
-
-
-def load_environment(named: Path) -> EnvironmentSettings:
-    """The settings in a TOML file, in a directory's environment.toml, or of a packaged environment. Raises UserError."""
-    return load(find_environment(str(named)), EnvironmentSettings)
 
 
 def held_out(

@@ -1,23 +1,41 @@
-"""Recognizes by its tables what a TOML file holds, so that a file in another's place is answered in one line."""
+"""Recognizes by its tables what a TOML file holds, so that a file of another kind is answered in one line."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nmoe.config.base import Section
+from nmoe.config.commands import COMMANDS
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.overrides import read_override
+from nmoe.config.packaged import find_configuration
+from nmoe.config.preparation import PreparationSettings
+from nmoe.parsing import toml_of
+
+_KINDS: Mapping[str, type[Section]] = {
+    "an environment": EnvironmentSettings,
+    "a configuration of `nmoe data prepare`": PreparationSettings,
+    **{f"a configuration of `nmoe {command}`": schema for command, schema in COMMANDS.items()},
+}
+"""The schema of each kind of file, by what messages call it."""
 
 
-def _kinds() -> Mapping[str, type[Section]]:
-    """The schema of each kind of file, by what messages call it."""
-    from nmoe.config.commands import COMMANDS  # these modules import the loader, which imports this one
-    from nmoe.config.environment import EnvironmentSettings
-    from nmoe.config.preparation import PreparationSettings
+def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
+    """The command that a configuration is written for, by its tables: the one that knows most of them and misses fewest of its own,
+    the first of `COMMANDS` where several do. Raises UserError for a file that cannot be read."""
+    path = find_configuration(str(path))
+    try:
+        tables = set(toml_of(path.read_text()))
+    except (OSError, ValueError):
+        tables = set()  # loading it says what is wrong
+    tables |= {str(override[0][0]) for text in overrides if (override := read_override(text)) is not None}
 
-    return {
-        "an environment": EnvironmentSettings,
-        "a configuration of `nmoe data prepare`": PreparationSettings,
-        **{f"a configuration of `nmoe {command}`": schema for command, schema in COMMANDS.items()},
-    }
+    def misfit(command: str) -> int:
+        fields = COMMANDS[command].model_fields
+        lacking = {name for name, field in fields.items() if field.is_required()} - tables
+        return len(tables - fields.keys()) + len(lacking)
+
+    return min(COMMANDS, key=misfit)
 
 
 def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str], schema: type[Section]) -> str | None:
@@ -27,8 +45,7 @@ def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str]
     `schema` knows none of its keys and the other most of them, or if `schema` lacks a required table that the other does not
     know, and the other lacks none.
     """
-    kinds = _kinds()
-    own = next((name for name, other in kinds.items() if other is schema), None)
+    own = next((name for name, other in _KINDS.items() if other is schema), None)
     if own is None or not tables:
         return None
 
@@ -38,12 +55,12 @@ def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str]
     def lacking(kind: type[Section], among: Collection[str]) -> set[str]:
         return {key for key, known in kind.model_fields.items() if known.is_required()} - set(among)
 
-    best = min(kinds, key=lambda name: len(unknown(kinds[name], tables)) + len(lacking(kinds[name], tables)))
-    strangers = unknown(kinds[best], tables)
+    best = min(_KINDS, key=lambda name: len(unknown(_KINDS[name], tables)) + len(lacking(_KINDS[name], tables)))
+    strangers = unknown(_KINDS[best], tables)
     foreign = unknown(schema, tables) == tables.keys() and 2 * len(strangers) < len(tables)
     for_another_command = (
-        bool(lacking(schema, keys) - kinds[best].model_fields.keys())
-        and not lacking(kinds[best], tables)
+        bool(lacking(schema, keys) - _KINDS[best].model_fields.keys())
+        and not lacking(_KINDS[best], tables)
         and len(strangers) < len(unknown(schema, tables))
     )
     if best == own or not (foreign or for_another_command):

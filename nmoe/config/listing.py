@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from nmoe.config.environment import load_environment
+from nmoe.config.loader import load_environment
 from nmoe.config.packaged import (
     Packaged,
     packaged_configuration,

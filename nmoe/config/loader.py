@@ -4,40 +4,40 @@ import copy
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from nmoe.config.base import DataPath, FromFile, Section
+from nmoe.config.commands import COMMANDS, AdaptableConfig, RunConfig
+from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.kinds import of_another_kind
 from nmoe.config.locate import KeyPath, Locator, Place, locate
 from nmoe.config.overrides import indexed, lay_over, malformed, override_document, read_override
+from nmoe.config.packaged import find_configuration, find_environment, find_preparation
+from nmoe.config.preparation import PreparationSettings
 from nmoe.config.problems import ConfigError, Mistake, at, explain, key_meant
 from nmoe.config.schema import follow, has_several_types, item_of, section_for, sections_of
 from nmoe.config.slices import split_path
+from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
 from nmoe.errors import MissingInputError, UserError
 from nmoe.parsing import toml_of
 
 S = TypeVar("S", bound=Section)
+C = TypeVar("C", bound=RunConfig)
 
 _SYNTAX_PLACE = re.compile(r"(.*) \(at line (\d+), column (\d+)\)", re.DOTALL)
 
 
-def load(
-    path: Path,
-    schema: type[S],
-    overrides: Sequence[str] = (),
-    commands: Mapping[str, type[Section]] = MappingProxyType({}),
-) -> S:
+def load(path: Path, schema: type[S], overrides: Sequence[str] = ()) -> S:
     """Reads the TOML file `path` and lays `overrides` ("--section.key=value", the last one wins) over it.
 
     Sections that lie in files of their own (`FromFile`) are read and checked with it. Raises ConfigError with all
     mistakes: a file that cannot be read, TOML syntax, malformed overrides, unknown keys, wrong types and values,
-    missing keys, conflicts. `commands` has the schemas of all commands, to say which of them an unknown key belongs to.
+    missing keys, conflicts.
     """
     data, where, problems = _laid_over(path, schema, overrides)
-    return _check(data, schema, where, problems, commands)
+    return _check(data, schema, where, problems)
 
 
 def places(path: Path, schema: type[Section], overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Locator]:
@@ -111,7 +111,46 @@ def load_with(path: Path | None, schema: type[S], tables: Mapping[str, Any], sou
         _refuse_another_kind(path, data, tables.keys(), schema)
         _start_paths(data, schema, path.parent)
     lay_over(data, where, copy.deepcopy(dict(tables)), Locator(Place(source)))
-    return _check(data, schema, where, [], {})
+    return _check(data, schema, where, [])
+
+
+def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
+    """Loads a run's configuration: a file, or a packaged name (`Path("sort_grpo")`).
+
+    A run without a name is called after its file; an adapter without a learning rate has ten times the command's default. Raises
+    ConfigError with all problems, and UserError for a name that nothing has."""
+    path = find_configuration(str(path))
+    return _completed(load(path, schema, overrides), path.stem)
+
+
+def load_run_with(path: Path | None, schema: type[C], tables: Mapping[str, Any], source: str, name: str) -> C:
+    """The configuration of a run in a file, if there is one, with `tables` laid over it; otherwise as `load_run`. `source` is what
+    messages call the program's tables, and `name` is the run's without a file."""
+    path = None if path is None else find_configuration(str(path))
+    return _completed(load_with(path, schema, tables, source), name if path is None else path.stem)
+
+
+def _completed(config: C, stem: str) -> C:
+    """Fills in what depends on other keys: the name, and the learning rate of an adapter."""
+    if "learning_rate" not in config.optimizer.model_fields_set:
+        adapts = isinstance(config, AdaptableConfig) and config.lora is not None
+        rate = config.optimizer.learning_rate * (LORA_LEARNING_RATE_FACTOR if adapts else 1)
+        optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
+        config = config.model_copy(update={"optimizer": optimizer})
+    if "name" in config.run.model_fields_set:
+        return config
+    name = re.sub(r"^\W|[^\w.+=-]", "_", stem)
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def load_environment(named: Path) -> EnvironmentSettings:
+    """The settings in a TOML file, in a directory's environment.toml, or of a packaged environment. Raises UserError."""
+    return load(find_environment(str(named)), EnvironmentSettings)
+
+
+def load_preparation(named: Path, overrides: Sequence[str] = ()) -> PreparationSettings:
+    """The settings in a TOML file, or of a packaged preparation (`Path("numina")`). Raises UserError."""
+    return load(find_preparation(str(named)), PreparationSettings, overrides)
 
 
 def parse(data: dict[str, Any], schema: type[S], where: Locator) -> S:
@@ -119,16 +158,11 @@ def parse(data: dict[str, Any], schema: type[S], where: Locator) -> S:
 
     Raises ConfigError with all problems.
     """
-    return _check(copy.deepcopy(data), schema, where, [], {})
+    return _check(copy.deepcopy(data), schema, where, [])
 
 
-def _check(
-    data: dict[str, Any],
-    schema: type[S],
-    where: Locator,
-    problems: list[Mistake],
-    commands: Mapping[str, type[Section]],
-) -> S:
+def _check(data: dict[str, Any], schema: type[S], where: Locator, problems: list[Mistake]) -> S:
+    commands = COMMANDS if schema in COMMANDS.values() else {}
     unread = _read_sections(data, schema, where, (), problems)
     try:
         settings = schema.model_validate(data)

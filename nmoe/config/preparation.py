@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from nmoe.config.base import MAX_SEED, Array, Conflict, DataPath, Section
-from nmoe.config.loader import load
-from nmoe.config.packaged import find_preparation
 from nmoe.config.tables.run import NAME
 
 OWN_FILES = ("rl_pool", "sft", "dev", "small_pool", "id_probe")
@@ -128,8 +125,3 @@ class PreparationSettings(Section):
     contamination: ContaminationSection = Field(
         default=ContaminationSection(), description="evaluation sets that training must not meet"
     )
-
-
-def load_preparation(named: Path, overrides: Sequence[str] = ()) -> PreparationSettings:
-    """The settings in a TOML file, or of a packaged preparation (`Path("numina")`). Raises UserError."""
-    return load(find_preparation(str(named)), PreparationSettings, overrides)

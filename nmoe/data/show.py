@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nmoe.config import Locator, Place, parse
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import render
 from nmoe.data.pairs import completion_pair

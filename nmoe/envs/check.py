@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.environment import EnvironmentSettings, load_environment
-from nmoe.config.loader import located
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import load_environment, located
 from nmoe.config.packaged import find_environment
 from nmoe.config.slices import split_path
 from nmoe.config.tables.curriculum import Rubric

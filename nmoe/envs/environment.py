@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nmoe.config.environment import EnvironmentSettings, SystemByFormat, held_out, load_environment
+from nmoe.config.environment import EnvironmentSettings, SystemByFormat, held_out
+from nmoe.config.loader import load_environment
 from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import task_types
 from nmoe.envs.curriculum import Curriculum

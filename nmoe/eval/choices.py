@@ -17,7 +17,7 @@ from string import ascii_uppercase
 
 import torch
 
-from nmoe.config.environment import load_environment
+from nmoe.config.loader import load_environment
 from nmoe.cores import choose_threads
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError

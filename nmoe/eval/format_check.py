@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import load_environment
 from nmoe.config.modes import mode_of
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.records import level_of

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
+from nmoe.config.environment import EnvironmentSettings, held_out
+from nmoe.config.loader import load_environment
 from nmoe.config.modes import Mode
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.environment import held_out, load_environment
+from nmoe.config.environment import held_out
 from nmoe.config.listing import columns
+from nmoe.config.loader import load_environment
 from nmoe.config.modes import mode_of, why_not_comparable
 from nmoe.envs.scorer import Scorer
 from nmoe.errors import UserError

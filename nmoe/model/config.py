@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from nmoe.config import Array, Conflict, Locator, Place
+from nmoe.config.base import Array, Conflict
+from nmoe.config.locate import Locator, Place
 from nmoe.config.problems import explain
 from nmoe.config.tables.model import LARGEST, ExpertProfile, ModelShape
 from nmoe.errors import UserError

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from nmoe.config.commands.base import RunConfig
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig, RunConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.pools import task_types
 from nmoe.model.device import choose_device, kind_of, precision_for

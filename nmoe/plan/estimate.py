@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nmoe.config.commands.base import ProbedConfig, RunConfig, SupervisedConfig
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands import ProbedConfig, RLConfig, RunConfig, SelfplayConfig, SupervisedConfig
 from nmoe.engine.native.cache import bytes_per_block, cache_size
 from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.runner import PACKED_BYTES

@@ -14,10 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from nmoe.config.commands.base import RunConfig
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
+from nmoe.config.commands import PretrainConfig, RecordsConfig, RLConfig, RunConfig, SelfplayConfig, VerifierConfig
 from nmoe.config.tables.model import Offload
 from nmoe.model.device import kind_of
 from nmoe.model.transformer import Transformer

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nmoe.config.commands.base import AdaptableConfig, RunConfig
+from nmoe.config.commands import AdaptableConfig, RunConfig
 from nmoe.config.tables.model import LoraSection
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import read_config

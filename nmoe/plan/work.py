@@ -8,10 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from nmoe.config.commands.base import ProbedConfig, RunConfig
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
+from nmoe.config.commands import (
+    PretrainConfig,
+    ProbedConfig,
+    RecordsConfig,
+    RLConfig,
+    RunConfig,
+    SelfplayConfig,
+    VerifierConfig,
+)
 from nmoe.config.environment import EnvironmentSettings, reseeded
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError

@@ -7,8 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from nmoe.config.commands.base import RunConfig, SupervisedConfig
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig, RunConfig, SupervisedConfig
 from nmoe.plan.size import Size
 from nmoe.plan.table import gib
 from nmoe.preflight.check import Check

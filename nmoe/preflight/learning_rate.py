@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from nmoe.config.commands.base import RunConfig, SupervisedConfig
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig, RunConfig, SupervisedConfig
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.parsing import json_of

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from nmoe.config.commands.base import RunConfig
-from nmoe.config.commands.supervised import VerifierConfig
+from nmoe.config.commands import RunConfig, VerifierConfig
 from nmoe.model.device import choose_device, kind_of
 from nmoe.parallel.gang import gang
 from nmoe.plan.ranks import RankPlan, plan, with_offload

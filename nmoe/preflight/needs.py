@@ -11,10 +11,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from nmoe.config.commands.base import RunConfig, SupervisedConfig
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
+from nmoe.config.commands import (
+    PretrainConfig,
+    RecordsConfig,
+    RLConfig,
+    RunConfig,
+    SelfplayConfig,
+    SupervisedConfig,
+    VerifierConfig,
+)
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.slices import split_path
 from nmoe.config.tables.pools import GeneratedPool, HubPool, MixturePool, ReasoningGymPool

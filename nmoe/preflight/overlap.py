@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import RecordsConfig
+from nmoe.config.commands import RecordsConfig, RLConfig
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.held_out import prompt_of
 from nmoe.data.records import read_records

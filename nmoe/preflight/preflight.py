@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from nmoe.config.arithmetic import batch_arithmetic
-from nmoe.config.commands.base import RunConfig, SupervisedConfig
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import RecordsConfig
+from nmoe.config.commands import RecordsConfig, RLConfig, RunConfig, SupervisedConfig
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.device import choose_device, kind_of
 from nmoe.parallel.gang import gang

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Protocol
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.environment import reseeded
 from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.engine.api import Engine, Request

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nmoe.config.commands.supervised import DPOConfig
+from nmoe.config.commands import DPOConfig
 from nmoe.data.pairs import Pair, completion_pair
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nmoe.config.commands.supervised import PreferenceConfig
+from nmoe.config.commands import PreferenceConfig
 from nmoe.data.packing import PackedStream
 from nmoe.data.pairs import MakePair, Pair, read_pairs
 from nmoe.eval.evaluate import Evaluation

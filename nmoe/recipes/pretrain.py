@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.commands import PretrainConfig
 from nmoe.data.documents import Document, DocumentMixture, DocumentSource, read_documents
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nmoe.config.commands.supervised import RewardConfig
+from nmoe.config.commands import RewardConfig
 from nmoe.data.pairs import answer_pair
 from nmoe.learner.batch import Batch
 from nmoe.learner.objectives.bradley_terry import bradley_terry

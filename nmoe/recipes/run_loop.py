@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from nmoe.config import to_toml
-from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands import RunConfig
 from nmoe.config.tables.run import SamplingRunSection
+from nmoe.config.toml import to_toml
 from nmoe.errors import RunStoppedError
 from nmoe.learner.learner import Learner
 from nmoe.model.device import choose_device, kind_of

@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from nmoe.config.commands.base import AdaptableConfig, RunConfig, SupervisedConfig
-from nmoe.config.commands.supervised import RecordsConfig
+from nmoe.config.commands import AdaptableConfig, RecordsConfig, RunConfig, SupervisedConfig
 from nmoe.config.tables.model import ExpertProfile, ModelSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.cores import choose_threads

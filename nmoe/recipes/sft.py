@@ -15,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from nmoe.config.commands.supervised import SFTConfig
+from nmoe.config.commands import SFTConfig
 from nmoe.data.examples import Example, ExampleMixture, Examples, read_examples, split_together
 from nmoe.data.packing import PackedStream
 from nmoe.errors import UserError

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.environment import load_environment
+from nmoe.config.loader import load_environment
 from nmoe.config.modes import mode_of
 from nmoe.config.tables.pools import JsonlPool
 from nmoe.data.rows import read_rows

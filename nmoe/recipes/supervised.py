@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nmoe.config.arithmetic import batch_arithmetic
-from nmoe.config.commands.base import ProbedConfig, SupervisedConfig
+from nmoe.config.commands import ProbedConfig, SupervisedConfig
 from nmoe.config.tables.records import RecordsSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.ranks import RanksEngine, sampling_engine

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.tables.algorithm import CriticSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights

@@ -7,7 +7,7 @@ episodes steps, and `updates` times as many optimizer steps: the same number whe
 
 from __future__ import annotations
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.envs.pools import Shard, build_pool
 from nmoe.errors import UserError
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.environment import reseeded
 from nmoe.engine.api import Engine
 from nmoe.engine.function import FunctionEngine, GenerateFunction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.registry import LOSSES
 from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.learner.learner import Learner

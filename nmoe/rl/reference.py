@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import Scores, Share, in_order, on_each_rank, share_logprobs
 from nmoe.learner.learner import Learner

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from nmoe.config import Locator, Place, parse
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads
 from nmoe.envs.tools.builtin import sandbox_limits

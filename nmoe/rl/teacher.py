@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.tables.algorithm import DistillationSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError

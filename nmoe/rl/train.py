@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmoe.config.arithmetic import batch_arithmetic
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.ranks import RanksEngine
 from nmoe.envs.environment import Environment

@@ -24,8 +24,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
 from nmoe.runs.storage import storage_errors

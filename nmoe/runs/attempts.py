@@ -13,7 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nmoe.config.commands import COMMANDS, command_for, load_run
+from nmoe.config.commands import COMMANDS
+from nmoe.config.kinds import command_for
+from nmoe.config.loader import load_run
 from nmoe.config.locate import Locator, Place
 from nmoe.config.overrides import lay_over, override_document, read_override
 from nmoe.errors import UserError

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nmoe.config.commands import COMMANDS, command_for
+from nmoe.config.commands import COMMANDS
+from nmoe.config.kinds import command_for
 from nmoe.errors import UserError
 from nmoe.parsing import json_of, toml_of
 from nmoe.runs.directory import LOCK, flat_keys

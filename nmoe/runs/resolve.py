@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.tables.records import DatasetSettings, SFTRecordsSection
 from nmoe.data.hub import hub_or_cache
 from nmoe.errors import MissingInputError, UserError

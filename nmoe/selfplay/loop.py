@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands import SelfplayConfig
 from nmoe.config.environment import EnvironmentSettings, reseeded
 from nmoe.config.modes import mode_of
 from nmoe.config.tables.curriculum import Rubric

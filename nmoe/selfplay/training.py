@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands import SelfplayConfig
 from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.envs.pools.order import stable_hash
 from nmoe.learner.learner import Learner

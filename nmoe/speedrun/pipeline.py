@@ -9,9 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.base import RunConfig
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig, RunConfig
+from nmoe.config.loader import load_run
 from nmoe.errors import ShortfallError, UserError
 from nmoe.extras import how_to_install
 from nmoe.model.device import choose_device

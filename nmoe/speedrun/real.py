@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.packaged import packaged_configuration
 from nmoe.errors import UserError
 from nmoe.model.device import choose_device, precision_for

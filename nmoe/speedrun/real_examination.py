@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.environment import EnvironmentSettings, reseeded
 from nmoe.config.tables.pools import MixturePool
 from nmoe.engine.api import Request

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.config.commands.supervised import PretrainConfig, SFTConfig, VerifierConfig
+from nmoe.config.commands import PretrainConfig, RLConfig, SelfplayConfig, SFTConfig, VerifierConfig
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.config.tables.records import DataSection
 from nmoe.data.prm.labelled import split_steps

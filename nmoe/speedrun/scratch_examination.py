@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.environment import reseeded
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment

@@ -15,7 +15,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import load_environment
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.generated import split_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.commands.supervised import VerifierConfig
+from nmoe.config.commands import VerifierConfig
 from nmoe.config.tables.recipes import VerifierSection
 from nmoe.data.prm import LabelledSteps, StepDataset, read_source
 from nmoe.data.prm.labelled import prefix_keys

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
 from nmoe.rl.launch import train
 
 

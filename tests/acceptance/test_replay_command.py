@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from command_line import Result
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
 from nmoe.model.checkpoint import read_config
 from nmoe.rl.launch import train
 from nmoe.runs.resolve import resolve_checkpoint

@@ -24,8 +24,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.loader import load_run
+from nmoe.config.commands import PretrainConfig
 from nmoe.recipes.pretrain import pretrain
 
 speedrun = import_module("nmoe.speedrun.scratch")
@@ -110,7 +110,9 @@ def test_the_installed_commands_need_no_checkout(installed: Callable[..., str], 
     assert "nmoe rl train sort_grpo" in installed(nmoe, "config", "list")
     assert installed(nmoe, "speedrun", "--help").startswith("Usage: nmoe speedrun ")
     (tmp_path / "mine.toml").write_text(installed(nmoe, "config", "show", "sort_grpo"))
-    load = "from pathlib import Path; from nmoe.config.commands import load_run; from nmoe.config.commands.rl import RLConfig\n"
+    load = (
+        "from pathlib import Path; from nmoe.config.loader import load_run; from nmoe.config.commands import RLConfig\n"
+    )
     load += "run = load_run(Path('mine.toml'), RLConfig); print(run.run.name, run.run.steps, run.environment.env_id)"
     assert installed(sys.executable, "-c", load) == "sort_grpo 100 sort\n"
     for name in ("sft", "speedrun"):

@@ -13,8 +13,8 @@ import pytest
 
 import nmoe
 from nmoe.config import registry
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
 from nmoe.errors import UserError
 
 MODULE = '''

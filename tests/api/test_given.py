@@ -16,8 +16,9 @@ import torch
 import nmoe
 from nmoe.api.environments import environment_table, read_config
 from nmoe.api.given import checked_generate_fn, model_path, rows_of
-from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.registry import load_object
 from nmoe.errors import UserError
 

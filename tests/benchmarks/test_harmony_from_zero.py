@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from nmoe.config import Locator, Place, parse
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

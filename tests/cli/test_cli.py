@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from nmoe import cli
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.commands import PretrainConfig, RLConfig
 from nmoe.config.modes import mode_of
 from nmoe.config.packaged import packaged_configurations, packaged_environments
 from nmoe.errors import StorageError, UserError

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.commands import COMMANDS, load_run
-from nmoe.config.commands.base import RunConfig
-from nmoe.config.commands.supervised import PretrainConfig, SFTConfig
+from nmoe.config.commands import COMMANDS, PretrainConfig, RunConfig, SFTConfig
+from nmoe.config.loader import load_run
 from nmoe.config.packaged import CONFIGS
 
 # What no command of its own runs.

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
-from nmoe.config import ConfigError, Locator, Place, parse, to_toml
 from nmoe.config.environment import EnvironmentSettings, held_out, reseeded
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
+from nmoe.config.problems import ConfigError
 from nmoe.config.tables.curriculum import Rubric, Weights
 from nmoe.config.tables.pools import GeneratedPool, GeneratedSource, HubSource, MixturePool
+from nmoe.config.toml import to_toml
 
 DOCUMENTED_MIXTURE = """
 env_id = "math"

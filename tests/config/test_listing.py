@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.commands import COMMANDS, load_run
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.environment import load_environment
+from nmoe.config.commands import COMMANDS, RLConfig
 from nmoe.config.listing import list_configurations, show_configuration, show_environment
+from nmoe.config.loader import load_environment, load_preparation, load_run
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS, PREPARATIONS
-from nmoe.config.preparation import load_preparation
 from nmoe.errors import UserError
 
 

@@ -7,9 +7,12 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from nmoe.config import Array, ConfigError, Conflict, FromFile, Locator, Place, Section, load, parse
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.base import Array, Conflict, FromFile, Section
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load, parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.packaged import find_environment
+from nmoe.config.problems import ConfigError
 from nmoe.config.tables.pools import CsvPool, GeneratedPool
 from nmoe.errors import UserError
 

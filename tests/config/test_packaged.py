@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config import ConfigError, load
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.config.commands import RLConfig
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import load, load_environment, load_run
 from nmoe.config.packaged import (
     CONFIGS,
     ENVIRONMENTS,
@@ -22,6 +21,7 @@ from nmoe.config.packaged import (
     packaged_configurations,
     packaged_environments,
 )
+from nmoe.config.problems import ConfigError
 from nmoe.config.tables.pools import MixturePool
 from nmoe.errors import UserError
 

@@ -8,17 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nmoe.config import ConfigError, Locator, Place, load, parse, to_toml
 from nmoe.config.arithmetic import batch_arithmetic
-from nmoe.config.commands import COMMANDS, load_run
-from nmoe.config.commands.base import RunConfig
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig
-from nmoe.config.environment import load_environment
-from nmoe.config.preparation import load_preparation
+from nmoe.config.commands import COMMANDS, DPOConfig, PretrainConfig, RewardConfig, RLConfig, RunConfig, SFTConfig
+from nmoe.config.loader import load, load_environment, load_preparation, load_run, parse
+from nmoe.config.locate import Locator, Place
+from nmoe.config.problems import ConfigError
 from nmoe.config.schema import paths_of
 from nmoe.config.tables.pools import GeneratedPool
-from nmoe.config.toml import toml_value
+from nmoe.config.toml import to_toml, toml_value
 
 SHAPE = """
 [run]

@@ -4,8 +4,8 @@ import tomllib
 
 import pytest
 
-from nmoe.config import Array, Section, to_toml
-from nmoe.config.toml import toml_value
+from nmoe.config.base import Array, Section
+from nmoe.config.toml import to_toml, toml_value
 
 
 class Leaf(Section):

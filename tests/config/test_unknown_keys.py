@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config import ConfigError
-from nmoe.config.commands import COMMANDS, RunConfig, load_run
+from nmoe.config.commands import COMMANDS, RunConfig
+from nmoe.config.loader import load_run
+from nmoe.config.problems import ConfigError
 
 
 def refusals(path: Path, schema: type[RunConfig], *overrides: str) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.config.commands import load_run_with
-from nmoe.config.commands.supervised import SFTConfig
+from nmoe.config.commands import SFTConfig
+from nmoe.config.loader import load_run_with
 from nmoe.data.held_out import held_out, prompt_of, refuse_empty
 from nmoe.data.records import Conversation, PromptCompletion, Text
 from nmoe.errors import UserError

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nmoe.config.preparation import OWN_FILES, PreparationSettings, load_preparation
+from nmoe.config.loader import load_preparation
+from nmoe.config.preparation import OWN_FILES, PreparationSettings
 from nmoe.data.prepare.contamination import Contamination
 from nmoe.data.prepare.lengths import PERCENTILES, Lengths
 from nmoe.data.prepare.prepare import prepare, report

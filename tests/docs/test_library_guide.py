@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.environment import load_environment
+from nmoe.config.loader import load_environment
 from nmoe.envs.environment import Environment
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 

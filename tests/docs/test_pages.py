@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.environment import load_environment
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_environment, load_run
 from nmoe.envs.check import check_environment
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from real_benchmarks import DATA, REAL, WHOLE, Record
 
-from nmoe.config.environment import load_environment
+from nmoe.config.loader import load_environment
 from nmoe.config.packaged import packaged_environment
 from nmoe.envs.environment import Environment
 from nmoe.envs.golds import check_golds

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from scripted_engine import ScriptedEngine
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
 from nmoe.config.packaged import CONFIGS
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Request

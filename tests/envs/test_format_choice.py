@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from chat_templates import gemma, llama, qwen, save
 
-from nmoe.config.environment import load_environment
+from nmoe.config.loader import load_environment
 from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.config.tables.pools import task_types
 from nmoe.envs.check import check_environment

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import nmoe.envs.golds as golds_module
-from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.envs.environment import Environment
 from nmoe.envs.golds import SAMPLE, Passed, check_golds

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.environment import held_out, load_environment
+from nmoe.config.environment import held_out
+from nmoe.config.loader import load_environment
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools import Pool, Shard, build_pool
 from nmoe.envs.tasks import TASKS, Attempt

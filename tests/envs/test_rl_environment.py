@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nmoe.config import ConfigError, load
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import load
 from nmoe.config.packaged import ENVIRONMENTS
+from nmoe.config.problems import ConfigError
 from nmoe.envs import tasks
 from nmoe.envs.environment import Environment
 from nmoe.envs.grade import COMPONENTS

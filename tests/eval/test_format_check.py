@@ -12,8 +12,9 @@ import pytest
 
 import nmoe
 import nmoe.eval.format_check as format_check_module
-from nmoe.config import to_toml
-from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import load_environment
+from nmoe.config.toml import to_toml
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.format_check import environment_of, format_check, hard_problems_alone, is_hard, report

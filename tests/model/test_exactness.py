@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands import RunConfig
 from nmoe.model.exactness import inexact_parts, numerics_here
 from nmoe.model.ops.exact.ops import ExactSums
 from nmoe.model.ops.torch import TorchOps

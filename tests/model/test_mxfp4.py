@@ -11,10 +11,9 @@ from family_cases import gpt_oss as cases
 from safetensors.torch import load_file, save_file
 from test_gpt_oss import quantise
 
-from nmoe.config import ConfigError
-from nmoe.config.commands import COMMANDS, load_run, load_run_with
-from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.config.environment import load_environment
+from nmoe.config.commands import COMMANDS, SelfplayConfig
+from nmoe.config.loader import load_environment, load_run, load_run_with
+from nmoe.config.problems import ConfigError
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine

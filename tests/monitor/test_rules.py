@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from fake_device import DEVICE, fake_device
 
-from nmoe.config.commands import load_run, load_run_with
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import load_run, load_run_with
 from nmoe.config.tables.monitor import (
     DiskSection,
     ExpertsSection,

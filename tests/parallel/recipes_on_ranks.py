@@ -12,10 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
+from nmoe.config.commands import (
+    DPOConfig,
+    PretrainConfig,
+    RewardConfig,
+    RLConfig,
+    SelfplayConfig,
+    SFTConfig,
+    VerifierConfig,
+)
+from nmoe.config.loader import load_run
 from nmoe.parallel.gang import Controller, Member
 from nmoe.parallel.join import join, leave
 from nmoe.recipes.dpo import dpo

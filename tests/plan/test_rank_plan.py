@@ -18,9 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from nmoe import cli
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.commands import PretrainConfig, RLConfig
+from nmoe.config.loader import load_run
 from nmoe.config.tables.model import ParallelSection
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.commands import load_run_with
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import SFTConfig
+from nmoe.config.commands import RLConfig, SFTConfig
+from nmoe.config.loader import load_run_with
 from nmoe.envs.environment import Environment
 from nmoe.plan.work import Prompts, Work, prompts_of, work_of
 from nmoe.recipes.setup import load_tokenizer

@@ -12,8 +12,8 @@ import pytest
 from huggingface_hub import constants
 from test_preflight import SHAPE, TABLES, pretraining, rl
 
-from nmoe.config.commands import COMMANDS, load_run_with
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import COMMANDS, RLConfig
+from nmoe.config.loader import load_run_with
 from nmoe.data import hub as hub_module
 from nmoe.data.copies import download
 from nmoe.data.rows import read_rows

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import DENSE, FAMILIES, MOE
 
-from nmoe.config.commands import COMMANDS, RunConfig, command_for, load_run_with
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import PretrainConfig, SFTConfig, VerifierConfig
+from nmoe.config.commands import COMMANDS, PretrainConfig, RLConfig, RunConfig, SFTConfig, VerifierConfig
+from nmoe.config.kinds import command_for
+from nmoe.config.loader import load_run_with
 from nmoe.config.packaged import packaged_configurations
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.config.tables.run import SinksSection

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nmoe.config.arithmetic import batch_arithmetic
-from nmoe.config.commands import load_run_with
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run_with
 from nmoe.config.packaged import find_configuration
 from nmoe.plan.estimate import estimate
 from nmoe.plan.size import size_of

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from test_preflight import SHAPE, TABLES, rl
 
-from nmoe.config.commands import load_run_with
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import SFTConfig
+from nmoe.config.commands import RLConfig, SFTConfig
+from nmoe.config.loader import load_run_with
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs import golds as golds_module

@@ -13,10 +13,16 @@ import pytest
 import torch
 from fake_device import FakeKind, fake_device
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
+from nmoe.config.commands import (
+    DPOConfig,
+    PretrainConfig,
+    RewardConfig,
+    RLConfig,
+    SelfplayConfig,
+    SFTConfig,
+    VerifierConfig,
+)
+from nmoe.config.loader import load_run
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import load_model, save_model
 from nmoe.model.transformer import Transformer

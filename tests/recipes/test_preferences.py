@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.supervised import DPOConfig, RewardConfig
+from nmoe.config.commands import DPOConfig, RewardConfig
+from nmoe.config.loader import load_run
 from nmoe.data.pairs import Pair, completion_pair
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs

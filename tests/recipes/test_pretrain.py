@@ -14,8 +14,8 @@ import pytest
 import torch
 from interrupted_runs import figures, interrupted_at
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.commands import PretrainConfig
+from nmoe.config.loader import load_run
 from nmoe.data.documents import Document, read_documents
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs

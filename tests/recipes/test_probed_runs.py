@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from interrupted_runs import figures, interrupted_at
 
-from nmoe.config import ConfigError, to_toml
-from nmoe.config.commands import load_run
-from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, SFTConfig
-from nmoe.config.environment import load_environment
+from nmoe.config.commands import DPOConfig, PretrainConfig, SFTConfig
+from nmoe.config.loader import load_environment, load_run
 from nmoe.config.modes import mode_of
+from nmoe.config.problems import ConfigError
+from nmoe.config.toml import to_toml
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime

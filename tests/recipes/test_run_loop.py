@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands import RunConfig
 from nmoe.errors import UserError
 from nmoe.model.idle_threads import IDLE
 from nmoe.model.snapshot import Snapshot

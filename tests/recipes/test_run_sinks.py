@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_run_loop import Counting
 
-from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands import RunConfig
 from nmoe.errors import UserError
 from nmoe.recipes.run_loop import Step, open_run
 from nmoe.runs.ledger import read_lines, read_metrics

@@ -19,9 +19,9 @@ from interrupted_runs import figures, interrupted_at
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nmoe.config import ConfigError
-from nmoe.config.commands import load_run
-from nmoe.config.commands.supervised import SFTConfig
+from nmoe.config.commands import SFTConfig
+from nmoe.config.loader import load_run
+from nmoe.config.problems import ConfigError
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.packing import PackedStream

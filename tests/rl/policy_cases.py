@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.rl.advantages import Advantages
 from nmoe.rl.experience import Experience

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.commands import load_run_with
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run_with
 from nmoe.errors import UserError
 from nmoe.preflight.learning_rate import learning_rate
 from nmoe.preflight.preflight import preflight, refuse_to_start

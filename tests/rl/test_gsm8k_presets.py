@@ -9,9 +9,8 @@ import pytest
 from real_benchmarks import DATA, REAL, WHOLE
 from released_tokenizers import ours, theirs
 
-from nmoe.config.commands import load_run_with
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.environment import load_environment
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_environment, load_run_with
 from nmoe.config.packaged import find_configuration, packaged_environment
 from nmoe.envs.environment import Environment
 from nmoe.types import single_turn

@@ -13,8 +13,8 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.commands import PretrainConfig
+from nmoe.config.loader import load_run
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError

@@ -13,7 +13,7 @@ from policy_cases import answer, branched, experience_of, group, random_groups, 
 from tiny_models import tiny_model
 from torch import Tensor
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
 from nmoe.model.head import Head

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
 from nmoe.errors import InfrastructureError
 from nmoe.rl.launch import train
 from nmoe.runs.ledger import read_lines, read_metrics

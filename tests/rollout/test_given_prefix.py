@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from nmoe.config import ConfigError, Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
+from nmoe.config.problems import ConfigError
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError

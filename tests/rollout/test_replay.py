@@ -21,8 +21,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nmoe.config import Locator, Place, parse
-from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import load_environment, parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs.environment import Environment, identity_of
 from nmoe.errors import UserError

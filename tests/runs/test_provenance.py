@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nmoe.cli.arguments import file_and_overrides
-from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands import RunConfig
 from nmoe.errors import UserError
 from nmoe.recipes.setup import settle
 from nmoe.runs.directory import RunDirectory

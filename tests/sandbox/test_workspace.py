@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 from wheels import write_wheel
 
-from nmoe.config import ConfigError, Locator, Place, parse
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
+from nmoe.config.problems import ConfigError
 from nmoe.config.tables.rollout import WorkspaceSettings
 from nmoe.sandbox.api import Limits, Result
 from nmoe.sandbox.workspaces.collect import collect

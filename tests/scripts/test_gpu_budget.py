@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from gpu_budget import VOCABULARY, Stage, main, parameters, stages, training_flops_per_token
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.commands import PretrainConfig
+from nmoe.config.loader import load_run
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import nmoe.selfplay.loop as recipe
-from nmoe.config.commands import load_run
-from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands import SelfplayConfig
+from nmoe.config.loader import load_run
 from nmoe.engine.api import Request
 from nmoe.envs.pools.order import stable_hash
 from nmoe.envs.tasks.score import CLOSING, OPENING

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 
-from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.tables.pools import SelfplayPool
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment

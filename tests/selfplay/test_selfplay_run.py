@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from nmoe.config import ConfigError
-from nmoe.config.commands import load_run
-from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands import SelfplayConfig
+from nmoe.config.loader import load_run
+from nmoe.config.problems import ConfigError
 from nmoe.envs.tasks.score import CLOSING, OPENING
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig

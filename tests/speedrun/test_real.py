@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmoe.config.environment import load_environment
+from nmoe.config.loader import load_environment
 from nmoe.envs.pools.generated import split_of
 from nmoe.envs.tasks import pose_new
 from nmoe.errors import MissingInputError, ShortfallError, UserError

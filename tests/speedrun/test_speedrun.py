@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.commands import PretrainConfig
+from nmoe.config.loader import load_run
 from nmoe.config.packaged import CONFIGS
 from nmoe.envs.pools.generated import split_of
 from nmoe.envs.tasks import TASKS, Attempt

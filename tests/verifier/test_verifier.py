@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from stepwise_cases import write_stepwise
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.supervised import VerifierConfig
+from nmoe.config.commands import VerifierConfig
+from nmoe.config.loader import load_run
 from nmoe.config.tables.recipes import VerifierSection
 from nmoe.data.prm import LabelledSteps
 from nmoe.errors import UserError

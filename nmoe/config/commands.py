@@ -1,0 +1,423 @@
+"""The schema of each training command: the tables that it reads, and which of their values exclude one another.
+
+Relative paths start from the directory that the command runs in, except those that name an environment's file, which start
+from the file they stand in, as do the paths in that file.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from nmoe.config.base import Array, Conflict, FromFile, Section
+from nmoe.config.environment import EnvironmentSettings, held_out
+from nmoe.config.packaged import find_environment
+from nmoe.config.tables.algorithm import (
+    AlgorithmSection,
+    BatchSection,
+    CriticSection,
+    DistillationSection,
+    GroupBatchSection,
+    MicroBatchSection,
+    PolicyLossSection,
+)
+from nmoe.config.tables.evaluation import (
+    CountedEvalSection,
+    ExamplesEvalSection,
+    HeldOutEvalSection,
+    PeriodSection,
+    RLEvalSection,
+    SelfplayEvalSection,
+    confusable,
+    only_one,
+    without_place,
+)
+from nmoe.config.tables.model import LoraSection, ModelSection, ParallelSection
+from nmoe.config.tables.monitor import MonitorSection, SampleRateSection, WatchSection
+from nmoe.config.tables.optimizer import FineTuningOptimizerSection, OptimizerSection, PretrainingOptimizerSection
+from nmoe.config.tables.pools import SelfplayPool, task_types
+from nmoe.config.tables.recipes import PreferenceSection, RewardModelSection, SelfplaySection, VerifierSection
+from nmoe.config.tables.records import DataSection, RecordsSection, SFTRecordsSection
+from nmoe.config.tables.rollout import EngineSection, SamplingSection, SandboxSettings
+from nmoe.config.tables.run import (
+    CheckpointSection,
+    RecordsRunSection,
+    RLRunSection,
+    RunSection,
+    SelfplayRunSection,
+    SinksSection,
+)
+
+
+class RunConfig(Section):
+    """What every run has. Each command has its own schema, which adds the tables that it reads: any other is refused."""
+
+    run: RunSection = Field(description="name, length, seed")
+    model: ModelSection = Field(description="checkpoint or shape")
+    batch: MicroBatchSection = Field(default=MicroBatchSection(), description="batch sizes")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
+    monitor: WatchSection = Field(default=WatchSection(), description="rules that watch the run")
+    checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="checkpoints")
+    parallel: ParallelSection = Field(default=ParallelSection(), description="ranks that train together")
+    sinks: SinksSection = Field(default=SinksSection(), description="TensorBoard, W&B, trackio, CSV")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        shape = self.model.shape
+        if shape is not None and self.batch.tokens_per_microbatch < shape.context_tokens:
+            yield Conflict(
+                "batch.tokens_per_microbatch",
+                f"a sequence of model.shape.context_tokens = {shape.context_tokens} does not fit",
+            )
+        if self.trains and self.model.expert_weights == "mxfp4":
+            yield Conflict(
+                "model.expert_weights",
+                "experts in mxfp4 can be sampled and not trained; leave it out. Self-play without selfplay.train takes it, and "
+                "nmoe eval, chat and data pairs have --expert-weights",
+            )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run changes weights; self-play may only sample."""
+        return True
+
+
+class AdaptableConfig(RunConfig):
+    """A run that trains all weights or an adapter."""
+
+    lora: LoraSection | None = Field(default=None, description="train an adapter; without it, all weights")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.lora is not None and self.model.path is None:
+            yield Conflict("lora", "an adapter needs a base; name its checkpoint in model.path")
+        if self.lora is not None and self.model.expert_profile is not None:
+            yield Conflict(
+                "model.expert_profile",
+                "an adapter is trained beside experts in the run's precision: merged into quantised ones it would be another "
+                "policy; leave [lora] or model.expert_profile out",
+            )
+        if self.lora is not None and self.model.context_tokens is not None:
+            yield Conflict(
+                "model.context_tokens",
+                "an adapter does not record it; write rope_scaling into the base's config.json instead",
+            )
+
+
+class SupervisedConfig(AdaptableConfig):
+    """A run that learns from given examples."""
+
+    eval: Array[PeriodSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
+
+    @property
+    def probes(self) -> Mapping[int, ExamplesEvalSection]:
+        """The [[eval]] tables that sample an environment, by number."""
+        return {}
+
+    @property
+    def held_out_tables(self) -> list[int]:
+        """The numbers of the [[eval]] tables that evaluate on held-out examples: one at most."""
+        return [number for number in range(len(self.eval)) if number not in self.probes]
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations on held-out examples; 0: none."""
+        return self.eval[self.held_out_tables[0]].every_steps if self.held_out_tables else 0
+
+    @property
+    def allows_trained_on(self) -> bool:
+        """Whether the held-out examples may ask what is trained on."""
+        tables = (self.eval[number] for number in self.held_out_tables)
+        return any(isinstance(one, HeldOutEvalSection) and one.allow_trained_on for one in tables)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        yield from only_one(self.held_out_tables, "the held-out examples are one set, evaluated in one way")
+
+
+# The tables that nothing reads without a probe.
+_OF_PROBES = frozenset({"engine", "sandbox"})
+
+
+class ProbedConfig(SupervisedConfig):
+    """A run that learns from given examples, and whose model [[eval]] tables may sample on environments meanwhile."""
+
+    eval: Array[ExamplesEvalSection] = Field(
+        default=(),
+        description="evaluations during the run, as [[eval]]: held-out examples, or problems of an environment",
+    )
+    engine: EngineSection = Field(default=EngineSection(), description="engine that probes sample with")
+    sandbox: SandboxSettings = Field(
+        default=SandboxSettings(), description="isolation of the tools and tests of probes"
+    )
+
+    @property
+    def probes(self) -> Mapping[int, ExamplesEvalSection]:
+        return {number: one for number, one in enumerate(self.eval) if one.environment is not None}
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        shape = self.model.shape
+        for number, probe in self.probes.items():
+            assert probe.environment is not None, "what makes it a probe"
+            yield from without_place(number, probe, probe.environment)
+            if shape is not None and (probe.max_tokens or 0) >= shape.context_tokens:
+                yield Conflict(
+                    f"eval.{number}.max_tokens",
+                    f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
+                )
+        yield from confusable(self.probes)
+        for key in () if self.probes else sorted(self.model_fields_set & _OF_PROBES):
+            yield Conflict(key, "is of probes, which sample, and no [[eval]] names an environment; leave it out")
+
+    @model_serializer(mode="wrap")
+    def _only_what_applies(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = written(self)
+        return {key: value for key, value in found.items() if self.probes or key not in _OF_PROBES}
+
+
+class PretrainConfig(ProbedConfig):
+    """A run of `nmoe pretrain`: [data] is required."""
+
+    data: DataSection = Field(description="text to pretrain on")
+    optimizer: PretrainingOptimizerSection = Field(
+        default=PretrainingOptimizerSection(), description="optimizer and schedule"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.evaluate_every and self.data.held_out_documents == 0:
+            yield Conflict(
+                f"eval.{self.held_out_tables[0]}.every_steps", "nothing to evaluate on; set data.held_out_documents"
+            )
+
+
+class RecordsConfig(SupervisedConfig):
+    """A run that learns from [records], for run.steps or for records.epochs."""
+
+    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
+    records: RecordsSection = Field(description="examples to learn from")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        epochs = self.records.epochs
+        if self.run.steps == 0 and epochs is None:
+            yield Conflict("run.steps", "must be more than 0, unless records.epochs is given")
+        if self.run.steps > 0 and epochs is not None:
+            yield Conflict("run.steps", f"excludes records.epochs = {epochs:g}; give one of the two")
+        if self.evaluate_every and not self.records.holds_out:
+            yield Conflict(
+                f"eval.{self.held_out_tables[0]}.every_steps",
+                "nothing to evaluate on; set records.held_out, held_out_path or held_out_split",
+            )
+        if self.records.holds_out and not self.evaluate_every:
+            yield Conflict("eval", "records are held out but never evaluated on; add [[eval]] with every_steps")
+
+
+class SFTConfig(ProbedConfig, RecordsConfig):
+    """A run of `nmoe sft`."""
+
+    # Said again, since of two bases with a [run] the first counts.
+    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
+    records: SFTRecordsSection = Field(description="examples to learn from")
+    optimizer: FineTuningOptimizerSection = Field(
+        default=FineTuningOptimizerSection(), description="optimizer and schedule"
+    )
+
+
+class PreferenceConfig(RecordsConfig):
+    """A run that learns from preference pairs."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.records.kind not in (None, "preference"):
+            yield Conflict("records.kind", 'must be "preference" or left out')
+
+
+class DPOConfig(ProbedConfig, PreferenceConfig):
+    """A run of `nmoe dpo`."""
+
+    # Said again, since of two bases with a [run] the first counts.
+    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
+    preference: PreferenceSection = Field(default=PreferenceSection(), description="the loss of preference pairs")
+
+
+class RewardConfig(PreferenceConfig):
+    """A run of `nmoe reward`."""
+
+    reward_model: RewardModelSection = Field(default=RewardModelSection(), description="the loss of a reward model")
+    eval: Array[HeldOutEvalSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
+    optimizer: FineTuningOptimizerSection = Field(
+        default=FineTuningOptimizerSection(), description="optimizer and schedule"
+    )
+
+
+class VerifierConfig(SupervisedConfig):
+    """A run of `nmoe verifier`: [verifier] is required, and has defaults for all of its keys."""
+
+    verifier: VerifierSection = Field(
+        default=VerifierSection(), description="labelled steps that a verifier learns from"
+    )
+    eval: Array[CountedEvalSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
+    optimizer: FineTuningOptimizerSection = Field(
+        default=FineTuningOptimizerSection(), description="optimizer and schedule"
+    )
+
+
+class RLConfig(AdaptableConfig):
+    """A run of `nmoe rl train`: [environment] is required."""
+
+    run: RLRunSection = Field(default=RLRunSection(), description="name, length, seed")
+    environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
+        description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
+    )
+    sandbox: SandboxSettings = Field(default=SandboxSettings(), description="isolation of tools and tests")
+    engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
+    sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
+    batch: BatchSection = Field(default=BatchSection(), description="batch sizes")
+    algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
+    critic: CriticSection | None = Field(default=None, description="the critic of PPO")
+    distillation: DistillationSection | None = Field(default=None, description="a teacher in place of rewards")
+    eval: Array[RLEvalSection] = Field(default=(), description="evaluations during the run, as [[eval]]")
+    monitor: MonitorSection = Field(default=MonitorSection(), description="rules that watch the run; kept rollouts")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        steps, episodes, shape = self.run.steps, self.run.episodes, self.model.shape
+        if steps == 0 and episodes is None:
+            yield Conflict("run.steps", "must be more than 0, unless run.episodes is given")
+        if steps > 0 and episodes is not None:
+            yield Conflict("run.steps", f"excludes run.episodes = {episodes:g}; give one of the two")
+        if shape is not None and self.sampling.max_new_tokens >= shape.context_tokens:
+            yield Conflict(
+                "sampling.max_new_tokens",
+                f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
+            )
+        yield from self._algorithm_conflicts()
+        if "open" in task_types(self.environment.task_pool):
+            if self.batch.favour_unsolved:
+                yield Conflict(
+                    "batch.favour_unsolved", "open problems are never solved, so they would be drawn most often"
+                )
+            if self.algorithm.length_penalty:
+                yield Conflict(
+                    "algorithm.length_penalty",
+                    "pays for short right answers, and open problems have none; use algorithm.overlong_buffer or a [[rewards]]",
+                )
+        if self.sampling.temperature == 0:
+            yield Conflict("sampling.temperature", "at 0 all completions of a group are equal, so nothing is learned")
+        for index, probe in enumerate(self.eval):
+            if probe.environment is None and held_out(self.environment) is None:
+                yield Conflict(
+                    f"eval.{index}.every_steps",
+                    "the training problems have no eval split; name another environment in eval.environment, or train on a part of "
+                    "them (`train[200:]`) and name one with the rest (`train[:200]`)",
+                )
+            yield from without_place(index, probe, probe.environment or self.environment)
+        yield from confusable(dict(enumerate(self.eval)), self.environment.env_id)
+
+    def _algorithm_conflicts(self) -> Iterator[Conflict]:
+        algorithm, critic = self.algorithm, self.critic
+        if algorithm.advantage == "gae" and critic is None:
+            yield Conflict("algorithm.advantage", "gae needs a critic; add a [critic] table")
+        if algorithm.advantage != "gae" and critic is not None:
+            yield Conflict(
+                "critic", f'advantage = "{algorithm.advantage}" uses no critic; set algorithm.advantage = "gae"'
+            )
+        if critic is not None and not critic.shared and (critic.path or self.model.path) is None:
+            yield Conflict(
+                "critic", "a separate critic starts from a checkpoint; name it in critic.path, or set shared"
+            )
+        if critic is not None and self.run.steps and critic.warmup_steps >= self.run.steps:
+            yield Conflict("critic.warmup_steps", f"leaves no step for the policy (run.steps = {self.run.steps})")
+        rewarded = self.distillation is None or self.distillation.reward_coef > 0
+        if not rewarded and critic is not None:
+            yield Conflict("critic", "distillation.reward_coef is 0, so there are no rewards for a critic to predict")
+        if not rewarded and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+            yield Conflict("algorithm.kl_in", "distillation.reward_coef is 0, so rewards do not count")
+        if rewarded and algorithm.in_groups and self.batch.group_size < 2:
+            yield Conflict(
+                "batch.group_size", f'must be at least 2: advantage = "{algorithm.advantage}" compares within a group'
+            )
+        if algorithm.length_penalty and self.batch.group_size < 2:
+            yield Conflict("algorithm.length_penalty", "compares lengths within a group, and batch.group_size is 1")
+        if algorithm.overlong_buffer > self.sampling.max_new_tokens:
+            yield Conflict(
+                "algorithm.overlong_buffer", f"is more than sampling.max_new_tokens = {self.sampling.max_new_tokens}"
+            )
+        if algorithm.reference_every_steps and self.lora is not None:
+            yield Conflict(
+                "algorithm.reference_every_steps", "with a [lora] the reference is always the initial model; set 0"
+            )
+
+
+class SelfplayConfig(RunConfig):
+    """A run of `nmoe selfplay`: [selfplay] is required. It trains whole models."""
+
+    run: SelfplayRunSection = Field(description="name, length, seed")
+    selfplay: SelfplaySection = Field(description="judges, rounds, training")
+    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
+        default=None, description="the environment, or its `path`; default: Harmony over selfplay.problem_source"
+    )
+    sandbox: SandboxSettings = Field(default=SandboxSettings(), description="isolation of tools and tests")
+    engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
+    sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
+    batch: GroupBatchSection = Field(default=GroupBatchSection(), description="batch sizes")
+    algorithm: PolicyLossSection = Field(default=PolicyLossSection(), description="policy gradient of the generator")
+    eval: Array[SelfplayEvalSection] = Field(default=(), description="evaluation of the verifier, as [[eval]]")
+    monitor: SampleRateSection = Field(
+        default=SampleRateSection(), description="rules that watch the run; kept rollouts"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        yield from only_one(range(len(self.eval)), "the verifier is evaluated on one environment")
+        if self.environment is not None:
+            yield from self._environment_conflicts(self.environment)
+        elif self.selfplay.problem_source is None:
+            yield Conflict("selfplay.problem_source", "is required, or an [environment] with a task pool")
+        if self.sampling.temperature == 0:
+            yield Conflict("sampling.temperature", "at 0 all verifications of a proof are equal, and count once")
+        if self.selfplay.train:
+            yield from self._training_conflicts()
+
+    @property
+    def trains(self) -> bool:
+        return self.selfplay.train
+
+    def _environment_conflicts(self, environment: EnvironmentSettings) -> Iterator[Conflict]:
+        if not isinstance(environment.task_pool, SelfplayPool):
+            yield Conflict("environment.task_pool.type", 'must be "selfplay": problems without answers')
+        for key in ("rubric", "curriculum"):
+            if getattr(environment, key) is not None:
+                yield Conflict(f"environment.{key}", "self-play has its own rewards for each role; leave it out")
+        if environment.rewards:
+            yield Conflict("environment.rewards", "self-play has its own rewards for each role; leave them out")
+
+    def _training_conflicts(self) -> Iterator[Conflict]:
+        if self.sampling.top_p < 1 or self.sampling.top_k:
+            yield Conflict("sampling", "training needs the full distribution; set top_p = 1 and top_k = 0")
+        if self.run.steps % self.selfplay.rounds:
+            yield Conflict("run.steps", f"must be a multiple of selfplay.rounds = {self.selfplay.rounds}")
+        elif self.selfplay.generator_steps > self.run.steps // self.selfplay.rounds:
+            yield Conflict(
+                "selfplay.generator_steps",
+                f"are more than the steps of a round, run.steps / selfplay.rounds = {self.run.steps // self.selfplay.rounds}",
+            )
+        if self.batch.group_size < 2:
+            yield Conflict("batch.group_size", "must be at least 2: the rewards of proofs are compared within a group")
+        if self.algorithm.overlong_buffer > self.sampling.max_new_tokens:
+            yield Conflict(
+                "algorithm.overlong_buffer", f"is more than sampling.max_new_tokens = {self.sampling.max_new_tokens}"
+            )
+
+
+COMMANDS: dict[str, type[RunConfig]] = {
+    "pretrain": PretrainConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward": RewardConfig,
+    "verifier": VerifierConfig,
+    "rl train": RLConfig,
+    "selfplay": SelfplayConfig,
+}
