@@ -1,11 +1,11 @@
 """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with global-norm clipping and a learning-rate schedule, saved without
-pickling. Weight decay touches matrices only, never norms or biases.
+pickling. Weight decay applies to matrices only, never to norms or biases.
 
-Parameters in low precision are shared with the engine and too coarse to train: the spacing of bf16, 2^-8 of a weight, is far above
-a learning rate. The optimizer therefore holds fp32 master copies, accumulates their gradients in fp32, and writes the result of
-each step back (Micikevicius et al. 2017, arXiv:1710.03740, section 3.1). In fp16 small gradients would vanish, so that the loss is
-scaled by a power of two. It halves when a gradient overflows, in which case the step is skipped, and doubles after a number of good
-steps (section 3.2).
+The engine shares the weights, and in low precision they are too coarse to train: the spacing of bf16, 2^-8 of a weight, is far
+above a learning rate. The optimizer therefore holds fp32 master copies, accumulates their gradients in fp32, and writes the result
+of each step back (Micikevicius et al. 2017, arXiv:1710.03740, section 3.1). In fp16 small gradients would vanish, so the loss is
+scaled by a power of two. The scale halves when a gradient overflows, in which case the step is skipped, and doubles after a number
+of good steps (section 3.2).
 """
 
 from __future__ import annotations
@@ -22,14 +22,57 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
-from nmoe.learner.adamw import AdamW
 from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.parallel.ranks import clip, like, local, own_part, sharded_as, total_norm, whole
 from nmoe.parsing import json_of
+
+
+class AdamW:
+    """`param_groups` have `params`, of which ranks give what they hold, `lr` and `weight_decay`. `state` has the tensors `step`,
+    `exp_avg` and `exp_avg_sq` of every parameter that was stepped."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], beta1: float, beta2: float, eps: float) -> None:
+        self.param_groups = list(groups)
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Steps the parameters that have a gradient, in place."""
+        for group in self.param_groups:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self._state(parameter) for parameter in params]
+            adamw(
+                params,
+                [parameter.grad for parameter in params],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=self.eps,
+                maximize=False,
+            )
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        if not self.state.get(parameter):
+            self.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        return self.state[parameter]
+
 
 # The files of its state.
 TENSORS, SETTINGS = "optimizer.safetensors", "optimizer.json"

@@ -30,7 +30,7 @@ from nmoe.model.precision import cast
 from nmoe.model.shards import files_of, open_tensors, write_index, write_shards
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
-from nmoe.parallel.parts import is_sharded
+from nmoe.parallel.ranks import is_sharded
 from nmoe.parsing import json_object
 from nmoe.types import ExpertWeightsForm
 

@@ -17,7 +17,7 @@ from nmoe.model.linear import Linear, RMSNorm
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.table import ops_for
 from nmoe.model.recurrence import RecurrentLayer
-from nmoe.parallel.parts import keep_part
+from nmoe.parallel.ranks import keep_part
 
 
 @runtime_checkable

@@ -1,17 +1,19 @@
-"""The device that a model computes on: the one place that asks what this machine has and knows what a kind of device needs.
+"""The device that a model computes on. No other module asks which devices this machine has, or knows what a kind of device needs.
 
-All other code takes a `torch.device`, moves what it has by `put` and `fetch`, and asks `kind_of(device)` for the rest. A test can
-put its own kind into `KINDS`, and so drive every branch for accelerators on a machine without one (`tests/fake_device.py`).
+All other code takes a `torch.device`, moves tensors by `put` and `fetch`, and asks `kind_of(device)` for the rest. A test can add a
+kind to `KINDS`, and so run every branch for accelerators on a machine without one (`tests/fake_device.py`).
 
-Weights and draws come from generators on the CPU, whatever the device, so that a seed means the same numbers everywhere.
+Weights and draws come from generators on the CPU on every device, so that a seed means the same numbers everywhere.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,39 @@ from torch import Tensor
 
 from nmoe.config.tables.model import DEVICE
 from nmoe.errors import UserError
-from nmoe.model.nvml import utilization
-from nmoe.model.ops.cpu.processor import cpu_features
+from nmoe.model.ops.cpu.library import cpu_features
 from nmoe.types import Precision
+
+
+class _Utilization(ctypes.Structure):
+    """`nvmlUtilization_t`: percent of the last sample period, up to a second, in which a kernel ran, and memory was read or
+    written."""
+
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+def utilization(uuid: str) -> int | None:
+    """The percent of the last moment in which the GPU of this UUID (`GPU-...`) ran a kernel; None if the driver cannot say."""
+    library = _nvml()
+    if library is None:
+        return None
+    handle, rates = ctypes.c_void_p(), _Utilization()
+    if library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
+        return None
+    if library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)):
+        return None
+    return int(rates.gpu)
+
+
+@cache
+def _nvml() -> ctypes.CDLL | None:
+    """The library, ready to be asked; None if the driver has none. A result that is not 0 is an error."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return None if library.nvmlInit_v2() else library
+
 
 # `record(run)` calls `run` at least once and returns a function that does the same again, on the present content of the buffers.
 Record = Callable[[Callable[[], None]], Callable[[], None]]

@@ -123,7 +123,7 @@ class ExpertWeights:
 
 
 class Dispatcher(Protocol):
-    """Carries routed rows to the ranks that own their experts (`nmoe.parallel.rdep.dispatcher`)."""
+    """Carries routed rows to the ranks that own their experts (`nmoe.parallel.dispatcher`)."""
 
     def own(self, weight_E: Tensor) -> Tensor: ...
 

@@ -1,30 +1,162 @@
 """Causal attention within packed sequences, on any device, with no mask that is quadratic in the pack.
 
-On CUDA in bf16 and fp16, layers without sinks use torch's variable-length kernel (`nmoe.model.varlen`), which supports neither
-CPUs nor fp32 nor sinks. Elsewhere sequences are sorted by length, longest first, and grouped into length buckets, each padded
-at the end to its longest member. A causal kernel needs no mask there, because a real token never sees padding.
+On CUDA in bf16 and fp16, layers without sinks use torch's variable-length kernel, which supports neither CPUs nor fp32 nor sinks.
+Elsewhere sequences are sorted by length, longest first, and grouped into length buckets, each padded at the end to its longest
+member. A causal kernel needs no mask there, because a real token never sees padding.
+
+Exact numerics give a query the same bits in any batch: in training, in prefill and in decoding. They use the kernel of decoding,
+which takes a query's keys in order, in blocks that start at position 0. Where the kernel cannot run, they use sums that no order
+changes (`nmoe.model.ops.exact.order_free`).
 """
 
-# Shapes: T packed tokens, S distinct ones among them, N heads, H query heads, J key-value heads, C head width, U value width; a
-# bucket has B sequences of length at most L.
+# Shapes: T packed tokens, S distinct ones among them (in exact numerics: sequences), M blocks of the longest, N heads, H query
+# heads, J key-value heads, C head width, U value width; a bucket has B sequences of length at most L.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model import exact_attention, recurrence
+from nmoe.model import recurrence
+from nmoe.model.attention import Attend
 from nmoe.model.ops.attention import AttentionLayer, Clusters
 from nmoe.model.ops.gradients import AttentionInClusters
 from nmoe.model.ops.table import ops_for
 from nmoe.model.recurrence import RecurrentLayer, Spans
-from nmoe.model.varlen import VarlenAttention
+
+# The kernel needs head widths that are multiples of the first, at most the second, and the same for keys and values.
+_WIDTH_STEP, _WIDEST = 8, 256
+
+
+class VarlenAttention:
+    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. If they share rows, `shared`
+    gives the rows, of all T, that it is called with, and the place of each of the T among them."""
+
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, shared: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        self.shared = shared
+        # Imported here because it loads torch's compiler, which costs a second of start-up that no CPU run needs.
+        from torch.nn.attention import varlen
+
+        present = [length for length in lengths if length]
+        self.longest = max(present, default=0)
+        self.bounds_B = torch.tensor([0, *present]).cumsum(0).to(device, torch.int32)
+        self.kernel: Any = varlen.varlen_attn  # its signature differs between versions
+        # torch 2.11 always takes fewer key-value heads; later versions have an argument for it.
+        self.says_gqa = "enable_gqa" in inspect.signature(self.kernel).parameters
+
+    def takes(self, layer: AttentionLayer, q_THC: Tensor) -> bool:
+        """Whether the kernel computes this layer, gradients included. A sink could be added by the log of the softmax's sum,
+        which the kernel returns, but no gradient passes through that."""
+        return q_THC.dtype in (torch.bfloat16, torch.float16) and q_THC.shape[-1] <= _WIDEST and layer.sinks_H is None
+
+    def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
+        if self.shared is not None:
+            q_THC, k_TJC, v_TJU = (x.index_select(0, self.shared[1]) for x in (q_THC, k_TJC, v_TJU))
+        width, value_width = q_THC.shape[-1], v_TJU.shape[-1]
+        assert value_width <= width, "values are padded to the keys' width"
+        padded = -(-width // _WIDTH_STEP) * _WIDTH_STEP
+        q_THC, k_TJC, v_TJU = (
+            x if x.shape[-1] == padded else F.pad(x, (0, padded - x.shape[-1])) for x in (q_THC, k_TJC, v_TJU)
+        )
+        gqa = q_THC.shape[1] != k_TJC.shape[1]
+        o_THU: Tensor = self.kernel(
+            q_THC,
+            k_TJC,
+            v_TJU,
+            self.bounds_B,
+            self.bounds_B,
+            self.longest,
+            self.longest,
+            scale=layer.scale,
+            # The numbers of visible keys before and after the query's own; (-1, 0) is causal without a window.
+            window_size=(layer.window - 1, 0) if 0 < layer.window < self.longest else (-1, 0),
+            **({"enable_gqa": True} if gqa and self.says_gqa else {}),
+        )
+        o_THU = o_THU if padded == value_width else o_THU[..., :value_width]
+        return o_THU if self.shared is None else o_THU.index_select(0, self.shared[0])
+
+
+_BLOCK = 16  # positions, of attention.cpp
+
+
+class ExactAttention:
+    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `order_free` is used where the
+    kernel cannot run. Gradients are those of `differentiable`, the same attention by torch's operations; their bits may depend
+    on the batch."""
+
+    def __init__(self, lengths: Sequence[int], order_free: Attend, differentiable: Attend) -> None:
+        self.order_free, self.differentiable = order_free, differentiable
+        lengths_S = torch.tensor(lengths, dtype=torch.int64)
+        blocks_S = (lengths_S + _BLOCK - 1).div(_BLOCK, rounding_mode="floor")
+        first_S = blocks_S.cumsum(0) - blocks_S
+        self.blocks = int(blocks_S.sum())
+        self.sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_S)
+        self.positions_T = torch.arange(len(self.sequence_T)) - (lengths_S.cumsum(0) - lengths_S)[self.sequence_T]
+        self.places_T = first_S[self.sequence_T] * _BLOCK + self.positions_T
+        # Entries past a sequence's blocks are never read.
+        self.table_SM = first_S.unsqueeze(1) + torch.arange(max(blocks_S.tolist(), default=0))
+
+    def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.attend(layer, q_THC, k_TJC, v_TJU)
+        out_THU: Tensor = _Exact.apply(q_THC, k_TJC, v_TJU, layer.sinks_H, layer, self)
+        return out_THU
+
+    def attend(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
+        ops = ops_for(q_THC, exact=True)
+        if not ops.attends_in_blocks:
+            return self.order_free(layer, q_THC, k_TJC, v_TJU)
+        return ops.attend_in_blocks(
+            layer,
+            q_THC,
+            self._in_blocks(k_TJC),
+            self._in_blocks(v_TJU),
+            self.table_SM,
+            self.positions_T,
+            self.sequence_T,
+        )
+
+    def _in_blocks(self, x_TJW: Tensor) -> Tensor:
+        """`[blocks, J, 16, W]`."""
+        rows = x_TJW.new_zeros(self.blocks * _BLOCK, *x_TJW.shape[1:]).index_copy_(0, self.places_T, x_TJW)
+        return rows.unflatten(0, (self.blocks, _BLOCK)).transpose(1, 2).contiguous()
+
+
+class _Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THC: Tensor,
+        k_TJC: Tensor,
+        v_TJU: Tensor,
+        sinks_H: Tensor | None,
+        layer: AttentionLayer,
+        attention: ExactAttention,
+    ) -> Tensor:
+        ctx.save_for_backward(q_THC, k_TJC, v_TJU, sinks_H)
+        ctx.layer, ctx.attention = layer, attention
+        return attention.attend(layer, q_THC, k_TJC, v_TJU)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
+            q_THC, k_TJC, v_TJU, sinks_H = inputs
+            out_THU = ctx.attention.differentiable(replace(ctx.layer, sinks_H=sinks_H), q_THC, k_TJC, v_TJU)
+            found = torch.autograd.grad(out_THU, [x for x in inputs if x is not None], grads[0])
+        return *found, *([None] * (6 - len(found)))
+
 
 # A bucket ends at the first sequence shorter than this share of the bucket's longest. A lower share wastes arithmetic on
 # padding, a higher one launches more kernels.
@@ -61,7 +193,7 @@ class _Bucket:
 
 class PackedAttention:
     """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `exact` attends by
-    `nmoe.model.exact_attention`.
+    `nmoe.model.packed`.
 
     Sequences may share rows, such as a common prompt: then `shared` gives the rows, of all T, that it is called with (`[S]`),
     and the place of each of the T among them (`[T]`).
@@ -119,11 +251,11 @@ class PackedAttention:
         return Spans(self.lengths, self.device)
 
     @cached_property
-    def in_order(self) -> exact_attention.ExactAttention:
+    def in_order(self) -> ExactAttention:
         without_order, plain = (
             _BucketedAttention(self.lengths, self.device, shared=None, exact=exact) for exact in (True, False)
         )
-        return exact_attention.ExactAttention(self.lengths, without_order, plain)
+        return ExactAttention(self.lengths, without_order, plain)
 
 
 def clusters_of(lengths: Sequence[int], shared: tuple[Tensor, Tensor] | None) -> Clusters:

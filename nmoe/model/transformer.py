@@ -29,7 +29,7 @@ from nmoe.model.linear import Linear, RMSNorm
 from nmoe.model.moe import GeGLU, MoE, Router, RouterTrace, SwiGLU
 from nmoe.model.ops.head import head_product
 from nmoe.model.rope import rope_table
-from nmoe.parallel.parts import keep_part
+from nmoe.parallel.ranks import keep_part
 
 
 class Block(nn.Module):

@@ -1,16 +1,16 @@
 """The gang: the ranks of `torch.distributed` that work for one controller, as torchrun starts them.
 
 Rank 0 is the controller. It runs the recipe, and sends the other ranks, the members, numbered commands: functions that all ranks
-then call together, each perhaps with its own share. Objects that such a function made stay on their ranks; in later commands
-the controller's own object stands for that of each rank. A recipe therefore mentions no rank:
+then call together, each with its own share of the arguments. Objects that such a function made stay on their ranks; in later
+commands the controller's object stands for the object of each rank. A recipe therefore mentions no rank:
 
     learner = everywhere(make_learner, config)      # one learner on each rank, each with its shard
     parts = collect(learner.score, shares)          # learner.score(shares[r]) on rank r; a list of all results
 
 One process is a gang of one, where both only call their function.
 
-Commands travel over a socket on which both ends prove that they know a secret, which ranks tell each other over their process
-group: they are pickled, and whoever can send one runs code. Tensors between ranks go through the process group.
+Commands travel over a socket on which both ends prove that they know a secret, which ranks exchange over their process group:
+commands are pickled, and anyone who can send one runs code. Tensors between ranks go through the process group.
 """
 
 from __future__ import annotations
@@ -18,20 +18,96 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
 import time
+import traceback
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
+import dill
+import torch.distributed as dist
+
 from nmoe.errors import UserError
-from nmoe.parallel.commands import Command, End, Failure, Pickler, Unpickler
+
+# What gloo says where another rank has left a collective.
+_LEFT = re.compile(r"[Cc]onnection (closed|reset)|[Tt]imed out|Broken pipe|peer", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a member is to call and to do with the result; and the results that it can forget."""
+
+    number: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Literal["keep", "send", "drop"]
+    dropped: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class End:
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a member raised. "peer": what torch raises where another rank has left."""
+
+    kind: Literal["user", "peer", "defect"]
+    message: str
+    exit_code: int = 1
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        if isinstance(error, UserError):
+            return cls("user", str(error), error.exit_code)
+        peer = isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or bool(_LEFT.search(str(error))))
+        return cls("peer" if peer else "defect", "".join(traceback.format_exception(error)))
+
+    def error(self, rank: int) -> Exception:
+        if self.kind == "user":
+            error = UserError(f"rank {rank}: {self.message}")
+            error.exit_code = self.exit_code
+            return error
+        return RuntimeError(f"rank {rank} raised:\n{self.message}")
+
+
+class Pickler(pickle.Pickler):
+    """Writes an object that a command made as the number of the command, and functions within functions by value, as recipes'
+    losses are."""
+
+    def __init__(self, file: io.BytesIO, numbers: Mapping[int, int]) -> None:
+        super().__init__(file, protocol=5)
+        self._numbers = numbers
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._numbers.get(id(obj))
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType) and "<" in obj.__qualname__:
+            return dill.loads, (dill.dumps(obj),)
+        return NotImplemented
+
+
+class Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, made: Mapping[int, Any]) -> None:
+        super().__init__(file)
+        self._made = made
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._made[pid]
+
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 T = TypeVar("T")

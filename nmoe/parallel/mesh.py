@@ -3,25 +3,60 @@
 Axes are `dp_replicate`, `efsdp` and `ep`, the last innermost. FSDP2 (Zhao et al. 2023, arXiv:2304.11277) gathers a block's weights
 while it runs, in groups of `efsdp x ep` ranks for dense weights and of `efsdp` ranks for experts, which stay with their owners
 along `ep`. Gradients are sums over all ranks, not means.
+
+A parameter with its own mesh needs names of FSDP2 that torch keeps private, and has since 2.12. torchtitan imports the same ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
+from nmoe.errors import UserError
 from nmoe.parallel.axes import Axes, expert_axis
-from nmoe.parallel.fsdp_placement import Place, on_meshes
-from nmoe.parallel.rdep.dispatcher import Dispatcher
+from nmoe.parallel.dispatcher import Dispatcher
+
+Place = Callable[[nn.Parameter], Any]
+"""What `fully_shard` takes as `shard_placement_fn`."""
+
+
+def has_meshes_by_parameter() -> bool:
+    """Whether this torch can give a parameter its own mesh, which expert parallelism needs."""
+    return hasattr(_fsdp_common, "ShardPlacementResult")
+
+
+def on_meshes(axis: Callable[[nn.Parameter], int], mesh: Callable[[nn.Parameter], DeviceMesh]) -> Place:
+    """Shards each parameter along its own axis, on its own mesh. A mesh has one axis or, before that, one of replicas.
+    Raises UserError with a torch that is too old."""
+    if not has_meshes_by_parameter():
+        raise UserError(
+            f"torch {torch.__version__}: expert parallelism needs torch 2.12 or later; upgrade it or set parallel.ep = 1"
+        )
+    groups: dict[DeviceMesh, Any] = {}
+
+    def group(mesh: DeviceMesh) -> Any:
+        # FSDP wants one description of a mesh, not several that are equal.
+        if mesh not in groups:
+            one = mesh.ndim == 1
+            groups[mesh] = (
+                _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0) if one else _fsdp_common.HSDPMeshInfo(mesh, 1, 0)
+            )
+        return groups[mesh]
+
+    def place(parameter: nn.Parameter) -> Any:
+        return _fsdp_common.ShardPlacementResult(Shard(axis(parameter)), group(mesh(parameter)))
+
+    return place
 
 
 @dataclass(frozen=True)

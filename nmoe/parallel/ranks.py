@@ -1,13 +1,14 @@
 """Ranks: the processes that train one model together. Its weights are sharded over them (FSDP2), and their results are joined.
 
-Every rank calls the same functions in the same order. A single process is one rank, for which they do nothing.
+Every rank calls the same functions in the same order. A single process is one rank, for which these functions do nothing.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,14 +18,59 @@ from torch import Tensor, nn
 from nmoe.config.tables.model import ParallelSection
 from nmoe.errors import UserError
 from nmoe.parallel.axes import Axes, resolve
-from nmoe.parallel.parts import is_sharded, part_of
 
 # FSDP and sharded tensors take 0.8 s to import, which only several ranks should cost.
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
-    from nmoe.parallel.rdep.dispatcher import Dispatcher
+    from nmoe.parallel.dispatcher import Dispatcher
+
+
+def is_sharded(weight: Tensor) -> TypeIs[DTensor]:
+    """Whether ranks hold a part of this weight each."""
+    return hasattr(weight, "device_mesh")
+
+
+def keep_part(weight: Tensor, whole: Tensor) -> None:
+    """Copies a whole value, which every rank has, into a weight or, if ranks shard it, this rank's part of it."""
+    if is_sharded(weight):
+        weight.to_local().copy_(part_of(whole, weight))
+    else:
+        weight.copy_(whole)
+
+
+def part_of(whole: Tensor, weight: DTensor) -> Tensor:
+    """This rank's part of a whole value, sharded as the weight is: a view of it, where the layout has one."""
+    # Imported here because it takes 0.6 s, which only a sharded model should cost.
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    if not all(type(placement) in (Shard, Replicate) for placement in weight.placements):
+        # Along one axis twice, in an order of FSDP's own.
+        return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+    # `distribute_tensor` would hold further copies of the whole tensor, and plans anew for each mesh: 39 ms for the first 21
+    # weights of a tiny model, which take 6 this way.
+    for number, placement in enumerate(weight.placements):
+        if isinstance(placement, Shard):
+            size, ranks = whole.shape[placement.dim], weight.device_mesh.size(number)
+            each = -(-size // ranks)
+            first = min(each * weight.device_mesh.get_local_rank(number), size)
+            whole = whole.narrow(placement.dim, first, min(each, size - first))
+    return whole
+
+
+@contextmanager
+def to_fill(weight: Tensor) -> Iterator[Tensor]:
+    """The tensor to copy a stored weight into: the weight itself or, if ranks shard it, a whole one, of which this rank's part is
+    kept afterwards."""
+    if not is_sharded(weight):
+        yield weight
+        return
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    yield whole
+    keep_part(weight, whole)
+
 
 R = TypeVar("R")
 
@@ -122,7 +168,7 @@ class Ranks:
 def axes_here(parallel: ParallelSection, world: int, per_node: int, experts: int) -> Axes:
     """The axes as `resolve` gives them, where "auto" asks for nothing that this torch lacks."""
     if world > 1 and parallel.ep == "auto" and parallel.rdep == "auto":
-        from nmoe.parallel.fsdp_placement import has_meshes_by_parameter
+        from nmoe.parallel.mesh import has_meshes_by_parameter
 
         if not has_meshes_by_parameter():
             parallel = parallel.model_copy(update={"ep": 1})

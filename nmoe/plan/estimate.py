@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nmoe.config.commands import ProbedConfig, RLConfig, RunConfig, SelfplayConfig, SupervisedConfig
-from nmoe.engine.native.cache import bytes_per_block, cache_size
-from nmoe.engine.native.layer_cache import BLOCK_TOKENS
+from nmoe.engine.native.cache import BLOCK_TOKENS, bytes_per_block, cache_size
 from nmoe.engine.native.runner import PACKED_BYTES
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import kind_of

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads, cpu_quota, free_cores, usable_cores
 from nmoe.extras import how_to_install, requirements
-from nmoe.model.ops.cpu.processor import cpu_features, cpu_model
+from nmoe.model.ops.cpu.library import cpu_features, cpu_model
 from nmoe.preflight.findings import Advice, Finding
 from nmoe.sandbox.api import SandboxSetupError
 from nmoe.sandbox.sandboxes import Sandboxes

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nmoe.errors import UserError
-from nmoe.model.ops.cpu.processor import cpu_model
+from nmoe.model.ops.cpu.library import cpu_model
 from nmoe.parsing import json_of, toml_of
 from nmoe.runs.checkpoint import latest_checkpoint
 

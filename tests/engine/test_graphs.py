@@ -9,9 +9,8 @@ import torch
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.attend import DecodeAttention
-from nmoe.engine.native.cache import PagedCache
+from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.engine.native.graphs import DecodeGraphs, run_plainly
-from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.model.config import DeltaNet
 from nmoe.model.moe import RouterTrace

@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_family
 
 from nmoe.engine.api import Request
-from nmoe.engine.native.layer_cache import BLOCK_TOKENS
+from nmoe.engine.native.cache import BLOCK_TOKENS
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.errors import DivergenceError
 from nmoe.model.transformer import Transformer

@@ -1,6 +1,10 @@
-"""Which device a model gets, and what goes to it and comes back."""
+"""Which device a model gets, what goes to it and comes back, and how busy a GPU is (its driver's library is a stub here)."""
 
+import ctypes
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from torch import Tensor
 from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.errors import UserError
+from nmoe.model import device
 from nmoe.model.checkpoint import export_model, load_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import Cuda, choose_device, dtype_for, fetch, put
@@ -123,3 +128,46 @@ def test_free_memory_is_shared_with_training(monkeypatch: pytest.MonkeyPatch) ->
     device = torch.device("cuda", 0)
     assert Cuda().cache_bytes(device, 0, trains=False) == 850
     assert Cuda().cache_bytes(device, 600, trains=True) == 160
+
+
+@pytest.fixture(autouse=True)
+def forget_the_library() -> Iterator[None]:
+    device._nvml.cache_clear()
+    yield
+    device._nvml.cache_clear()
+
+
+def driver(status: int = 0) -> Callable[[str], Any]:
+    """A library with one GPU, `GPU-7`, which runs kernels 37% of the time. `status` is that of its start."""
+
+    def by_uuid(uuid: bytes, handle: Any) -> int:
+        handle._obj.value = 7
+        return 0 if uuid == b"GPU-7" else 6
+
+    def rates(handle: ctypes.c_void_p, into: Any) -> int:
+        assert handle.value == 7
+        into._obj.gpu, into._obj.memory = 37, 5
+        return 0
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: status, nvmlDeviceGetHandleByUUID=by_uuid, nvmlDeviceGetUtilizationRates=rates
+    )
+    return lambda name: library
+
+
+def test_the_share_of_time_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", driver())
+    assert device.utilization("GPU-7") == 37
+    assert device.utilization("GPU-8") is None, "there is no such GPU"
+
+
+def test_a_driver_that_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", driver(status=9))
+    assert device.utilization("GPU-7") is None
+    device._nvml.cache_clear()
+
+    def missing(name: str) -> Any:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert device.utilization("GPU-7") is None

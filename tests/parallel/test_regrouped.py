@@ -4,7 +4,7 @@ from itertools import permutations, product
 
 import torch
 
-from nmoe.parallel.rdep.dispatcher import regrouped
+from nmoe.parallel.dispatcher import regrouped
 
 
 def test_the_example_of_the_docstring() -> None:

@@ -12,9 +12,8 @@ from nmoe.cluster.checks.training import all_axes
 from nmoe.config.tables.model import ParallelSection
 from nmoe.errors import ShortfallError
 from nmoe.parallel.axes import Axes, resolve
+from nmoe.parallel.dispatcher import Dispatcher, exchange
 from nmoe.parallel.mesh import make_meshes
-from nmoe.parallel.rdep.dispatcher import Dispatcher
-from nmoe.parallel.rdep.exchange import exchange
 
 EXPERTS, WIDTH = 24, 3
 DTYPES = (

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nmoe.engine.native.cache import PagedCache
-from nmoe.engine.native.layer_cache import BLOCK_TOKENS
+from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.model import recurrence
 from nmoe.model.attention import LatentAttentionBlock
 from nmoe.model.device import put
 from nmoe.model.ops.attention import AttentionLayer
-from nmoe.model.ops.exact.attention import attention as order_free_attention
+from nmoe.model.ops.exact.order_free import attention as order_free_attention
 from nmoe.model.ops.table import ops_for
 from nmoe.model.packed import PackedAttention
 from nmoe.model.recurrence import RecurrentLayer, Spans

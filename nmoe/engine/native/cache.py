@@ -1,23 +1,247 @@
-"""The engine's cache: what every kind of layer keeps of the sequences, in blocks of positions and seats of sequences."""
+"""The engine's cache: what every kind of layer keeps of the sequences.
+
+Most kinds keep something for every position, in blocks that sequences hold through block tables and share. A recurrent layer keeps
+one state for each sequence instead, in a state slot. The block manager (`block_manager`) decides which blocks and which state slot
+a sequence holds, without knowing the kinds.
+"""
+
+# Shapes: N blocks, S state slots, B sequences, Y layers, J key-value heads, P positions of a block, C key width, U value width, K
+# chosen experts (of a state: tokens of the convolution), W its channels, H heads, T tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from nmoe.engine.native.layer_cache import (
-    BLOCK_TOKENS,
-    KeyValueCache,
-    LatentCache,
-    LayerCache,
-    RouteCache,
-    StateCache,
-)
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import put
+from nmoe.model.recurrence import RecurrentState, memory_dtype
+
+# Positions of a block. A smaller block shares more of a common prefix and wastes less at a sequence's end; a larger one makes fewer
+# pieces to gather. 8, 16 and 32 decode equally fast on two CPU cores.
+BLOCK_TOKENS = 16
+
+
+class LayerCache(Protocol):
+    """What the layers of one kind keep. Writing and reading are the kind's own, as its attention is.
+
+    Sequences that share a prompt go on in a copy of its last block, and of its seat. Blocks are zero at first and after `clear`,
+    since a masked position is read; a seat is read only by who has written it.
+    """
+
+    @classmethod
+    def bytes_per_block(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+        """What all layers of the kind keep of a block's positions."""
+
+    @classmethod
+    def bytes_per_seat(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+        """What all layers of the kind keep of a sequence as a whole."""
+
+    def copy_blocks(self, sources_N: Tensor, targets_N: Tensor) -> None: ...
+
+    def copy_seats(self, sources_S: Tensor, targets_S: Tensor) -> None: ...
+
+    def clear(self, blocks: int) -> None:
+        """Sets the first `blocks` blocks to zero."""
+
+
+class _InBlocks:
+    """A kind that keeps nothing in seats."""
+
+    @classmethod
+    def bytes_per_seat(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+        return 0
+
+    def copy_seats(self, sources_S: Tensor, targets_S: Tensor) -> None:
+        """Does nothing: a block table says all."""
+
+
+class KeyValueCache(_InBlocks):
+    """Keys `[Y, N, J, P, C]` and values `[Y, N, J, P, U]` of the layers that attend. A window reads the last of them."""
+
+    def __init__(self, config: ModelConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.kv_heads, width, value_width = self.shape(config)
+        self.device, self.dtype = device, dtype
+        layers = len(config.attention_layers)
+        self.rows = {layer: row for row, layer in enumerate(config.attention_layers)}
+        shape = (layers, blocks, self.kv_heads, BLOCK_TOKENS)
+        self.keys = zeros((*shape, width), device, dtype)
+        self.values = zeros((*shape, value_width), device, dtype)
+        # The same memory with one row per position of a head, and with one row per block of a head.
+        rows, whole = blocks * self.kv_heads * BLOCK_TOKENS, blocks * self.kv_heads
+        self._key_rows = self.keys.view(layers, rows, width)
+        self._value_rows = self.values.view(layers, rows, value_width)
+        self._key_blocks = self.keys.view(layers, whole, BLOCK_TOKENS * width)
+        self._value_blocks = self.values.view(layers, whole, BLOCK_TOKENS * value_width)
+
+    @staticmethod
+    def shape(config: ModelConfig) -> tuple[int, int, int]:
+        """Heads, key width and value width."""
+        return config.kv_heads, config.head_dim, config.value_dim
+
+    @classmethod
+    def bytes_per_block(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+        heads, width, value_width = cls.shape(config)
+        return len(config.attention_layers) * heads * BLOCK_TOKENS * (width + value_width) * dtype.itemsize
+
+    def places(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> Tensor:
+        """The index of each token's key per head, `[T * J]`, for `write`; `blocks_T` is the block of its position."""
+        heads = blocks_T[:, None] * self.kv_heads + np.arange(self.kv_heads)
+        return put((heads * BLOCK_TOKENS + positions_T[:, None] % BLOCK_TOKENS).reshape(-1), self.device)
+
+    def write(self, layer: int, places: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> None:
+        """Stores keys and values at the places that `places` gave."""
+        k, v, row = k_TJC.to(self.dtype), v_TJU.to(self.dtype), self.rows[layer]
+        self._key_rows[row].index_copy_(0, places, k.reshape(-1, k.shape[-1]))
+        self._value_rows[row].index_copy_(0, places, v.reshape(-1, v.shape[-1]))
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys `[N, J, P, C]` and values `[N, J, P, U]`."""
+        row = self.rows[layer]
+        return self.keys[row], self.values[row]
+
+    def gather_index(self, table_BM: NDArray[np.int64]) -> Tensor:
+        """The index for `gather` of sequences with these block tables."""
+        heads = table_BM[:, None, :] * self.kv_heads + np.arange(self.kv_heads)[None, :, None]
+        return put(heads.reshape(-1), self.device)
+
+    def gather(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys `[rows * J, M * P, C]` and values `[rows * J, M * P, U]` in the order of positions."""
+        heads, row = rows * self.kv_heads, self.rows[layer]
+        k = self._key_blocks[row].index_select(0, index).view(heads, -1, self.keys.shape[-1])
+        v = self._value_blocks[row].index_select(0, index).view(heads, -1, self.values.shape[-1])
+        return k, v
+
+    def copy_blocks(self, sources_N: Tensor, targets_N: Tensor) -> None:
+        for tensor in (self.keys, self.values):
+            tensor.index_copy_(1, targets_N, tensor.index_select(1, sources_N))
+
+    def clear(self, blocks: int) -> None:
+        for tensor in (self.keys, self.values):
+            tensor[:, :blocks].zero_()
+
+
+class LatentCache(KeyValueCache):
+    """Latents of the layers with latent attention, side by side with the rotated key that all heads share, as the keys of one head;
+    their first part is its values. In DeepSeek-V3 these are 576 numbers per layer, and keys and values would be 40,960."""
+
+    def __init__(self, config: ModelConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(config, blocks, device, dtype)
+        assert config.latent is not None, "the caller looks"
+        self.kv_rank = config.latent.kv_rank
+
+    @staticmethod
+    def shape(config: ModelConfig) -> tuple[int, int, int]:
+        assert config.latent is not None, "the caller looks"
+        return 1, config.latent.kv_rank + config.latent.rope_dim, 0
+
+    def write_latents(self, layer: int, places: Tensor, rows_TC: Tensor) -> None:
+        """Stores latents and shared keys, side by side."""
+        self._key_rows[self.rows[layer]].index_copy_(0, places, rows_TC.to(self.dtype))
+
+    def gather(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        k = self._key_blocks[self.rows[layer]].index_select(0, index).view(rows, -1, self.keys.shape[-1])
+        return k, k[..., : self.kv_rank]
+
+
+class RouteCache(_InBlocks):
+    """The router picks of each position, int16 `[N * P, Y, K]`, of the layers with experts."""
+
+    def __init__(self, config: ModelConfig, blocks: int, device: torch.device) -> None:
+        self.blocks, self.device = blocks, device
+        picks = (blocks * BLOCK_TOKENS, len(config.moe_layers), config.experts_per_token)
+        self.picks = zeros(picks, device, torch.int16)
+
+    @classmethod
+    def bytes_per_block(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+        return len(config.moe_layers) * config.experts_per_token * BLOCK_TOKENS * 2
+
+    def write(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64], routes_TYK: Tensor) -> None:
+        """Stores the router picks of tokens at their positions."""
+        slots_T = put(blocks_T * BLOCK_TOKENS + positions_T % BLOCK_TOKENS, self.device)
+        self.picks.index_copy_(0, slots_T, routes_TYK)
+
+    def read(self, blocks: Sequence[int], positions: int) -> Tensor:
+        """The router picks of a sequence's first positions, `[positions, Y, K]`."""
+        wanted = put(blocks, self.device)
+        routes = self.picks.view(self.blocks, BLOCK_TOKENS, *self.picks.shape[1:]).index_select(0, wanted)
+        return routes.flatten(0, 1)[:positions]
+
+    def copy_blocks(self, sources_N: Tensor, targets_N: Tensor) -> None:
+        blocks = self.picks.view(self.blocks, -1)
+        blocks.index_copy_(0, targets_N, blocks.index_select(0, sources_N))
+
+    def clear(self, blocks: int) -> None:
+        """Does nothing: no pick is a number that others are computed with."""
+
+
+class StateCache:
+    """Where sequences stand in the recurrent layers: the last inputs of the convolution, `[Y, S, K - 1, W]`, and the memories
+    `[Y, S, H, C, U]` (`nmoe.model.recurrence`)."""
+
+    def __init__(self, config: ModelConfig, seats: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.rows = {layer: row for row, layer in enumerate(config.recurrent_layers)}
+        inputs, memory = self.shapes(config)
+        self.inputs = zeros((len(self.rows), seats, *inputs), device, dtype)
+        self.memories = zeros((len(self.rows), seats, *memory), device, memory_dtype(dtype))
+
+    @staticmethod
+    def shapes(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Of a sequence's inputs and of its memory in one layer."""
+        assert config.delta is not None, "the caller looks"
+        delta = config.delta
+        return (delta.conv_tokens - 1, delta.channels), (delta.value_heads, delta.key_dim, delta.value_dim)
+
+    @classmethod
+    def bytes_per_block(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+        return 0
+
+    @classmethod
+    def bytes_per_seat(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+        inputs, memory = cls.shapes(config)
+        numbers = math.prod(inputs) * dtype.itemsize + math.prod(memory) * memory_dtype(dtype).itemsize
+        return len(config.recurrent_layers) * numbers
+
+    def read(self, layer: int, seats_B: Tensor, fresh: int = 0) -> RecurrentState:
+        """Where these sequences stand; the first `fresh` of them at their beginning, whatever their seats hold."""
+        row = self.rows[layer]
+        state = RecurrentState(self.inputs[row].index_select(0, seats_B), self.memories[row].index_select(0, seats_B))
+        state.inputs_SKW[:fresh] = 0
+        state.memory_SHCU[:fresh] = 0
+        return state
+
+    def write(self, layer: int, seats_B: Tensor, state: RecurrentState) -> None:
+        row = self.rows[layer]
+        self.inputs[row].index_copy_(0, seats_B, state.inputs_SKW.to(self.inputs.dtype))
+        self.memories[row].index_copy_(0, seats_B, state.memory_SHCU)
+
+    def copy_blocks(self, sources_N: Tensor, targets_N: Tensor) -> None:
+        """Does nothing: a position leaves no trace of its own."""
+
+    def copy_seats(self, sources_S: Tensor, targets_S: Tensor) -> None:
+        for tensor in (self.inputs, self.memories):
+            tensor.index_copy_(1, targets_S, tensor.index_select(1, sources_S))
+
+    def clear(self, blocks: int) -> None:
+        """Does nothing: a sequence begins by writing its seat."""
+
+
+def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros, since a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU the system hands out
+    pages as they are first written, so that a generous budget costs only what is used."""
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, device=device, dtype=dtype)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
+
 
 Moves = Sequence[tuple[int, int]]
 """What is copied: (source, target) each."""

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nmoe.engine.native.cache import PagedCache
-from nmoe.engine.native.layer_cache import BLOCK_TOKENS
+from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.model import recurrence
 from nmoe.model.attention import LatentAttentionBlock
 from nmoe.model.device import Record, kind_of, put

@@ -14,14 +14,12 @@ import torch
 
 from nmoe.engine.api import Delta, EngineStats, Request
 from nmoe.engine.native.block_manager import BlockManager
-from nmoe.engine.native.cache import PagedCache, cache_size
+from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache, cache_size
 from nmoe.engine.native.graphs import decode_graphs
-from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.runner import Runner, Sampled
-from nmoe.engine.native.running_batch import RunningBatch
 from nmoe.engine.native.sampler import check_sampling
 from nmoe.engine.native.scheduler import PREFILL_TOKENS, Scheduler
-from nmoe.engine.native.sequence import Sequence, SequenceGroup, Status
+from nmoe.engine.native.sequence import RunningBatch, Sequence, SequenceGroup, Status
 from nmoe.errors import UserError
 from nmoe.model.device import kind_of
 from nmoe.model.idle_threads import IDLE

@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
-from nmoe.engine.native.cache import PagedCache
+from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.engine.native.graphs import DecodeGraphs
-from nmoe.engine.native.layer_cache import BLOCK_TOKENS
-from nmoe.engine.native.running_batch import RunningBatch
 from nmoe.engine.native.sampler import SamplingColumns, diverged, sample
 from nmoe.engine.native.scheduler import Chunk, Start
-from nmoe.engine.native.sequence import Sequence
+from nmoe.engine.native.sequence import RunningBatch, Sequence
 from nmoe.model.device import fetch, put
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace

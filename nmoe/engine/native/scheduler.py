@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nmoe.engine.native.block_manager import BlockManager
-from nmoe.engine.native.layer_cache import BLOCK_TOKENS
-from nmoe.engine.native.running_batch import RunningBatch
-from nmoe.engine.native.sequence import Prompt, Sequence, SequenceGroup, Status
+from nmoe.engine.native.cache import BLOCK_TOKENS
+from nmoe.engine.native.sequence import Prompt, RunningBatch, Sequence, SequenceGroup, Status
 
 # Prompt tokens computed in one step, so that a long prompt holds up those that decode for no longer than this.
 PREFILL_TOKENS = 8192

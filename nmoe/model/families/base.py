@@ -18,7 +18,7 @@ from torch import Tensor
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.shards import StoredTensors
-from nmoe.parallel.parts import is_sharded, to_fill
+from nmoe.parallel.ranks import is_sharded, to_fill
 
 # Llama's name of the head, which a checkpoint may contain although the head is tied to the embedding.
 TIED_HEAD = "lm_head.weight"

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from nmoe.model.ops.attention import AttentionLayer
-from nmoe.model.ops.triton import paged_attention, rotary, routing, swiglu
+from nmoe.model.ops.triton import elementwise, paged_attention, routing
 
 
 class Chip:
@@ -79,15 +79,15 @@ def main() -> None:
     for limit in (0.0, 7.0):
         CASE = f"limit {limit}"
         gate_up = torch.zeros(4, 1536, dtype=torch.bfloat16)
-        swiglu.swiglu_forward(gate_up, limit)
-        swiglu.swiglu_backward(gate_up[:, :768], gate_up, limit)
+        elementwise.swiglu_forward(gate_up, limit)
+        elementwise.swiglu_backward(gate_up[:, :768], gate_up, limit)
     CASE = "8 of 128 experts"
     rows, picks = torch.zeros(16, 2048, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.int64)
     for weights in (None, torch.zeros(2, 8)):
         routing.sum_rows(rows, weights, picks)
     routing.spread_rows(rows[:2], rows, torch.zeros(2, 8), picks)
     CASE = "qwen3"
-    rotary.rotate_triton(
+    elementwise.rotate_triton(
         torch.zeros(3, 32, 128, dtype=torch.bfloat16)[:, :24], torch.zeros(3, 1, 64), torch.zeros(3, 1, 64)
     )
 

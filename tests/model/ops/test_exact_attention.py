@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nmoe.model.ops.attention import AttentionLayer
-from nmoe.model.ops.exact.attention import attention
+from nmoe.model.ops.exact.order_free import attention
 from nmoe.model.packed import PackedAttention
 
 CPU = torch.device("cpu")

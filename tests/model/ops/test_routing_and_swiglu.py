@@ -112,7 +112,7 @@ def test_kernels_of_the_experts_sums_equal_the_reference(width: int, dtype: torc
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("heads", "width"), [(1, 16), (11, 16), (3, 40)])
 def test_rotary_kernel_equals_the_reference(heads: int, width: int, dtype: torch.dtype) -> None:
-    from nmoe.model.ops.triton.rotary import rotate_triton
+    from nmoe.model.ops.triton.elementwise import rotate_triton
 
     generator = torch.Generator().manual_seed(heads)
     x = torch.randn(5, heads + 2, width, generator=generator).to(dtype)[:, 1 : heads + 1]

@@ -1,10 +1,10 @@
-"""Compiles the C++ kernels for the CPU at hand, once per machine.
+"""The processor, and the C++ kernels compiled for it, once per machine.
 
-They need Linux and a C++ compiler, `$CXX` or g++. They use the instructions that torch uses: AVX-512, AVX2, or what every processor
-of the kind has (`torch.backends.cpu.get_cpu_capability`, which the variable `ATEN_CPU_CAPABILITY` lowers). In fp32 AVX-512 and AVX2
+They need Linux and a C++ compiler, `$CXX` or g++. They use the instructions that torch uses: AVX-512, AVX2, or the baseline of the
+architecture (`torch.backends.cpu.get_cpu_capability`, which the variable `ATEN_CPU_CAPABILITY` lowers). In fp32 AVX-512 and AVX2
 give the same bits. Without a compiler, torch's operations run instead, slower.
 
-With fast numerics the engine uses the kernels, and the learner those of attention and of the head over a wide vocabulary. With
+With fast numerics the engine uses all kernels, and the learner those of attention and of the head over a wide vocabulary. With
 exact numerics both use those that give a row the same bits in any batch: products and attention.
 """
 
@@ -29,7 +29,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nmoe.model.ops.cpu.processor import cpu_features
+
+def cpu_model() -> str:
+    """The processor's name for itself, or what Python knows of it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_features() -> set[str]:
+    """What the processor can do, in the words of /proc/cpuinfo (`avx2`, `avx512f`); empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    # "flags" on x86, "Features" on ARM
+    return next(
+        (set(line.split(":", 1)[1].split()) for line in lines if line.lower().startswith(("flags", "feat"))), set()
+    )
+
 
 _SOURCES = Path(__file__).parent
 _UNITS = ("products.cpp", "routing.cpp", "attention.cpp", "prefill.cpp", "packed.cpp", "sampling.cpp", "head.cpp")

@@ -21,7 +21,7 @@ from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.cpu import operations, packing
 from nmoe.model.ops.cpu.ops import CpuOps
 from nmoe.model.ops.cpu.packing import kept
-from nmoe.model.ops.exact import attention, grid
+from nmoe.model.ops.exact import order_free
 from nmoe.model.ops.gradients import Linear, LinearByGroup, sum_rows_in_order
 from nmoe.model.ops.torch import TorchOps
 
@@ -79,7 +79,7 @@ class ExactSums(TorchOps, ABC):
     def causal_attention(
         self, layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
     ) -> Tensor:
-        return attention.causal_attention(layer, q_BHLC, k_BJSC, v_BJSU, earlier)
+        return order_free.causal_attention(layer, q_BHLC, k_BJSC, v_BJSU, earlier)
 
     def delta_rule(
         self,
@@ -101,12 +101,12 @@ class OrderFreeSums(ExactSums):
         return kept(weight_FD, _grid)
 
     def product_of(self, x_ND: Tensor, prepared: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
-        out_NF = grid.product(grid.on_grid(x_ND), prepared).to(x_ND.dtype)
+        out_NF = order_free.product(order_free.on_grid(x_ND), prepared).to(x_ND.dtype)
         return out_NF if bias_F is None else out_NF + bias_F
 
     def product_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
-        parts, weights_EFD = grid.on_grid(x_RD).split(list(counts)), kept(weight_EDF, _each_grid)
-        return torch.cat([grid.product(part, weights_EFD[e]) for e, part in enumerate(parts)]).to(x_RD.dtype)
+        parts, weights_EFD = order_free.on_grid(x_RD).split(list(counts)), kept(weight_EDF, _each_grid)
+        return torch.cat([order_free.product(part, weights_EFD[e]) for e, part in enumerate(parts)]).to(x_RD.dtype)
 
 
 class _InOrder(CpuOps):
@@ -167,8 +167,8 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def _grid(weight_FD: Tensor) -> list[Tensor]:
-    return [grid.on_grid(weight_FD)]
+    return [order_free.on_grid(weight_FD)]
 
 
 def _each_grid(weight_EDF: Tensor) -> list[Tensor]:
-    return [grid.on_grid(weight_EDF.mT)]
+    return [order_free.on_grid(weight_EDF.mT)]

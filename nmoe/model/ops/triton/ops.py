@@ -30,7 +30,7 @@ class TritonOps(TorchOps):
         return F.rms_norm(x_ND, x_ND.shape[-1:], None, eps) * weight_D
 
     def turn(self, x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
-        from nmoe.model.ops.triton.rotary import rotate_triton
+        from nmoe.model.ops.triton.elementwise import rotate_triton
 
         return rotate_triton(x_TNC, cos_T1c, sin_T1c)
 
@@ -78,7 +78,7 @@ class OrderFreeTritonOps(OrderFreeSums, TritonOps):
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up_NF: Tensor, limit: float) -> Tensor:
-        from nmoe.model.ops.triton.swiglu import swiglu_forward
+        from nmoe.model.ops.triton.elementwise import swiglu_forward
 
         ctx.save_for_backward(gate_up_NF)
         ctx.limit = limit
@@ -86,7 +86,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        from nmoe.model.ops.triton.swiglu import swiglu_backward
+        from nmoe.model.ops.triton.elementwise import swiglu_backward
 
         (gate_up_NF,) = ctx.saved_tensors
         return swiglu_backward(grads[0], gate_up_NF, ctx.limit), None
