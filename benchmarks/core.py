@@ -25,8 +25,7 @@ import torch
 import transformers
 from machine import machine, versions
 
-from nmoe.eval.core import decisions, prompts
-from nmoe.eval.core_sets import CoreSet, find_sets, read_set
+from nmoe.eval.core import CoreSet, decisions, find_sets, prompts, read_set
 from nmoe.model.checkpoint import export_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.policy import load_policy

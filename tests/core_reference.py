@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import torch
 
-from nmoe.eval.core_sets import CoreSet
+from nmoe.eval.core import CoreSet
 
 SHOTS = "{%- for shot in shots -%}\n"
 TEMPLATES = {

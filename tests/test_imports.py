@@ -22,7 +22,7 @@ LEVELS = [
     {"recipes"},
     {"eval"},
     {"rollout"},
-    {"cluster"},
+    {"rank_checks"},
     {"envs"},
     {"grading"},
     {"sandbox"},

@@ -11,7 +11,7 @@ from found import Result, check
 
 @check(19, "coverage of a held-out loss's interval on 2, 10 and 50 sequences", "none on 2, 93% or more on 10 and 50")
 def held_out_loss_covers() -> Result:
-    from nmoe.recipes.held_out import SequenceLosses, loss_result
+    from nmoe.recipes.sequence_losses import SequenceLosses, loss_result
 
     shown, holds = [], True
     for sequences in (2, 10, 50):

@@ -98,8 +98,7 @@ def plan(
     """
     config = _of_model(arguments) if command is None else None
     config = config or configuration_of_any(arguments, command)[1]
-    from nmoe.plan.ranks import plan, with_offload
-    from nmoe.plan.table import lines
+    from nmoe.plan.rank_plan import lines, plan, with_offload
 
     per_node = min(per_node, world)
     memory = None if memory_gib is None else int(memory_gib * 2**30)

@@ -145,7 +145,7 @@ def evaluate(
     if len(named) > 1 and named[-1] == Path("core"):
         if samples or temperature or mode or max_tokens or reasoning_effort or best_of is not None:
             raise UserError("core is decided by likelihoods, and samples nothing; leave out the settings of sampling")
-        from nmoe.eval.core_command import core_command
+        from nmoe.eval.core import core_command
 
         core_command(named[:-1], problems, device, out, precision)
         return
@@ -159,7 +159,7 @@ def evaluate(
         choices_command(named, mode, problems, device, out, allow_trained_on=allow_trained_on, precision=precision)
         return
     chosen = mode_of(mode, samples, temperature)
-    from nmoe.eval.asked import Asked, models_and_benchmarks
+    from nmoe.eval.evaluate import Asked, models_and_benchmarks
     from nmoe.eval.sweep import sweep_command
 
     checkpoints, benchmarks = models_and_benchmarks(named)

@@ -208,8 +208,8 @@ def check_ranks(
     Example:
       torchrun --standalone --nproc_per_node=2 -m nmoe.rl tests-dist
     """
-    from nmoe.cluster.checks.run import run_checks
     from nmoe.parallel.gang import everywhere, gang
+    from nmoe.rank_checks.run import run_checks
 
     if gang().size == 1:
         raise UserError(

@@ -21,9 +21,8 @@ from nmoe.config.loader import load_environment
 from nmoe.cores import choose_threads
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
-from nmoe.eval.asked import models_and_benchmarks
 from nmoe.eval.core import cut
-from nmoe.eval.evaluate import Evaluation, distinct_problems, summarise_outcomes
+from nmoe.eval.evaluate import Evaluation, distinct_problems, models_and_benchmarks, summarise_outcomes
 from nmoe.eval.likelihood import Continuation, Likelihood, likelihoods
 from nmoe.eval.outcomes import Outcome, key_of
 from nmoe.eval.overlap import TrainedOn, find_overlap

@@ -1,21 +1,131 @@
-"""CORE's rules: what a model reads of an item, and when it is right.
+"""CORE (DCLM, arXiv:2406.11794): `nmoe eval CHECKPOINT... core` prints the score of 22 sets, set by set.
 
-They are nanochat's (`nanochat/core_eval.py`), so that scores can be set beside its own. Few-shot examples of item i are drawn by
-`Random(1234 + i)` among the others. Multiple choice takes the option whose tokens behind the common beginning have the lowest
-mean loss, a schema the context before the common end; in language modelling every token of the continuation is the most likely one.
+Kinds, shots and random baselines are those in DCLM's table, and the rules are nanochat's (`nanochat/core_eval.py`), so that scores
+can be set beside its own. Few-shot examples of item i are drawn by `Random(1234 + i)` among the others. Multiple choice takes the
+option whose tokens behind the common beginning have the lowest mean loss; a schema takes the context, judged by the tokens before
+the common end. In language modelling every token of the continuation must be the most likely one.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
-from nmoe.eval.core_sets import CoreSet
+import torch
+
+from nmoe.config.listing import columns
+from nmoe.cores import choose_threads
+from nmoe.data.copies import kept_datasets
+from nmoe.data.rows import read_rows
+from nmoe.errors import UserError
 from nmoe.eval.likelihood import Continuation, Likelihood, common_prefix, likelihoods
+from nmoe.model.policy import load_policy_on
 from nmoe.model.transformer import Transformer
+from nmoe.runs.progress import counting
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.storage import write_atomically
+from nmoe.statistics import Interval, binomial_interval, stratified_share
 from nmoe.text.harmony_format import END_OF_TEXT
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Precision
+
+Kind = Literal["multiple_choice", "schema", "language_modeling"]
+
+_SHUFFLE_SEED = 1337
+
+
+@dataclass(frozen=True)
+class CoreSet:
+    """One set: `baseline` is the accuracy of guessing, and `delimiter` separates a question from its answer."""
+
+    name: str
+    file: str
+    kind: Kind
+    shots: int
+    baseline: float
+    delimiter: str = " "
+
+    def centred(self, accuracy: float) -> float:
+        """0 for guessing, 1 for all right."""
+        return (accuracy - self.baseline) / (1 - self.baseline)
+
+
+_ANSWER = "\nAnswer: "
+# The order is that of nanochat's table.
+CORE = (
+    CoreSet("hellaswag_zeroshot", "hellaswag", "multiple_choice", 0, 0.25),
+    CoreSet("jeopardy", "jeopardy_all", "language_modeling", 10, 0.0, _ANSWER),
+    CoreSet("bigbench_qa_wikidata", "bigbench_qa_wikidata", "language_modeling", 10, 0.0),
+    CoreSet("arc_easy", "arc_easy", "multiple_choice", 10, 0.25, _ANSWER),
+    CoreSet("arc_challenge", "arc_challenge", "multiple_choice", 10, 0.25, _ANSWER),
+    CoreSet("copa", "copa", "multiple_choice", 0, 0.5),
+    CoreSet("commonsense_qa", "commonsense_qa", "multiple_choice", 10, 0.403),
+    CoreSet("piqa", "piqa", "multiple_choice", 10, 0.5, _ANSWER),
+    CoreSet("openbook_qa", "openbook_qa", "multiple_choice", 0, 0.25),
+    CoreSet("lambada_openai", "lambada_openai", "language_modeling", 0, 0.0),
+    CoreSet("hellaswag", "hellaswag", "multiple_choice", 10, 0.25),
+    CoreSet("winograd", "winograd_wsc", "schema", 0, 0.5),
+    CoreSet("winogrande", "winogrande", "schema", 0, 0.5),
+    CoreSet("bigbench_dyck_languages", "bigbench_dyck_languages", "language_modeling", 10, 0.0),
+    CoreSet("agi_eval_lsat_ar", "agi_eval_lsat_ar", "multiple_choice", 3, 0.25),
+    CoreSet("bigbench_cs_algorithms", "bigbench_cs_algorithms", "language_modeling", 10, 0.0),
+    CoreSet("bigbench_operators", "bigbench_operators", "language_modeling", 10, 0.0),
+    CoreSet("bigbench_repeat_copy_logic", "bigbench_repeat_copy_logic", "language_modeling", 10, 0.0),
+    CoreSet("squad", "squad", "language_modeling", 10, 0.0),
+    CoreSet("coqa", "coqa", "language_modeling", 0, 0.0),
+    CoreSet("boolq", "boolq", "multiple_choice", 10, 0.62, _ANSWER),
+    CoreSet("bigbench_language_identification", "bigbench_language_identification", "multiple_choice", 10, 0.25),
+)
+
+
+def find_sets() -> dict[CoreSet, Path]:
+    """The sets whose files lie, at any depth, in `core/` of the kept datasets. Raises UserError where there is none."""
+    directory = kept_datasets() / "core"
+    files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}
+    found = {one: files[one.file] for one in CORE if one.file in files}
+    if not found:
+        raise UserError(
+            f"{directory}: holds none of CORE's sets; copy there scripts/eval/local_data of mosaicml/llm-foundry (18 of 22) or "
+            "eval_data of nanochat's eval_bundle.zip (all), or set $NMOE_DATASETS to the directory that holds core/"
+        )
+    return found
+
+
+def read_set(one: CoreSet, path: Path, most: int) -> list[Mapping[str, Any]]:
+    """At most that many items, after the shuffle that every harness shares. Raises UserError for an item without the fields of
+    its kind, or too few items for the shots."""
+    items = []
+    for where, row in read_rows(str(path)):
+        if why := _why_not(one, row):
+            raise UserError(f"{where}: {why}")
+        items.append(row)
+    random.Random(_SHUFFLE_SEED).shuffle(items)
+    items = items[:most]
+    if len(items) <= one.shots:
+        raise UserError(f"{path}: {len(items)} items; {one.shots} examples and a question need {one.shots + 1}")
+    return items
+
+
+def _why_not(one: CoreSet, row: Mapping[str, Any]) -> str | None:
+    options = {"multiple_choice": "choices", "schema": "context_options"}.get(one.kind)
+    texts = {"multiple_choice": ["query"], "schema": ["continuation"]}.get(one.kind, ["context", "continuation"])
+    for name in texts:
+        if not isinstance(row.get(name), str):
+            return f"an item of {one.name} needs the text {name!r}"
+    if options is None:
+        return None
+    given, gold = row.get(options), row.get("gold")
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(text, str) for text in given):
+        return f"an item of {one.name} needs a list of texts {options!r}"
+    if not isinstance(gold, int) or not 0 <= gold < len(given):
+        return f"an item of {one.name} needs 'gold', the place of one of its {len(given)} options, not {gold!r}"
+    return None
+
 
 Item = Mapping[str, Any]
 
@@ -105,3 +215,116 @@ def _is_right(one: CoreSet, item: Item, scored: Sequence[Likelihood]) -> bool:
         return scored[0].greedy
     losses = [likelihood.mean_loss for likelihood in scored]
     return losses.index(min(losses)) == item["gold"]
+
+
+ITEMS = 500
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """How many items of a set were right, and the score above its baseline."""
+
+    name: str
+    items: int
+    right: int
+    baseline: float
+    centred: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.items
+
+
+@dataclass(frozen=True)
+class CoreResult:
+    """The results of one checkpoint; `missing` are the sets that are not on this machine."""
+
+    checkpoint: str
+    sets: Sequence[SetResult]
+    missing: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        """CORE with all sets, else CORE with their number: means over different sets are different scores."""
+        return f"CORE-{len(self.sets)}" if self.missing else "CORE"
+
+    @property
+    def score(self) -> float:
+        """The mean of the centred accuracies."""
+        return sum(one.centred for one in self.sets) / len(self.sets)
+
+    @property
+    def interval(self) -> Interval:
+        """The 95% interval of the score. Centring is linear in a set's accuracy, so the score is so in their mean, weighted by what
+        centring multiplies each with."""
+        weights = [1 / (1 - one.baseline) for one in self.sets]
+        shares = stratified_share([one.right for one in self.sets], [one.items for one in self.sets], weights)
+        mean = sum(weights) / len(weights)
+        guessed = sum(weight * one.baseline for weight, one in zip(weights, self.sets, strict=True)) / len(weights)
+        return Interval(mean * shares.low - guessed, mean * shares.high - guessed)
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self.checkpoint,
+            "score": {"name": self.name, "value": self.score} | asdict(self.interval),
+            "missing": list(self.missing),
+            "sets": [asdict(one) | {"accuracy": one.accuracy} for one in self.sets],
+        }
+
+    def lines(self) -> Iterator[str]:
+        rows = [("set", "items", "accuracy", "95% interval", "baseline", "centred")]
+        for one in self.sets:
+            interval = binomial_interval(one.right, one.items)
+            between = f"[{interval.low:.1%}, {interval.high:.1%}]"
+            rows.append(
+                (one.name, f"{one.items}", f"{one.accuracy:.1%}", between, f"{one.baseline:.1%}", f"{one.centred:.4f}")
+            )
+        yield from columns(rows)
+        without = f", without {', '.join(self.missing)}" if self.missing else ""
+        yield f"{self.name} of {self.checkpoint}: {self.score:.4f} [{self.interval.low:.4f}, {self.interval.high:.4f}]{without}"
+
+
+def core_command(
+    checkpoints: Sequence[Path], items: int | None, device: str, out: Path | None, precision: Precision | None = None
+) -> None:
+    """Prints the score of each checkpoint, and writes them to `out` as JSON. Takes at most `items` of a set, 500 by default.
+
+    Raises UserError where no set is found, for an item without its fields, and for a checkpoint that cannot be loaded.
+    """
+    if out is not None and out.is_dir():
+        raise UserError(f"{out}: is a directory; --out names a file to write")
+    read = {one: read_set(one, path, items or ITEMS) for one, path in find_sets().items()}
+    directories = [resolve_checkpoint(one) for one in checkpoints]
+    results = []
+    for checkpoint, directory in zip(checkpoints, directories, strict=True):
+        result = evaluate_core(str(checkpoint), directory, read, device, precision)
+        results.append(result)
+        for line in result.lines():
+            print(line)
+    if out is not None:
+        write_atomically(out, json.dumps([one.record() for one in results], indent=2).encode() + b"\n")
+
+
+def evaluate_core(
+    checkpoint: str,
+    directory: Path,
+    read: Mapping[CoreSet, Sequence[Mapping[str, Any]]],
+    device: str = "auto",
+    precision: Precision | None = None,
+) -> CoreResult:
+    """The result of the model in `directory` on these sets."""
+    torch.set_num_threads(choose_threads(0))
+    model = load_policy_on(directory, device, precision=precision).requires_grad_(False)
+    tokenizer = Tokenizer.load(directory)
+    found: list[SetResult] = []
+    before = 0
+    with counting("items", sum(map(len, read.values()))) as count:
+        for one, items in read.items():
+            right = sum(decisions(model, tokenizer, one, items, partial(_count_on, count, before)))
+            before += len(items)
+            found.append(SetResult(one.name, len(items), right, one.baseline, one.centred(right / len(items))))
+    return CoreResult(checkpoint, found, [one.name for one in CORE if one not in read])
+
+
+def _count_on(count: Callable[[int], None], before: int, done: int) -> None:
+    count(before + done)

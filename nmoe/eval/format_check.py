@@ -21,7 +21,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.pools.records import level_of
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
-from nmoe.eval.asked import effortful
+from nmoe.eval.evaluate import effortful
 from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import open_subject
 from nmoe.grading.extraction import from_response

@@ -17,9 +17,8 @@ from nmoe.config.environment import EnvironmentSettings, held_out
 from nmoe.envs.pools.order import fingerprint_of
 from nmoe.envs.scorer import Scorer
 from nmoe.errors import UserError
-from nmoe.eval.asked import Asked, sampling_record
 from nmoe.eval.best_of_n import UNANSWERED, score_groups
-from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise_outcomes
+from nmoe.eval.evaluate import Asked, Evaluation, refuse_open_problems, sampling_record, summarise_outcomes
 from nmoe.eval.outcomes import Outcome, answers_of, outcomes_of
 from nmoe.eval.overlap import TrainedOn, find_overlap
 from nmoe.eval.subject import open_subject

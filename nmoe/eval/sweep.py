@@ -18,9 +18,8 @@ from nmoe.config.loader import load_environment
 from nmoe.config.modes import mode_of, why_not_comparable
 from nmoe.envs.scorer import Scorer
 from nmoe.errors import UserError
-from nmoe.eval.asked import Asked, effortful
 from nmoe.eval.best_of_n import best_of_n
-from nmoe.eval.evaluate import Evaluation
+from nmoe.eval.evaluate import Asked, Evaluation, effortful
 from nmoe.eval.outcomes import Outcome
 from nmoe.eval.overlap import TrainedOn
 from nmoe.eval.pair import Pair, in_order

@@ -1,4 +1,4 @@
-"""Rules about the update: its gradient, how far it moves the policy, and where its mixture of experts goes."""
+"""Rules about the update: its gradient, how far it moves the policy, and the load of its experts. Limits of spikes.jsonl."""
 
 from __future__ import annotations
 
@@ -208,3 +208,22 @@ class ExpertsRule(Rule[ExpertsSection]):
                     f"layer {layer} (its busiest expert has {violation + 1:.1f} times its share, {dead:.0%} have nothing to do)"
                 )
         return f"experts collapse in {', '.join(collapsing)}" if collapsing else None
+
+
+# The training guidelines' limits for spikes.jsonl; the gradient's norm is measured before clipping.
+_SPIKE_LIMITS = {
+    "grad_norm": 50.0,
+    "log_ratio_raw_max": 5.0,
+    "ratio_max": 10.0,
+    "update_log_ratio_max": 5.0,
+    "update_log_ratio_min": 5.0,
+    "update_ratio_max": 10.0,
+}
+_SPIKE_DIVERGENCES = ("ppo_kl", "update_kl")
+
+
+def spikes_in(metrics: Metrics, kl_above: float) -> list[str]:
+    """The metrics of a step beyond their limits, in either direction: `["grad_norm", "update_kl"]`. `kl_above` is [monitor.kl]
+    above."""
+    limits = _SPIKE_LIMITS | dict.fromkeys(_SPIKE_DIVERGENCES, kl_above)
+    return [name for name, limit in limits.items() if abs(metrics.get(name, 0.0)) > limit]

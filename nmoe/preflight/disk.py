@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 from nmoe.config.commands import RLConfig, RunConfig, SupervisedConfig
-from nmoe.plan.size import Size
-from nmoe.plan.table import gib
+from nmoe.plan.estimate import Size
+from nmoe.plan.rank_plan import gib
 from nmoe.preflight.check import Check
 from nmoe.recipes.setup import run_path
 from nmoe.runs.directory import refuse_unless_free

@@ -10,9 +10,8 @@ import torch
 from nmoe.config.commands import RunConfig, VerifierConfig
 from nmoe.model.device import choose_device, kind_of
 from nmoe.parallel.gang import gang
-from nmoe.plan.ranks import RankPlan, plan, with_offload
-from nmoe.plan.size import Size
-from nmoe.plan.table import advice, gib, lines, parts
+from nmoe.plan.estimate import Size
+from nmoe.plan.rank_plan import RankPlan, advice, gib, lines, parts, plan, with_offload
 from nmoe.plan.work import prompts_of
 from nmoe.preflight.check import Check
 from nmoe.preflight.doctor import machine_memory

@@ -11,7 +11,7 @@ from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.device import choose_device, kind_of
 from nmoe.parallel.gang import gang
 from nmoe.parallel.ranks import offloads
-from nmoe.plan.size import Size, size_of
+from nmoe.plan.estimate import Size, size_of
 from nmoe.preflight.check import Check, checked, failure
 from nmoe.preflight.disk import directory, disk, first_checkpoint, room
 from nmoe.preflight.learning_rate import learning_rate

@@ -14,8 +14,8 @@ from nmoe.config.commands import PreferenceConfig
 from nmoe.data.packing import PackedStream
 from nmoe.data.pairs import MakePair, Pair, read_pairs
 from nmoe.eval.evaluate import Evaluation
-from nmoe.recipes.held_out import content_keys
 from nmoe.recipes.run_loop import HeldOut
+from nmoe.recipes.sequence_losses import content_keys
 from nmoe.recipes.supervised import held_out_source
 from nmoe.statistics import outcomes_interval
 from nmoe.text.renderers import make_renderer

@@ -19,8 +19,8 @@ from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.gang import everywhere
-from nmoe.recipes.held_out import SequenceLosses, content_keys, loss_note, loss_result
 from nmoe.recipes.run_loop import HeldOut
+from nmoe.recipes.sequence_losses import SequenceLosses, content_keys, loss_note, loss_result
 from nmoe.recipes.setup import Start, load_tokenizer, settle
 from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.text.tokenizer import Tokenizer

@@ -23,8 +23,8 @@ from nmoe.learner.batch import Batch, common_prefixes, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.gang import everywhere
-from nmoe.recipes.held_out import SequenceLosses, content_keys, loss_note, loss_result
 from nmoe.recipes.run_loop import HeldOut
+from nmoe.recipes.sequence_losses import SequenceLosses, content_keys, loss_note, loss_result
 from nmoe.recipes.setup import Start, load_tokenizer, settle, with_steps
 from nmoe.recipes.supervised import Supervised, held_out_source, records_source, supervise
 from nmoe.text.renderers import IGNORED, make_renderer

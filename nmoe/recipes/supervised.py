@@ -19,7 +19,7 @@ from nmoe.config.tables.records import RecordsSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.ranks import RanksEngine, sampling_engine
 from nmoe.errors import UserError
-from nmoe.eval.baseline import since_baseline, since_start
+from nmoe.eval.early_stopping import since_baseline, since_start
 from nmoe.eval.probes import Probes, probes_of
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult

@@ -14,16 +14,6 @@ from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.rl.experience import policy_batch
 from nmoe.trajectory import Trajectory
 
-# The training guidelines' limits; the gradient's norm is that before clipping.
-_LIMITS = {
-    "grad_norm": 50.0,
-    "log_ratio_raw_max": 5.0,
-    "ratio_max": 10.0,
-    "update_log_ratio_max": 5.0,
-    "update_log_ratio_min": 5.0,
-    "update_ratio_max": 10.0,
-}
-_DIVERGENCES = ("ppo_kl", "update_kl")
 _TAILS = (
     "grad_norm",
     "ppo_kl",
@@ -41,12 +31,6 @@ _TAILS = (
     "update_ratio_max",
 )
 _WORST = 4
-
-
-def spikes_in(metrics: Mapping[str, float], kl_above: float) -> list[str]:
-    """What is beyond its limit, in either direction: `["grad_norm", "update_kl"]`. `kl_above` is that of [monitor.kl]."""
-    limits = _LIMITS | dict.fromkeys(_DIVERGENCES, kl_above)
-    return [name for name, limit in limits.items() if abs(metrics.get(name, 0.0)) > limit]
 
 
 def spike_record(

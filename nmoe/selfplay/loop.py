@@ -30,7 +30,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import OpenProblems
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
-from nmoe.eval.held_out import HeldOutProblems
+from nmoe.eval.probes import HeldOutProblems
 from nmoe.learner.learner import Learner
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import everywhere

@@ -13,7 +13,7 @@ from nmoe.config.packaged import packaged_configuration
 from nmoe.errors import UserError
 from nmoe.model.device import choose_device, precision_for
 from nmoe.monitor.mismatch import highest_mismatch
-from nmoe.plan.size import size_of
+from nmoe.plan.estimate import size_of
 from nmoe.preflight.disk import disk
 from nmoe.preflight.memory import memory
 from nmoe.recipes.setup import return_freed_memory

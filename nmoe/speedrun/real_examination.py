@@ -23,8 +23,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.plain import ChoiceTask, OrderTask
 from nmoe.errors import UserError
-from nmoe.eval.core import scores
-from nmoe.eval.core_sets import CORE, find_sets, read_set
+from nmoe.eval.core import CORE, find_sets, read_set, scores
 from nmoe.eval.evaluate import distinct_problems
 from nmoe.eval.lenient import lenient_verdict
 from nmoe.eval.outcomes import key_of

@@ -26,8 +26,8 @@ from nmoe.learner.objectives import Objective, classification, cross_entropy, st
 from nmoe.model.head import DESCRIPTION as HEAD_DESCRIPTION
 from nmoe.model.head import Head, load_head
 from nmoe.parallel.gang import everywhere
-from nmoe.recipes.held_out import content_keys
 from nmoe.recipes.run_loop import HeldOut
+from nmoe.recipes.sequence_losses import content_keys
 from nmoe.recipes.setup import Start, load_tokenizer, settle
 from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.runs.resolve import resolve_checkpoint

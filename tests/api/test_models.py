@@ -12,7 +12,7 @@ import torch
 import nmoe
 from nmoe.config.modes import mode_of
 from nmoe.errors import UserError
-from nmoe.eval.asked import Asked
+from nmoe.eval.evaluate import Asked
 from nmoe.eval.sweep import sweep
 from nmoe.model.checkpoint import load_model, save_model
 from nmoe.model.policy import sampling_precision

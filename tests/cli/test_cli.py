@@ -19,7 +19,7 @@ from nmoe.config.commands import PretrainConfig, RLConfig
 from nmoe.config.modes import mode_of
 from nmoe.config.packaged import packaged_configurations, packaged_environments
 from nmoe.errors import StorageError, UserError
-from nmoe.eval.asked import Asked
+from nmoe.eval.evaluate import Asked
 from nmoe.verifier.scorers import load_scorer
 
 RL = """

@@ -16,9 +16,7 @@ from scipy import stats
 from tiny_models import DENSE
 
 from nmoe.errors import UserError
-from nmoe.eval.core import decisions
-from nmoe.eval.core_command import CoreResult, SetResult, core_command
-from nmoe.eval.core_sets import CORE, CoreSet, find_sets, read_set
+from nmoe.eval.core import CORE, CoreResult, CoreSet, SetResult, core_command, decisions, find_sets, read_set
 from nmoe.eval.likelihood import Continuation, likelihoods
 from nmoe.model.checkpoint import export_model
 from nmoe.model.config import ModelConfig

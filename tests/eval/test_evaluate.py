@@ -16,9 +16,9 @@ from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
-from nmoe.eval import held_out as held_out_module
+from nmoe.eval import probes as probes_module
 from nmoe.eval.evaluate import Evaluation, distinct_problems, evaluate
-from nmoe.eval.held_out import HeldOutProblems
+from nmoe.eval.probes import HeldOutProblems
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Sample
@@ -191,7 +191,7 @@ class CuttingEngine(ScriptedEngine):
 def test_a_run_keeps_how_its_evaluations_failed_and_the_answers(
     samples: int, script: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_out_module, "COMPLETIONS", 2 * samples)
+    monkeypatch.setattr(probes_module, "COMPLETIONS", 2 * samples)
     (tmp_path / "e.toml").write_text(ONE)
     environment = Environment.from_toml(tmp_path / "e.toml", tokenizer)
     mode = mode_of(None, samples, 0.0 if samples == 1 else 1.0)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.eval.baseline import since_baseline, since_start
-from nmoe.eval.early_stopping import reason_of_drops
+from nmoe.eval.early_stopping import reason_of_drops, since_baseline, since_start
 from nmoe.runs.ledger import OUTSIDE, Ledger
 
 

@@ -16,8 +16,7 @@ from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval import overlap as overlapping
 from nmoe.eval import pair as pairing
-from nmoe.eval.asked import Asked, models_and_benchmarks
-from nmoe.eval.evaluate import Evaluation
+from nmoe.eval.evaluate import Asked, Evaluation, models_and_benchmarks
 from nmoe.eval.overlap import asked_in_records
 from nmoe.eval.pair import SweepInterruptedError
 from nmoe.eval.sweep import Cell, compare, sweep, sweep_command, table, table_json

@@ -9,12 +9,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nmoe.cluster.checks.cases import model_of
-from nmoe.cluster.checks.training import all_axes, along, batches, learner_of
-from nmoe.cluster.checks.twins import Twins
 from nmoe.errors import ShortfallError
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.ranks import local
+from nmoe.rank_checks.training import all_axes, along, batches, learner_of
+from nmoe.rank_checks.twins import Twins, model_of
 
 
 def gradient(pair: Twins, amount: float) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nmoe.cluster.checks.cases import batch_of, model_of
-from nmoe.cluster.checks.training import learner_of
 from nmoe.config.tables.model import ParallelSection
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.ranks import Ranks, whole
+from nmoe.rank_checks.training import learner_of
+from nmoe.rank_checks.twins import batch_of, model_of
 
 
 def main(family: str, directory: Path) -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 from forked_ranks import on_ranks
 
-from nmoe.cluster.checks.run import CHECKS
+from nmoe.rank_checks.run import CHECKS
 
 
 # Four ranks run those that need more than two.

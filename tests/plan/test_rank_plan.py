@@ -25,8 +25,7 @@ from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
 from nmoe.parallel import mesh
 from nmoe.parallel.ranks import Ranks, offloads
-from nmoe.plan.ranks import plan, with_offload
-from nmoe.plan.table import gib, lines
+from nmoe.plan.rank_plan import gib, lines, plan, with_offload
 from nmoe.recipes.setup import build_model, load_tokenizer, optimizer_settings
 
 QWEN3_30B = {

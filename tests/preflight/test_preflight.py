@@ -27,10 +27,8 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.model.checkpoint import new_model
 from nmoe.model.config import ModelConfig
-from nmoe.plan.estimate import estimate, kept_bytes
-from nmoe.plan.ranks import plan
-from nmoe.plan.size import Size, size_of
-from nmoe.plan.table import gib
+from nmoe.plan.estimate import Size, estimate, kept_bytes, size_of
+from nmoe.plan.rank_plan import gib, plan
 from nmoe.plan.work import Work, prompts_of
 from nmoe.preflight import disk as disk_module
 from nmoe.preflight import memory as memory_module

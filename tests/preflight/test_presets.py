@@ -13,8 +13,7 @@ from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run_with
 from nmoe.config.packaged import find_configuration
-from nmoe.plan.estimate import estimate
-from nmoe.plan.size import size_of
+from nmoe.plan.estimate import estimate, size_of
 from nmoe.preflight.learning_rate import learning_rate
 from nmoe.rl.episodes import with_steps_of_episodes
 

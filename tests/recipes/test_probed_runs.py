@@ -19,7 +19,7 @@ from nmoe.config.toml import to_toml
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.eval.held_out import HeldOutProblems
+from nmoe.eval.probes import HeldOutProblems
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.dpo import dpo
 from nmoe.recipes.pretrain import pretrain

@@ -17,7 +17,7 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.eval.evaluate import Evaluation
-from nmoe.eval.held_out import HeldOutProblems
+from nmoe.eval.probes import HeldOutProblems
 from nmoe.learner.batch import Batch
 from nmoe.rl import update
 from nmoe.rl.replay import ReplayDifferenceError, replay_command

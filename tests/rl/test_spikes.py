@@ -17,8 +17,9 @@ from tiny_models import tiny_model
 import nmoe
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.learner.learner import Learner
+from nmoe.monitor.update import spikes_in
 from nmoe.rl.experience import policy_batch
-from nmoe.rl.spikes import spike_record, spikes_in
+from nmoe.rl.spikes import spike_record
 from nmoe.trajectory import Group, Trajectory
 
 __all__ = ["tiny_model"]

@@ -17,8 +17,7 @@ from nmoe.errors import UserError
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
-from nmoe.serve.chat import _TextPrinter, chat
-from nmoe.serve.conversation import History
+from nmoe.serve.chat import History, _TextPrinter, chat
 from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer

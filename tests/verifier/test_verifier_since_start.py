@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nmoe.eval.baseline import since_baseline
+from nmoe.eval.early_stopping import since_baseline
 from nmoe.verifier.judge import Judge
 from nmoe.verifier.train import LabelledSolution, evaluate
 

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from nmoe.cluster.checks.cases import FAMILIES
 from nmoe.errors import ShortfallError
 from nmoe.learner.sharding import share_model
 from nmoe.model.checkpoint import export_model, load_model, new_model, save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import Ranks, like, local
+from nmoe.rank_checks.twins import FAMILIES
 
 SPARE = 5 * 2**20
 """Bytes beside the parts and the largest weight: a piece of a stored tensor, 4 MiB at most, and what is small."""

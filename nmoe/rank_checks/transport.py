@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nmoe.cluster.checks.training import all_axes
 from nmoe.config.tables.model import ParallelSection
 from nmoe.errors import ShortfallError
 from nmoe.parallel.axes import Axes, resolve
 from nmoe.parallel.dispatcher import Dispatcher, exchange
 from nmoe.parallel.mesh import make_meshes
+from nmoe.rank_checks.training import all_axes
 
 EXPERTS, WIDTH = 24, 3
 DTYPES = (

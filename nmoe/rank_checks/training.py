@@ -1,4 +1,4 @@
-"""Checks of the learner: many ranks train as one process does, along every axis."""
+"""Checks of the learner: many ranks train as one process does, along every axis, and with experts in few bits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nmoe.cluster.checks.cases import EXPERTS, FAMILIES, batch_of, model_of, with_routes
-from nmoe.cluster.checks.twins import OneProcess, Twins
-from nmoe.config.tables.model import ParallelSection
+from nmoe.config.tables.model import ExpertProfile, ParallelSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import ShortfallError
 from nmoe.learner.batch import Batch
@@ -27,6 +25,7 @@ from nmoe.model.head import Head
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import Ranks
+from nmoe.rank_checks.twins import EXPERTS, FAMILIES, OneProcess, Twins, batch_of, model_of, with_routes
 
 EXACT = 1e-9
 """The bound in fp64, where both sides run the same micro-batches and differ in the order of sums alone."""
@@ -343,3 +342,33 @@ def shared_directory() -> Iterator[Path]:
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(name[0])
+
+
+def check_profiles(brief: bool) -> str:
+    """Experts in each profile learn on ranks as in one process, are resumed, and are exported to the same bytes. What is gathered
+    for a pass is quantised anew: after a step it has other values in the same place."""
+    world, worst = dist.get_world_size(), 0.0
+    steps = batches(brief, 4)
+    axes = [all_axes(world)[0], some_axes(True)[-1]] if brief else all_axes(world)
+    profiles: list[ExpertProfile] = ["fp8", "nvfp4"] if brief else ["fp8", "nvfp4", "bf16"]
+    pairs = 0
+    for profile in profiles:
+
+        def make(ranks: Ranks, profile: ExpertProfile = profile) -> Learner:
+            # NVFP4 has blocks of 16.
+            return learner_of(model_of("qwen3_moe", expert_profile=profile, expert_width=16), ranks)
+
+        # In brief NVFP4 is left out where experts are not divided.
+        some = axes[1:] if brief and profile == "nvfp4" else axes
+        for parallel, pair in zip(some, along(some, make, profile), strict=True):
+            pair.train(steps[:3], cross_entropy)
+            pair.both("log-probabilities", logprobs(batch_of((6, 5, 9), 8)))
+            with shared_directory() as directory:
+                export_both(pair, directory)
+                (directory / "saved").mkdir(exist_ok=True)
+                pair.ours.save(directory / "saved")
+                resumed = Twins(make(Ranks(parallel)), pair.alone, EXACT, f"resumed {profile}")
+                resumed.ours.load(directory / "saved")
+                resumed.train(steps[3:], cross_entropy)
+            worst, pairs = max(worst, pair.worst(), resumed.worst()), pairs + 1
+    return f"{pairs} pairs of axes and profile, off by at most {worst:.0e}"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from nmoe.cluster.checks import loading, profiles, training, transport
 from nmoe.errors import UserError
+from nmoe.rank_checks import loading, training, transport
 
 CHECKS: dict[str, Callable[[bool], str]] = {
     "dtypes": lambda brief: transport.check_dtypes(),
@@ -23,7 +23,7 @@ CHECKS: dict[str, Callable[[bool], str]] = {
     "one-expert": training.check_one_expert,
     "adapters": training.check_adapters,
     "heads": training.check_heads,
-    "profiles": profiles.check_profiles,
+    "profiles": training.check_profiles,
     "loading": lambda brief: loading.check_loading(),
     "checkpoints": training.check_checkpoints,
 }
