@@ -45,10 +45,11 @@ def said(run: Path) -> tuple[int, float, list[tuple[int, str, str]]]:
 def record(part: str, found: Any) -> None:
     """Puts a part of the results into the file, and both into the playbook's table."""
     from machine import machine  # measures for a second
+    from result_files import write_results
 
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"benchmark": "alarms"}
     results |= {part: found, f"{part}_date": time.strftime("%Y-%m-%d"), f"{part}_machine": machine()}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_results(RESULTS, results)
     page = PLAYBOOK.read_text()
     before, rest = page.split(_BEGIN)
     PLAYBOOK.write_text(before + _BEGIN + table(results) + _END + rest.split(_END)[1])

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from machine import machine, versions
+from result_files import write_results
 
 from nmoe.eval.core import CoreSet, decisions, find_sets, prompts, read_set
 from nmoe.model.checkpoint import export_model
@@ -109,9 +110,7 @@ def main() -> None:
             if one.name not in {row["set"] for row in rows[kind]}:
                 rows[kind].append(decided(directory, one, items))
                 print(rows[kind][-1], file=sys.stderr, flush=True)
-                RESULTS.write_text(
-                    json.dumps(summary(sum(map(torch.numel, model.parameters())), rows), indent=1) + "\n"
-                )
+                write_results(RESULTS, summary(sum(map(torch.numel, model.parameters())), rows))
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from machine import machine, versions
+from result_files import write_results
 
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
@@ -95,7 +96,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     measured = {"date": str(date.today()), "machine": machine(), "versions": versions("torch"), "rows": rows}
-    RESULTS.write_text(json.dumps(kept | {"cost": measured}, indent=1) + "\n")
+    write_results(RESULTS, kept | {"cost": measured})
 
 
 if __name__ == "__main__":

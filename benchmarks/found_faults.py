@@ -3,10 +3,9 @@
     python benchmarks/found_faults.py                          # every check, each in a process and a folder of its own
     python benchmarks/found_faults.py --only 7 --only 8        # the checks of items 7 and 8
     python benchmarks/found_faults.py --tree ../older          # the checks of this checkout on the code of another one
-    python benchmarks/found_faults.py --tree ../older --record before
+    python benchmarks/found_faults.py --tree ../older --record # writes benchmarks/results/found_faults.json from 72e30f8
 
-The line of 72e30f8 is the recorded one. `--record before` and `--record now` write benchmarks/results/found_faults.json; otherwise
-nothing is written. A check that raises has failed, and shows its error: some checks call functions that 72e30f8 does not have.
+A check that raises has failed, and shows its error: some checks call functions that 72e30f8 does not have.
 The checks lie in benchmarks/found, a file for each kind of fault.
 """
 
@@ -20,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from result_files import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "found_faults.json"
@@ -61,7 +62,6 @@ def measured(name: str, tree: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import found
 
     found.load()
@@ -72,26 +72,25 @@ def main() -> None:
     parser.add_argument(
         "--tree", type=Path, default=ROOT, help="the checkout whose code is checked (default: this one)"
     )
-    parser.add_argument("--record", choices=("before", "now"), help="write the results as those of 72e30f8 or of today")
+    parser.add_argument("--record", action="store_true", help="write the lines as those of 72e30f8")
     arguments = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"before": {}, "now": {}}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     failed = []
     for name, check in sorted(found.CHECKS.items(), key=lambda one: (one[1].item, one[0])):
         if arguments.only and check.item not in arguments.only:
             continue
         now = measured(name, arguments.tree.resolve())
         if arguments.record:
-            results[arguments.record][name] = now
-        before = results["before"].get(name, {"line": "not recorded"})["line"]
+            results[name] = now["line"]
+        before = results.get(name, "not recorded")
         verdict = "ok  " if now["holds"] else "FAIL"
         print(f"{verdict} {check.item:>2} {check.what}\n        72e30f8: {before}", flush=True)
         print(f"        now:     {now['line']}\n        wanted:  {check.wanted}", flush=True)
         if not now["holds"]:
             failed.append(name)
     if arguments.record:
-        ordered = {part: dict(sorted(lines.items())) for part, lines in results.items()}
-        RESULTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
-    if failed and arguments.record != "before":
+        write_results(RESULTS, dict(sorted(results.items())))
+    if failed and not arguments.record:
         raise SystemExit(f"{len(failed)} checks failed: {', '.join(failed)}")
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import gguf
 import torch
 from machine import machine, versions
+from result_files import write_results
 from torch import Tensor
 
 from nmoe.data.packages import packaged_model
@@ -229,7 +230,7 @@ def main() -> None:
         "machine": machine(),
         "versions": versions("torch", "transformers", "gguf"),
     }
-    options.results.write_text(json.dumps(record, indent=1) + "\n")
+    write_results(options.results, record)
     # The bound on logits is missed (1.3e-4 of 41), and recorded beside the figure and its cause; another pick would be a fault.
     sys.exit(int(bool(differing) or logits["same_picks"] != logits["tokens"]))
 

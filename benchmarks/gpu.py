@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from machine import machine, versions
+from result_files import write_results
 from torch import Tensor
 
 from nmoe.engine.api import Request
@@ -359,7 +360,7 @@ def main() -> int:
         torch.cuda.empty_cache()
         print(f"{name} ({time.perf_counter() - began:.0f} s): {json.dumps(result[name])[:1500]}", flush=True)
         arguments.results.parent.mkdir(parents=True, exist_ok=True)
-        arguments.results.write_text(json.dumps(result, indent=1) + "\n")
+        write_results(arguments.results, result)
         return result[name]
 
     bandwidth = part("copy_bytes_per_s", copy_bandwidth)
@@ -374,7 +375,7 @@ def main() -> int:
         ours, theirs = result[f"decode_{count}"], peer.get(str(count))
         if theirs is not None and "whole_tokens_per_s" in ours:
             ours["times_generate"] = round(ours["whole_tokens_per_s"] / theirs["whole_tokens_per_s"], 2)
-    arguments.results.write_text(json.dumps(result, indent=1) + "\n")
+    write_results(arguments.results, result)
     print(json.dumps(result))
     return int(failed)
 

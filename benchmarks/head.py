@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from machine import machine, versions
 from on_device import add_device, work_clock
+from result_files import write_results
 from torch import Tensor
 
 from nmoe.model.logprobs import head_logprobs
@@ -135,7 +136,7 @@ def main() -> None:
         settings = {"vocabulary": arguments.vocabulary, "rounds": arguments.rounds, "device": str(arguments.device)}
         load = {"load_before": load_before, "load_after": os.getloadavg()}
         report = {**settings, **load, "machine": machine(), "versions": versions("torch"), "results": results}
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_results(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from grpo_workload import DTYPES, WORKLOADS, Dtype
 from head import products
 from machine import machine, versions
 from nmoe_grpo import NmoeGrpo
+from result_files import write_results
 from torch import Tensor
 
 from nmoe.learner.batch import Batch
@@ -148,7 +149,7 @@ def main() -> None:
     if arguments.out is not None:
         about = {"workload": WORKLOAD, "rounds": arguments.rounds, "machine": machine(), "versions": versions("torch")}
         load = {"load_before": load_before, "load_after": os.getloadavg()}
-        arguments.out.write_text(json.dumps({**about, **load, "results": results}, indent=1) + "\n")
+        write_results(arguments.out, {**about, **load, "results": results})
 
 
 if __name__ == "__main__":

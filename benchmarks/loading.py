@@ -163,6 +163,7 @@ def main() -> None:
     options = parser.parse_args()
     # Beside the script, and not needed where a test measures a small checkpoint.
     from machine import machine, versions
+    from result_files import write_results
 
     results = {}
     for name in options.cases:
@@ -171,7 +172,7 @@ def main() -> None:
             results[name] = measure(case, Path(directory))
         print(f"{name}: {results[name]}", flush=True)
     record = {"bound": BOUND, "cases": results, "machine": machine(), "versions": versions()}
-    options.results.write_text(json.dumps(record, indent=1) + "\n")
+    write_results(options.results, record)
     sys.exit(int(any(found["overhead"] > BOUND for found in results.values())))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine, versions
+from result_files import write_results
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/memory_estimate.json"
@@ -156,7 +157,7 @@ def main() -> None:
     print(f"{len(found)} configurations: the worst is off by {worst:.0%}; {ALLOWED:.0%} is allowed")
     if not arguments.only:
         kept = {"model": arguments.model.name, "worst": round(worst, 3), "configurations": found}
-        RESULTS.write_text(json.dumps({**kept, "machine": machine(), "versions": versions("torch")}, indent=1) + "\n")
+        write_results(RESULTS, {**kept, "machine": machine(), "versions": versions("torch")})
     if worst > ALLOWED:
         sys.exit(1)
 

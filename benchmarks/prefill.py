@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from decode_workload import MODELS
 from machine import machine, versions
 from on_device import add_device, random_model, work_clock
+from result_files import write_results
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.attend import PrefillAttention
@@ -149,7 +150,7 @@ def main() -> None:
         settings = {name: getattr(arguments, name) for name in ("model", "tokens", "piece", "rounds")}
         settings["device"] = str(arguments.device)
         report = {**settings, "load": load, "machine": machine(), "versions": versions("torch"), "cases": cases}
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_results(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine, versions
+from result_files import write_results
 
 MOST_CPU_S, MOST_MB = 180, 500
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -112,10 +113,10 @@ def main() -> None:
         "same_bytes": result["same_bytes"],
         "disjoint": result["in_two_files"] == 0,
     }
-    text = json.dumps(result | {"bounds": {"cpu_s": MOST_CPU_S, "peak_mb": MOST_MB}, "reached": reached}, indent=1)
-    print(text)
+    result |= {"bounds": {"cpu_s": MOST_CPU_S, "peak_mb": MOST_MB}, "reached": reached}
+    print(json.dumps(result, indent=1))
     if options.out:
-        options.out.write_text(text + "\n")
+        write_results(options.out, result)
     sys.exit(not all(reached.values()))
 
 

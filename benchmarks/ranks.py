@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
+from result_files import write_results
 
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
@@ -89,7 +90,7 @@ def main() -> None:
             }
     result["mismatch_abs_mean"] = max(row["mismatch_abs_mean"] for row in rows)
     result["mismatch_abs_max"] = max(row["mismatch_abs_max"] for row in rows)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write_results(RESULTS, result)
     print(json.dumps(result))
 
 

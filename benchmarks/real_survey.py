@@ -27,6 +27,7 @@ from statistics import fmean
 from typing import Any
 
 from machine import machine
+from result_files import write_results
 
 import nmoe
 from nmoe.config.tables.pools import GeneratedPool, ReasoningGymPool
@@ -118,8 +119,6 @@ class Survey:
         return {
             "difficulty": CANDIDATES.get(name),
             "example": {"question": asked[0].question, "gold": asked[0].gold},
-            "greedy_says": [self.text(one[0]) for one in greedy[:4]],
-            "sample_says": [self.text(one) for one in sampled[0][:4]],
             "pass@1": fmean(fmean(one) for one in passed),
             "pass@8": fmean(any(one) for one in passed),
             "greedy": fmean(right(one, self.text(said[0])) for one, said in zip(asked, greedy, strict=True)),
@@ -159,12 +158,12 @@ def main() -> None:
     given = parser.parse_args()
     survey, written = Survey(given.model, given.problems), {}
     if RESULTS.exists():
-        written = json.loads(RESULTS.read_text())["tasks"]
+        written = {row["task"]: row for row in json.loads(RESULTS.read_text())["tasks"]}
     for name in given.tasks:
         row = survey.measure(name)
-        written[name] = {"ability": is_ability(row), **row}
+        written[name] = {"task": name, "ability": is_ability(row), **row}
         settings = {"problems": given.problems, "samples": SAMPLES, "max_new_tokens": ROOM, "precision": "bfloat16"}
-        RESULTS.write_text(json.dumps({"machine": machine(), "settings": settings, "tasks": written}, indent=1) + "\n")
+        write_results(RESULTS, {"machine": machine(), "settings": settings, "tasks": list(written.values())})
         shown = "  ".join(f"{key} {row[key]:.2f}" for key in ("pass@1", "pass@8", "greedy", "chance", "ended"))
         print(f"{name:14} {'ability' if is_ability(row) else '':8} {shown}  {row['cpu_s']:.0f} CPU s", flush=True)
 

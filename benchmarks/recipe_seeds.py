@@ -29,6 +29,7 @@ from typing import Any
 
 from calibration import calibration_s
 from machine import machine, versions
+from result_files import Record, read_records, write_records
 from speedrun_seeds import as_measured
 
 from nmoe.config.packaged import CONFIGS
@@ -40,8 +41,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/recipe_seeds.json"
 SPEEDRUN = ROOT / "runs/speedrun"
 SEEDS = range(5)
-
-Record = dict[str, Any]
 
 
 def nmoe(*arguments: str) -> None:
@@ -274,7 +273,7 @@ def measure(name: str, seed: int) -> Record:
 
 def read() -> list[Record]:
     """The records of the configurations as they are now."""
-    records: list[Record] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    records = read_records(RESULTS)
     return [record for record in records if record["configuration"] == configuration(record["recipe"])]
 
 
@@ -308,7 +307,7 @@ def main() -> None:
             for seed in missing:
                 record = measure(name, seed)
                 records = sorted([*read(), record], key=lambda one: (one["recipe"], one["seed"]))
-                RESULTS.write_text(json.dumps(records, indent=1) + "\n")
+                write_records(RESULTS, records)
     show(read())
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine, versions
+from result_files import write_results
 
 from nmoe.config.commands import SelfplayConfig, SFTConfig
 from nmoe.config.loader import load_run
@@ -36,6 +38,7 @@ from nmoe.speedrun.steps import score, write_problems
 from nmoe.statistics import paired_difference
 from nmoe.text.tokenizer import Tokenizer
 
+RESULTS = Path(__file__).parent / "results/selfplay.json"
 HELD_OUT, PROBLEMS, SAMPLES = 400, 1000, 8
 ENVIRONMENT = """env_id = "verifications"
 version = "1"
@@ -173,7 +176,7 @@ def main() -> None:
         }
         results.append(result)
         print(json.dumps(result), flush=True)
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_results(RESULTS, {"machine": machine(), **versions("torch"), "held_out": HELD_OUT, "results": results})
     print("| seed | mode | before | after | difference, 95% |\n|---|---|---|---|---|")
     for result in results:
         for mode in ("greedy", "sampled"):

@@ -37,6 +37,7 @@ from typing import Any
 
 from calibration import calibration_s
 from machine import machine, versions
+from result_files import Record, read_records, write_records
 
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.speedrun.corpus import corpus_texts, write_corpus
@@ -56,7 +57,13 @@ PLAN = [(seed, {1: "avx2", 3: "plain"}.get(seed % 4, "native"), 2 if seed % 8 >=
 # The settings that decide a result; the corpus does, too.
 _SETTINGS = (CONFIGS / "speedrun.toml", CONFIGS / "speedrun_base.toml", ENVIRONMENTS / "skills.toml")
 
-Record = dict[str, Any]
+FIGURES = (
+    *(f"{prefix}{stage}" for prefix in ("greedy_", "pass16_", "ood_") for stage in ("base", "trained")),
+    *(f"correctness_{stage}_{skill}" for stage in ("base", "trained") for skill in SKILLS),
+    *("base_correctness", "trained_correctness", "base_format_ok", "format_ok", "mismatch_abs_max"),
+    *("rl_steps", "wall_s", "cpu_s", "peak_memory_mb"),
+)
+"""What is kept of a speedrun's summary."""
 
 
 @cache
@@ -115,7 +122,7 @@ def run(seed: int, kernels: str, threads: int, out: Path) -> Record:
         "threads": threads,
         **versions("torch"),
         "kept_every_promise": code == 0,
-        **summary,
+        **{name: summary[name] for name in FIGURES},
     }
 
 
@@ -128,8 +135,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def read() -> list[Record]:
     """The records of this recipe."""
-    records: list[Record] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    return [record for record in records if record["recipe"] == recipe()]
+    return [record for record in read_records(RESULTS) if record["recipe"] == recipe()]
 
 
 def which(record: Record) -> tuple[int, str, int]:
@@ -141,7 +147,7 @@ def keep(record: Record) -> None:
     """Adds a record in place of those of other recipes and of the same base."""
     with _locked(RESULTS.with_suffix(".lock")):
         records = sorted([*(one for one in read() if which(one) != which(record)), record], key=which)
-        RESULTS.write_text(json.dumps(records, indent=1) + "\n")
+        write_records(RESULTS, records)
 
 
 def show(records: Sequence[Record]) -> None:

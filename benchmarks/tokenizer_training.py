@@ -20,6 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from machine import machine, versions
+from result_files import write_results
 
 _ONSETS, _VOWELS, _CODAS = (
     ["b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "st", "tr", "ch"],
@@ -73,10 +74,9 @@ def main() -> None:
             "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
             "peak_mb": round(usage.ru_maxrss * 1024 / 1e6),
         }
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
     if options.out:
-        options.out.write_text(text + "\n")
+        write_results(options.out, result)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
+from result_files import write_results
 
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run_with
@@ -77,7 +78,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         **machine(),
     }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write_results(RESULTS, result)
     print(json.dumps(result))
     if share > 0.02:
         raise SystemExit(f"watching takes {share:.1%} of the run's CPU seconds, and 2% is allowed")

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from result_files import read_records  # noqa: E402
+
 RESULTS = ROOT / "benchmarks/results"
 README = ROOT / "README.md"
 
@@ -189,15 +193,12 @@ def _real_setting(records: Sequence[dict[str, Any]]) -> list[str]:
 def blocks() -> dict[str, str]:
     """What stands in README.md between the markers of each name."""
 
-    def read(name: str) -> Any:
-        path = RESULTS / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else []
-
-    selfplay = [{"recipe": "selfplay", "figure": one["greedy"]["after"]} for one in read("selfplay")["results"]]
+    rounds = json.loads((RESULTS / "selfplay.json").read_text())["results"]
+    selfplay = [{"recipe": "selfplay", "figure": one["greedy"]["after"]} for one in rounds]
     return {
-        "real": real_table(read("real_seeds")),
-        "seeds": table(read("speedrun_seeds")),
-        "recipes": recipes_table([*read("recipe_seeds"), *selfplay]),
+        "real": real_table(json.loads((RESULTS / "real_seeds.json").read_text())),
+        "seeds": table(read_records(RESULTS / "speedrun_seeds.json")),
+        "recipes": recipes_table([*read_records(RESULTS / "recipe_seeds.json"), *selfplay]),
     }
 
 

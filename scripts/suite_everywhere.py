@@ -11,7 +11,6 @@ kernels are made anew in each, as on a new machine. Results go to benchmarks/res
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import resource
@@ -29,6 +28,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from calibration import calibration_s  # noqa: E402
 from exact_everywhere import INSTRUCTIONS  # noqa: E402
 from machine import machine, versions  # noqa: E402
+from result_files import read_records, write_records  # noqa: E402
 
 SETTINGS = {
     "native": {},
@@ -76,9 +76,7 @@ def main() -> int:
     failed = False
     for name in parser.parse_args().settings:
         record = measure(name)
-        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-        kept = [one for one in known if one["setting"] != name]
-        RESULTS.write_text(json.dumps([*kept, record], indent=1) + "\n")
+        write_records(RESULTS, [*(one for one in read_records(RESULTS) if one["setting"] != name), record])
         failed |= record["exit_code"] != 0
         print(
             f"{name:12} {record['passed']} passed, {record['failed']} failed, {record['skipped']} skipped; "

@@ -8,8 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from mutants import nearest_tests, summary
-from mutation import Mutation, functions, indexed, mutations, place, planted
+from mutants import Mutation, functions, indexed, mutations, nearest_tests, place, planted, summary
 
 SOURCE = '''
 def shares(values: list[int]) -> list[float]:
