@@ -28,7 +28,7 @@ from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
 from nmoe.config.packaged import packaged_environment
 from nmoe.runs.ledger import read_metrics
-from nmoe.speedrun.scratch_examination import examine
+from nmoe.speedrun.scratch_report import examine
 
 RESULTS = Path(__file__).parent / "results" / "ranks.json"
 # The first steps load code and fill caches.

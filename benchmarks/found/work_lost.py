@@ -59,8 +59,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 try:
-    scratch, promised = import_module("nmoe.speedrun.scratch"), import_module("nmoe.speedrun.pipeline")
-    pipeline = scratch.Scratch
+    pipeline = import_module("nmoe.speedrun.scratch").Scratch
+    promised = import_module(pipeline.__base__.__module__)
 except ImportError:  # 72e30f8 has one pipeline
     promised = import_module("nmoe.speedrun.speedrun")
     pipeline = promised.Pipeline

@@ -94,8 +94,8 @@ def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
     config = read_configuration(arguments, schema)
     from nmoe.config.loader import located
     from nmoe.config.packaged import find_configuration
-    from nmoe.preflight.memory import said_at_the_start, settled
     from nmoe.preflight.preflight import refuse_to_start
+    from nmoe.preflight.resources import said_at_the_start, settled
 
     try:
         refuse_to_start(config)

@@ -23,16 +23,15 @@ def doctor(
     Example, for a program:
       nmoe doctor --json
     """
-    from nmoe.preflight import findings
-    from nmoe.preflight.doctor import examine
+    from nmoe.preflight import doctor as examination
 
-    found = examine()
+    found = examination.examine()
     if as_json:
-        typer.echo(json.dumps(findings.as_json(found), indent=1))
+        typer.echo(json.dumps(examination.as_json(found), indent=1))
     else:
-        for line in findings.as_lines(found):
+        for line in examination.as_lines(found):
             typer.echo(line)
-    if not findings.usable(found):
+    if not examination.usable(found):
         raise typer.Exit(1)
 
 

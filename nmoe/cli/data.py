@@ -92,7 +92,7 @@ def pairs(
     Example:
       nmoe data pairs runs/speedrun/base skills pairs.jsonl --problems 4000 --samples 6
     """
-    from nmoe.recipes.sampled_pairs import write_pairs
+    from nmoe.recipes.sampled_data import write_pairs
 
     typer.echo(write_pairs(checkpoint, environment, file, problems, samples, temperature, seed, device, expert_weights))
 
@@ -123,7 +123,7 @@ def solve_rates(
     Example:
       nmoe data solve-rates runs/base mine.toml rated.jsonl --samples 8
     """
-    from nmoe.recipes.solve_rates import write_solve_rates
+    from nmoe.recipes.sampled_data import write_solve_rates
 
     settings = (problems, samples, temperature, seed, device, expert_weights)
     typer.echo(write_solve_rates(checkpoint, environment, file, *settings))

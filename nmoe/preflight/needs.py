@@ -1,7 +1,8 @@
-"""What a run needs around it: packages of extras, services that rate samples, and data or models of the Hugging Face hub."""
+"""Whether what a run needs is there: packages, credentials of sinks, services that rate samples, data and models of the hub."""
 
 from __future__ import annotations
 
+import netrc
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from nmoe.config.slices import split_path
 from nmoe.config.tables.pools import GeneratedPool, HubPool, MixturePool, ReasoningGymPool
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.config.tables.rewards import ServiceKeys
+from nmoe.config.tables.run import SinksSection
 from nmoe.data.hub import why_not_asked
 from nmoe.data.records import read_records
 from nmoe.data.rows import local_copy, read_rows
@@ -35,6 +37,7 @@ from nmoe.model.shards import INDEX, SINGLE
 from nmoe.parsing import json_of
 from nmoe.preflight.check import Check, failure
 from nmoe.runs.resolve import maker_of
+from nmoe.runs.sinks.sinks import refuse_unready, trackio_remotes
 from nmoe.selfplay.loop import selfplay_environment
 from nmoe.verifier.train import read_data as read_labelled_steps
 
@@ -237,3 +240,35 @@ def _lost_weights(snapshot: Path) -> str:
     except (ValueError, KeyError, AttributeError, TypeError):
         return f"a readable {INDEX}"
     return next((file for file in named if not (snapshot / file).is_file()), "")
+
+
+def sinks(section: SinksSection) -> Check:
+    """The sinks by name, and where metrics leave the machine. Raises UserError, with the command that installs it, for a package
+    that is missing, and for a trackio that would send metrics elsewhere unasked."""
+    name = "sinks"
+    if not section.to:
+        return Check(name, "ok", "none but metrics.jsonl")
+    refuse_unready(section)
+    said = ", ".join(section.to)
+    online = "wandb" in section.to and section.wandb_mode == "online"
+    if online and not _has_wandb_key():
+        remedy = 'run: wandb login, or set sinks.wandb_mode = "offline"'
+        return Check(name, "fail", f"{said}: W&B has no key here, and would lose every step; {remedy}")
+    leaves = [f"W&B at {_wandb_host()}"] * online + trackio_remotes(section)
+    return Check(name, "ok", f"{said}; metrics leave this machine for {', '.join(leaves)}" if leaves else said)
+
+
+def _wandb_host() -> str | None:
+    return urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+
+
+def _has_wandb_key() -> bool:
+    """Whether W&B finds a key: in WANDB_API_KEY, or for its host in the file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    host = _wandb_host()
+    try:
+        return host is not None and host in netrc.netrc(file).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -13,13 +13,11 @@ from nmoe.parallel.gang import gang
 from nmoe.parallel.ranks import offloads
 from nmoe.plan.estimate import Size, size_of
 from nmoe.preflight.check import Check, checked, failure
-from nmoe.preflight.disk import directory, disk, first_checkpoint, room
 from nmoe.preflight.learning_rate import learning_rate
-from nmoe.preflight.memory import memory, memory_alone, weights_fit
-from nmoe.preflight.needs import data, hub, lacking_of_hub, packages, services
+from nmoe.preflight.needs import data, hub, lacking_of_hub, packages, services, sinks
 from nmoe.preflight.overlap import overlap
 from nmoe.preflight.rehearsal import rehearse, round_trip
-from nmoe.preflight.sinks import sinks
+from nmoe.preflight.resources import directory, disk, first_checkpoint, memory, memory_alone, room, weights_fit
 from nmoe.recipes.setup import device_and_dtype, load_tokenizer, run_path
 from nmoe.rl.episodes import with_steps_of_episodes
 from nmoe.runs.directory import refuse_unless_free

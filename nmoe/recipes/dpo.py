@@ -21,8 +21,7 @@ from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives.dpo import dpo as dpo_objective
 from nmoe.learner.objectives.dpo import implicit_rewards
 from nmoe.parallel.gang import everywhere
-from nmoe.recipes.pair_batch import completion_batch
-from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
+from nmoe.recipes.preferences import completion_batch, held_out_pairs, read_preferences, reward_metrics
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import Start, load_tokenizer, settle, with_steps
 from nmoe.recipes.supervised import Supervised, supervise

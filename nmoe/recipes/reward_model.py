@@ -17,8 +17,7 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.objectives.bradley_terry import bradley_terry
 from nmoe.model.head import Head
 from nmoe.parallel.gang import everywhere
-from nmoe.recipes.pair_batch import reward_batch
-from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
+from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_batch, reward_metrics
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import Start, load_tokenizer, settle, with_steps
 from nmoe.recipes.supervised import Supervised, supervise

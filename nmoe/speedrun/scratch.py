@@ -17,17 +17,20 @@ from nmoe.recipes.sft import sft
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.selfplay.loop import selfplay
-from nmoe.speedrun.corpus import corpus_texts, write_conversations, write_corpus
-from nmoe.speedrun.pipeline import Figures, Pipeline
+from nmoe.speedrun.corpus import (
+    StageDocuments,
+    ToolDocuments,
+    corpus_texts,
+    tool_texts,
+    write_conversations,
+    write_corpus,
+)
 from nmoe.speedrun.promises import SCRATCH_PROMISES
 from nmoe.speedrun.report import which_checkpoint
 from nmoe.speedrun.roles import LONGEST, SHORTEST, WARM_UP
-from nmoe.speedrun.scratch_examination import Examination, examine
-from nmoe.speedrun.scratch_report import write_scratch_report
-from nmoe.speedrun.stage_corpus import StageDocuments
-from nmoe.speedrun.stages import Stage, StageRecord
+from nmoe.speedrun.scratch_report import Examination, examine, write_scratch_report
+from nmoe.speedrun.stages import Figures, Pipeline, Stage, StageRecord
 from nmoe.speedrun.steps import score, step_texts, write_domain, write_problems
-from nmoe.speedrun.tool_corpus import ToolDocuments, tool_texts
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.verifier.train import verifier
 

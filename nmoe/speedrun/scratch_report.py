@@ -1,17 +1,154 @@
-"""The report of the speedrun from nothing: what changed, how, and at what cost, on one page with plots."""
+"""The speedrun from nothing, examined and reported: both models on the same held-out problems, what changed, and at what cost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.eval.evaluate import Evaluation
+from nmoe.config.commands import RLConfig
+from nmoe.config.environment import reseeded
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.environment import Environment
+from nmoe.eval.evaluate import Evaluation, sample_problems, summarise
+from nmoe.model.policy import load_policy
+from nmoe.recipes.setup import device_and_dtype
+from nmoe.runs.checkpoint import checkpoint_step
 from nmoe.runs.report import markdown_table
-from nmoe.speedrun.report import agreement, before_and_after, cost, curves, which_checkpoint, write_report
-from nmoe.speedrun.scratch_examination import Examination
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.speedrun.report import (
+    Transcript,
+    agreement,
+    before_and_after,
+    cost,
+    curves,
+    reason,
+    which_checkpoint,
+    write_report,
+)
 from nmoe.speedrun.stages import StageRecord
 from nmoe.statistics import paired_difference
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.trajectory import Group
+
+SAMPLED_PROBLEMS = 1200
+GREEDY_PROBLEMS = 600
+PASS16_PROBLEMS = 150
+LONGER_PROBLEMS = 600
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Results by kind. The first of each list is over all skills, the others are by skill. `step` is that of the examined
+    checkpoint; an examination from before it was noted has none."""
+
+    sampled: list[Evaluation]
+    greedy: list[Evaluation]
+    pass16: list[Evaluation]
+    longer: list[Evaluation]
+    longer_greedy: list[Evaluation]
+    format_ok: float
+    longer_format_ok: float
+    response_tokens: float
+    transcripts: list[Transcript]
+    outcomes: list[float]  # 1 or 0 for each sampled problem, in their order
+    step: int | None = None
+
+    def figures(self, who: str) -> dict[str, float | int]:
+        """Flat figures for summary.json, such as `trained_correctness` and `greedy_trained_reverse`."""
+        out: dict[str, float | int] = {
+            f"{who}_correctness": self.sampled[0].value,
+            f"{who}_correctness_low": self.sampled[0].low,
+            f"{who}_correctness_high": self.sampled[0].high,
+            f"{who}_problems": self.sampled[0].problems,
+            f"{who}_response_tokens": self.response_tokens,
+        }
+        kinds = {
+            "correctness": self.sampled[1:],
+            "greedy": self.greedy,
+            "pass16": self.pass16,
+            "ood": self.longer,
+            "ood_greedy": self.longer_greedy,
+        }
+        for kind, evaluations in kinds.items():
+            for evaluation in evaluations:
+                skill = evaluation.dataset.partition("/")[2]
+                out[f"{kind}_{who}" + (f"_{skill}" if skill else "")] = evaluation.value
+        return out
+
+
+def examine(who: str, path: Path, config: RLConfig, longer: Path, seed: int) -> Examination:
+    """Examines the model that a path names on the held-out split of the configuration's environment and on longer problems. What it
+    prints begins with `who`."""
+    directory = resolve_checkpoint(path)
+    tokenizer = Tokenizer.load(directory)
+    device, dtype = device_and_dtype(config.model)
+    model = load_policy(directory, dtype, device)[0].set_numerics(config.model.numerics).requires_grad_(False)
+    engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
+
+    def ask(environment: Environment, problems: int, samples: int, temperature: float) -> list[Group]:
+        return sample_problems(
+            engine,
+            environment,
+            model.config.context_tokens,
+            problems=problems,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+            seed=seed,
+        )
+
+    def held_out() -> Environment:
+        return Environment.from_settings(reseeded(config.environment, seed), tokenizer).held_out()
+
+    def beyond() -> Environment:
+        return Environment.from_toml(longer, tokenizer)
+
+    sampled = ask(held_out(), SAMPLED_PROBLEMS, 1, 1.0)
+    longer_sampled = ask(beyond(), LONGER_PROBLEMS, 1, 1.0)
+    env_id, longer_id = config.environment.env_id, beyond().settings.env_id
+    examination = Examination(
+        sampled=summarise(sampled, env_id, 1.0),
+        greedy=summarise(ask(held_out(), GREEDY_PROBLEMS, 1, 0.0), env_id, 0.0),
+        pass16=[
+            evaluation
+            for evaluation in summarise(ask(held_out(), PASS16_PROBLEMS, 16, 1.0), env_id, 1.0)
+            if evaluation.mode == "pass@16"
+        ],
+        longer=summarise(longer_sampled, longer_id, 1.0),
+        longer_greedy=summarise(ask(beyond(), LONGER_PROBLEMS, 1, 0.0), longer_id, 0.0),
+        format_ok=_mean(sampled, "format_ok"),
+        longer_format_ok=_mean(longer_sampled, "format_ok"),
+        response_tokens=sum(group.trajectories[0].sampled_tokens for group in sampled) / len(sampled),
+        transcripts=_transcripts(sampled, tokenizer),
+        outcomes=[group.trajectories[0].grade.extras["correctness"] for group in sampled],
+        step=checkpoint_step(directory),
+    )
+    for result in [examination.sampled, examination.greedy, examination.pass16, examination.longer]:
+        print(f"{who}: {result[0]}")
+    return examination
+
+
+def _mean(groups: Sequence[Group], name: str) -> float:
+    return sum(group.trajectories[0].grade.extras[name] for group in groups) / len(groups)
+
+
+def _transcripts(groups: Sequence[Group], tokenizer: Tokenizer) -> list[Transcript]:
+    """The first problem of each skill, whatever its result."""
+    first: dict[str, Group] = {}
+    for group in groups:
+        first.setdefault(group.problem.source, group)
+    return [
+        Transcript(
+            group.problem.question,
+            group.problem.gold,
+            tokenizer.decode(group.trajectories[0].token_ids),
+            group.trajectories[0].grade.extras["correctness"] == 1,
+            reason(group.trajectories[0].grade),
+        )
+        for _, group in sorted(first.items())
+    ]
 
 
 def write_scratch_report(

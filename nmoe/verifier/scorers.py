@@ -17,7 +17,7 @@ from nmoe.model.device import choose_device
 from nmoe.model.head import Head, load_head
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
-from nmoe.recipes.pair_batch import last_token_batch
+from nmoe.recipes.preferences import last_token_batch
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.conversation import ChatMessage
 from nmoe.text.renderers import Renderer, make_renderer

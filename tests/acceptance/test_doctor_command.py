@@ -38,7 +38,7 @@ def test_what_is_missing_is_named_with_its_remedy(
 
 def test_lines_and_the_exit_code(nmoe: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     from nmoe.preflight import doctor
-    from nmoe.preflight.findings import Advice, Finding
+    from nmoe.preflight.doctor import Advice, Finding
 
     found = [Finding("threads", "2 cores", {"cores": 2}, (Advice("faster", "stop others", "top"),))]
     monkeypatch.setattr(doctor, "examine", lambda: found)

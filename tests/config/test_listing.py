@@ -1,18 +1,37 @@
-"""What is packaged, listed and shown: a shown file means the same in any directory."""
+"""The packaged configurations: all load, and lists of them."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib import invalidate_caches
 from pathlib import Path
 
 import pytest
 
-from nmoe.config.commands import COMMANDS, RLConfig
+from nmoe.config.commands import COMMANDS, PretrainConfig, RLConfig, RunConfig, SFTConfig
 from nmoe.config.listing import list_configurations, show_configuration, show_environment
 from nmoe.config.loader import load_environment, load_preparation, load_run
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS, PREPARATIONS
 from nmoe.errors import UserError
+
+# What no command of its own runs.
+BY_NAME: dict[str, type[RunConfig]] = {
+    "speedrun_base": PretrainConfig,
+    "speedrun_midtraining": PretrainConfig,
+    "speedrun_sft": SFTConfig,
+    "selfplay_roles": SFTConfig,
+}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_it_loads_as_what_its_command_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    head = path.read_text().partition("[")[0]
+    commands = re.findall(rf"(?:nmoe|nmoe\.rl) ([a-z ]+?) {path.stem}\b", head)
+    schema = BY_NAME.get(path.stem) or COMMANDS[commands[-1]]
+    config = load_run(path, schema)
+    assert config.model.path or config.model.shape
 
 
 def test_configurations_with_what_runs_them() -> None:

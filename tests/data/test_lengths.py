@@ -14,7 +14,7 @@ from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.pairs import answer_pair, completion_pair, read_pairs
 from nmoe.errors import UserError
-from nmoe.recipes.pair_batch import completion_batch, reward_batch
+from nmoe.recipes.preferences import completion_batch, reward_batch
 from nmoe.recipes.sft import example_batch
 from nmoe.text.renderers import ChatRenderer
 from nmoe.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Best-of-n against known samples: what each way of choosing reaches, ties, silence, and what the scorer is asked."""
+"""Best-of-n against known samples, and majority votes: answers are counted by what their task finds equal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 
 from nmoe.envs.environment import Environment
+from nmoe.errors import InfrastructureError
 from nmoe.eval.best_of_n import UNANSWERED, best_of_n, score_groups
 from nmoe.eval.evaluate import Evaluation
-from nmoe.eval.outcomes import Outcome, outcomes_of
+from nmoe.eval.outcomes import Outcome, majorities, outcomes_of
+from nmoe.grading.math.policy import Policy
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group, Trajectory
-from nmoe.types import Grade, Message, Problem, Sampling, single_turn
+from nmoe.types import Grade, Message, Problem, Sampling, Verdict, single_turn
 
 GOLD = "7"
 
@@ -113,3 +115,43 @@ def test_the_scorer_reads_what_was_said(environment: Environment) -> None:
 def test_a_score_that_is_no_number_stops_the_evaluation(environment: Environment) -> None:
     with pytest.raises(ValueError, match="problem p/0: the scorer gave NaN to 'bad'"):
         score_groups(environment, [said(environment, ["12", "bad"])], Longest())
+
+
+def voters(task_type: str, *answers: str | None, question: str = "?", **metadata: str) -> Group:
+    problem = Problem("p", task_type, question, "", "p", metadata)
+    grades = [Grade(0.0, {}, "ok", {}, answer) for answer in answers]
+    return Group(
+        problem, [Trajectory(problem, i, (0,), single_turn((1,)), g, Sampling(8)) for i, g in enumerate(grades)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("voters", "place"),
+    [
+        (voters("math", "0.5", "1/2", r"\frac12", "3", "3"), 0),
+        (voters("gsm8k", "3", "3", "0.5", "1/2", "50/100"), 2),
+        (voters("math", r"x^2+1", "7", r"1+x^2", r"x^2 + 1"), 0),
+        # Digits are compared as text: "0135" is not the number 135.
+        (voters("sort", "135", "0135", "135 "), 0),
+        (voters("sort", "0135", "135", "00135", "135"), 1),
+        (voters("multiple_choice", "C", "(B)", "B", "two", options='["one", "two", "three"]'), 1),
+        (voters("math", None, None, "4"), 2),
+        (voters("math", None, None), 0),
+        (voters("math", "5", "4"), 0),
+        # The fuller answer is the same as the shorter one, whichever came first.
+        (voters("math", "4", "5", r"5\text{ cm}"), 1),
+        (voters("math", "4", r"5\text{ cm}", "5"), 1),
+        (voters("math", "(1,2)", "2,1", "1,2", question="List both, separated by commas."), 1),
+    ],
+)
+def test_the_majority_is_counted_by_the_grader(voters: Group, place: int) -> None:
+    assert majorities([voters]) == [place]
+
+
+def test_a_lost_comparison_ends_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(gold: str, answer: str, policy: Policy) -> Verdict:
+        return Verdict("error", 0.0, "symbolic", "the worker was killed")
+
+    monkeypatch.setattr("nmoe.envs.tasks.math.grade_answer", lost)
+    with pytest.raises(InfrastructureError, match="answers to p could not be compared: the worker was killed"):
+        majorities([voters("math", "x+1", "1+x")])

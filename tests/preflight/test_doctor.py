@@ -16,7 +16,7 @@ from nmoe.model import idle_threads
 from nmoe.model.idle_threads import Libgomp
 from nmoe.model.ops.cpu import library
 from nmoe.preflight import doctor
-from nmoe.preflight.findings import Advice, Finding, as_json, as_lines, usable
+from nmoe.preflight.doctor import Advice, Finding, as_json, as_lines, usable
 from nmoe.sandbox.api import SandboxSetupError
 
 

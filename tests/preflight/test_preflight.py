@@ -30,13 +30,19 @@ from nmoe.model.config import ModelConfig
 from nmoe.plan.estimate import Size, estimate, kept_bytes, size_of
 from nmoe.plan.rank_plan import gib, plan
 from nmoe.plan.work import Work, prompts_of
-from nmoe.preflight import disk as disk_module
-from nmoe.preflight import memory as memory_module
-from nmoe.preflight.disk import checkpoints_at_once, directory, disk, first_checkpoint
+from nmoe.preflight import resources
 from nmoe.preflight.learning_rate import learning_rate
-from nmoe.preflight.memory import memory, said_at_the_start, weights_fit
+from nmoe.preflight.needs import sinks
 from nmoe.preflight.preflight import preflight, refuse_to_start
-from nmoe.preflight.sinks import sinks
+from nmoe.preflight.resources import (
+    checkpoints_at_once,
+    directory,
+    disk,
+    first_checkpoint,
+    memory,
+    said_at_the_start,
+    weights_fit,
+)
 from nmoe.recipes.run_loop import open_run
 from nmoe.runs.directory import LOCK, RunLock
 from nmoe.runs.sinks import sinks as sinks_of_runs
@@ -130,7 +136,7 @@ def test_what_a_start_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     allowed = rl(tmp_path, optimizer=slow | {"allow_slow_warmup": True})
     refuse_to_start(allowed)
     assert learning_rate(allowed).status == "warn"
-    monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match=r"^disk: a checkpoint has .* 0.0 MiB free"):
         refuse_to_start(allowed)
     # A run that has begun cannot have another schedule.
@@ -223,9 +229,9 @@ def test_memory_against_what_there_is(tmp_path: Path, monkeypatch: pytest.Monkey
     needed = plan(config, 1, 1, prompts_of(config)).total
     assert needed < sum(parts.values()), "prompts are shorter than they may be"
     for total, free, status in [(needed - 1, needed - 1, "fail"), (needed, needed - 1, "warn"), (needed, needed, "ok")]:
-        monkeypatch.setattr(memory_module, "memory_of", lambda device, total=total, free=free: (total, free))
+        monkeypatch.setattr(resources, "memory_of", lambda device, total=total, free=free: (total, free))
         assert memory(config).status == status
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (1, 1))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (1, 1))
     said = memory(config).text
     helps = [said.find(key) for key in ("checkpoint_activations", "tokens_per_microbatch", "[lora]", "more ranks")]
     assert -1 not in helps
@@ -257,8 +263,8 @@ def test_ranks_are_held_against_their_share(tmp_path: Path, monkeypatch: pytest.
     """Two ranks of a machine each have half of its memory, and half of the weights."""
     config = rl(tmp_path)
     alone = estimate(config, size_of(config))
-    monkeypatch.setattr(memory_module, "gang", lambda: SimpleNamespace(size=2, local_size=2))
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (2**40, 2**39))
+    monkeypatch.setattr(resources, "gang", lambda: SimpleNamespace(size=2, local_size=2))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (2**40, 2**39))
     check = memory(config)
     assert f"weights {gib(alone['weights'] / 2)}" in check.text
     assert check.text.endswith("on each of 2 ranks, 256.0 GiB free of 512.0 GiB on cpu")
@@ -269,13 +275,13 @@ def test_a_run_says_what_it_takes_before_it_begins(tmp_path: Path, monkeypatch: 
     """One line where it fits one process, else the table and what helps."""
     config = rl(tmp_path)
     needed = plan(config, 1, 1, prompts_of(config)).total
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed, 0))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (needed, 0))
     (line,) = said_at_the_start(config)
     assert line.startswith(f"memory: about {gib(needed)} (weights ")
     assert line.endswith(f"), of {gib(needed)}")
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed - 1, 0))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (needed - 1, 0))
     assert "does not fit" in said_at_the_start(config)[-1]
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (0, 0))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (0, 0))
     assert said_at_the_start(config) == [line.removesuffix(f", of {gib(needed)}")]
 
 
@@ -284,9 +290,9 @@ def test_weights_that_no_free_memory_could_hold_are_refused(tmp_path: Path, monk
     config = rl(tmp_path, run={"steps": 100, "name": "one"})
     needed = 16 * size_of(config).parameters
     assert sum(estimate(config, size_of(config)).values()) > needed
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed, 0))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (needed, 0))
     refuse_to_start(config)
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed - 1, needed - 1))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (needed - 1, needed - 1))
     part = gib(needed // 4)
     with pytest.raises(UserError) as refused:
         refuse_to_start(config)
@@ -296,12 +302,12 @@ def test_weights_that_no_free_memory_could_hold_are_refused(tmp_path: Path, monk
         "that cpu has in all; what helps: a smaller model, an adapter by [lora] or more ranks"
     )
     # Two ranks of one machine have half of its memory each, and half of all three.
-    monkeypatch.setattr(memory_module, "gang", lambda: SimpleNamespace(size=2, local_size=2))
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed, 0))
+    monkeypatch.setattr(resources, "gang", lambda: SimpleNamespace(size=2, local_size=2))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (needed, 0))
     assert weights_fit(config, size_of(config)).status == "ok"
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed // 2, 0))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (needed // 2, 0))
     assert weights_fit(config, size_of(config)).status == "fail"
-    monkeypatch.setattr(memory_module, "memory_of", lambda device: (0, 0))
+    monkeypatch.setattr(resources, "memory_of", lambda device: (0, 0))
     assert weights_fit(config, size_of(config)).status == "ok", "where the memory is not known"
 
 
@@ -312,18 +318,16 @@ def test_weights_that_are_not_trained_need_no_optimizer(tmp_path: Path, monkeypa
         config = load_run_with(None, VerifierConfig, tables | {"verifier": section}, "test", "run")
         size = size_of(config)
         for lacking, status in ((0, "ok"), (1, "fail")):
-            monkeypatch.setattr(
-                memory_module, "memory_of", lambda device, n=size.parameters * bytes_each - lacking: (n, n)
-            )
+            monkeypatch.setattr(resources, "memory_of", lambda device, n=size.parameters * bytes_each - lacking: (n, n))
             assert weights_fit(config, size).status == status
 
 
 def test_the_limit_of_the_control_group(tmp_path: Path) -> None:
-    assert memory_module._group_limit(tmp_path) == 2**63
+    assert resources._group_limit(tmp_path) == 2**63
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory_module._group_limit(tmp_path) == 2**63
+    assert resources._group_limit(tmp_path) == 2**63
     (tmp_path / "memory.max").write_text("4096\n")
-    assert memory_module._group_limit(tmp_path) == 4096
+    assert resources._group_limit(tmp_path) == 4096
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +338,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoints_at_once(unevaluated) == 2, "at steps 50 and 100"
     needed = 5 * size.checkpoint
     for free, status in [(needed - 1, "fail"), (needed, "warn"), (needed + 5 * 2**30, "ok")]:
-        monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(resources.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         assert disk(config, size).status == status
         assert first_checkpoint(config, size).status == "ok"
 
@@ -352,7 +356,7 @@ def test_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     lock.release()
     assert directory(rl(tmp_path, run={"steps": 3, "resume": True})).text.endswith("is resumed")
     # Root, who may run the tests, can write everywhere.
-    monkeypatch.setattr(disk_module.os, "access", lambda path, mode: Path(path) != tmp_path / "closed")
+    monkeypatch.setattr(resources.os, "access", lambda path, mode: Path(path) != tmp_path / "closed")
     (tmp_path / "closed").mkdir()
     closed = directory(rl(tmp_path, run={"directory": str(tmp_path / "closed"), "steps": 3}))
     assert (closed.status, closed.text.split()[0]) == ("fail", str(tmp_path / "closed"))

@@ -19,7 +19,7 @@ from nmoe.learner.objectives.dpo import PreferenceLoss, dpo
 from nmoe.model.checkpoint import export_model, load_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.head import Head
-from nmoe.recipes.pair_batch import completion_batch, last_token_batch, reward_batch
+from nmoe.recipes.preferences import completion_batch, last_token_batch, reward_batch
 from nmoe.text.renderers import IGNORED, Rendered
 from nmoe.text.tokenizer import Tokenizer
 

@@ -22,8 +22,7 @@ from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import load_model
 from nmoe.model.policy import load_policy
 from nmoe.recipes.dpo import dpo
-from nmoe.recipes.pair_batch import completion_batch
-from nmoe.recipes.preferences import held_out_pairs, read_preferences
+from nmoe.recipes.preferences import completion_batch, held_out_pairs, read_preferences
 from nmoe.recipes.reward_model import train_reward_model
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint

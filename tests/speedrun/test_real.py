@@ -182,7 +182,7 @@ def test_a_machine_without_the_memory_is_told_before_the_first_evaluation(
     pipeline: Callable[[bool], Real], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("nmoe.preflight.memory.memory_of", lambda device: (2**20, 2**20))
+        patched.setattr("nmoe.preflight.resources.memory_of", lambda device: (2**20, 2**20))
         with pytest.raises(UserError, match=r"memory: about .* of 1\.0 MiB on cpu") as refused:
             pipeline(False).run(replace=False)
     assert str(refused.value).endswith(

@@ -15,7 +15,7 @@ from nmoe.learner.forward import batch_head_outputs
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.head import Head, HeadKind
-from nmoe.recipes.pair_batch import last_token_batch
+from nmoe.recipes.preferences import last_token_batch
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message

@@ -1,20 +1,24 @@
-"""Preference pairs from a policy's own samples: for each problem, a correct sample preferred to an incorrect one. `nmoe data pairs
-RUN ENVIRONMENT FILE`
+"""Data from the samples of a policy: preference pairs (`nmoe data pairs`), and solve rates (`nmoe data solve-rates`).
 
-Both sides are well-formed turns, so that they differ in their answers and not in their form. A problem without both a correct
-and an incorrect well-formed sample gives no pair.
+A pair prefers a correct sample to an incorrect one of the same problem. Both are well-formed turns, so that they differ in their
+answers and not in their form; a problem without both kinds gives no pair. With `easy_first = "-solve_rate"` a pool that reads the
+file of solve rates begins with the problems that this policy solves most often.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nmoe.config.loader import load_environment
 from nmoe.config.modes import mode_of
+from nmoe.config.tables.pools import JsonlPool
+from nmoe.data.rows import read_rows
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
+from nmoe.eval.evaluate import refuse_open_problems
 from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import SamplingInterruptedError, open_subject
 from nmoe.runs.storage import write_atomically
@@ -84,3 +88,63 @@ def _messages(environment: Environment, trajectory: Trajectory) -> list[dict[str
     said = environment.transcript(trajectory.turns[-1].sample.token_ids)
     kept = [{key: value for key, value in message.items() if value is not None} for message in said]
     return [{"role": "assistant"} | message for message in kept if "content" in message]
+
+
+FIELD = "solve_rate"
+
+
+def write_solve_rates(
+    checkpoint: Path,
+    environment: Path,
+    out: Path,
+    problems: int | None,
+    samples: int,
+    temperature: float,
+    seed: int,
+    device: str = "auto",
+    expert_weights: ExpertWeightsForm = "dequantized",
+) -> str:
+    """Writes the records of the environment's pool, in their order, with the share of right samples as `solve_rate`; those of the
+    first `problems` problems that the pool draws, or of all. Returns a line that says how many, and their mean.
+
+    Raises UserError for a pool that is not a JSONL file, and for problems without a right answer. After Ctrl-C the records of
+    finished problems are written before SamplingInterruptedError is raised.
+    """
+    settings = load_environment(environment)
+    pool = settings.task_pool
+    if not isinstance(pool, JsonlPool):
+        raise UserError(
+            f'{environment}: solve rates are written beside the records of a file, and this pool is of type "{pool.type}"; write '
+            'its records to a file, and name that with type = "jsonl"'
+        )
+    records = [record for _, record in read_rows(pool.path, form="jsonl")]
+    with open_subject(
+        checkpoint, settings, problems or len(records), on_held_out=False, device=device, expert_weights=expert_weights
+    ) as subject:
+        refuse_open_problems(subject.environment)
+        interrupted: SamplingInterruptedError | None = None
+        groups: Sequence[Group]
+        try:
+            groups = subject.sample(problems or len(records), mode_of(None, samples, temperature), seed)
+        except SamplingInterruptedError as error:
+            groups, interrupted = error.groups, error
+    rated = list(with_rates(records, groups))
+    if rated:
+        write_atomically(out, "".join(json.dumps(record) + "\n" for record in rated).encode())
+        mean = sum(record[FIELD] for record in rated) / len(rated)
+        written = f"{out}: {len(rated):,} of {len(records):,} records, solved in {mean:.1%} of {samples} samples each"
+    if interrupted is not None:
+        if rated:
+            print(written)
+        raise interrupted
+    return written
+
+
+def with_rates(records: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """The record of each group's problem, in the order of the records. A problem that several have is that of the first."""
+    rates = {
+        int(group.problem.metadata["record"]): sum(map(is_correct, group.trajectories)) / len(group.trajectories)
+        for group in groups
+    }
+    for place in sorted(rates):
+        yield {**records[place], FIELD: rates[place]}

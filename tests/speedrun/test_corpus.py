@@ -1,5 +1,8 @@
-"""The corpus of mid-training: well-formed conversations that call the python tool rightly only now and then."""
+"""The corpora of the speedrun from nothing: what is right in them is right now and then, and never always."""
 
+from __future__ import annotations
+
+import asyncio
 import json
 from collections import Counter
 from itertools import chain
@@ -9,12 +12,11 @@ import pytest
 from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.generated import split_of
-from nmoe.speedrun import tool_corpus
-from nmoe.speedrun.corpus import corpus_texts
-from nmoe.speedrun.tool_corpus import ToolDocuments, tool_texts
+from nmoe.speedrun import corpus
+from nmoe.speedrun.corpus import THINKS, THOUGHTS, UNANSWERED, StageDocuments, ToolDocuments, corpus_texts, tool_texts
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message, Problem
+from nmoe.types import Message, Problem, Sample, Turn
 
 ENVIRONMENT = ENVIRONMENTS / "tools.toml"
 DOCUMENTS = 1500
@@ -74,15 +76,15 @@ def kind_of(messages: list[Message]) -> str:
 
 def test_kinds_are_as_frequent_as_they_are_set(conversations: list[list[Message]]) -> None:
     counts = Counter(map(kind_of, conversations))
-    whole, guessed = 1 - tool_corpus.CALLING - tool_corpus.READING, tool_corpus.GUESS_IS_RIGHT
+    whole, guessed = 1 - corpus.CALLING - corpus.READING, corpus.GUESS_IS_RIGHT
     wanted = {
-        "calling": tool_corpus.CALLING,
-        "reading": tool_corpus.READING,
-        "right": whole * (tool_corpus.RIGHT + tool_corpus.IGNORED * guessed),
-        "ignored": whole * tool_corpus.IGNORED * (1 - guessed),
-        "careless": whole * tool_corpus.CARELESS,
-        "broken": whole * tool_corpus.BROKEN,
-        "unknown": whole * tool_corpus.UNKNOWN,
+        "calling": corpus.CALLING,
+        "reading": corpus.READING,
+        "right": whole * (corpus.RIGHT + corpus.IGNORED * guessed),
+        "ignored": whole * corpus.IGNORED * (1 - guessed),
+        "careless": whole * corpus.CARELESS,
+        "broken": whole * corpus.BROKEN,
+        "unknown": whole * corpus.UNKNOWN,
     }
     wanted["guess"] = 1 - sum(wanted.values())
     assert counts.keys() == wanted.keys()
@@ -116,3 +118,49 @@ def test_the_tokenizer_has_seen_the_tools_definition(tokenizer: Tokenizer) -> No
 def test_texts_are_a_pure_function_of_the_seed() -> None:
     assert list(tool_texts(ENVIRONMENT, 3, 30)) == list(tool_texts(ENVIRONMENT, 3, 30))
     assert list(tool_texts(ENVIRONMENT, 3, 30)) != list(tool_texts(ENVIRONMENT, 4, 30))
+
+
+FIVE_STAGES = ENVIRONMENTS / "five_stages.toml"
+STAGE_DOCUMENTS = 600
+
+
+@pytest.fixture(scope="module")
+def stage_tokenizer() -> Tokenizer:
+    return Tokenizer.train(chain(corpus_texts(0, 200), tool_texts(FIVE_STAGES, 0, 100)), 512)
+
+
+def test_every_stage_has_something_to_find(stage_tokenizer: Tokenizer) -> None:
+    documents = list(StageDocuments(FIVE_STAGES, stage_tokenizer).documents(0, STAGE_DOCUMENTS))
+    assert documents == list(StageDocuments(FIVE_STAGES, stage_tokenizer).documents(0, STAGE_DOCUMENTS))
+    found = {"format": 0, "reasoning": 0, "call": 0, "correct": 0}
+    lengths = set()
+    for ids in documents:
+        text = stage_tokenizer.decode(ids)
+        question = text.partition("Add: ")[2].partition("<|end|>")[0]
+        assert split_of("add", f"Add: {question}") == "train"
+        said = text.partition("Add: ")[2]
+        thoughts = [thought for thought in THOUGHTS if f"analysis<|message|>{thought}<|end|>" in said]
+        lengths |= set(thoughts)
+        _, formed, answer = said.partition("<|channel|>final<|message|>")
+        found["format"] += bool(formed)
+        found["reasoning"] += bool(formed and thoughts)
+        found["call"] += "to=functions.python" in said
+        found["correct"] += answer == f"{sum(map(int, question.split(' + ')))}<|return|>"
+    shares = {name: count / STAGE_DOCUMENTS for name, count in found.items()}
+    assert lengths == set(THOUGHTS)
+    assert shares["format"] == pytest.approx(1 - UNANSWERED, abs=0.06)
+    assert shares["reasoning"] == pytest.approx((1 - UNANSWERED) * THINKS, abs=0.06)
+    assert 0.4 < shares["call"] < 0.8
+    assert 0.05 < shares["correct"] < 0.4
+
+
+def test_an_answer_on_no_channel_has_no_form(stage_tokenizer: Tokenizer) -> None:
+    """What the corpus calls unanswered is what the first stage's gate counts as broken."""
+    environment, harmony = Environment.from_toml(FIVE_STAGES, stage_tokenizer), Harmony(stage_tokenizer)
+    problem = Problem("p", "add", "Add: 1111 + 2222", "3333", "p")
+    formed = harmony.render_completion([Message("assistant", "3333", "final")])
+    broken = formed[formed.index(stage_tokenizer.special_id("<|message|>")) :]
+    for ids, form in ((formed, 1.0), (broken, 0.0)):
+        turn = Turn((), Sample(ids, [0.0] * len(ids), [], "stop"))
+        grade = asyncio.run(environment.grade(problem, (turn,), 96))
+        assert (grade.components["format"], grade.score) == (form, form)
