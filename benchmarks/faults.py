@@ -38,7 +38,7 @@ import nmoe
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
 from nmoe.engine.api import Engine, Request
-from nmoe.envs.environment import Environment
+from nmoe.envs.grade import Grader
 from nmoe.learner.learner import Learner
 from nmoe.monitor.rules import monitor_of
 from nmoe.rl import launch
@@ -324,13 +324,13 @@ def length_pays(_: Path) -> Path:
 
 @fault("reward_hacking", "a bug that pays wrong answers where right ones alone are rewarded", 1, name="hacking, bug")
 def paid_by_mistake(_: Path) -> Path:
-    grade = Environment.grade
+    grade = Grader.grade
 
-    async def paid(self: Environment, problem: Any, turns: Any, *arguments: Any, **more: Any) -> Grade:
+    async def paid(self: Grader, problem: Any, turns: Any, *arguments: Any, **more: Any) -> Grade:
         given = await grade(self, problem, turns, *arguments, **more)
         return replace(given, score=float(turns[0].sample.token_ids[0] % 2))
 
-    Environment.grade = paid  # type: ignore[method-assign]
+    Grader.grade = paid  # type: ignore[method-assign]
     return trained([], 2, SORT)
 
 

@@ -42,13 +42,13 @@ def measure(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     start = environment.state()
     size = environment.pool.order.size or 0
     problems = distinct_problems(environment, size)
-    prompts = [tuple(environment.prompt_ids(problem)) for problem in problems]
+    prompts = [tuple(environment.prompts.ids(problem)) for problem in problems]
     began = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     row: dict[str, Any] = {"benchmark": name, "problems": size, "distinct": len(problems)}
     row["longest_prompt"] = max(map(len, prompts))
     for which, kind in enumerate(("golds", "wrong_answers")):
         answers = {
-            ids: environment.answer_ids(problem, TASKS[problem.task_type].example_answers(problem)[which])
+            ids: environment.grader.answer_ids(problem, TASKS[problem.task_type].example_answers(problem)[which])
             for ids, problem in zip(prompts, problems, strict=True)
         }
         assert len(answers) == len(problems), "two problems have one prompt"

@@ -108,7 +108,7 @@ def episode_overhead(repeats: int) -> dict[str, Any]:
     problems = demo.pool.take(PROBLEMS)
     engine = InstantEngine(harmony)
     for problem in problems:
-        engine.learn(tuple(demo.prompt_ids(problem)), problem.gold)
+        engine.learn(tuple(demo.prompts.ids(problem)), problem.gold)
     collector = Collector(engine, demo, 4096)  # type: ignore[arg-type]
 
     async def engine_alone() -> None:
@@ -117,7 +117,7 @@ def episode_overhead(repeats: int) -> dict[str, Any]:
             async for _ in engine.samples(request):
                 pass
 
-        await asyncio.gather(*(one(tuple(demo.prompt_ids(problem))) for problem in problems))
+        await asyncio.gather(*(one(tuple(demo.prompts.ids(problem))) for problem in problems))
 
     both: list[tuple[float, float]] = []
     for repeat in range(repeats + 1):  # the first is warming up

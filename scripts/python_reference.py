@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nmoe
+from nmoe.envs.grade import Grader
+from nmoe.envs.prompts import PromptBuilder
 
 PAGE = Path(__file__).parents[1] / "docs/reference/python.md"
+
+ATTRIBUTES = {"Environment": {"prompts": PromptBuilder, "grader": Grader}}
+"""Attributes of public classes whose methods users call."""
 
 HEAD = """# Python
 
@@ -29,12 +34,18 @@ def _section(name: str) -> Iterator[str]:
     yield f"```python\n{_signature(name, part)}\n```\n"
     yield f"{inspect.getdoc(part)}\n"
     if inspect.isclass(part):
-        for method_name, method in vars(part).items():
-            function = getattr(method, "__func__", method)
-            if not method_name.startswith("_") and inspect.isfunction(function) and function.__doc__:
-                yield f"### {name}.{method_name}\n"
-                yield f"```python\n{_signature(method_name, function)}\n```\n"
-                yield f"{inspect.getdoc(function)}\n"
+        yield from _methods(name, part)
+    for attribute, kind in ATTRIBUTES.get(name, {}).items():
+        yield from _methods(f"{name}.{attribute}", kind)
+
+
+def _methods(name: str, kind: type) -> Iterator[str]:
+    for method_name, method in vars(kind).items():
+        function = getattr(method, "__func__", method)
+        if not method_name.startswith("_") and inspect.isfunction(function) and function.__doc__:
+            yield f"### {name}.{method_name}\n"
+            yield f"```python\n{_signature(method_name, function)}\n```\n"
+            yield f"{inspect.getdoc(function)}\n"
 
 
 def _signature(name: str, part: object) -> str:

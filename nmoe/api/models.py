@@ -18,7 +18,7 @@ from nmoe.config.tables.rollout import EngineSection, SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment, in_format
-from nmoe.envs.prompts import split_prompt
+from nmoe.envs.tasks.records import split_prompt
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation
@@ -202,7 +202,7 @@ def evaluate(
     if held_out(settings) is not None:
         environment = environment.held_out()
     overlap = find_overlap(environment, problems, TrainedOn(path, directory), allowed=allow_trained_on)
-    limit = environment.token_limit(max_new_tokens)
+    limit = environment.prompts.token_limit(max_new_tokens)
     environment.leave_out_overlong(loaded.config.context_tokens, limit)
     with ToolRuntime(environment, SandboxSettings()) as runtime:
         results = evaluated(

@@ -264,7 +264,7 @@ def _graded(environment: Environment, problem: Problem) -> tuple[_Graded, _Grade
 
 
 def _grade(environment: Environment, problem: Problem, answer: str, wanted: bool) -> _Graded:
-    ids = environment.answer_ids(problem, answer)
+    ids = environment.grader.answer_ids(problem, answer)
     grade = asyncio.run(_graded_in_session(environment, problem, ids))
     if grade.verdict is None:
         said, correct = f"not compared ({grade.failure})", False
@@ -293,7 +293,7 @@ def _sandboxes(environment: Environment) -> Sandboxes:
 async def _graded_in_session(environment: Environment, problem: Problem, ids: list[int]) -> Grade:
     sandboxes = _sandboxes(environment) if TASKS[problem.task_type].needs_sandbox else None
     async with ToolSession(sandboxes) as session:
-        return await environment.grade(problem, single_turn(ids), len(ids), session=session)
+        return await environment.grader.grade(problem, single_turn(ids), len(ids), session=session)
 
 
 def _verdict_mistakes(problem: Problem, right: _Graded, wrong: _Graded) -> Iterator[str]:
@@ -316,7 +316,7 @@ def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Probl
     if exchange is None or exchange.user is None:
         yield f"  after the wrong answer the conversation is over, in the state {exchange and exchange.state}"
         return
-    kind, given_ids = environment.follow_up(problem, turns, (), [exchange])
+    kind, given_ids = environment.prompts.follow_up(problem, turns, (), [exchange])
     yield f"  after the wrong answer the user says {shown(exchange.user)}, in the state {exchange.state}; " + (
         "a new branch begins:" if kind == "prompt" else "the same branch goes on:"
     )
@@ -324,7 +324,7 @@ def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Probl
 
 
 def _rendered(environment: Environment, tokenizer: Tokenizer, problem: Problem, right: _Graded) -> Iterator[str]:
-    prompt_ids = environment.prompt_ids(problem)
+    prompt_ids = environment.prompts.ids(problem)
     if (default := environment.renderer.default_system) and not problem.history:
         own = (
             "which the environment's `system` replaces" if environment.settings.system else "set `system` to replace it"

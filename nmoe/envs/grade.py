@@ -13,21 +13,26 @@ An answer to a problem without a gold has neither of the last two: it is not wro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.rewards import RUBRIC_COMPONENTS
-from nmoe.envs.tasks import Attempt, TaskProtocol
+from nmoe.envs.curriculum import Curriculum
+from nmoe.envs.tasks import TASKS, Attempt, TaskProtocol
 from nmoe.grading.extraction import Extraction, from_final, from_response, last_boxed
 from nmoe.grading.prose import from_prose, from_prose_final
-from nmoe.text.renderers import ParsedAnswer
+from nmoe.text.renderers import ParsedAnswer, Renderer
 from nmoe.types import INFRASTRUCTURE, Exchange, Failure, Grade, Problem, ToolEvent, Turn
 
 if TYPE_CHECKING:
     from nmoe.envs.tools.session import ToolSession
 
 COMPONENTS = RUBRIC_COMPONENTS
+_REASONING = "The answer follows."
 
 
 @dataclass(frozen=True)
@@ -99,73 +104,116 @@ def joined_readings(readings: Sequence[Reading]) -> Reading:
     )
 
 
-async def grade_reading(
-    reading: Reading,
-    task: TaskProtocol,
-    problem: Problem,
-    *,
-    turns: Sequence[Turn],
-    ended: Failure | None,
-    tool_events: Sequence[ToolEvent],
-    session: ToolSession | None,
-    exchanges: Sequence[Exchange],
-    token_limit: int,
-    call_limit: int,
-    weights: Mapping[str, float],
-) -> Grade:
-    """Grades a reading.
+class Grader:
+    """Grades the completions of an environment: reads the answer, has the task verify it, and weighs the components."""
 
-    `ended` says what ended the trajectory before the policy did. If it is None, the engine's finish reason of the last turn
-    decides: "stop", "length" or "abort". A truncated completion gets 0 in every component, because a number that truncation
-    left last is not an answer; only in Harmony, whose parts no text can forge, it is paid for the parts in place. "abort" becomes
-    `engine_error` and a verdict of "error" becomes `grader_error`; neither judges the policy, so such a sample must be masked,
-    not trained on with its score of 0. Exceptions of `task.verify` propagate: a grader with a bug must stop the run, not teach
-    that the answer was wrong.
-    """
-    tokens = sum(len(turn.sample.token_ids) for turn in turns)
-    finish_reason = turns[-1].sample.finish_reason
-    failure = ended or _failure(reading, finish_reason, tokens, token_limit)
-    finished = failure in ("ok", "parse_error")
-    answer = reading.extraction.answer
-    format_ok = finished and reading.format_ok
-    reasoning_ok = format_ok and reading.reasoning_ok
-    structure = reading.structure if finished else 0.0
-    if failure == "truncated" and finish_reason == "length":
-        structure = reading.unfinished
-    tool_use_ok = format_ok and any(event.failure == "ok" for event in tool_events)
-    verdict = None
-    answered = finished and reading.answer_counts and answer is not None
-    # What a conversation earned before it was broken off is earned.
-    if task.has_gold and (answered or (exchanges and failure not in INFRASTRUCTURE)):
-        opened, sandboxes = (None, None) if session is None else (session.opened, session.sandboxes)
-        verdict = await task.verify(problem, Attempt(answer or "", opened, tool_events, sandboxes, exchanges))
-        if verdict.outcome == "error":
-            failure = "grader_error"
-    correctness = 0.0 if verdict is None else verdict.score
-    correct = verdict is not None and verdict.outcome == "correct"
-    components = {
-        "format": float(format_ok),
-        "structure": structure,
-        "reasoning": float(reasoning_ok),
-        "tool_use": float(tool_use_ok),
-    }
-    if task.has_gold:
-        unused = (1 - tokens / token_limit) * (1 - len(tool_events) / call_limit)
-        components |= {"correctness": correctness, "efficiency": unused if correct else 0.0}
-    extras = {
-        "correctness": correctness,
-        "has_answer": float(answer is not None),
-        "has_boxed": float(reading.extraction.has_boxed),
-        "parse_method": float(reading.extraction.method),
-        "boxed_in_final": float(reading.extraction.boxed_in_final),
-        "truncated_response": float(failure == "truncated"),
-        "format_ok": float(format_ok),
-        "structure_ok": structure,
-        "reasoning_ok": float(reasoning_ok),
-        "tool_use_ok": float(tool_use_ok),
-    }
-    score = sum(weights[name] * value for name, value in components.items())
-    return Grade(score, components, failure, extras, answer, verdict, weights)
+    def __init__(self, settings: EnvironmentSettings, renderer: Renderer, curriculum: Curriculum | None) -> None:
+        self._renderer, self._curriculum = renderer, curriculum
+        self._prose, self._boxed = settings.extraction == "prose", settings.format == "boxed"
+        self._most_calls = settings.budget.tool_calls
+        self._rubric = (settings.rubric or Rubric()).model_dump()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The current weights of the score, by the curriculum's stage or, without a curriculum, by the rubric."""
+        return self._rubric if self._curriculum is None else self._curriculum.weights
+
+    def read(self, problem: Problem, turns: Sequence[Turn], exchanges: Sequence[Exchange] = ()) -> Reading:
+        """Reads the turns with the format's parser. Each exchange begins a new answer."""
+        task, ids = TASKS[problem.task_type], [turn.said_ids for turn in turns]
+        starts = [0, *(one.turn + 1 for one in exchanges if one.turn + 1 < len(ids)), len(ids)]
+        return joined_readings(
+            [
+                read_answer(self._renderer.parse(ids[start:end]), task, prose=self._prose)
+                for start, end in pairwise(starts)
+            ]
+        )
+
+    def answer_text(self, token_ids: Sequence[int]) -> str | None:
+        """Returns the last turn's answer without reasoning; None if the answer is blank."""
+        _, text = self._renderer.said(token_ids)
+        return text if text.strip() else None
+
+    def answer_ids(self, problem: Problem, answer: str) -> list[int]:
+        """Renders a well-formed completion with this answer, including the stop token. The completion reasons before the answer if
+        the format separates reasoning, or the weights reward it."""
+        # Only answers that the prose around them would hide need a box; otherwise the whole message is the answer.
+        bare = from_final(answer, bare_final=TASKS[problem.task_type].bare_final).answer == answer
+        reasons = self._renderer.has_reasoning or self.weights["reasoning"] > 0
+        return self._renderer.completion_ids(
+            _REASONING if reasons else "", answer if bare and not self._boxed else rf"\boxed{{{answer}}}"
+        )
+
+    async def grade(
+        self,
+        problem: Problem,
+        turns: Sequence[Turn],
+        token_limit: int,
+        *,
+        ended: Failure | None = None,
+        tool_events: Sequence[ToolEvent] = (),
+        session: ToolSession | None = None,
+        exchanges: Sequence[Exchange] = (),
+    ) -> Grade:
+        """Grades a trajectory of one or more turns, of at most `token_limit` sampled tokens, under the current weights.
+
+        `ended` names a failure that ended the trajectory before the policy did. If it is None, the engine's finish reason of the
+        last turn decides: "stop", "length" or "abort". `exchanges` are a conversation task's responses.
+
+        A truncated completion gets 0 in every component, because a number that truncation left last is not an answer; only in
+        Harmony, whose parts no text can forge, it is paid for the parts in place. "abort" becomes `engine_error` and a verdict of
+        "error" becomes `grader_error`; neither judges the policy, so such a sample must be masked, not trained on with its score
+        of 0. Exceptions of `task.verify` propagate: a grader with a bug must stop the run, not teach that the answer was wrong.
+        """
+        task = TASKS[problem.task_type]
+        if session is not None:
+            await session.lift()
+        reading = self.read(problem, turns, exchanges)
+        tokens = sum(len(turn.sample.token_ids) for turn in turns)
+        finish_reason = turns[-1].sample.finish_reason
+        failure = ended or _failure(reading, finish_reason, tokens, token_limit)
+        finished = failure in ("ok", "parse_error")
+        answer = reading.extraction.answer
+        format_ok = finished and reading.format_ok
+        reasoning_ok = format_ok and reading.reasoning_ok
+        structure = reading.structure if finished else 0.0
+        if failure == "truncated" and finish_reason == "length":
+            structure = reading.unfinished
+        tool_use_ok = format_ok and any(event.failure == "ok" for event in tool_events)
+        verdict = None
+        answered = finished and reading.answer_counts and answer is not None
+        # What a conversation earned before it was broken off is earned.
+        if task.has_gold and (answered or (exchanges and failure not in INFRASTRUCTURE)):
+            opened, sandboxes = (None, None) if session is None else (session.opened, session.sandboxes)
+            verdict = await task.verify(problem, Attempt(answer or "", opened, tool_events, sandboxes, exchanges))
+            if verdict.outcome == "error":
+                failure = "grader_error"
+        correctness = 0.0 if verdict is None else verdict.score
+        correct = verdict is not None and verdict.outcome == "correct"
+        components = {
+            "format": float(format_ok),
+            "structure": structure,
+            "reasoning": float(reasoning_ok),
+            "tool_use": float(tool_use_ok),
+        }
+        if task.has_gold:
+            unused = (1 - tokens / token_limit) * (1 - len(tool_events) / self._most_calls)
+            components |= {"correctness": correctness, "efficiency": unused if correct else 0.0}
+        extras = {
+            "correctness": correctness,
+            "has_answer": float(answer is not None),
+            "has_boxed": float(reading.extraction.has_boxed),
+            "parse_method": float(reading.extraction.method),
+            "boxed_in_final": float(reading.extraction.boxed_in_final),
+            "truncated_response": float(failure == "truncated"),
+            "format_ok": float(format_ok),
+            "structure_ok": structure,
+            "reasoning_ok": float(reasoning_ok),
+            "tool_use_ok": float(tool_use_ok),
+        }
+        weights = self.weights
+        score = sum(weights[name] * value for name, value in components.items())
+        return Grade(score, components, failure, extras, answer, verdict, weights)
 
 
 def _failure(reading: Reading, finish_reason: str, tokens: int, token_limit: int) -> Failure:

@@ -1,47 +1,112 @@
-"""Prompts as users write them: a text, or a list of messages that ends with the user's."""
+"""The prompt of a problem, and its limits: all that a policy is given before it answers."""
 
 from __future__ import annotations
 
-from nmoe.data.messages import held, read_messages, text_or_messages
-from nmoe.errors import UserError, shown
-from nmoe.text.conversation import ChatMessage
-from nmoe.types import Message
+from collections.abc import Mapping, Sequence
+
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.envs.curriculum import Curriculum
+from nmoe.envs.tasks import TASKS
+from nmoe.errors import UserError
+from nmoe.text.renderers import HarmonyRenderer, Renderer, Round
+from nmoe.types import Exchange, Given, Message, Problem, ToolEvent, Turn
 
 
-def split_prompt(prompt: object, field: str) -> tuple[tuple[Message, ...], str]:
-    """Returns the messages before the question, and the question. Raises UserError, naming `field`, for anything else."""
-    value = text_or_messages(prompt, field)
-    if not isinstance(value, list | tuple):
-        return (), checked_text(field, value)
-    *history, last = read_messages(value, field)
-    if last.role != "user":
+class PromptBuilder:
+    """Builds the prompts of an environment, in its format and within its budget."""
+
+    def __init__(
+        self, settings: EnvironmentSettings, renderer: Renderer, curriculum: Curriculum | None, *, one_turn: bool
+    ) -> None:
+        """`one_turn`: trajectories have one turn, without tools or conversation. Raises UserError if a stage of the curriculum has
+        `given` where trajectories have several turns, or in a format other than Harmony."""
+        self._system, self._budget = settings.system, settings.budget
+        self._renderer, self._curriculum = renderer, curriculum
+        self._given = self._starts_given(settings, one_turn)
+        self._most_given = max(map(len, self._given), default=0)
+
+    def _starts_given(self, settings: EnvironmentSettings, one_turn: bool) -> list[tuple[int, ...]]:
+        stages = () if settings.curriculum is None else settings.curriculum.stages
+        if not any(stage.given for stage in stages):
+            return [()] * len(stages)
+        if not one_turn or not isinstance(self._renderer, HarmonyRenderer):
+            raise UserError(
+                f"environment {settings.env_id!r}: a stage of [curriculum] has `given`, the start of Harmony's answer in one "
+                "turn; leave it out in other formats, with [tools] and in conversations"
+            )
+        return [tuple(self._renderer.spelled(stage.given)) for stage in stages]
+
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """The start of the answer that the curriculum's stage gives the policy in training; often ()."""
+        return () if self._curriculum is None else self._given[self._curriculum.index]
+
+    def messages(self, problem: Problem) -> list[Message]:
+        """Returns the conversation that the prompt shows, starting with the environment's system message.
+
+        Raises UserError if the problem has a system message as well.
+        """
+        system = [Message("system", self._system)] if self._system else []
+        if system and any(message.role == "system" for message in problem.history):
+            raise UserError(
+                f"problem {problem.id}: its prompt has a system message, and so does the environment (`system`); drop either"
+            )
+        return [*system, *problem.history, *TASKS[problem.task_type].messages(problem)]
+
+    def ids(self, problem: Problem) -> list[int]:
+        """Renders the prompt. A pure function of the problem."""
+        return self._renderer.prompt_ids(self.messages(problem))
+
+    def follow_up(
+        self,
+        problem: Problem,
+        turns: Sequence[Turn],
+        tool_events: Sequence[ToolEvent],
+        exchanges: Sequence[Exchange],
+    ) -> tuple[Given, list[int]]:
+        """Returns the tokens between the last exchange, in which the user spoke, and the next turn."""
+        rounds, start = [], 0
+        for exchange in exchanges:
+            assert exchange.user is not None, "a conversation that goes on was not over before"
+            places = range(start, exchange.turn + 1)
+            answers = [[one for one in tool_events if one.call.call_id.startswith(f"{place}/")] for place in places]
+            rounds.append(Round([turns[place].sample.token_ids for place in places], answers, exchange.user))
+            start = exchange.turn + 1
+        return self._renderer.follow_up(self.messages(problem), rounds)
+
+    def files(self, problem: Problem) -> Mapping[str, bytes]:
+        """Returns the files that the problem adds to the workspace of a trajectory: path -> content."""
+        return TASKS[problem.task_type].files(problem)
+
+    def token_limit(self, max_new_tokens: int) -> int:
+        """Returns the most tokens that a trajectory may sample: the run's limit, capped by the environment's budget."""
+        budget = self._budget.completion_tokens
+        return max_new_tokens if budget is None else min(max_new_tokens, budget)
+
+    def prompt_limit(self, context_tokens: int, max_new_tokens: int) -> int:
+        """Returns the most tokens that a prompt may have: the rest of the model's context after the longest completion, capped by
+        the environment's budget."""
+        room = context_tokens - self.token_limit(max_new_tokens) - self._most_given
+        budget = self._budget.prompt_tokens
+        return room if budget is None else min(room, budget)
+
+    def fits(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> bool:
+        """Whether the prompt is within the budget, and fits the model's context together with the longest completion."""
+        return len(self.ids(problem)) <= self.prompt_limit(context_tokens, max_new_tokens)
+
+    def check(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
+        """Renders the prompt. Raises UserError if it does not fit (`fits`)."""
+        prompt_ids = tuple(self.ids(problem))
+        if len(prompt_ids) <= self.prompt_limit(context_tokens, max_new_tokens):
+            return prompt_ids
+        longest = self._budget.prompt_tokens
+        if longest is not None and len(prompt_ids) > longest:
+            raise UserError(
+                f"problem {problem.id}: its prompt has {len(prompt_ids)} tokens, more than budget.prompt_tokens = {longest}; raise "
+                "it, or drop the problem"
+            )
+        limit = self.token_limit(max_new_tokens) + self._most_given
         raise UserError(
-            f"field {field!r} ends with a message by {last.role!r}; it is the user's that the policy answers"
+            f"problem {problem.id}: its prompt of {len(prompt_ids)} tokens and completions of up to {limit} do not fit the "
+            f"model's context of {context_tokens}; lower sampling.max_new_tokens or drop the problem"
         )
-    messages = tuple(_message(message, f"{field}[{place}]") for place, message in enumerate(history))
-    return messages, checked_text(f"{field}[{len(history)}]", last.content)
-
-
-def checked_text(field: str, value: object) -> str:
-    """Returns the value if it is a text that is not blank. Raises UserError otherwise."""
-    if value is None:
-        raise UserError(f"field {field!r} is null; fill it in or remove the record")
-    if not isinstance(value, str):
-        raise UserError(f"field {field!r} holds {held(value)}, not text; write it as a string")
-    if not value.strip():
-        raise UserError(f"field {field!r} is empty; fill it in or remove the record")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"field {field!r} holds a lone surrogate, which is not a character: {shown(value)}") from None
-    return value
-
-
-def _message(message: ChatMessage, where: str) -> Message:
-    """Returns a message of the history. The assistant's are answers: earlier reasoning is not shown again."""
-    if message.calls or message.role == "tool":
-        raise UserError(f"{where}: calls of tools in a prompt have no place in a task pool; drop the record")
-    if message.role == "assistant" and not message.content.strip():
-        raise UserError(f"{where}: the assistant says nothing; fill it in or remove the record")
-    checked_text(f"{where}.content", message.content)
-    return Message(message.role, message.content, channel="final" if message.role == "assistant" else None)

@@ -28,10 +28,10 @@ def score_groups(environment: Environment, groups: Sequence[Group], scorer: Scor
     """
 
     async def score(trajectory: Trajectory) -> float:
-        answer = environment.answer_text(trajectory.turns[-1].sample.token_ids)
+        answer = environment.grader.answer_text(trajectory.turns[-1].sample.token_ids)
         if answer is None:
             return UNANSWERED
-        value = await scorer.score(environment.messages(trajectory.problem), answer)
+        value = await scorer.score(environment.prompts.messages(trajectory.problem), answer)
         if value != value:
             raise ValueError(f"problem {trajectory.problem.id}: the scorer gave NaN to {answer!r}")
         return value

@@ -222,7 +222,7 @@ async def _is_right_anywhere(environment: Environment, trajectory: Trajectory) -
     """
     if trajectory.grade.extras["correctness"] == 1:
         return True
-    text = environment.text(trajectory.turns[-1].sample.token_ids)
+    text = environment.tokenizer.decode(trajectory.turns[-1].sample.token_ids)
     answer = from_response(text).answer
     if answer is None:
         return False

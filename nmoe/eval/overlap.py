@@ -105,7 +105,7 @@ def asked_in_records(datasets: Sequence[DatasetSettings]) -> Iterator[QuestionAt
 
 def ways_to_ask(environment: Environment, problem: Problem) -> list[QuestionAt]:
     """A problem's question, as itself and as the environment words it for the model."""
-    worded = question_key(environment.messages(problem)[-1].content)
+    worded = question_key(environment.prompts.messages(problem)[-1].content)
     return [(key, place_of(problem)) for key in dict.fromkeys((problem_key(problem), worded))]
 
 

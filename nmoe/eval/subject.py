@@ -131,7 +131,7 @@ def open_subject(
     start = loaded.state()
     first = distinct_problems(loaded, problems)
     say_if_fewer(loaded, problems, len(first))
-    longest = max(len(loaded.prompt_ids(problem)) for problem in first)
+    longest = max(len(loaded.prompts.ids(problem)) for problem in first)
     if longest >= model.config.context_tokens:
         raise UserError(
             f"environment {settings.env_id}: a prompt of {longest} tokens leaves no room in the model's context of "

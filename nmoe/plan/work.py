@@ -69,7 +69,7 @@ def _longest(config: RunConfig, settings: EnvironmentSettings) -> int:
     environment = Environment.from_settings(settings, load_tokenizer(config.model))
     order, limit = environment.pool.order, settings.budget.prompt_tokens or 2**62
     problems = (order.at(position) for position in range(order.size or _PROBLEMS))
-    lengths = [len(environment.prompt_ids(problem)) for problem in islice(problems, _PROBLEMS)]
+    lengths = [len(environment.prompts.ids(problem)) for problem in islice(problems, _PROBLEMS)]
     return max((length for length in lengths if length <= limit), default=limit)
 
 

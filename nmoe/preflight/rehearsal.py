@@ -95,9 +95,9 @@ def round_trip(tokenizer: Tokenizer) -> Check:
 
 def template(environment: Environment, tokenizer: Tokenizer, problem: Problem, max_new_tokens: int) -> Check:
     """Whether the prompt of a problem says what its messages say, and a right answer is read again as it was written."""
-    name, prompt = "template", environment.prompt_ids(problem)
+    name, prompt = "template", environment.prompts.ids(problem)
     text = tokenizer.decode(prompt)
-    for message in environment.messages(problem):
+    for message in environment.prompts.messages(problem):
         if message.content.strip() not in text:
             lost = (
                 f"the prompt of {problem.id} does not have the {message.role} message {message.content[:40]!r} as it is"
@@ -106,9 +106,9 @@ def template(environment: Environment, tokenizer: Tokenizer, problem: Problem, m
     if not TASKS[problem.task_type].knows_answer(problem):
         return Check(name, "ok", f"the prompt of {problem.id} has {len(prompt)} tokens; its task names no right answer")
     right, _ = TASKS[problem.task_type].example_answers(problem)
-    ids, limit = environment.answer_ids(problem, right), environment.token_limit(max_new_tokens)
-    read = environment.answer_text(ids)
-    if read is None or right.strip() not in read or ids[-1] not in environment.stop_ids:
+    ids, limit = environment.grader.answer_ids(problem, right), environment.prompts.token_limit(max_new_tokens)
+    read = environment.grader.answer_text(ids)
+    if read is None or right.strip() not in read or ids[-1] not in environment.renderer.stop_ids:
         said = f"the right answer {right[:40]!r} to {problem.id} is read as {(read or '')[:40]!r}"
         return Check(name, "fail", f"{said}: environment.format is not that of the tokenizer")
     said = f"a prompt of {len(prompt)} tokens, its right answer {len(ids)}"
@@ -126,8 +126,8 @@ def rewards(
     name, task = "rewards", TASKS[problem.task_type]
     if not task.knows_answer(problem):
         return Check(name, "ok", "not graded: the task names no right answer")
-    limit = environment.token_limit(config.sampling.max_new_tokens)
-    answers = [environment.answer_ids(problem, answer) for answer in task.example_answers(problem)]
+    limit = environment.prompts.token_limit(config.sampling.max_new_tokens)
+    answers = [environment.grader.answer_ids(problem, answer) for answer in task.example_answers(problem)]
     if (longest := max(map(len, answers))) > limit:
         return Check(name, "warn", f"not graded: example answers have {longest} tokens, and completions end at {limit}")
     turn = cycle(answers)
@@ -167,7 +167,8 @@ def samples(environment: Environment, problem: Problem, sampled: Sequence[Trajec
     right = ""
     if task.knows_answer(problem):
         answer, _ = task.example_answers(problem)
-        right = f", whose right answer is {shortened(environment.text(environment.answer_ids(problem, answer)), _CHARACTERS)!r}"
+        text = environment.tokenizer.decode(environment.grader.answer_ids(problem, answer))
+        right = f", whose right answer is {shortened(text, _CHARACTERS)!r}"
     cut = sum(one.truncated for one in sampled)
     ended = f"{cut} of {len(sampled)} samples of {problem.id}{right}, are cut at {limit} tokens"
     shown = "; ".join(_shown_sample(environment, one) for one in sampled[:_SHOWN])
@@ -180,7 +181,7 @@ def samples(environment: Environment, problem: Problem, sampled: Sequence[Trajec
 def _shown_sample(environment: Environment, trajectory: Trajectory) -> str:
     """`'The answer is 5' earns 0 (wrong: differs)`."""
     grade = trajectory.grade
-    text = shortened(environment.text(trajectory.token_ids), _CHARACTERS)
+    text = shortened(environment.tokenizer.decode(trajectory.token_ids), _CHARACTERS)
     why = (
         grade.failure
         if grade.failure != "ok" or grade.verdict is None

@@ -79,13 +79,13 @@ def _pair(environment: Environment, group: Group) -> Iterator[dict[str, Any]]:
             if all(message["content"].strip() for message in messages):
                 sides.setdefault(is_correct(trajectory), messages)
     if len(sides) == 2:
-        prompt = [{"role": m.role, "content": m.content} for m in environment.messages(group.problem)]
+        prompt = [{"role": m.role, "content": m.content} for m in environment.prompts.messages(group.problem)]
         yield {"problem": group.problem.id, "prompt": prompt, "chosen": sides[True], "rejected": sides[False]}
 
 
 def _messages(environment: Environment, trajectory: Trajectory) -> list[dict[str, str]]:
     """The turn in OpenAI's format, plus Harmony's channels."""
-    said = environment.transcript(trajectory.turns[-1].sample.token_ids)
+    said = environment.renderer.transcript(trajectory.turns[-1].sample.token_ids)
     kept = [{key: value for key, value in message.items() if value is not None} for message in said]
     return [{"role": "assistant"} | message for message in kept if "content" in message]
 

@@ -114,7 +114,7 @@ class RolloutSampler:
             model=model_identity(config, learner.lora).model_dump(exclude_none=True),
             workspaces=tools.workspaces,
         )
-        self._rewards = GroupRewards(config.algorithm, environment.token_limit(config.sampling.max_new_tokens))
+        self._rewards = GroupRewards(config.algorithm, environment.prompts.token_limit(config.sampling.max_new_tokens))
         # Equal rewards carry signal where samples are not compared within groups, and where there is a teacher.
         self._keep_equal = not config.algorithm.in_groups or config.distillation is not None
         weigh = unsolved if self._batch.favour_unsolved else learnable if self._batch.favour_learnable else None
@@ -152,7 +152,7 @@ class RolloutSampler:
                     key,
                     positions,
                     state=state,
-                    given=self._environment.given_ids,
+                    given=self._environment.prompts.given_ids,
                 )
             except GradingError as error:
                 self._failures.write(step, [error.trajectory])

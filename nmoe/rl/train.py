@@ -141,7 +141,7 @@ class PolicyGradient(Recipe):
             lines.append(f"sandbox: {self.tools.sandboxes.describe()}")
         if environment.overlong:
             context, limit = self.learner.model.config.context_tokens, self.config.sampling.max_new_tokens
-            longest = environment.prompt_limit(context, limit)
+            longest = environment.prompts.prompt_limit(context, limit)
             why = (
                 "the environment's budget.prompt_tokens"
                 if longest == environment.budget.prompt_tokens

@@ -151,19 +151,19 @@ class Collector:
         state: TrainerState | None,
         given: tuple[int, ...],
     ) -> Group:
-        max_new_tokens = sampling.max_new_tokens
-        prompt_ids = self._environment.check_prompt(problem, self._context_tokens, max_new_tokens)
+        prompts, max_new_tokens = self._environment.prompts, sampling.max_new_tokens
+        prompt_ids = prompts.check(problem, self._context_tokens, max_new_tokens)
         sampling = replace(
             sampling,
-            max_new_tokens=self._environment.token_limit(max_new_tokens),
-            stop_ids=self._environment.stop_ids,
+            max_new_tokens=prompts.token_limit(max_new_tokens),
+            stop_ids=self._environment.renderer.stop_ids,
             seed=request_seed(*key),
         )
         first_turns: list[asyncio.Future[Sample]] = [asyncio.get_running_loop().create_future() for _ in range(samples)]
 
         async def trajectory(index: int) -> Trajectory:
             turns = [Turn(given, await first_turns[index], "form" if given else "tool")]
-            return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns), max_new_tokens)
+            return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns))
 
         async def sample_first_turns() -> None:
             request = Request((*prompt_ids, *given), samples, sampling, f"{key[:-1]}/{key[-1]}")
@@ -197,10 +197,10 @@ class Collector:
         graded = {trajectory.index: grade for trajectory, grade in zip(judged, grades, strict=True)}
         return [replace(one, grade=graded.get(one.index, one.grade)) for one in trajectories]
 
-    async def _trajectory(self, episode: Episode, max_new_tokens: int) -> Trajectory:
+    async def _trajectory(self, episode: Episode) -> Trajectory:
         problem = episode.problem
         prepare = None if self._workspaces is None else partial(self._workspaces.prepare, problem)
-        files, access = self._environment.files(problem), self._environment.access
+        files, access = self._environment.prompts.files(problem), self._environment.access
         async with ToolSession(self._sandboxes, prepare, files, access) as session:
             ended: Failure | None
             reason = None
@@ -216,10 +216,10 @@ class Collector:
                     raise _failed(self._ungraded(episode, session), cause, "answering") from cause
             began = time.perf_counter()
             try:
-                grade = await self._environment.grade(
+                grade = await self._environment.grader.grade(
                     problem,
                     episode.turns,
-                    max_new_tokens,
+                    episode.sampling.max_new_tokens,
                     ended=ended,
                     tool_events=episode.tool_events,
                     session=session,
@@ -232,7 +232,7 @@ class Collector:
         return self._done(episode, grade, workspace)
 
     def _ungraded(self, episode: Episode, session: ToolSession) -> Trajectory:
-        ungraded = Grade(0.0, {}, "grader_error", {}, None, weights=self._environment.weights)
+        ungraded = Grade(0.0, {}, "grader_error", {}, None, weights=self._environment.grader.weights)
         return self._done(episode, ungraded, None if session.prepared is None else session.prepared.provenance)
 
     def _done(self, episode: Episode, grade: Grade, workspace: Mapping[str, Any] | None) -> Trajectory:

@@ -108,7 +108,7 @@ class Player:
                 return event.failure
         if session.lost:
             return "timeout"
-        given = environment.renderer.answer_calls(environment.messages(episode.problem), episode.rounds)
+        given = environment.renderer.answer_calls(environment.prompts.messages(episode.problem), episode.rounds)
         return await self._sample_on(episode, "tool", given)
 
     async def _next_answer(self, episode: Episode) -> Failure | None:
@@ -125,7 +125,7 @@ class Player:
             return "ok"
         if len(turns) >= self._environment.budget.turns:
             return "budget_exceeded"
-        kind, given = self._environment.follow_up(problem, turns, episode.tool_events, exchanges)
+        kind, given = self._environment.prompts.follow_up(problem, turns, episode.tool_events, exchanges)
         return await self._sample_on(episode, kind, given)
 
     async def _sample_on(self, episode: Episode, kind: Given, given: list[int]) -> Failure | None:

@@ -78,7 +78,7 @@ class ReplayRecorder:
         content = {
             "reason": reason,
             "trajectory": record,
-            "transcript": [self._environment.transcript(turn.said_ids) for turn in trajectory.turns],
+            "transcript": [self._environment.renderer.transcript(turn.said_ids) for turn in trajectory.turns],
             "settings": self._environment.settings.model_dump(mode="json"),
             "tokenizer": self._tokenizer.fingerprint,
             "sandbox": None if self._sandbox is None else dict(self._sandbox),

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+from nmoe.config import registry
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import GeneratedPool
@@ -82,14 +83,17 @@ async def replay(
         return
     yield _environment(bundle)
     trajectory = bundle.trajectory()
-    if trajectory.problem.task_type not in TASKS:
-        raise UserError(f"{bundle.path}: the task {trajectory.problem.task_type!r} is not one of {', '.join(TASKS)}")
+    if trajectory.problem.task_type not in registry.TASKS:
+        known = ", ".join(registry.TASKS.names())
+        raise UserError(f"{bundle.path}: the task {trajectory.problem.task_type!r} is not one of {known}")
     environment = _as_it_was(bundle.settings, trajectory, tokenizer)
     yield _prompt(environment, trajectory)
     yield _text(bundle, tokenizer)
     yield _turns(bundle, environment, trajectory)
     prepare = None if workspaces is None else partial(workspaces.prepare, trajectory.problem)
-    async with ToolSession(sandboxes, prepare, environment.files(trajectory.problem), environment.access) as session:
+    async with ToolSession(
+        sandboxes, prepare, environment.prompts.files(trajectory.problem), environment.access
+    ) as session:
         if workspaces is not None:
             yield await _workspace(trajectory, session)
         yield await _tools(environment, trajectory, session)
@@ -121,7 +125,7 @@ def _as_it_was(settings: EnvironmentSettings, trajectory: Trajectory, tokenizer:
 
 
 def _prompt(environment: Environment, trajectory: Trajectory) -> Check:
-    rendered = environment.prompt_ids(trajectory.problem)
+    rendered = environment.prompts.ids(trajectory.problem)
     return Check(
         "prompt",
         f"{len(rendered)} tokens",
@@ -144,7 +148,7 @@ def _text(bundle: Bundle, tokenizer: Tokenizer) -> Check:
 
 
 def _turns(bundle: Bundle, environment: Environment, trajectory: Trajectory) -> Check:
-    now = [environment.transcript(turn.said_ids) for turn in trajectory.turns]
+    now = [environment.renderer.transcript(turn.said_ids) for turn in trajectory.turns]
     difference = None
     for place, read in enumerate(now):
         recorded = bundle.transcript[place] if place < len(bundle.transcript) else []
@@ -188,7 +192,7 @@ async def _tools(environment: Environment, trajectory: Trajectory, session: Tool
             differences += [] if said is None else [said]
         rounds.append(events)
         if following is not None and events:
-            given = environment.renderer.answer_calls(environment.messages(trajectory.problem), rounds)
+            given = environment.renderer.answer_calls(environment.prompts.messages(trajectory.problem), rounds)
             said = _kind(following, "tool") or _first_in(
                 following.given_ids, given, f"turn {place + 1}, given token", "rendered"
             )
@@ -221,7 +225,7 @@ def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
         done.append(now)
         if place + 1 < len(trajectory.turns):
             following = trajectory.turns[place + 1]
-            kind, given = environment.follow_up(problem, turns, trajectory.tool_events, done)
+            kind, given = environment.prompts.follow_up(problem, turns, trajectory.tool_events, done)
             said = _kind(following, kind) or _first_in(following.given_ids, given, "given token", "rendered")
             if said is not None:
                 return Check("exchanges", "", f"turn {place + 1}, {said}")
@@ -247,7 +251,7 @@ async def _grade(environment: Environment, trajectory: Trajectory, session: Tool
     if recorded.failure == "truncated" and trajectory.exchanges and trajectory.exchanges[-1].user is not None:
         ended = "truncated"  # nor for the turn after the user's message
     try:
-        now = await environment.grade(
+        now = await environment.grader.grade(
             trajectory.problem,
             trajectory.turns,
             trajectory.sampling.max_new_tokens,

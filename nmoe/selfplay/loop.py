@@ -321,7 +321,7 @@ class Selfplay(Recipe):
         if self.order is None or self.order[0] != order:
             everything = map(self.problems.at, range(order * self.problems.size, (order + 1) * self.problems.size))
             context, limit = self.roles.context_tokens, self.config.sampling.max_new_tokens
-            self.order = order, [one for one in everything if self.environment.fits(one, context, limit)]
+            self.order = order, [one for one in everything if self.environment.prompts.fits(one, context, limit)]
         return self.order[1][place * self.schedule.problems : (place + 1) * self.schedule.problems]
 
     def _train(self, step: int, moment: Moment) -> tuple[dict[str, Any], dict[str, float]]:

@@ -211,7 +211,7 @@ class SelfPlay:
         return Problem(id_, task_type, question, gold, problem.source, metadata)
 
     def _fits(self, problem: Problem) -> bool:
-        return self._environment.fits(problem, self._context_tokens, self._sampling.max_new_tokens)
+        return self._environment.prompts.fits(problem, self._context_tokens, self._sampling.max_new_tokens)
 
     def _evaluation(self, trajectory: Trajectory) -> WrittenEvaluation | None:
         """Parses a verifier's completion; None if it is malformed or truncated."""
@@ -224,7 +224,7 @@ class SelfPlay:
         problem = replace(trajectory.problem, gold=f"{float(gold):g}")
         if trajectory.grade.verdict is None:
             return replace(trajectory, problem=problem)  # without an answer there is nothing to compare
-        grade = await self._environment.grade(
+        grade = await self._environment.grader.grade(
             problem, trajectory.turns, trajectory.sampling.max_new_tokens, tool_events=trajectory.tool_events
         )
         return replace(trajectory, problem=problem, grade=grade)

@@ -238,7 +238,7 @@ class ToolDocuments:
                 prompt = self._harmony.render_prompt([question, output])
                 yield prompt + self._harmony.render_completion([_final(number)])
             else:
-                yield self._environment.prompt_ids(problem) + self._conversation(rng, problem, copied)
+                yield self._environment.prompts.ids(problem) + self._conversation(rng, problem, copied)
 
     def _conversation(self, rng: random.Random, problem: Problem, copied: Problem) -> list[int]:
         """The messages after the prompt. `copied` is another problem, for a call that copies carelessly."""
@@ -329,7 +329,7 @@ class StageDocuments(ToolDocuments):
         self._rng = rng = random.Random(f"stages/{seed}")
         for _ in range(count):
             problem, copied = new_problem(rng, self._settings), new_problem(rng, self._settings)
-            yield self._environment.prompt_ids(problem) + self._conversation(rng, problem, copied)
+            yield self._environment.prompts.ids(problem) + self._conversation(rng, problem, copied)
 
     def _said(self, message: Message, *, opens: bool) -> list[int]:
         rng = self._rng

@@ -161,7 +161,7 @@ async def _graded(groups: Sequence[Group], environment: Environment) -> list[Ans
     answers = []
     for group in groups:
         (one,) = group.trajectories
-        text = environment.answer_text(one.token_ids) or ""
+        text = environment.grader.answer_text(one.token_ids) or ""
         verdict = await lenient_verdict(group.problem, text)
         answers.append(
             Answer(
@@ -214,10 +214,10 @@ def _talk(engine: NativeEngine, environment: Environment) -> list[str]:
     async def ask(question: str) -> str:
         prompt = tuple(environment.renderer.prompt_ids([*system, Message("user", question)]))
         (sample,) = await engine.generate(
-            Request(prompt, 1, Sampling(ROOM // 2, temperature=0.0, stop_ids=environment.stop_ids), question)
+            Request(prompt, 1, Sampling(ROOM // 2, temperature=0.0, stop_ids=environment.renderer.stop_ids), question)
         )
         cut = " ..." if sample.finish_reason == "length" else ""
-        return f"{environment.answer_text(sample.token_ids) or '(nothing)'}{cut}"
+        return f"{environment.grader.answer_text(sample.token_ids) or '(nothing)'}{cut}"
 
     async def everything() -> list[str]:
         return list(await asyncio.gather(*map(ask, QUESTIONS)))

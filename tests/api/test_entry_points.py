@@ -155,7 +155,7 @@ def test_parts_of_an_installed_package_are_named_in_toml(install: Install) -> No
     assert {sample["source"] for sample in samples} == {"shout"}
     tokenizer = nmoe.Tokenizer.load(run.checkpoint)
     environment = nmoe.Environment.from_settings(load_run(Path("run.toml"), RLConfig).environment, tokenizer)
-    assert "type lookup = (_: {" in tokenizer.decode(environment.prompt_ids(environment.pool.take(1)[0]))
+    assert "type lookup = (_: {" in tokenizer.decode(environment.prompts.ids(environment.pool.take(1)[0]))
 
 
 @pytest.mark.parametrize("name", ["countdown", "sort"])

@@ -49,7 +49,7 @@ def test_every_prompt_is_rendered_and_every_gold_accepted(name: str, kept: Path,
     problems = [demo.pool.order.at(place) for place in range(len(records))]
     asked = {str(one[next(iter(one))]) for one in records}
     for problem in problems:
-        text = tokenizer.decode(demo.prompt_ids(problem))
+        text = tokenizer.decode(demo.prompts.ids(problem))
         assert problem.question in text
         assert any(problem.question.startswith(question) for question in asked)
     check_golds(demo, None, print)

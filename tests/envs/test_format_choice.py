@@ -52,7 +52,7 @@ def test_the_tokenizer_decides_where_nothing_is_said(file: Path, harmony: Tokeni
     for tokenizer in (harmony, chat):
         environment = Environment.from_toml(file, tokenizer)
         problem = environment.pool.order.at(0)
-        prompts[environment.settings.format] = tokenizer.decode(environment.prompt_ids(problem)).replace(
+        prompts[environment.settings.format] = tokenizer.decode(environment.prompts.ids(problem)).replace(
             problem.question, "QUESTION"
         )
     assert prompts == {
@@ -110,7 +110,7 @@ def test_the_best_answer_in_harmony_is_the_answer_alone(harmony: Tokenizer, tmp_
     )
     environment = Environment.from_toml(tmp_path / "environment.toml", harmony)
     problem = environment.pool.order.at(0)
-    said = harmony.decode(environment.answer_ids(problem, problem.gold))
+    said = harmony.decode(environment.grader.answer_ids(problem, problem.gold))
     assert said.endswith("<|channel|>final<|message|>\\frac{1}{2}<|return|>")
 
 
@@ -134,9 +134,9 @@ def test_the_right_answer_reasons_where_the_template_or_the_reward_knows_of_reas
     pool = '[task_pool]\ntype = "jsonl"\npath = "data.jsonl"\ntask_type = "gsm8k"\n'
     (tmp_path / "environment.toml").write_text(f'env_id = "larger"\nformat = "chat"\n{pool}{rubric}')
     environment = Environment.from_toml(tmp_path / "environment.toml", tokenizer)
-    ids = environment.answer_ids(environment.pool.order.at(0), "865")
+    ids = environment.grader.answer_ids(environment.pool.order.at(0), "865")
     assert tokenizer.decode(ids) == right
-    assert environment.answer_text(ids) == "865"
+    assert environment.grader.answer_text(ids) == "865"
 
 
 CHATML = (
@@ -151,13 +151,13 @@ def test_a_system_message_that_the_template_adds_is_named_and_replaced(tmp_path:
     file.write_text(SETTINGS.replace('system = "Sort."\n', "").replace('chat = "Sort, and say no more."\n', ""))
     environment = Environment.from_toml(file, tokenizer)
     assert environment.renderer.default_system == "You are SmolLM."
-    prompt = tokenizer.decode(environment.prompt_ids(environment.pool.order.at(0)))
+    prompt = tokenizer.decode(environment.prompts.ids(environment.pool.order.at(0)))
     assert prompt.startswith("<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n")
     said = f"system       the template has one of its own, {shown('You are SmolLM.')}: "
     assert f"{said}set `system` to replace it" in list(check_environment(file, tmp_path / "smol"))
     file.write_text(SETTINGS)
     environment = Environment.from_toml(file, tokenizer)
-    prompt = tokenizer.decode(environment.prompt_ids(environment.pool.order.at(0)))
+    prompt = tokenizer.decode(environment.prompts.ids(environment.pool.order.at(0)))
     assert prompt.startswith("<|im_start|>system\nSort, and say no more.<|im_end|>\n<|im_start|>user\n")
     assert f"{said}which the environment's `system` replaces" in list(check_environment(file, tmp_path / "smol"))
 

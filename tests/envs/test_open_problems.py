@@ -42,7 +42,7 @@ def test_an_open_problem_has_rewards_and_no_verdict(environment: Make) -> None:
     assert demo.pool.order.read_as.endswith("data.jsonl: question from 'prompt'")
     problem = demo.pool.order.at(0)
     assert problem.gold == ""
-    engine = ScriptedEngine(lambda *_: demo.answer_ids(problem, "something"))
+    engine = ScriptedEngine(lambda *_: demo.grader.answer_ids(problem, "something"))
     (group,) = Collector(engine, demo, 400).collect([problem], 1, Sampling(60), (0,)).groups  # type: ignore[arg-type]
     grade = group.trajectories[0].grade
     assert (grade.verdict, grade.failure, grade.answer) == (None, "ok", "something")
@@ -58,7 +58,7 @@ def test_a_sample_without_a_reward_is_in_no_baseline(prompts: Path, environment:
     some = REWARD.replace("open_rewards:long", "some_rewards:some")
     demo = environment(POOL + some)
     problem = demo.pool.order.at(0)
-    engine = ScriptedEngine(lambda *_: demo.answer_ids(problem, "something"))
+    engine = ScriptedEngine(lambda *_: demo.grader.answer_ids(problem, "something"))
     (group,) = Collector(engine, demo, 400).collect([problem], 4, Sampling(60), (0,)).groups  # type: ignore[arg-type]
     assert [t.grade.failure for t in group.trajectories] == ["grader_error", "ok", "ok", "grader_error"]
     metrics = rollout_metrics(group.trajectories)

@@ -113,9 +113,9 @@ def test_a_conversation_reaches_the_prompt_turn_by_turn(
         Message("assistant", "It is 2.", channel="final"),
         Message("user", "And 6 * 7?"),
     ]
-    assert demo.messages(problem) == messages
-    assert demo.prompt_ids(problem) == harmony.render_prompt(messages)
-    text = tokenizer.decode(demo.prompt_ids(problem))
+    assert demo.prompts.messages(problem) == messages
+    assert demo.prompts.ids(problem) == harmony.render_prompt(messages)
+    text = tokenizer.decode(demo.prompts.ids(problem))
     assert "<|start|>assistant<|channel|>final<|message|>It is 2.<|end|>" in text
 
 
@@ -125,7 +125,7 @@ def test_a_conversation_is_replayed(environment: Make, tokenizer: Tokenizer, tmp
     (problem,) = demo.pool.take(1)
     (tmp_path / "replay").mkdir()
     recorder = ReplayRecorder(tmp_path / "replay", demo, tokenizer, seed=0, sample_rate=1.0, per_failure=1)
-    (path,) = recorder.write(1, [trajectory_of(demo, demo.answer_ids(problem, "42"), problem=problem)])
+    (path,) = recorder.write(1, [trajectory_of(demo, demo.grader.answer_ids(problem, "42"), problem=problem)])
 
     async def checks() -> list[Check]:
         return [check async for check in replay(read_bundle(path), tokenizer)]
@@ -148,7 +148,7 @@ def test_a_conversation_is_part_of_what_a_saved_position_belongs_to(make_pool: M
 def test_two_system_messages_are_one_too_many(environment: Make, tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl", [{"prompt": CHAT, "label": "42"}])
     demo = environment('system = "Think."\n[task_pool]\ntype = "jsonl"\npath = "data.jsonl"\ntask_type = "math"\n')
-    with pytest.raises(UserError, match="problem demo/0: its prompt has a system message of its own beside"):
+    with pytest.raises(UserError, match="problem demo/0: its prompt has a system message, and so does"):
         demo.leave_out_overlong(1000, 10)
 
 

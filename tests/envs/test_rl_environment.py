@@ -52,17 +52,17 @@ def parts(grade: Grade) -> tuple[float, ...]:
 def test_the_harmony_prompt(environment: Make, tokenizer: Tokenizer) -> None:
     plain, instructed = environment(POOL), environment('system = "Be brief."\n' + POOL)
     prompt = "<|start|>user<|message|>Sort: 53914<|end|><|start|>assistant"
-    assert tokenizer.decode(plain.prompt_ids(SORT)) == prompt
+    assert tokenizer.decode(plain.prompts.ids(SORT)) == prompt
     system = "<|start|>system<|message|>Be brief.<|end|>"
-    assert tokenizer.decode(instructed.prompt_ids(SORT)) == system + prompt
-    assert plain.stop_ids == (tokenizer.special_id("<|return|>"), tokenizer.special_id("<|call|>"))
+    assert tokenizer.decode(instructed.prompts.ids(SORT)) == system + prompt
+    assert plain.renderer.stop_ids == (tokenizer.special_id("<|return|>"), tokenizer.special_id("<|call|>"))
 
 
 def test_the_boxed_prompt(environment: Make, tokenizer: Tokenizer) -> None:
     plain, instructed = environment(BOXED + POOL), environment(BOXED + 'system = "Be brief."\n' + POOL)
-    assert plain.prompt_ids(SORT) == tokenizer.encode("Sort: 53914\n")
-    assert instructed.prompt_ids(SORT) == tokenizer.encode("Be brief.\n\nSort: 53914\n")
-    assert plain.stop_ids == (tokenizer.special_id("<|endoftext|>"),)
+    assert plain.prompts.ids(SORT) == tokenizer.encode("Sort: 53914\n")
+    assert instructed.prompts.ids(SORT) == tokenizer.encode("Be brief.\n\nSort: 53914\n")
+    assert plain.renderer.stop_ids == (tokenizer.special_id("<|endoftext|>"),)
 
 
 @pytest.mark.parametrize("form", ["", BOXED])
@@ -71,7 +71,7 @@ def test_a_question_can_not_forge_control_tokens(form: str, environment: Make, t
     demo = environment(form + POOL)
     specials = [tokenizer.special_id(token) for token in ("<|end|>", "<|start|>", "<|endoftext|>")]
     in_forged, in_honest = (
-        [[*demo.prompt_ids(problem)].count(special) for special in specials] for problem in (forged, SORT)
+        [[*demo.prompts.ids(problem)].count(special) for special in specials] for problem in (forged, SORT)
     )
     assert in_forged == in_honest
 
@@ -81,7 +81,7 @@ def test_a_question_can_not_forge_control_tokens(form: str, environment: Make, t
 
 def test_a_right_answer(environment: Make, harmony: Harmony) -> None:
     ids = turn(harmony, ANALYSIS, RIGHT)
-    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(ids), 4 * len(ids)))
+    grade = asyncio.run(environment(POOL + RUBRIC).grader.grade(SORT, single_turn(ids), 4 * len(ids)))
     assert parts(grade) == (1.0, 1.0, 1.0, 0.75)
     assert grade.score == 0.25 + 0.5 + 1.0 + 2.0 * 0.75
     assert (grade.failure, grade.answer) == ("ok", "13459")
@@ -117,7 +117,7 @@ def test_well_formed_turns(
     messages: list[Message], expected: tuple[float, ...], environment: Make, harmony: Harmony
 ) -> None:
     ids = turn(harmony, *messages)
-    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(ids), 2 * len(ids)))
+    grade = asyncio.run(environment(POOL + RUBRIC).grader.grade(SORT, single_turn(ids), 2 * len(ids)))
     assert (parts(grade), grade.failure) == (expected, "ok")
 
 
@@ -125,11 +125,11 @@ def test_structure_is_the_share_of_the_form_in_place(environment: Make, harmony:
     demo = environment(POOL + "[rubric]\nstructure = 1.0\ncorrectness = 0.0\n")
     right, junk = turn(harmony, ANALYSIS, RIGHT), [tokenizer.special_id("<|call|>")]
     for ids, expected in ((right, 1.0), (right[1:], 5 / 6), (junk, 5 / 36)):
-        assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == pytest.approx(expected)
+        assert asyncio.run(demo.grader.grade(SORT, single_turn(ids), 100)).score == pytest.approx(expected)
     # What is in place counts where tokens ran out, too; over the budget nothing does.
-    grade = asyncio.run(demo.grade(SORT, single_turn(right[:-1], "length"), 100))
+    grade = asyncio.run(demo.grader.grade(SORT, single_turn(right[:-1], "length"), 100))
     assert (grade.score, grade.failure, grade.extras["format_ok"]) == (pytest.approx(5 / 6), "truncated", 0.0)
-    assert asyncio.run(demo.grade(SORT, single_turn(right), len(right) - 1)).score == 0
+    assert asyncio.run(demo.grader.grade(SORT, single_turn(right), len(right) - 1)).score == 0
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_structure_is_the_share_of_the_form_in_place(environment: Make, harmony:
     ids=["no final", "blank final", "answer in analysis", "tool call"],
 )
 def test_turns_without_an_answer(messages: list[Message], environment: Make, harmony: Harmony) -> None:
-    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(turn(harmony, *messages)), 100))
+    grade = asyncio.run(environment(POOL + RUBRIC).grader.grade(SORT, single_turn(turn(harmony, *messages)), 100))
     assert (parts(grade), grade.score, grade.failure) == ((0, 0, 0, 0), 0, "parse_error")
 
 
@@ -158,9 +158,9 @@ def test_a_right_answer_in_a_broken_form_earns_nothing(
         [*good[:-1], end, *tokenizer.encode(" so"), good[-1]],  # junk between messages
         [*good, good[-1]],  # tokens after the turn
     ):
-        grade = asyncio.run(demo.grade(SORT, single_turn(ids), 100))
+        grade = asyncio.run(demo.grader.grade(SORT, single_turn(ids), 100))
         assert (parts(grade), grade.failure, grade.answer) == ((0, 0, 0, 0), "parse_error", "13459")
-    assert asyncio.run(demo.grade(SORT, single_turn([]), 100)).failure == "parse_error"
+    assert asyncio.run(demo.grader.grade(SORT, single_turn([]), 100)).failure == "parse_error"
 
 
 def test_truncated_and_aborted(environment: Make, harmony: Harmony) -> None:
@@ -168,23 +168,28 @@ def test_truncated_and_aborted(environment: Make, harmony: Harmony) -> None:
     ids = turn(harmony, ANALYSIS, RIGHT)
     for finish_reason, failure, truncated in (("length", "truncated", 1.0), ("abort", "engine_error", 0.0)):
         for cut in (len(ids), len(ids) - 1, 3, 0):
-            grade = asyncio.run(demo.grade(SORT, single_turn(ids[:cut], finish_reason), 100))
+            grade = asyncio.run(demo.grader.grade(SORT, single_turn(ids[:cut], finish_reason), 100))
             assert (parts(grade), grade.score, grade.failure) == ((0, 0, 0, 0), 0, failure)
             assert grade.extras["truncated_response"] == truncated
             assert grade.extras["correctness"] == 0
     with pytest.raises(ValueError, match="not 'eos'"):
-        asyncio.run(demo.grade(SORT, single_turn(ids, "eos"), 100))  # type: ignore[arg-type]
+        asyncio.run(demo.grader.grade(SORT, single_turn(ids, "eos"), 100))  # type: ignore[arg-type]
 
 
 def test_the_budget_limits_the_tokens(environment: Make, harmony: Harmony) -> None:
     ids = turn(harmony, ANALYSIS, RIGHT)
     roomy = environment(POOL + RUBRIC + f"[budget]\ncompletion_tokens = {2 * len(ids)}\n")
-    assert [roomy.token_limit(allowed) for allowed in (5, 1000)] == [5, 2 * len(ids)]
-    assert asyncio.run(roomy.grade(SORT, single_turn(ids), 1000)).components["efficiency"] == 0.5
+    assert [roomy.prompts.token_limit(allowed) for allowed in (5, 1000)] == [5, 2 * len(ids)]
+    assert asyncio.run(roomy.grader.grade(SORT, single_turn(ids), 2 * len(ids))).components["efficiency"] == 0.5
     exact = environment(POOL + RUBRIC + f"[budget]\ncompletion_tokens = {len(ids)}\n")
-    assert parts(asyncio.run(exact.grade(SORT, single_turn(ids), 1000))) == (1, 1, 1, 0)
+    assert parts(asyncio.run(exact.grader.grade(SORT, single_turn(ids), exact.prompts.token_limit(1000)))) == (
+        1,
+        1,
+        1,
+        0,
+    )
     tight = environment(POOL + RUBRIC + f"[budget]\ncompletion_tokens = {len(ids) - 1}\n")
-    grade = asyncio.run(tight.grade(SORT, single_turn(ids), 1000))
+    grade = asyncio.run(tight.grader.grade(SORT, single_turn(ids), tight.prompts.token_limit(1000)))
     assert (parts(grade), grade.failure) == ((0, 0, 0, 0), "budget_exceeded")
 
 
@@ -201,7 +206,9 @@ def test_the_extras_say_how_the_answer_was_found(
     final: str, extras: tuple[float, ...], environment: Make, harmony: Harmony
 ) -> None:
     grade = asyncio.run(
-        environment(POOL).grade(MATH, single_turn(turn(harmony, Message("assistant", final, channel="final"))), 1000)
+        environment(POOL).grader.grade(
+            MATH, single_turn(turn(harmony, Message("assistant", final, channel="final"))), 1000
+        )
     )
     names = ("correctness", "has_answer", "has_boxed", "parse_method", "boxed_in_final")
     assert tuple(grade.extras[name] for name in names) == extras
@@ -214,9 +221,9 @@ def test_what_a_grader_raises_comes_through(
         async def verify(self, problem: Problem, attempt: tasks.Attempt) -> Verdict:
             raise ZeroDivisionError
 
-    monkeypatch.setitem(tasks.TASKS.made, "sort", (None, Broken()))
+    monkeypatch.setitem(tasks.TASKS, "sort", Broken())
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(environment(POOL).grade(SORT, single_turn(turn(harmony, RIGHT)), 100))
+        asyncio.run(environment(POOL).grader.grade(SORT, single_turn(turn(harmony, RIGHT)), 100))
 
 
 def test_a_verifier_that_could_not_work_gives_no_verdict_on_the_policy(
@@ -233,12 +240,12 @@ def test_a_verifier_that_could_not_work_gives_no_verdict_on_the_policy(
             return Verdict("incorrect", 0.5, "rubric", attempt.answer)
 
     ids = turn(harmony, ANALYSIS, RIGHT)
-    monkeypatch.setitem(tasks.TASKS.made, "sort", (None, Lost()))
-    grade = asyncio.run(environment(POOL).grade(SORT, single_turn(ids), 100))
+    monkeypatch.setitem(tasks.TASKS, "sort", Lost())
+    grade = asyncio.run(environment(POOL).grader.grade(SORT, single_turn(ids), 100))
     assert (grade.failure, grade.verdict, grade.score) == ("grader_error", lost, 0.0)
     assert grade.failure in INFRASTRUCTURE  # what masks the sample
-    monkeypatch.setitem(tasks.TASKS.made, "sort", (None, Half()))
-    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(ids), 100))
+    monkeypatch.setitem(tasks.TASKS, "sort", Half())
+    grade = asyncio.run(environment(POOL + RUBRIC).grader.grade(SORT, single_turn(ids), 100))
     assert (grade.failure, parts(grade)) == ("ok", (1.0, 1.0, 0.5, 0.0))  # efficiency is that of a correct answer alone
     assert grade.verdict == Verdict("incorrect", 0.5, "rubric", "13459")
 
@@ -253,7 +260,7 @@ def test_a_verifier_that_could_not_work_gives_no_verdict_on_the_policy(
 def test_any_tokens_get_a_grade(
     ids: list[int], form: str, problem: Problem, finish_reason: str, environment: Make
 ) -> None:
-    grade = asyncio.run(environment(form + POOL + RUBRIC).grade(problem, single_turn(ids, finish_reason), 40))
+    grade = asyncio.run(environment(form + POOL + RUBRIC).grader.grade(problem, single_turn(ids, finish_reason), 40))
     assert all(0 <= component <= 1 for component in grade.components.values())
     assert all(isinstance(extra, float) for extra in grade.extras.values())
     assert grade.failure in FAILURES
@@ -278,11 +285,11 @@ def test_boxed(
     text: str, expected: tuple[float, ...], answer: str | None, environment: Make, tokenizer: Tokenizer
 ) -> None:
     demo = environment(BOXED + POOL + RUBRIC)
-    ids = [*tokenizer.encode(text), *demo.stop_ids]
-    grade = asyncio.run(demo.grade(MATH, single_turn(ids), 2 * len(ids)))
+    ids = [*tokenizer.encode(text), *demo.renderer.stop_ids]
+    grade = asyncio.run(demo.grader.grade(MATH, single_turn(ids), 2 * len(ids)))
     assert parts(grade) == (*expected, 0.5 * expected[-1])
     assert (grade.answer, grade.failure) == (answer, "ok")
-    truncated = asyncio.run(demo.grade(MATH, single_turn(ids[:-1], "length"), 2 * len(ids)))
+    truncated = asyncio.run(demo.grader.grade(MATH, single_turn(ids[:-1], "length"), 2 * len(ids)))
     assert (parts(truncated), truncated.failure, truncated.answer) == ((0, 0, 0, 0), "truncated", answer)
 
 
@@ -307,13 +314,13 @@ def test_an_answer_in_prose(
     prose = 'extraction = "prose"\n'
     for form, expected in ((BOXED, by_number), (BOXED + prose, in_prose)):
         demo = environment(form + POOL)
-        ids = [*tokenizer.encode(text), *demo.stop_ids]
-        assert asyncio.run(demo.grade(MATH, single_turn(ids), 1000)).answer == expected
+        ids = [*tokenizer.encode(text), *demo.renderer.stop_ids]
+        assert asyncio.run(demo.grader.grade(MATH, single_turn(ids), 1000)).answer == expected
     ids = turn(harmony, Message("assistant", text, channel="final"))
-    assert asyncio.run(environment(prose + POOL).grade(MATH, single_turn(ids), 1000)).answer == in_final
+    assert asyncio.run(environment(prose + POOL).grader.grade(MATH, single_turn(ids), 1000)).answer == in_final
     for task_type, problem in (("sort", SORT), ("math", MATH)):
         bare = tasks.TASKS[task_type].bare_final
-        found = asyncio.run(environment(prose + POOL).grade(problem, single_turn(ids), 1000)).answer
+        found = asyncio.run(environment(prose + POOL).grader.grade(problem, single_turn(ids), 1000)).answer
         assert found == (text if bare else in_final), "a task whose whole final message is the answer keeps it"
 
 
@@ -335,16 +342,18 @@ weights = {correctness = 7.0}
 def test_the_stage_in_force_gives_the_weights(environment: Make, harmony: Harmony) -> None:
     demo = environment(POOL + CURRICULUM)
     ids = turn(harmony, ANALYSIS, RIGHT)
-    assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == 3.0
+    assert asyncio.run(demo.grader.grade(SORT, single_turn(ids), 100)).score == 3.0
     assert demo.curriculum is not None
     demo.curriculum.observe({"format_ok": 0.5})
-    assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == 7.0
-    assert demo.weights == dict.fromkeys(COMPONENTS, 0.0) | {"correctness": 7.0}
+    assert asyncio.run(demo.grader.grade(SORT, single_turn(ids), 100)).score == 7.0
+    assert demo.grader.weights == dict.fromkeys(COMPONENTS, 0.0) | {"correctness": 7.0}
 
 
 def test_the_rubric_alone_rewards_correctness(environment: Make, harmony: Harmony) -> None:
-    assert asyncio.run(environment(POOL).grade(SORT, single_turn(turn(harmony, RIGHT)), 100)).score == 1.0
-    assert asyncio.run(environment(POOL).grade(SORT, single_turn(turn(harmony, ANALYSIS, WRONG)), 100)).score == 0.0
+    assert asyncio.run(environment(POOL).grader.grade(SORT, single_turn(turn(harmony, RIGHT)), 100)).score == 1.0
+    assert (
+        asyncio.run(environment(POOL).grader.grade(SORT, single_turn(turn(harmony, ANALYSIS, WRONG)), 100)).score == 0.0
+    )
 
 
 def test_a_resumed_environment_goes_on_exactly(environment: Make) -> None:
@@ -356,7 +365,7 @@ def test_a_resumed_environment_goes_on_exactly(environment: Make) -> None:
     resumed = environment(text)
     resumed.load_state(json.loads(json.dumps(demo.state())))
     assert resumed.pool.take(5) == demo.pool.take(5) == environment(text).pool.take(10)[5:]
-    assert resumed.weights == demo.weights
+    assert resumed.grader.weights == demo.grader.weights
     assert resumed.state() == demo.state()
 
 
@@ -389,7 +398,7 @@ def test_held_out_problems_are_never_trained_on(environment: Make) -> None:
         problems = held_out.pool.take(200)
         assert not train & {problem.question for problem in problems}
         assert problems == demo.held_out().pool.take(200)
-        assert held_out.prompt_ids(SORT) == demo.prompt_ids(SORT)
+        assert held_out.prompts.ids(SORT) == demo.prompts.ids(SORT)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +456,7 @@ def test_the_packaged_mixture_runs_on_local_copies(
     assert {problem.source for problem in problems} == set(answers)
     for problem in problems:
         ids = turn(harmony, ANALYSIS, Message("assistant", answers[problem.task_type], channel="final"))
-        assert asyncio.run(mixture.grade(problem, single_turn(ids), 1000)).score == 1.1
+        assert asyncio.run(mixture.grader.grade(problem, single_turn(ids), 1000)).score == 1.1
 
 
 # --- the answers that a check of an environment grades -----------------------------------------------------------------
@@ -466,18 +475,22 @@ def test_example_answers(environment: Make, form: str, task_type: str, gold: str
     demo = environment(f'format = "{form}"\n{POOL}{RUBRIC}')
     problem = Problem("demo/0", task_type, "?", gold, "demo")
     for answer, correct in zip(tasks.TASKS[task_type].example_answers(problem), (1.0, 0.0), strict=True):
-        grade = asyncio.run(demo.grade(problem, single_turn(demo.answer_ids(problem, answer)), 200))
+        grade = asyncio.run(demo.grader.grade(problem, single_turn(demo.grader.answer_ids(problem, answer)), 200))
         assert (grade.failure, parts(grade)[:3]) == ("ok", (1.0, 1.0, correct))
 
 
 def test_what_a_turn_says_to_whoever_asked(environment: Make, harmony: Harmony, tokenizer: Tokenizer) -> None:
     plain, boxed = environment(POOL), environment(BOXED + POOL)
-    assert plain.answer_text(turn(harmony, ANALYSIS, WRONG, RIGHT)) == "13459"
-    assert plain.answer_text(turn(harmony, ANALYSIS)) is None
-    assert plain.answer_text(turn(harmony, Message("assistant", " \n", channel="final"))) is None
+    assert plain.grader.answer_text(turn(harmony, ANALYSIS, WRONG, RIGHT)) == "13459"
+    assert plain.grader.answer_text(turn(harmony, ANALYSIS)) is None
+    assert plain.grader.answer_text(turn(harmony, Message("assistant", " \n", channel="final"))) is None
     said = tokenizer.encode("Sorted: \\boxed{13459}")
-    assert boxed.answer_text([*said, boxed.stop_ids[0]]) == boxed.answer_text(said) == "Sorted: \\boxed{13459}"
-    assert boxed.answer_text([boxed.stop_ids[0]]) is None
+    assert (
+        boxed.grader.answer_text([*said, boxed.renderer.stop_ids[0]])
+        == boxed.grader.answer_text(said)
+        == "Sorted: \\boxed{13459}"
+    )
+    assert boxed.grader.answer_text([boxed.renderer.stop_ids[0]]) is None
 
 
 def test_overlong_problems_are_left_out_and_counted(environment: Make, tmp_path: Path) -> None:
@@ -486,7 +499,7 @@ def test_overlong_problems_are_left_out_and_counted(environment: Make, tmp_path:
         "".join(json.dumps({"problem": f"Sort: {one}", "answer": one}) + "\n" for one in digits)
     )
     demo = environment('[task_pool]\ntype = "jsonl"\npath = "records.jsonl"\ntask_type = "sort"\n')
-    prompts = sorted(len(demo.prompt_ids(problem)) for problem in demo.pool.take(3))
+    prompts = sorted(len(demo.prompts.ids(problem)) for problem in demo.pool.take(3))
     room = prompts[1] + 20
     demo.leave_out_overlong(room, 20)
     assert demo.overlong == 1
@@ -535,10 +548,14 @@ def test_a_budget_of_prompt_tokens_leaves_longer_problems_out(environment: Make,
         "".join(json.dumps({"problem": f"Sort: {one}", "answer": one}) + "\n" for one in digits)
     )
     pool = '[task_pool]\ntype = "jsonl"\npath = "records.jsonl"\ntask_type = "sort"\n'
-    prompts = sorted(map(len, map(environment(pool).prompt_ids, environment(pool).pool.take(3))))
+    prompts = sorted(map(len, map(environment(pool).prompts.ids, environment(pool).pool.take(3))))
     demo = environment(f"{pool}[budget]\nprompt_tokens = {prompts[1]}\n")
     demo.leave_out_overlong(10_000, 20)
-    assert (demo.overlong, demo.prompt_limit(10_000, 20), demo.prompt_limit(30, 20)) == (1, prompts[1], 10)
+    assert (demo.overlong, demo.prompts.prompt_limit(10_000, 20), demo.prompts.prompt_limit(30, 20)) == (
+        1,
+        prompts[1],
+        10,
+    )
     assert {problem.gold for problem in demo.pool.take(4)} == {"12", "345"}
     short = environment(f"{pool}[budget]\nprompt_tokens = {prompts[0] - 1}\n")
     with pytest.raises(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nmoe.config import registry
 from nmoe.config.registry import DATASET_TASKS, GENERATED_TASKS
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
@@ -37,7 +38,7 @@ def correct(of: Problem, answer: str) -> bool:
 
 
 def test_every_name_of_the_settings_has_its_task() -> None:
-    assert all(TASKS[name].bare_final in (True, False) for name in TASKS)
+    assert all(TASKS[name].bare_final in (True, False) for name in registry.TASKS.names())
     assert all(hasattr(TASKS[name], "generate") == (name in GENERATED_TASKS) for name in DATASET_TASKS)
 
 

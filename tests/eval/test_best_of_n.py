@@ -96,7 +96,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def said(environment: Environment, texts: Sequence[str | None]) -> Group:
-    tokenizer = environment._tokenizer
+    tokenizer = environment.tokenizer
     harmony = Harmony(tokenizer)
     problem = Problem("p/0", "sort", "Sort: 21", "12", "p")
     completions = [

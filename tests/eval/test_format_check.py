@@ -43,8 +43,8 @@ def environment(directory: Path, tokenizer: Tokenizer, records: list[dict[str, o
 
 def answered(demo: Environment, ids: list[int], finish_reason: str = "stop") -> Trajectory:
     turns = (Turn((), Sample(ids, [0.0] * len(ids), [0] * len(ids), finish_reason)),)  # type: ignore[arg-type]
-    grade = asyncio.run(demo.grade(PROBLEM, turns, 500))
-    return Trajectory(PROBLEM, 0, tuple(demo.prompt_ids(PROBLEM)), turns, grade, Sampling(500))
+    grade = asyncio.run(demo.grader.grade(PROBLEM, turns, 500))
+    return Trajectory(PROBLEM, 0, tuple(demo.prompts.ids(PROBLEM)), turns, grade, Sampling(500))
 
 
 def test_form_and_reasoning_are_counted_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -87,7 +87,7 @@ def test_the_line_is_drawn_at_95_percent(
     tmp_path: Path, tokenizer: Tokenizer, formed: int, count: int, advice: str, open_: bool
 ) -> None:
     demo = environment(tmp_path, tokenizer, [{}])
-    good = answered(demo, demo.answer_ids(PROBLEM, "42"))
+    good = answered(demo, demo.grader.answer_ids(PROBLEM, "42"))
     bad = answered(demo, tokenizer.encode("42"))
     *_, last = report(demo, [good] * formed + [bad] * (count - formed))
     assert advice in last
@@ -110,7 +110,7 @@ def test_a_form_without_answers_is_nothing_to_reinforce(
     tmp_path: Path, tokenizer: Tokenizer, right: list[int], advice: str
 ) -> None:
     demo = environment(tmp_path, tokenizer, [{}])
-    good, bad = (answered(demo, demo.answer_ids(PROBLEM, answer)) for answer in ("42", "41"))
+    good, bad = (answered(demo, demo.grader.answer_ids(PROBLEM, answer)) for answer in ("42", "41"))
     groups = [Group(PROBLEM, [good] * count + [bad] * (8 - count)) for count in right]
     *_, form, ended, tokens, both, rate, solved, mixed, last = report(demo, [good] * 20, groups)
     assert last.startswith(f"advice     {advice}")
@@ -127,7 +127,7 @@ def test_a_form_without_answers_is_nothing_to_reinforce(
 def test_the_form_of_samples_is_told_beside_that_of_greedy_answers(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """RL learns from samples: 3 of 4 problems have some in form, a quarter of all, and greedy answers are cut."""
     demo = environment(tmp_path, tokenizer, [{}])
-    good = answered(demo, demo.answer_ids(PROBLEM, "42"))
+    good = answered(demo, demo.grader.answer_ids(PROBLEM, "42"))
     cut, bare = answered(demo, tokenizer.encode("It is 42"), "length"), answered(demo, [*tokenizer.encode("42"), 0])
     formed = [4, 3, 1, 0]
     groups = [Group(PROBLEM, [good] * count + [cut] * (8 - count)) for count in formed]

@@ -64,7 +64,7 @@ def test_prompts_are_measured() -> None:
     environment = Environment.from_settings(config.environment, load_tokenizer(config.model))
     found = prompts_of(config)
     assert found is not None
-    assert found.training == max(len(environment.prompt_ids(environment.pool.order.at(place))) for place in range(64))
+    assert found.training == max(len(environment.prompts.ids(environment.pool.order.at(place))) for place in range(64))
     assert found.probes == {}
     assert prompts_of(rl(model={"path": "missing"})) is None
 

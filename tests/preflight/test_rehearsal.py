@@ -91,7 +91,7 @@ def test_a_template_that_reads_another_answer(tmp_path: Path, monkeypatch: pytes
     config = rl(tmp_path, sampling=SAMPLING)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(config.environment, tokenizer)
-    monkeypatch.setattr(environment, "answer_text", lambda ids: "something else")
+    monkeypatch.setattr(environment.grader, "answer_text", lambda ids: "something else")
     assert template(environment, tokenizer, environment.pool.order.at(0), 40).text.endswith("not that of the tokenizer")
 
 

@@ -39,7 +39,7 @@ def pair(tokenizer: Tokenizer, tmp_path: Path, *samples: tuple[str | None, str])
         messages = [] if thought is None else [Message("assistant", thought, channel="analysis")]
         channel = "final" if answer else "analysis"
         turn = single_turn(harmony.render_completion([*messages, Message("assistant", answer, channel=channel)]))
-        grade = asyncio.run(environment.grade(SORT, turn, 40))
+        grade = asyncio.run(environment.grader.grade(SORT, turn, 40))
         trajectories.append(Trajectory(SORT, index, (0,), turn, grade, Sampling(40)))
     return list(_pair(environment, Group(SORT, trajectories)))
 
@@ -94,7 +94,7 @@ def test_a_record_gets_the_share_of_its_right_samples(pool_tokenizer: Tokenizer)
         trajectories = []
         for index, answer in enumerate(answers[problem.question]):
             turn = single_turn(harmony.render_completion([Message("assistant", answer, channel="final")]))
-            grade = asyncio.run(environment.grade(problem, turn, 40))
+            grade = asyncio.run(environment.grader.grade(problem, turn, 40))
             trajectories.append(Trajectory(problem, index, (0,), turn, grade, Sampling(40)))
         groups.append(Group(problem, trajectories))
     rated = list(with_rates(RECORDS, groups))

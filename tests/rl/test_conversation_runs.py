@@ -49,7 +49,7 @@ class ReverseTwice(ConversationTask, ReverseTask):
 
 @pytest.fixture(autouse=True)
 def _twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS.made, "reverse", (None, ReverseTwice()))
+    monkeypatch.setitem(TASKS, "reverse", ReverseTwice())
 
 
 def test_a_run_learns_from_branches_and_its_trajectories_replay(

@@ -55,7 +55,7 @@ def test_a_preset_is_evaluated_on_training_problems_that_it_is_not_trained_on(
     problem = training.pool.order.at(0)
     system = training.settings.system
     dicts = [{"role": "system", "content": system}, {"role": "user", "content": problem.question}]
-    prompt = training.prompt_ids(problem)
+    prompt = training.prompts.ids(problem)
     assert prompt == theirs("qwen3").apply_chat_template(dicts, add_generation_prompt=True, return_dict=False)
     assert len(prompt) < (config.environment.budget.prompt_tokens or 0)
 
@@ -80,5 +80,5 @@ def test_a_right_number_at_the_end_is_right(said: str, score: float, records: di
     )
     assert natalia.gold == "72"
     ids = [*tokenizer.encode(said.format(natalia.gold)), tokenizer.end_ids[0]]
-    grade = asyncio.run(demo.grade(natalia, single_turn(ids), 256))
+    grade = asyncio.run(demo.grader.grade(natalia, single_turn(ids), 256))
     assert grade.score == pytest.approx(score)

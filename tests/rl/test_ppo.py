@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.envs.environment import Environment
+from nmoe.envs.grade import Grader
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import load_model
 from nmoe.model.head import Head
@@ -100,14 +100,14 @@ def test_a_verifier_of_steps_makes_groups_alike_worth_training_on(
     reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outcomes are all 0; of every answer the last step is judged, by how long the answer is."""
-    grade = Environment.grade
+    grade = Grader.grade
 
-    async def with_steps(self: Environment, problem: Problem, turns: Sequence[Turn], *rest: Any, **more: Any) -> Grade:
+    async def with_steps(self: Grader, problem: Problem, turns: Sequence[Turn], *rest: Any, **more: Any) -> Grade:
         tokens = len(turns[0].sample.token_ids)
         judged = await grade(self, problem, turns, *rest, **more)
         return replace(judged, score=0.0, step_rewards=((0, 0.5), (tokens - 1, tokens / 20)))
 
-    monkeypatch.setattr(Environment, "grade", with_steps)
+    monkeypatch.setattr(Grader, "grade", with_steps)
     alike = read_metrics(reinforce(*SMALL, "--run.name=alike", "--run.steps=1", "--algorithm.step_reward_coef=0"))
     assert (alike[0]["skipped"], alike[0]["groups_zero_variance"]) == (1, alike[0]["groups"])
     (row,) = read_metrics(reinforce(*SMALL, "--run.name=grpo", "--run.steps=1"))

@@ -133,7 +133,7 @@ def test_a_control_token_inside_a_turn_is_no_text(demo: Environment, tokenizer: 
 
 
 def test_the_best_form_is_graded_so(demo: Environment) -> None:
-    grade = asyncio.run(demo.grade(PROBLEM, single_turn(demo.answer_ids(PROBLEM, "123")), 400))
+    grade = asyncio.run(demo.grader.grade(PROBLEM, single_turn(demo.grader.answer_ids(PROBLEM, "123")), 400))
     assert (grade.failure, grade.score) == ("ok", 1.0)
     assert (grade.components["format"], grade.components["reasoning"]) == (1.0, 1.0)
 

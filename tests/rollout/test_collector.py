@@ -71,11 +71,11 @@ def collect(
 def test_prompts_go_out_as_token_ids_with_the_settings(environment: Make, engine: ScriptedEngine) -> None:
     demo = environment(POOL)
     collect(engine, demo, 2, Sampling(30, temperature=0.5, top_p=0.9, top_k=4))
-    assert [request.prompt_ids for request in engine.requests] == [tuple(demo.prompt_ids(p)) for p in PROBLEMS]
+    assert [request.prompt_ids for request in engine.requests] == [tuple(demo.prompts.ids(p)) for p in PROBLEMS]
     for place, request in enumerate(engine.requests):
         sampling = request.sampling
         assert (request.samples, sampling.max_new_tokens, sampling.temperature) == (2, 30, 0.5)
-        assert (sampling.top_p, sampling.top_k, sampling.stop_ids) == (0.9, 4, demo.stop_ids)
+        assert (sampling.top_p, sampling.top_k, sampling.stop_ids) == (0.9, 4, demo.renderer.stop_ids)
         assert sampling.seed == request_seed(*KEY, place)
     assert len({request.request_id for request in engine.requests}) == 4
 
@@ -128,7 +128,7 @@ def test_the_environment_s_budget_bounds_a_completion(environment: Make, engine:
 
 def test_a_prompt_that_does_not_fit_is_named(environment: Make, engine: ScriptedEngine) -> None:
     demo = environment(POOL)
-    longest = max(len(demo.prompt_ids(problem)) for problem in PROBLEMS)
+    longest = max(len(demo.prompts.ids(problem)) for problem in PROBLEMS)
     collect(engine, demo, 2, Sampling(30), context_tokens=longest + 30)
     message = rf"problem demo/1: its prompt of {longest} tokens and completions of up to 30 do not fit .* context of"
     with pytest.raises(UserError, match=message):
@@ -161,7 +161,7 @@ def group(environment: Environment, harmony: Harmony, *texts: str | None) -> Gro
         if text is None:
             sample.finish_reason = "abort"
         turns = (Turn((), sample),)
-        grade = asyncio.run(environment.grade(PROBLEMS[0], turns, 100))
+        grade = asyncio.run(environment.grader.grade(PROBLEMS[0], turns, 100))
         trajectories.append(Trajectory(PROBLEMS[0], index, (1,), turns, grade, Sampling(30, seed=4)))
     return Group(PROBLEMS[0], trajectories)
 

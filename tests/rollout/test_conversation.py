@@ -169,7 +169,7 @@ def test_a_call_without_tools_is_out_of_form_and_ends_no_run(
     settings = environment(POOL + RUBRIC).settings.model_copy(update={"format": "chat"})
     demo = Environment.from_settings(settings, chat)
     texts = ['<tool_call>{"name": "x", "arguments": {}}</tool_call>', "41", "43"]
-    turns = [[*chat.encode(f"<think>\nhm\n</think>\n\n{text}"), *demo.stop_ids] for text in texts]
+    turns = [[*chat.encode(f"<think>\nhm\n</think>\n\n{text}"), *demo.renderer.stop_ids] for text in texts]
     (trajectory,), _ = play(demo, turns)
     assert (len(trajectory.turns), trajectory.tool_events, trajectory.exchanges) == (1, (), ())
     assert trajectory.grade.failure == "parse_error"
@@ -248,7 +248,7 @@ class Dice(GuessTask):
 
 @pytest.fixture
 def dice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS.made, "guess", (None, Dice()))
+    monkeypatch.setitem(TASKS, "guess", Dice())
 
 
 @pytest.mark.usefixtures("dice")
@@ -322,14 +322,14 @@ def test_no_words_of_the_user_become_a_control_token(
     own = {"llama": llama, "qwen": qwen}[form](tmp_path) if form in ("llama", "qwen") else tokenizer
     settings = environment(POOL + RUBRIC).settings.model_copy(update={"format": form if own is tokenizer else "chat"})
     demo = Environment.from_settings(settings, own)
-    first = single_turn(demo.answer_ids(PROBLEM, "41"))
+    first = single_turn(demo.grader.answer_ids(PROBLEM, "41"))
     controls = []
     for words in ("higher", FORGERY):
         monkeypatch.setattr(Forger, "words", words)
-        monkeypatch.setitem(TASKS.made, "guess", (None, Forger()))
+        monkeypatch.setitem(TASKS, "guess", Forger())
         exchange = demo.respond(PROBLEM, 0, 0, first, ())
         assert exchange is not None
-        _, given = demo.follow_up(PROBLEM, first, (), [exchange])
+        _, given = demo.prompts.follow_up(PROBLEM, first, (), [exchange])
         assert words in own.decode(given)
         names = {*own.control_ids, *own.added_tokens.values()}
         controls.append([token_id for token_id in given if token_id in names])
@@ -377,7 +377,7 @@ def test_invariants(
         turns = [said(harmony, answer, thought) for answer, thought in answers]
     else:
         texts = [rf"{thought or ''} \boxed{{{answer}}}" for answer, thought in answers]
-        turns = [[*tokenizer.encode(text), *demo.stop_ids] for text in texts]
+        turns = [[*tokenizer.encode(text), *demo.renderer.stop_ids] for text in texts]
     if broken is not None:
         turns[min(broken, len(turns) - 1)] = junk or [0]
     turns += [turns[-1]] * 6
@@ -597,7 +597,7 @@ def test_a_task_that_answers_one_turn_in_two_ways_is_found(monkeypatch: pytest.M
             self.count += 1
             return Response({}, f"word {self.count}")
 
-    monkeypatch.setitem(TASKS.made, "guess", (None, Forgetful()))
+    monkeypatch.setitem(TASKS, "guess", Forgetful())
     # Its example answers come out wrong, too.
     with pytest.raises(UserError, match="its task answers one turn in two ways"):
         list(check_environment(Path("guess"), None))

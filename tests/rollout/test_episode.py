@@ -82,7 +82,7 @@ def test_a_call_is_answered_and_sampled_on_in_the_same_branch(
     first, last = call(harmony, "add", '{"x": 40, "y": 2}'), final(harmony)
     (trajectory,), engine = play(demo, in_turn(first, last))
     answer = "<|start|>functions.add<|channel|>commentary to=assistant<|message|>42<|end|><|start|>assistant"
-    prompt_ids = demo.prompt_ids(PROBLEM)
+    prompt_ids = demo.prompts.ids(PROBLEM)
     assert tokenizer.decode(trajectory.turns[1].given_ids) == answer
     assert trajectory.token_ids == [*first, *trajectory.turns[1].given_ids, *last]
     assert [list(request.prompt_ids) for request in engine.requests] == [
@@ -244,7 +244,7 @@ def test_the_token_budget_is_that_of_all_turns(environment: Make, harmony: Harmo
 
 def test_the_context_ends_a_trajectory_that_fills_it(environment: Make, harmony: Harmony) -> None:
     demo = environment(POOL + TOOLS)
-    prompt, turn = len(demo.prompt_ids(PROBLEM)), call(harmony, "add", '{"x": 1}')
+    prompt, turn = len(demo.prompts.ids(PROBLEM)), call(harmony, "add", '{"x": 1}')
     given = len(play(demo, in_turn(turn, final(harmony)))[0][0].turns[1].given_ids)
     for room, failure, turns in ((0, "truncated", 1), (3, "truncated", 2), (len(final(harmony)), "ok", 2)):
         context = prompt + len(turn) + given + room
@@ -344,13 +344,13 @@ def test_a_slow_tool_delays_only_its_own_trajectory(environment: Make, harmony: 
     """Of 40 trajectories one sleeps for half a second; the others have long been graded by then."""
     graded: list[tuple[float, int]] = []
     demo = environment(POOL + TOOLS)
-    grade = demo.grade
+    grade = demo.grader.grade
 
     async def timed(*args: Any, **keys: Any) -> Any:
         graded.append((time.perf_counter() - began, len(keys["tool_events"])))
         return await grade(*args, **keys)
 
-    demo.grade = timed  # type: ignore[method-assign]
+    demo.grader.grade = timed  # type: ignore[method-assign]
 
     def script(request: Request, index: int) -> list[int]:
         if request.samples == 1:
@@ -429,7 +429,7 @@ def test_any_tokens_make_a_trajectory(data: st.DataObject, environment: Make, ha
     engine.script = remembered
     collector = Collector(engine, demo, CONTEXT, FakeSandboxes(FakeSandbox()))  # type: ignore[arg-type]
     (group,) = collector.collect([PROBLEM], 2, Sampling(150), KEY).groups
-    prompt_ids = tuple(demo.prompt_ids(PROBLEM))
+    prompt_ids = tuple(demo.prompts.ids(PROBLEM))
     for trajectory in group.trajectories:
         assert trajectory.grade.failure in FAILURES
         assert 1 <= len(trajectory.turns) <= 4

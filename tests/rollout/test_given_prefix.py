@@ -51,7 +51,9 @@ def played(
     engine = ScriptedEngine(lambda _, index: tokenizer.encode(texts[index], control_tokens=True))
     collector = Collector(engine, environment, 400)  # type: ignore[arg-type]
     sampling = Sampling(limit * 10, temperature=1.0)
-    (group,) = collector.collect([PROBLEM], len(texts), sampling, (0, "train"), given=environment.given_ids).groups
+    (group,) = collector.collect(
+        [PROBLEM], len(texts), sampling, (0, "train"), given=environment.prompts.given_ids
+    ).groups
     (request,) = engine.requests
     return request, list(group.trajectories)
 
@@ -59,10 +61,10 @@ def played(
 def test_each_stage_gives_less(environment: Make, tokenizer: Tokenizer) -> None:
     demo = environment(POOL + curriculum(*STARTS))
     assert demo.curriculum is not None
-    prompt = tuple(demo.prompt_ids(PROBLEM))
+    prompt = tuple(demo.prompts.ids(PROBLEM))
     for start in STARTS:
         given = tuple(tokenizer.encode(start, control_tokens=True))
-        assert demo.given_ids == given
+        assert demo.prompts.given_ids == given
         form = "<|channel|>final<|message|>123<|return|>"
         request, (right, unfinished) = played(demo, [form.removeprefix(start), "12"], tokenizer)
         # The policy goes on from the start, and is graded as if it had said all of it.
@@ -97,7 +99,7 @@ def test_an_evaluation_is_given_nothing(environment: Make, tokenizer: Tokenizer)
     )
     collector = Collector(engine, demo, 400)  # type: ignore[arg-type]
     (group,) = collector.collect([PROBLEM], 1, Sampling(80), (0, "eval"), state=None).groups
-    assert engine.requests[0].prompt_ids == tuple(demo.prompt_ids(PROBLEM))
+    assert engine.requests[0].prompt_ids == tuple(demo.prompts.ids(PROBLEM))
     assert group.trajectories[0].grade.extras["format_ok"] == 1.0
 
 
@@ -118,12 +120,12 @@ def test_a_bundle_holds_the_start_and_replays(environment: Make, tokenizer: Toke
 
 def test_the_longest_start_counts_for_the_context(environment: Make, tokenizer: Tokenizer) -> None:
     demo = environment(POOL + curriculum(*STARTS))
-    prompt = len(demo.prompt_ids(PROBLEM))
+    prompt = len(demo.prompts.ids(PROBLEM))
     given = len(tokenizer.encode(STARTS[0], control_tokens=True))
-    assert demo.fits(PROBLEM, prompt + given + 10, 10)
-    assert not demo.fits(PROBLEM, prompt + given + 9, 10)
+    assert demo.prompts.fits(PROBLEM, prompt + given + 10, 10)
+    assert not demo.prompts.fits(PROBLEM, prompt + given + 9, 10)
     with pytest.raises(UserError, match=f"completions of up to {10 + given} do not fit"):
-        demo.check_prompt(PROBLEM, prompt + given + 9, 10)
+        demo.prompts.check(PROBLEM, prompt + given + 9, 10)
 
 
 def refusals(text: str) -> list[str]:

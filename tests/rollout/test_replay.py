@@ -69,10 +69,10 @@ def trajectory_of(
     return Trajectory(
         problem=problem,
         index=index,
-        prompt_ids=tuple(environment.prompt_ids(problem)),
+        prompt_ids=tuple(environment.prompts.ids(problem)),
         turns=turns,
-        grade=asyncio.run(environment.grade(problem, turns, LIMIT)),
-        sampling=Sampling(LIMIT, 0.7, 0.9, 5, environment.stop_ids, seed),
+        grade=asyncio.run(environment.grader.grade(problem, turns, LIMIT)),
+        sampling=Sampling(LIMIT, 0.7, 0.9, 5, environment.renderer.stop_ids, seed),
         environment=environment.identity,
         model={"start": "seed 1", "numerics": "fast", "precision": "float32"},
     )
@@ -102,7 +102,7 @@ def bundle(environment: Make, tokenizer: Tokenizer, harmony: Harmony, tmp_path: 
     demo = environment(ENVIRONMENT)
     turn = [Message("assistant", "1 < 2 < 3", channel="analysis"), Message("assistant", "123", channel="final")]
     ids = harmony.render_completion(turn)
-    routes = np.arange(2 * 2 * (len(demo.prompt_ids(PROBLEM)) + len(ids) - 1), dtype=np.int16).reshape(-1, 2, 2)
+    routes = np.arange(2 * 2 * (len(demo.prompts.ids(PROBLEM)) + len(ids) - 1), dtype=np.int16).reshape(-1, 2, 2)
     trajectory = trajectory_of(demo, ids, kept_ids=[[id_, 3] for id_ in ids], routes=routes)
     assert (trajectory.grade.score, trajectory.grade.failure) == (1.5, "ok")
     (path,) = recorder(tmp_path / "replay", demo, tokenizer).write(12, [trajectory])
@@ -129,7 +129,7 @@ def test_a_bundle_holds_what_the_trajectory_was(
     trajectory = read.trajectory()
     ids = trajectory.token_ids
     assert trajectory.problem == PROBLEM
-    assert list(trajectory.prompt_ids) == environment(ENVIRONMENT).prompt_ids(PROBLEM)
+    assert list(trajectory.prompt_ids) == environment(ENVIRONMENT).prompts.ids(PROBLEM)
     assert trajectory.kept_ids == [[id_, 3] for id_ in ids]
     assert trajectory.routes is not None
     assert trajectory.routes.shape == (len(trajectory.prompt_ids) + len(ids) - 1, 2, 2)
@@ -171,7 +171,9 @@ def test_any_completion_replays(
         st.one_of(
             well_formed.map(harmony.render_completion),
             st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=LIMIT),
-            st.builds(lambda answer: demo.answer_ids(PROBLEM, answer), st.sampled_from(["123", "321", "}{", "é☃"])),
+            st.builds(
+                lambda answer: demo.grader.answer_ids(PROBLEM, answer), st.sampled_from(["123", "321", "}{", "é☃"])
+            ),
         )
     )
     finish = data.draw(st.sampled_from(["stop", "length", "abort"]))
@@ -391,7 +393,7 @@ def test_failures_are_kept_by_class_and_others_by_a_rate(
     environment: Make, tokenizer: Tokenizer, harmony: Harmony, tmp_path: Path
 ) -> None:
     demo = environment(ENVIRONMENT)
-    right = demo.answer_ids(PROBLEM, "123")
+    right = demo.grader.answer_ids(PROBLEM, "123")
     cases = [(right, "stop"), (right[:-2], "length"), (right[:-2], "stop"), (right, "abort")]
     many = [
         trajectory_of(demo, ids, finish, Problem(f"demo/{place}", "sort", "?", "123", "demo"), index)
@@ -467,7 +469,7 @@ def test_a_write_that_ends_anywhere_leaves_a_whole_bundle_or_none(
 ) -> None:
     demo = environment(ENVIRONMENT)
     write = recorder(bundle.parent, demo, tokenizer).write
-    trajectory = trajectory_of(demo, demo.answer_ids(PROBLEM, "123"))
+    trajectory = trajectory_of(demo, demo.grader.answer_ids(PROBLEM, "123"))
     real, calls = getattr(os, call), iter(range(100))
 
     def stop(*arguments: Any) -> Any:

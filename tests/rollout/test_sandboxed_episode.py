@@ -13,6 +13,8 @@ from scripted_engine import ScriptedEngine
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
+from nmoe.envs.grade import Grader
+from nmoe.envs.prompts import PromptBuilder
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.rollout.collector import Collector
 from nmoe.sandbox.api import SandboxSetupError
@@ -86,16 +88,16 @@ def test_calls_touch_the_allowed_parts_of_the_workspace_alone(
     )
     files = {"data/table": b"7", "src/main.py": b"print(1)", "notes.txt": b"", "secret/key": b"hidden"}
     left: dict[str, bytes] = {}
-    graded = Environment.grade
+    graded = Grader.grade
 
-    async def grade(self: Environment, *given: Any, session: Any, **named: Any) -> Grade:
+    async def grade(self: Grader, *given: Any, session: Any, **named: Any) -> Grade:
         grade = await graded(self, *given, session=session, **named)
         left.update({path: await session.opened.read(path) for path in (*files, "src/new.py")})
         await session.opened.write("secret/key", b"restored")
         return grade
 
-    monkeypatch.setattr(Environment, "files", lambda *_: files)
-    monkeypatch.setattr(Environment, "grade", grade)
+    monkeypatch.setattr(PromptBuilder, "files", lambda *_: files)
+    monkeypatch.setattr(Grader, "grade", grade)
     turns = [
         call(harmony, "bash", script="cat data/table; echo 8 > data/table; cat secret/key; echo 9 > secret/new"),
         call(harmony, "python", code="open('src/new.py', 'w').write('2'); print(open('secret/key').read())"),

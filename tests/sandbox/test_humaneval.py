@@ -34,7 +34,7 @@ def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     size = demo.pool.order.size or 0
     assert size == (164 if WHOLE else 11)
     read = [demo.pool.order.at(place) for place in range(size)]
-    assert all(str(one.metadata["prompt"]).strip("\n") in tokenizer.decode(demo.prompt_ids(one)) for one in read)
+    assert all(str(one.metadata["prompt"]).strip("\n") in tokenizer.decode(demo.prompts.ids(one)) for one in read)
     return read
 
 

@@ -22,6 +22,7 @@ from nmoe.config.locate import Locator, Place
 from nmoe.config.tables.pools import SelfplayPool
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
+from nmoe.envs.grade import Grader
 from nmoe.envs.pools.selfplay import open_problems
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.proof import Proof, read_proof
@@ -534,9 +535,9 @@ def test_lost_verifications_and_checks_are_not_silence(tmp_path: Path, tokenizer
         return "Adding.", proof("4+7=11", "Right.", "1")
 
     def losing(kind: str, places: set[int], answers: Answers) -> Attempted:
-        original = Environment.grade
+        original = Grader.grade
 
-        async def grade(self: Environment, problem: Problem, turns: Any, limit: int, **given: Any) -> Grade:
+        async def grade(self: Grader, problem: Problem, turns: Any, limit: int, **given: Any) -> Grade:
             found = await original(self, problem, turns, limit, **given)
             nonlocal graded
             if problem.task_type == kind and problem.gold == "":
@@ -547,7 +548,7 @@ def test_lost_verifications_and_checks_are_not_silence(tmp_path: Path, tokenizer
 
         graded = 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Environment, "grade", grade)
+            patch.setattr(Grader, "grade", grade)
             return played(tmp_path, tokenizer, harmony, answers, samples=1)[0][0]
 
     assert losing("proof_verification", set(), answers).score == ALL

@@ -103,7 +103,7 @@ def test_questions_are_of_the_train_split_and_prompts_the_environments(
         (question,) = [message.content for message in messages if message.role == "user"]
         assert split_of("add", question) == "train"
         if messages[0].role == "developer":
-            prompt = environment.prompt_ids(Problem("p", "add", question, "0", "p"))
+            prompt = environment.prompts.ids(Problem("p", "add", question, "0", "p"))
             assert harmony.render_prompt(messages[:2]) == prompt
 
 
@@ -111,8 +111,8 @@ def test_the_tokenizer_has_seen_the_tools_definition(tokenizer: Tokenizer) -> No
     """It stands before every problem: spelled letter by letter it would fill the model's context."""
     without = Tokenizer.train(corpus_texts(0, 300), 512)
     problem = Problem("p", "add", "Add: 1000 + 2000", "3000", "p")
-    with_tools = len(Environment.from_toml(ENVIRONMENT, tokenizer).prompt_ids(problem))
-    assert with_tools < 110 < len(Environment.from_toml(ENVIRONMENT, without).prompt_ids(problem))
+    with_tools = len(Environment.from_toml(ENVIRONMENT, tokenizer).prompts.ids(problem))
+    assert with_tools < 110 < len(Environment.from_toml(ENVIRONMENT, without).prompts.ids(problem))
 
 
 def test_texts_are_a_pure_function_of_the_seed() -> None:
@@ -162,5 +162,5 @@ def test_an_answer_on_no_channel_has_no_form(stage_tokenizer: Tokenizer) -> None
     broken = formed[formed.index(stage_tokenizer.special_id("<|message|>")) :]
     for ids, form in ((formed, 1.0), (broken, 0.0)):
         turn = Turn((), Sample(ids, [0.0] * len(ids), [], "stop"))
-        grade = asyncio.run(environment.grade(problem, (turn,), 96))
+        grade = asyncio.run(environment.grader.grade(problem, (turn,), 96))
         assert (grade.components["format"], grade.score) == (form, form)

@@ -261,7 +261,7 @@ def test_arguments_of_a_template_are_those_of_transformers(thinks: bool) -> None
     environment = Environment.from_settings(EnvironmentSettings.model_validate(table), ours("qwen3"))
     problem = environment.pool.order.at(0)
     asked = [{"role": "user", "content": problem.question}]
-    prompt = environment.prompt_ids(problem)
+    prompt = environment.prompts.ids(problem)
     assert prompt == theirs("qwen3").apply_chat_template(
         asked, add_generation_prompt=True, return_dict=False, enable_thinking=thinks
     )
@@ -269,7 +269,7 @@ def test_arguments_of_a_template_are_those_of_transformers(thinks: bool) -> None
     assert said.endswith("<|im_start|>assistant\n" + ("" if thinks else "<think>\n\n</think>\n\n"))
     # An answer without reasoning is well-formed, and graded, either way.
     ids = [*ours("qwen3").encode(problem.gold), ours("qwen3").end_ids[0]]
-    assert asyncio.run(environment.grade(problem, single_turn(ids), 64)).score == 1.0
+    assert asyncio.run(environment.grader.grade(problem, single_turn(ids), 64)).score == 1.0
 
 
 @pytest.mark.parametrize(

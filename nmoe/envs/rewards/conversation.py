@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def samples_of(environment: Environment, trajectories: Sequence[Trajectory], state: TrainerState) -> Samples:
     """Builds what the environment's rewards receive, from the trajectories of one problem."""
     problem = trajectories[0].problem
-    messages = environment.messages(problem)
+    messages = environment.prompts.messages(problem)
     prompt: Prompt = [{"role": message.role, "content": message.content} for message in messages]
     if environment.settings.format == "boxed":
         prompt = "\n\n".join(message.content for message in messages) + "\n"
@@ -30,7 +30,7 @@ def samples_of(environment: Environment, trajectories: Sequence[Trajectory], sta
         trajectories=trajectories,
         columns=columns_of(problem),
         state=state,
-        decode=environment.text,
+        decode=environment.tokenizer.decode,
     )
 
 

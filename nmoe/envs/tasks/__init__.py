@@ -1,9 +1,8 @@
-"""The task types; nmoe's own, those of packages, and the user's (`nmoe.config.registry.TASKS` has their names)."""
+"""Built-in tasks, tasks of installed packages and of users, by name (`nmoe.config.registry.TASKS` lists the names)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
 
 from nmoe.config import registry
 from nmoe.envs.tasks.own import MultiTurnEnv, OwnTask, Task, adapted
@@ -14,32 +13,22 @@ from nmoe.types import Metadata
 __all__ = ["TASKS", "Attempt", "GeneratedTask", "MultiTurnEnv", "OwnTask", "Task", "TaskProtocol", "pose_new"]
 
 
-class _Tasks(Mapping[str, TaskProtocol]):
+class _Tasks(dict[str, TaskProtocol]):
     """Tasks by name, each made when it is first asked for. Raises UserError for a name without a task."""
 
     def __init__(self) -> None:
-        # Each beside the part that it was made from. For a program's part the name alone is no key: a notebook may
-        # define a class again, and two threads may each have one of that name.
-        self.made: dict[object, tuple[object, TaskProtocol]] = {}
+        # A program's parts, by name and identity: a notebook may define a class again, and two threads may each have one
+        # of that name. The part is kept, so that its identity is not given to another.
+        self._parts: dict[tuple[str, int], tuple[object, TaskProtocol]] = {}
 
-    def __getitem__(self, name: str) -> TaskProtocol:
-        own = name in registry.TASKS.own
-        if own and name in self.made:
-            return self.made[name][1]
+    def __missing__(self, name: str) -> TaskProtocol:
         part = registry.TASKS.get(name)
-        key = name if own else (name, id(part))
-        if key not in self.made:
-            self.made.setdefault(key, (part, adapted(part, name)))
-        return self.made[key][1]
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in registry.TASKS
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(registry.TASKS.names())
-
-    def __len__(self) -> int:
-        return len(registry.TASKS.names())
+        if name in registry.TASKS.own:
+            return self.setdefault(name, adapted(part, name))
+        key = (name, id(part))
+        if key not in self._parts:
+            self._parts.setdefault(key, (part, adapted(part, name)))
+        return self._parts[key][1]
 
 
 TASKS = _Tasks()

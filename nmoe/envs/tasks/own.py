@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from nmoe.envs.prompts import split_prompt
 from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State, plain_json
+from nmoe.envs.tasks.records import split_prompt
 from nmoe.envs.tasks.task import Attempt, QuestionTask, TaskProtocol
 from nmoe.errors import UserError
 from nmoe.types import Message, Metadata, Problem, Verdict

@@ -67,7 +67,7 @@ def test_plain_text_goes_in_as_strings(environment: Make, module: Module, tokeni
         "def f(prompts, completions):\n    return [len(p) + 100 * len(c) for p, c in zip(prompts, completions)]\n"
     )
     demo = environment('format = "boxed"\nsystem = "Sort."\n' + SORT + reward(f"{name}:f"))
-    ids = demo.answer_ids(PROBLEM, "123")
+    ids = demo.grader.answer_ids(PROBLEM, "123")
     collector = Collector(ScriptedEngine(lambda _, index: ids), demo, 400)  # type: ignore[arg-type]
     (group,) = collector.collect([PROBLEM], 1, Sampling(60), (0,)).groups
     samples = samples_of(demo, group.trajectories, TrainerState())
@@ -264,7 +264,7 @@ def test_evaluations_do_not_ask(environment: Make, module: Module, harmony: obje
 
     name = module("def f(completions, **_):\n    raise AssertionError('asked')\n")
     demo = environment(SORT + reward(f"{name}:f"))
-    engine = ScriptedEngine(lambda _, index: demo.answer_ids(PROBLEM, "123"))
+    engine = ScriptedEngine(lambda _, index: demo.grader.answer_ids(PROBLEM, "123"))
     (group,) = Collector(engine, demo, 400).collect([PROBLEM], 1, Sampling(60), (0,), state=None).groups  # type: ignore[arg-type]
     assert (group.trajectories[0].grade.score, group.trajectories[0].trainer_state) == (1.0, None)
 
@@ -280,7 +280,7 @@ def f(completions, **_):
     return [0.0]
 """)
     demo = environment(SORT + reward(f"{name}:f", timeout_s=0.3))
-    engine = ScriptedEngine(lambda *_: demo.answer_ids(PROBLEM, "123"))
+    engine = ScriptedEngine(lambda *_: demo.grader.answer_ids(PROBLEM, "123"))
     collector = Collector(engine, demo, 400)  # type: ignore[arg-type]
     for batch in range(2):  # each has an event loop of its own
         assert len(collector.collect([PROBLEM] * 12, 1, Sampling(60), (batch,)).groups) == 12
@@ -302,7 +302,7 @@ async def wrong(completions, **_):
 """)
 
     demo = environment(SORT + reward(f"{name}:slow", "a") + reward(f"{name}:wrong", "b"))
-    trajectory = trajectory_of(demo, demo.answer_ids(PROBLEM, "123"))
+    trajectory = trajectory_of(demo, demo.grader.answer_ids(PROBLEM, "123"))
     with pytest.raises(RewardError, match="reward 'b'"):
         asyncio.run(rated(demo.rewards, samples_of(demo, [trajectory], TrainerState())))
     assert importlib.import_module(name).ended == [True]

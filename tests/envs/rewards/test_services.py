@@ -166,7 +166,7 @@ def test_groups_are_asked_side_by_side_within_the_limit(environment: Make) -> No
     problems = [Problem(f"demo/{i}", "sort", "Sort: 312", "123", "demo") for i in range(8)]
     with serving(lambda number, _: (200, {"rewards": [number]}), delay_s=0.15) as asked:
         demo = environment(http(asked.url, concurrency=4))
-        engine = ScriptedEngine(lambda *_: demo.answer_ids(PROBLEM, "123"))
+        engine = ScriptedEngine(lambda *_: demo.grader.answer_ids(PROBLEM, "123"))
         collector = Collector(engine, demo, 400)  # type: ignore[arg-type]
         began = time.perf_counter()
         collected = collector.collect(problems, 1, Sampling(60), (0,))

@@ -56,7 +56,7 @@ def test_answers_and_steps_are_rewarded(
         return
     assert [[score for _, score in grade.step_rewards] for grade in grades] == [[0.2, 0.3], [0.1], []]
     for trajectory, last in zip(group.trajectories, (["12", "345"], ["1"]), strict=False):
-        texts = [demo.text(trajectory.token_ids[: place + 1]) for place, _ in trajectory.grade.step_rewards]
+        texts = [demo.tokenizer.decode(trajectory.token_ids[: place + 1]) for place, _ in trajectory.grade.step_rewards]
         assert [text.rpartition("\n")[2].rpartition(">")[2].strip() for text in texts] == last
 
 
