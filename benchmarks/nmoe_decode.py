@@ -16,7 +16,7 @@ from stopwatch import Stopwatch
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.checkpoint import load_model
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention

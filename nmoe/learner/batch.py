@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -79,26 +79,26 @@ class Batch:
         return torch.arange(self.tokens) - starts_T
 
     def shared_rows(self) -> tuple[Tensor, Tensor] | None:
-        """The rows that have to run, `[S]`, and for every row of the batch the place of its values among them, `[T]`. None if no
+        """The rows that have to run, `[S]`, and for every row of the batch the index of its values among them, `[T]`. None if no
         two sequences share a prefix."""
         if self.prefixes is None or len({group for group, _ in self.prefixes}) == len(self.prefixes):
             return None
-        first_place: dict[int, int] = {}
-        rows, places = [], []
+        first_row: dict[int, int] = {}
+        rows, indices = [], []
         start = run = 0
         for length, (group, shared) in zip(self.lengths, self.prefixes, strict=True):
-            skipped = shared if group in first_place else 0
+            skipped = shared if group in first_row else 0
             if skipped:
-                places.append(np.arange(first_place[group], first_place[group] + skipped))
-            first_place.setdefault(group, run)
+                indices.append(np.arange(first_row[group], first_row[group] + skipped))
+            first_row.setdefault(group, run)
             rows.append(np.arange(start + skipped, start + length))
-            places.append(np.arange(run, run + length - skipped))
+            indices.append(np.arange(run, run + length - skipped))
             start, run = start + length, run + length - skipped
         device = self.inputs_T.device
-        return put(np.concatenate(rows), device), put(np.concatenate(places), device)
+        return put(np.concatenate(rows), device), put(np.concatenate(indices), device)
 
     @cached_property
-    def scored_places(self) -> Tensor:
+    def scored_positions(self) -> Tensor:
         """The positions that are scored, `[N]`."""
         return self.scored_T.nonzero().flatten()
 
@@ -135,7 +135,7 @@ class Batch:
         """The batch on a device, which then need not be asked where the scored positions are."""
         columns: dict[str, Any] = {name: put(values_T, device) for name, values_T in self._columns()}
         there = replace(self, **columns)
-        there.__dict__["scored_places"] = put(self.scored_places, device)
+        there.__dict__["scored_positions"] = put(self.scored_positions, device)
         return there
 
     def _columns(self) -> Iterator[tuple[str, Tensor]]:
@@ -144,7 +144,7 @@ class Batch:
                 yield f.name, value
 
     def select(self, sequences: Sequence[int]) -> tuple[Batch, Tensor]:
-        """The batch of these sequences, in this order, and the places of its positions in this one, `[T']`."""
+        """The batch of these sequences, in this order, and the row of each of its positions in this one, `[T']`."""
         starts = [0]
         for length in self.lengths:
             starts.append(starts[-1] + length)
@@ -162,6 +162,39 @@ class Batch:
         assert len(self.lengths) == 1, "of one sequence"
         columns: dict[str, Any] = {name: values_T[:positions] for name, values_T in self._columns()}
         return replace(self, lengths=(positions,), prefixes=None, **columns)
+
+
+class MicroBatch(NamedTuple):
+    """A part of a batch that runs at once: its sequences on the host, and the positions of its scored tokens in the whole batch,
+    `[N]`. One that does not count only keeps its rank in step with the others."""
+
+    batch: Batch
+    positions_N: Tensor
+    counts: bool
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of one rank, of a batch of `tokens` tokens.
+
+    All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the
+    smallest one again, which does not count.
+    """
+
+    parts: Sequence[MicroBatch]
+    tokens: int
+
+
+def deal(batch: Batch, tokens_per_microbatch: int, ranks: int) -> list[MicroBatches]:
+    """Splits a batch into micro-batches and deals them to the ranks in turns."""
+    parts = []
+    for sequences in micro_batches(batch, tokens_per_microbatch, ranks):
+        micro, rows_T = batch.select(sequences)
+        parts.append(MicroBatch(micro, rows_T[micro.scored_T], counts=True))
+    idle = min(parts, key=lambda part: part.batch.tokens)._replace(counts=False)
+    most = -(-len(parts) // ranks)
+    dealt = [parts[rank::ranks] for rank in range(ranks)]
+    return [MicroBatches([*own, *[idle] * (most - len(own))], batch.tokens) for own in dealt]
 
 
 def micro_batches(batch: Batch, tokens_per_microbatch: int, ranks: int = 1) -> list[list[int]]:

@@ -7,44 +7,40 @@ It knows no algorithm. A recipe gives it an objective and a batch, whose weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import lru_cache, partial, reduce
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmoe.config.tables.optimizer import OptimizerSection
-from nmoe.learner.batch import Batch
-from nmoe.learner.forward import (
-    Scores,
-    Share,
-    in_order,
-    on_each_rank,
-    score,
-    scored_states,
-    share_head_outputs,
-    share_logprobs,
-)
-from nmoe.learner.objectives import Objective, Scored
+from nmoe.learner.batch import Batch, MicroBatches, deal
+from nmoe.learner.objectives import Objective
 from nmoe.learner.optimizer import TENSORS, Optimizer, StepResult
-from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
-from nmoe.learner.sharding import share_model
+from nmoe.learner.passes import (
+    PassResult,
+    RankResult,
+    Scores,
+    TrainingPass,
+    forward_head_outputs,
+    forward_logprobs,
+    in_order,
+    joined,
+)
+from nmoe.learner.routing import move_router_bias
 from nmoe.model.checkpoint import export_model, load_weights, refuse_packed, sharded_model, snapshot_model
-from nmoe.model.device import fetch, put
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora
-from nmoe.model.moe import RouterTrace
 from nmoe.model.ops.table import make_ready
 from nmoe.model.peft_format import resume_adapter, save_adapter, snapshot_adapter
 from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
-from nmoe.parallel.gang import command, gang
+from nmoe.parallel.gang import collect, command, gang
 from nmoe.parallel.ranks import Ranks, release, whole
-from nmoe.parallel.traffic import Traffic
 
 if TYPE_CHECKING:
     from nmoe.parallel.sharded_files import ShardedFiles
@@ -77,28 +73,18 @@ class WeightReceiver(Protocol):
     async def update_weights(self, source: Transformer | Lora, version: int) -> None: ...
 
 
-@dataclass(frozen=True)
-class PassResult:
-    """The result of one `forward_backward`.
-
-    `tokens` holds one value per scored token in the order of the batch: `logprobs`, `entropy` and the statistics of the objective.
-    `routing` is None in a dense model, `traffic` where no ranks share experts.
-    """
-
-    loss: float
-    auxiliary_loss: float
-    tokens: dict[str, Tensor]
-    routing: RoutingStatistics | None
-    traffic: Traffic | None = None
-
-    def routing_metrics(self) -> dict[str, Any]:
-        """Metrics of the routers and of shared experts, by the names of `docs/reference/metrics.md`; none for a dense model."""
-        metrics: dict[str, Any] = {}
-        if self.routing is not None:
-            metrics |= {"router_aux_loss": self.auxiliary_loss, **self.routing.metrics()}
-        if self.traffic is not None:
-            metrics |= {"rdep_bytes": float(self.traffic.sent_bytes), "time_dispatch_s": self.traffic.seconds}
-        return metrics
+def share_model(
+    model: Transformer, ranks: Ranks, device: torch.device | None = None, kept: Collection[nn.Parameter] = ()
+) -> None:
+    """Shards a model over the ranks in place and gives its experts their dispatcher; a model that they share already stays as it
+    is. A model on meta names the `device` that its parts will be allocated on. The `kept` parameters stay whole on every rank.
+    Raises UserError as `Ranks.shard` does."""
+    if ranks.share(model):
+        return
+    moes = model.moe_layers()
+    dispatcher = ranks.shard(model, model.blocks, moes, model.config.routed_experts, kept, device)
+    for moe in moes:
+        moe.dispatcher, moe.sharded = dispatcher, ranks.size > 1
 
 
 class Learner:
@@ -155,7 +141,11 @@ class Learner:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.temperature = temperature
         self.version = 0
-        self._load_YE = self._no_load()
+        self._training_pass = TrainingPass(model, self.ranks, temperature, head, head_only)
+        moes = model.moe_layers()
+        self._load_YE = torch.zeros(len(moes), model.config.experts, dtype=torch.int64)
+        self._balanced_by_bias = lora is None and model.config.router_bias_rate > 0
+        self._profiled = [moe for moe in moes if moe.profile is not None]
         # Without an adapter, of which every rank has all.
         self._files: ShardedFiles | None = None
         if self.ranks.size > 1 and lora is None:
@@ -164,87 +154,39 @@ class Learner:
 
             self._files = ShardedFiles()
 
-    def _no_load(self) -> Tensor:
-        return torch.zeros(len(self.model.moe_layers()), self.model.config.experts, dtype=torch.int64)
-
     def forward_backward(self, batch: Batch, objective: Objective) -> Future[PassResult]:
         """Adds the gradient of this batch to the gradient accumulated since the last `optim_step`."""
-        return Done(_joined(self._on_each_rank(partial(self._pass, objective), batch)))
+        return Done(joined(self.on_each_rank(partial(self._pass, objective), batch)))
 
-    def _on_each_rank(self, function: Callable[[Share], R], batch: Batch) -> list[R]:
-        return on_each_rank(function, batch, self.tokens_per_microbatch, self.ranks)
+    def on_each_rank(self, function: Callable[[MicroBatches], R], batch: Batch) -> list[R]:
+        """Calls a function with each rank's micro-batches of the batch, on that rank; returns all results."""
+        dealt = deal(batch, self.tokens_per_microbatch, self.ranks.size)
+        if gang().leads:
+            return collect(function, dealt)
+        # One process; or all ranks are here, each with the whole batch.
+        return self.ranks.gather(function(dealt[self.ranks.rank]))
 
-    def _pass(self, objective: Objective, share: Share) -> _Part:
-        """Forward and backward passes of this rank's micro-batches."""
-        config = self.model.config
-        balancing = config.routed_experts > 0 and config.router_aux_loss_coef > 0
-        # The auxiliary loss needs the shares of the whole batch before the first backward pass. If there is only one part, its own
-        # forward pass gives them.
-        alone = self.ranks.size == 1 and len(share.parts) == 1
-        share_YE = self._load_shares(share) if balancing and not alone else None
-        experts = config.routed_experts
-        part = _Part(RoutingStatistics.empty(len(config.moe_layers), experts) if experts else None)
-        dispatcher = next((moe.dispatcher for moe in self.model.moe_layers() if moe.dispatcher is not None), None)
-        if dispatcher is not None:
-            dispatcher.sent()  # of passes that computed log-probabilities alone
-        for on_host, places_N, counts in share.parts:
-            micro = on_host.to(self.model.device)
-            trace = RouterTrace(replay=micro.routes_TYK)
-            outputs = score(self.model, micro, trace, self.temperature, self.head, self.head_only)
-            objective_sum, statistics = objective(outputs, scored_columns(micro))
-            total = objective_sum
-            sums = [objective_sum.detach()]
-            if balancing:
-                share_YE = load_shares(count_load(trace, config.experts)) if share_YE is None else share_YE
-                extra = auxiliary_loss(trace, share_YE, share.tokens, config.router_aux_loss_coef)
-                sums.append(extra.detach())
-                total = total + extra
-            (total * (self.optimizer.loss_scale * counts)).backward()
-            if not counts:
-                continue
-            if not self.head_only:
-                statistics |= {"logprobs": outputs.logprobs_N.detach(), "entropy": outputs.entropy_N.detach()}
-            here = fetch(*sums, *statistics.values())
-            part.loss += float(here[0])
-            part.auxiliary_loss += sum(map(float, here[1 : len(sums)]))
-            for name, values_N in zip(statistics, here[len(sums) :], strict=True):
-                part.columns.setdefault(name, []).append(values_N)
-            part.places.append(places_N)
-            if part.routing is not None:
-                self._load_YE += part.routing.add(trace)
-        part.traffic = None if dispatcher is None else dispatcher.sent()
-        return part
-
-    @torch.no_grad()
-    def _load_shares(self, share: Share) -> Tensor:
-        """The share of the batch's router picks per layer and expert, `[Y, E]`, from recorded routes or, without them, from a
-        forward pass of all parts. With the shares of one part alone, the gradient of the auxiliary loss would depend on how the
-        batch is split."""
-        load_YE = self._no_load()
-        for on_host, _, counts in share.parts:
-            trace = RouterTrace(replay=on_host.routes_TYK)
-            if trace.replay is None:
-                scored_states(self.model, on_host.to(self.model.device), trace)
-            if counts:
-                load_YE += fetch(count_load(trace, self.model.config.experts))[0]
-        self.ranks.sum(load_YE)
-        return load_shares(load_YE)
+    def _pass(self, objective: Objective, micros: MicroBatches) -> RankResult:
+        result = self._training_pass.run(micros, objective, self.optimizer.loss_scale)
+        if result.routing is not None:
+            self._load_YE += result.routing.load_YE
+        return result
 
     def logprobs(self, batch: Batch) -> Future[Tensor]:
         """Log-probabilities of the scored tokens under the present weights, `[N]`, in the batch's order."""
-        return Done(in_order(self._on_each_rank(self._share_logprobs, batch)))
+        return Done(in_order(self.on_each_rank(self._logprobs, batch)))
 
-    def _share_logprobs(self, share: Share) -> Scores:
-        return share_logprobs(self.model, share, self.temperature)
+    def _logprobs(self, micros: MicroBatches) -> Scores:
+        return forward_logprobs(self.model, micros, self.temperature)
 
     def head_outputs(self, batch: Batch) -> Future[Tensor]:
         """Outputs of the head at the scored tokens under the present weights, `[N, K]`, in the batch's order."""
         assert self.head is not None, "a learner without a head has no outputs of one"
-        return Done(in_order(self._on_each_rank(self._share_head_outputs, batch)))
+        return Done(in_order(self.on_each_rank(self._head_outputs, batch)))
 
-    def _share_head_outputs(self, share: Share) -> Scores:
+    def _head_outputs(self, micros: MicroBatches) -> Scores:
         assert self.head is not None, "a learner without a head has no outputs of one"
-        return share_head_outputs(self.model, self.head, share)
+        return forward_head_outputs(self.model, self.head, micros)
 
     @command
     def optim_step(self) -> Future[StepResult]:
@@ -254,9 +196,9 @@ class Learner:
         self.ranks.sum_gradients(self.optimizer.masters)  # of those that are sharded FSDP does it
         result = self.optimizer.step()
         self.ranks.sum(self._load_YE)
-        if not result.overflow and self.lora is None:
+        if self._balanced_by_bias and not result.overflow:
             move_router_bias(self.model, self._load_YE)
-        for moe in self.model.moe_layers():
+        for moe in self._profiled:
             moe.quantise()
         self._load_YE.zero_()
         return Done(result)
@@ -356,56 +298,3 @@ class Learner:
         self.optimizer.load(directory)
         if state is not None:
             self.version = state["version"]
-
-
-@dataclass
-class _Part:
-    """The results of one rank's micro-batches."""
-
-    routing: RoutingStatistics | None
-    loss: float = 0.0
-    auxiliary_loss: float = 0.0
-    columns: dict[str, list[Tensor]] = field(default_factory=dict)
-    places: list[Tensor] = field(default_factory=list)
-    traffic: Traffic | None = None
-
-
-def _joined(parts: list[_Part]) -> PassResult:
-    """Joins the ranks' parts into one result, with per-token columns in the batch's order."""
-    order_N = torch.cat([place for part in parts for place in part.places]).argsort()
-    names = next((part.columns for part in parts if part.columns), {})
-    tokens = {name: torch.cat([v for part in parts for v in part.columns.get(name, [])])[order_N] for name in names}
-    routing = parts[0].routing
-    for part in parts[1:]:
-        if routing is not None and part.routing is not None:
-            routing.join(part.routing)
-    counted = [part.traffic for part in parts if part.traffic is not None]
-    return PassResult(
-        loss=sum(part.loss for part in parts),
-        auxiliary_loss=sum(part.auxiliary_loss for part in parts),
-        tokens=tokens,
-        routing=routing,
-        traffic=reduce(Traffic.beside, counted) if counted else None,
-    )
-
-
-def scored_columns(micro: Batch) -> Scored:
-    """What an objective reads of a micro-batch."""
-
-    def column(values_T: Tensor | None) -> Tensor | None:
-        return None if values_T is None else values_T[micro.scored_places]
-
-    return Scored(
-        weights_N=micro.weights_T[micro.scored_places],
-        advantages_N=column(micro.advantages_T),
-        behaviour_logprobs_N=column(micro.behaviour_logprobs_T),
-        reference_logprobs_N=column(micro.reference_logprobs_T),
-        old_logprobs_N=column(micro.old_logprobs_T),
-        returns_N=column(micro.returns_T),
-        old_values_N=column(micro.old_values_T),
-        labels_N=column(micro.labels_T),
-        label_weights_N=column(micro.label_weights_T),
-        steps_N=column(micro.steps_T),
-        sequence_N=put(micro.sequence_ids(), micro.scored_T.device)[micro.scored_places],
-        pairs=micro.pairs,
-    )

@@ -73,8 +73,8 @@ class RoutingStatistics:
         return cls(torch.zeros(layers, experts, dtype=torch.int64), torch.zeros(layers, dtype=torch.float64))
 
     @torch.no_grad()
-    def add(self, trace: RouterTrace) -> Tensor:
-        """Adds a micro-batch and returns its load, `[Y, E]`. The host waits once, and once more where routes were recorded."""
+    def add(self, trace: RouterTrace) -> None:
+        """Adds a micro-batch. The host waits once, and once more where routes were recorded."""
         shares = (scores_TE / scores_TE.sum(-1, keepdim=True) for scores_TE in trace.scores_TE)
         entropy_Y = torch.stack([torch.special.entr(shares_TE).sum() for shares_TE in shares]).double()
         load_YE, entropy_Y = fetch(count_load(trace, self.load_YE.shape[1]), entropy_Y)
@@ -84,7 +84,6 @@ class RoutingStatistics:
         self.picks += sum(chosen_TK.numel() for chosen_TK in trace.chosen_TK)
         if trace.replay is not None:
             self._compare(trace, trace.replay)
-        return load_YE
 
     def join(self, other: RoutingStatistics) -> None:
         """Adds another part of the same batch."""

@@ -15,18 +15,41 @@ nothing is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nmoe.model.ops.head import prepared, row_sums
 from nmoe.model.ops.table import ops_for
+from nmoe.model.ops.torch import LOW_PRECISION
 
 _PIECE_LOGITS = 2**20
 _LEAST_ROWS = 256
 _KEPT_LOGITS = 2**24
+
+# torch adds up a single row of this many numbers with all its threads, each a part (GRAIN_SIZE of its TensorIterator).
+_SHARED_ROW = 32_768
+
+
+def head_product(x_ND: Tensor, weight_VD: Tensor, exact: bool) -> Tensor:
+    """`x @ weight.T` in fp32 at least: logits of some tens rounded to bf16 are wrong by some hundredths."""
+    if exact or x_ND.dtype not in LOW_PRECISION:
+        x_ND, weight_VD = _widened(x_ND, exact), _widened(weight_VD, exact)
+        return ops_for(x_ND, exact).linear(x_ND, weight_VD)
+    return ops_for(x_ND).linear_in_fp32(x_ND, weight_VD)
+
+
+def _widened(x: Tensor, exact: bool) -> Tensor:
+    """In fp32 where exact numerics meet low precision: exact products are in fp32."""
+    return x.float() if exact and x.dtype in LOW_PRECISION else x
+
+
+def row_sums(x_NV: Tensor) -> Tensor:
+    """`x.sum(-1)`, a row having the same bits alone as among others."""
+    if x_NV.shape[0] != 1 or x_NV.shape[1] < _SHARED_ROW:
+        return x_NV.sum(-1)
+    return torch.cat([x_NV, x_NV]).sum(-1)[:1]
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -64,11 +87,11 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_x_ND = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD: Tensor | None = None
         rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
-        head = prepared(weight_VD, ctx.exact) if exps_NV is None else None
+        head = _Head(weight_VD, ctx.exact) if exps_NV is None else None
         # If few values are kept, the products take them all at once.
         whole = exps_NV is not None and exps_NV.numel() <= _KEPT_LOGITS
         for piece in [slice(0, rows)] if whole else _pieces(rows, vocabulary):
-            again_nV = None if head is None else _shifted(_logits(head, x_ND[piece]), ctx.temperature, kept_NM, piece)
+            again_nV = None if head is None else _shifted(head.logits(x_ND[piece]), ctx.temperature, kept_NM, piece)
             exps_nV = exps_NV[piece] if again_nV is None else again_nV.exp_()
             entropic_nV = None
             if entropy_grad_N is not None:
@@ -137,9 +160,9 @@ def _in_pieces(
     rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
     logprobs_N = torch.empty(rows, dtype=torch.promote_types(x_ND.dtype, torch.float32), device=x_ND.device)
     entropy_N, largest_N, total_N = (torch.empty_like(logprobs_N) for _ in range(3))
-    head = prepared(weight_VD, exact)
+    head = _Head(weight_VD, exact)
     for piece in _pieces(rows, vocabulary):
-        logits_nV = _logits(head, x_ND[piece])
+        logits_nV = head.logits(x_ND[piece])
         for part in _parts(piece, vocabulary):
             part_nV = logits_nV[part.start - piece.start : part.stop - piece.start]
             shifted_nV = _shifted(part_nV, temperature, kept_NM, part, largest_N[part])
@@ -166,10 +189,18 @@ def _plus_weight_gradient(sum_VD: Tensor | None, x_nD: Tensor, grad_nV: Tensor, 
     return sum_VD.add_(ops_for(x_nD).weight_gradient(x_nD, grad_nV))
 
 
-def _logits(head: Callable[[Tensor], Tensor], x_nD: Tensor) -> Tensor:
-    """In fp32, or in fp64 for fp64 inputs."""
-    logits_nV = head(x_nD)
-    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+class _Head:
+    """The head for several pieces of rows, without gradients: its weight is prepared once."""
+
+    def __init__(self, weight_VD: Tensor, exact: bool) -> None:
+        weight_VD = _widened(weight_VD, exact)
+        self.ops, self.dtype, self.vocabulary = ops_for(weight_VD, exact), weight_VD.dtype, len(weight_VD)
+        self.weight = self.ops.head_weight(weight_VD)
+
+    def logits(self, x_nD: Tensor) -> Tensor:
+        """In fp32, or in fp64 for fp64 inputs."""
+        logits_nV = self.ops.logits(x_nD.to(self.dtype), self.weight, self.vocabulary)
+        return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
 
 
 def _shifted(

@@ -29,7 +29,6 @@ from torch import Tensor
 from nmoe.model import recurrence
 from nmoe.model.attention import Attend
 from nmoe.model.ops.attention import AttentionLayer, Clusters
-from nmoe.model.ops.gradients import AttentionInClusters
 from nmoe.model.ops.table import ops_for
 from nmoe.model.recurrence import RecurrentLayer, Spans
 
@@ -222,8 +221,7 @@ class PackedAttention:
         ops = ops_for(q_THC)
         if not ops.takes_clusters(layer, q_THC, k_TJC, v_TJU, max(self.lengths, default=0)):
             return self.bucketed(layer, q_THC, k_TJC, v_TJU)
-        out_THU: Tensor = AttentionInClusters.apply(ops, layer, self.clusters, q_THC, k_TJC, v_TJU)
-        return out_THU
+        return ops.attend_in_clusters(layer, q_THC, k_TJC, v_TJU, self.clusters)
 
     @cached_property
     def clusters(self) -> Clusters:

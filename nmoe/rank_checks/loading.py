@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from nmoe.errors import ShortfallError
-from nmoe.learner.sharding import share_model
+from nmoe.learner.learner import share_model
 from nmoe.model.checkpoint import export_model, load_model, new_model, save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer

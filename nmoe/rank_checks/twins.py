@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from nmoe.errors import ShortfallError
 from nmoe.learner.batch import Batch, token_weights
-from nmoe.learner.learner import Learner, PassResult
+from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective
+from nmoe.learner.passes import PassResult
 from nmoe.model.config import DeltaNet, LatentAttention, ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import is_sharded, like, local, sharded_as, total_norm

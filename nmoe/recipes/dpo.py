@@ -17,9 +17,10 @@ from torch import Tensor
 from nmoe.config.commands import DPOConfig
 from nmoe.data.pairs import Pair, completion_pair
 from nmoe.learner.batch import Batch
-from nmoe.learner.learner import Learner, PassResult
+from nmoe.learner.learner import Learner
 from nmoe.learner.objectives.dpo import dpo as dpo_objective
 from nmoe.learner.objectives.dpo import implicit_rewards
+from nmoe.learner.passes import PassResult
 from nmoe.parallel.gang import everywhere
 from nmoe.recipes.preferences import completion_batch, held_out_pairs, read_preferences, reward_metrics
 from nmoe.recipes.run_loop import HeldOut

@@ -19,8 +19,7 @@ from nmoe.config.tables.model import ExpertProfile, ModelSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.cores import choose_threads
 from nmoe.errors import UserError
-from nmoe.learner.learner import Learner
-from nmoe.learner.sharding import share_model
+from nmoe.learner.learner import Learner, share_model
 from nmoe.model.checkpoint import load_model, new_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.context import extend

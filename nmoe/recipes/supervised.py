@@ -22,8 +22,9 @@ from nmoe.errors import UserError
 from nmoe.eval.early_stopping import since_baseline, since_start
 from nmoe.eval.probes import Probes, probes_of
 from nmoe.learner.batch import Batch
-from nmoe.learner.learner import Learner, PassResult
+from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective
+from nmoe.learner.passes import PassResult
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step, open_run
 from nmoe.recipes.setup import describe
 from nmoe.runs.state import Files, JsonPart, Part

@@ -19,10 +19,11 @@ from nmoe.config.commands import RLConfig
 from nmoe.config.tables.algorithm import CriticSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights
-from nmoe.learner.learner import Learner, PassResult
+from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, value_loss
 from nmoe.learner.objectives.value import explained_variance
 from nmoe.learner.optimizer import StepResult
+from nmoe.learner.passes import PassResult
 from nmoe.model.head import DESCRIPTION, Head, load_head
 from nmoe.parallel.gang import everywhere
 from nmoe.parallel.ranks import Ranks

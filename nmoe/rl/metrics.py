@@ -15,10 +15,10 @@ from torch import Tensor
 from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import ConversationTask
-from nmoe.learner.learner import PassResult
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
 from nmoe.learner.optimizer import StepResult
+from nmoe.learner.passes import PassResult
 from nmoe.parallel.traffic import Traffic
 from nmoe.trajectory import Trajectory
 from nmoe.types import FAILURES

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from nmoe.config.commands import RLConfig
-from nmoe.learner.batch import Batch
-from nmoe.learner.forward import Scores, Share, in_order, on_each_rank, share_logprobs
-from nmoe.learner.learner import Learner
-from nmoe.learner.sharding import share_model
+from nmoe.learner.batch import Batch, MicroBatches
+from nmoe.learner.learner import Learner, share_model
+from nmoe.learner.passes import Scores, forward_logprobs, in_order
 from nmoe.model.checkpoint import load_weights, sharded_model, snapshot_model
 from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
@@ -55,16 +54,13 @@ class Reference:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Log-probabilities of the batch's scored tokens, `[N]`."""
-        learner = self._learner
-        return in_order(
-            on_each_rank(self._share_logprobs, batch.without_routes(), learner.tokens_per_microbatch, learner.ranks)
-        )
+        return in_order(self._learner.on_each_rank(self._rank_logprobs, batch.without_routes()))
 
-    def _share_logprobs(self, share: Share) -> Scores:
+    def _rank_logprobs(self, micros: MicroBatches) -> Scores:
         learner = self._learner
         with nullcontext(self._model) if learner.lora is None else learner.lora.holding(self._start) as model:
             assert model is not None, "without an adapter there is a model"
-            found = share_logprobs(model, share, learner.temperature)
+            found = forward_logprobs(model, micros, learner.temperature)
             release(model)
             return found
 

@@ -15,7 +15,7 @@ from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.errors import UserError
-from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.context import extend
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.peft_format import is_adapter

@@ -22,10 +22,11 @@ from nmoe.config.tables.algorithm import AlgorithmSection, BatchSection
 from nmoe.config.tables.rollout import SamplingSection
 from nmoe.envs.pools.order import stable_hash
 from nmoe.learner.batch import Batch
-from nmoe.learner.learner import Learner, scored_columns
+from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
+from nmoe.learner.passes import scored_columns
 from nmoe.rl.critic import Critic
 from nmoe.rl.experience import Experience, minibatches, policy_batch
 from nmoe.rl.metrics import joined_passes, joined_steps, update_metrics
@@ -92,9 +93,9 @@ class PolicyUpdate:
             metrics |= update_metrics(result, last, experience.advantages, experience.mismatch)
             # Of a single update its own pass has them.
             batch, before_T = experience.batch, experience.batch.old_logprobs_T
-            before_N = result.tokens["logprobs"] if before_T is None else before_T[batch.scored_places]
+            before_N = result.tokens["logprobs"] if before_T is None else before_T[batch.scored_positions]
             if batch.reference_logprobs_T is not None:
-                metrics |= tails("reference", before_N - batch.reference_logprobs_T[batch.scored_places])
+                metrics |= tails("reference", before_N - batch.reference_logprobs_T[batch.scored_positions])
             metrics |= effect(self.learner, batch, before_N, self._loss, self._seed, step)
         if self.critic is not None:
             metrics |= self.critic.metrics(experience.batch)
@@ -110,7 +111,7 @@ def effect(
     part = measured(replace(batch, old_logprobs_T=batch.column(before_N)), seed, step)
     after_M = learner.logprobs(part).result()
     assert part.old_logprobs_T is not None, "given above"
-    log_ratio_M = (after_M - part.old_logprobs_T[part.scored_places]).double()
+    log_ratio_M = (after_M - part.old_logprobs_T[part.scored_positions]).double()
     clamped_M = log_ratio_M.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     found = {
         **tails("update", log_ratio_M),
@@ -141,7 +142,7 @@ def measured(batch: Batch, seed: int, step: int) -> Batch:
     first is beyond them alone, its first positions: as many as they allow, with `LEAST_TOKENS` trained tokens at least."""
     rows = batch.shared_rows()
     positions = SHARE * (batch.tokens if rows is None else len(rows[0]))
-    trained_B = torch.bincount(batch.sequence_ids()[batch.scored_places], minlength=len(batch.lengths)).tolist()
+    trained_B = torch.bincount(batch.sequence_ids()[batch.scored_positions], minlength=len(batch.lengths)).tolist()
     order = [sequence for sequence, trained in enumerate(trained_B) if trained]
     random.Random(stable_hash("effect", seed, step)).shuffle(order)
     chosen: list[int] = []
@@ -154,6 +155,6 @@ def measured(batch: Batch, seed: int, step: int) -> Batch:
     part, _ = batch.select(sorted(chosen))
     if len(chosen) > 1:
         return part
-    places_M = part.scored_places
+    places_M = part.scored_positions
     count = min(len(places_M), MOST_TOKENS, max(int((places_M < positions).sum()), LEAST_TOKENS))
     return part.beginning(int(places_M[count - 1]) + 1)

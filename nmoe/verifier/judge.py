@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from nmoe.errors import UserError
-from nmoe.learner.forward import batch_head_outputs, batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import step_logprobs
+from nmoe.learner.passes import batch_head_outputs, batch_logprobs
 from nmoe.model.device import choose_device
 from nmoe.model.head import Head, load_head
 from nmoe.model.policy import load_policy

@@ -12,7 +12,7 @@ from nmoe.data.pairs import render_answer
 from nmoe.data.prm import split_steps
 from nmoe.envs.scorer import Scorer, StepScorer
 from nmoe.errors import UserError
-from nmoe.learner.forward import batch_head_outputs
+from nmoe.learner.passes import batch_head_outputs
 from nmoe.model.device import choose_device
 from nmoe.model.head import Head, load_head
 from nmoe.model.policy import load_policy

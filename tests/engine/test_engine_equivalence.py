@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, tiny_family
 from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.native.cache import bytes_per_block, bytes_per_seat
 from nmoe.engine.native.llm_engine import LLMEngine
-from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.config import Numerics
 from nmoe.model.transformer import Transformer
 from nmoe.rl.experience import policy_batch

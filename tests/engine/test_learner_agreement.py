@@ -13,9 +13,9 @@ from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.native.llm_engine import LLMEngine
-from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.config import Numerics
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.ops.cpu import library, operations

@@ -18,9 +18,9 @@ from torch import Tensor
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import score
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs, Scored, clip, cross_entropy, reference_divergence, total
+from nmoe.learner.passes import score
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import set_precision

@@ -17,9 +17,9 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import adapter_tensors
 from nmoe.model.precision import set_precision

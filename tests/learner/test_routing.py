@@ -37,7 +37,8 @@ def test_load_counts_what_was_run_when_routes_are_replayed() -> None:
 
 def test_statistics_by_hand() -> None:
     statistics = RoutingStatistics.empty(2, 4)
-    assert statistics.add(trace()).tolist() == [[2, 2, 1, 1], [3, 2, 0, 1]]
+    statistics.add(trace())
+    assert statistics.load_YE.tolist() == [[2, 2, 1, 1], [3, 2, 0, 1]]
     statistics.add(trace())
     assert statistics.load_YE.tolist() == [[4, 4, 2, 2], [6, 4, 0, 2]]
     assert statistics.tokens == 6

@@ -156,14 +156,14 @@ def test_a_wide_vocabulary_goes_through_the_head_by_many_rows(
     monkeypatch.setattr(logprobs, "_PIECE_LOGITS", 2**12)
     monkeypatch.setattr(logprobs, "_LEAST_ROWS", 32)
     rows: list[int] = []
-    through_head = logprobs._logits
+    through_head = logprobs._Head.logits
 
     def counted(*args):
         out = through_head(*args)
         rows.append(out.shape[0])
         return out
 
-    monkeypatch.setattr(logprobs, "_logits", counted)
+    monkeypatch.setattr(logprobs._Head, "logits", counted)
     monkeypatch.setattr(CpuOps, "takes_head", lambda *_: False)  # as where there is no compiler
     generator = torch.Generator().manual_seed(5)
     states = torch.randn(80, 16, generator=generator).to(dtype).requires_grad_()

@@ -18,7 +18,7 @@ from nmoe.config.commands import DPOConfig, RewardConfig
 from nmoe.config.loader import load_run
 from nmoe.data.pairs import Pair, completion_pair
 from nmoe.errors import UserError
-from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.checkpoint import load_model
 from nmoe.model.policy import load_policy
 from nmoe.recipes.dpo import dpo

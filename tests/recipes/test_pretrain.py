@@ -18,7 +18,7 @@ from nmoe.config.commands import PretrainConfig
 from nmoe.config.loader import load_run
 from nmoe.data.documents import Document, read_documents
 from nmoe.errors import UserError
-from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.pretrain import document_batch, pretrain
 from nmoe.runs.comparison import diff_runs

@@ -26,7 +26,7 @@ from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.packing import PackedStream
 from nmoe.errors import UserError
-from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.checkpoint import export_model, load_model
 from nmoe.recipes.setup import build_model
 from nmoe.recipes.sft import example_batch, sft

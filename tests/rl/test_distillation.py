@@ -18,7 +18,7 @@ from tiny_models import tiny_model
 from nmoe.config.tables.algorithm import DistillationSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
-from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.transformer import Transformer
 from nmoe.rl.experience import policy_batch
 from nmoe.rl.teacher import Teacher

@@ -118,7 +118,7 @@ def long_answers(prompt: int, tokens: int, count: int) -> list[Group]:
 def test_of_one_long_sequence_the_beginning_is_measured(prompt: int, tokens: int, count: int, trained: int) -> None:
     batch = column(long_answers(prompt, tokens, count))
     part = measured(batch, 0, 0)
-    assert (len(part.scored_places), len(part.lengths)) == (trained, 1)
+    assert (len(part.scored_positions), len(part.lengths)) == (trained, 1)
     assert part.lengths == (prompt - 1 + trained,), "nothing behind the last token that is measured"
     rows = batch.shared_rows()
     limit = SHARE * (batch.tokens if rows is None else len(rows[0]))

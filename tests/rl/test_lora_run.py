@@ -20,8 +20,8 @@ from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import evaluate
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.checkpoint import load_model, save_model
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention

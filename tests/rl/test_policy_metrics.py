@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nmoe.learner.learner import PassResult, StepResult
+from nmoe.learner.optimizer import StepResult
+from nmoe.learner.passes import PassResult
 from nmoe.learner.routing import RoutingStatistics
 from nmoe.rl.metrics import rollout_metrics, update_metrics
 from nmoe.trajectory import Trajectory

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nmoe.config.commands import RLConfig
 from nmoe.learner.batch import Batch
-from nmoe.learner.learner import Learner, PassResult
+from nmoe.learner.learner import Learner
+from nmoe.learner.passes import PassResult
 from nmoe.model.head import Head
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import optimizer_settings

@@ -11,7 +11,7 @@ import torch
 from tiny_models import FAMILIES, peaked_model
 
 from nmoe.errors import UserError
-from nmoe.learner.forward import batch_head_outputs
+from nmoe.learner.passes import batch_head_outputs
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.head import Head, HeadKind

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nmoe.errors import UserError
-from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.config import ModelConfig
 from nmoe.model.head import Head
 from nmoe.model.transformer import Transformer

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.errors import DivergenceError, UserError
-from nmoe.model.ops.head import row_sums
+from nmoe.model.logprobs import row_sums
 from nmoe.model.ops.table import ops_for
 from nmoe.types import Sampling
 

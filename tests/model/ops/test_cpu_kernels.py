@@ -27,7 +27,7 @@ from nmoe.model.checkpoint import new_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.moe import MoE, Router, RouterTrace
 from nmoe.model.ops.attention import AttentionLayer, causal_attention, paged_attention
-from nmoe.model.ops.cpu import library, operations
+from nmoe.model.ops.cpu import library, operations, packing
 from nmoe.model.ops.cpu.packing import PackedWeights, panels
 from nmoe.model.ops.table import kernels_in_use, ops_for
 from nmoe.model.ops.torch import TorchOps
@@ -66,7 +66,7 @@ def in_use() -> Iterator[None]:
 def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, biased: bool) -> None:
     x, weight = draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype) / inputs**0.5
     bias = draw(outputs, dtype=dtype) if biased else None
-    packed = operations.packed_panels(weight.t().unsqueeze(0))
+    packed = packing.packed_panels(weight.t().unsqueeze(0))
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     close(operations.linear(x, packed, outputs, bias), expected)
 
@@ -76,7 +76,7 @@ def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, biased
 def test_linear_of_bf16_in_fp32(rows: int, inputs: int, outputs: int) -> None:
     """As near to the true product as fp32 is: 2^-8 of it would be lost by rounding."""
     x, weight = draw(rows, inputs, dtype=torch.bfloat16), draw(outputs, inputs, dtype=torch.bfloat16)
-    found = operations.linear_in_fp32(x, operations.packed_panels(weight.t().unsqueeze(0)), outputs)
+    found = operations.linear_in_fp32(x, packing.packed_panels(weight.t().unsqueeze(0)), outputs)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
 
@@ -88,7 +88,7 @@ def test_linear_of_bf16_in_fp32(rows: int, inputs: int, outputs: int) -> None:
 def test_linear_by_group(dtype: torch.dtype, counts: list[int], outputs: int) -> None:
     x, weight = draw(sum(counts), 24, dtype=dtype), draw(3, 24, outputs, dtype=dtype) / 5
     expected = [part.double() @ weight[e].double() for e, part in enumerate(x.split(counts))]
-    out = operations.linear_by_group(x, operations.packed_panels(weight), outputs, counts)
+    out = operations.linear_by_group(x, packing.packed_panels(weight), outputs, counts)
     close(out, torch.cat(expected))
 
 
@@ -97,7 +97,7 @@ def test_linear_by_group(dtype: torch.dtype, counts: list[int], outputs: int) ->
 @pytest.mark.parametrize("width", [16, 20, 48])
 def test_swiglu_linear(dtype: torch.dtype, width: int) -> None:
     x, gate_up = draw(29, 24, dtype=dtype), draw(2 * width, 24, dtype=dtype) / 5
-    packed = operations.packed_gate_up(gate_up.t().unsqueeze(0))
+    packed = packing.packed_gate_up(gate_up.t().unsqueeze(0))
     expected = OPS.swiglu(F.linear(x.double(), gate_up.double()).to(dtype))
     close(operations.swiglu_linear(x, packed, width), expected)
 
@@ -143,7 +143,7 @@ def test_routing(family: str, experts: int, tokens: int, dtype: torch.dtype, ren
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     x, weight = draw(40, 64, dtype=dtype), draw(50, 64, dtype=dtype)
-    packed = operations.packed_panels(weight.t().unsqueeze(0))
+    packed = packing.packed_panels(weight.t().unsqueeze(0))
     whole = operations.linear(x, packed, 50, None)
     for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
         assert torch.equal(operations.linear(x[rows], packed, 50, None), whole[rows])
@@ -307,18 +307,18 @@ def _linear(dtype: torch.dtype) -> list[Tensor]:
         [draw(n, d, dtype=dtype) for n, d, _ in shapes],
         [draw(f, d, dtype=dtype) / d**0.5 for _, d, f in shapes],
     )
-    packed = [operations.packed_panels(weight.t().unsqueeze(0)) for weight in weights]
+    packed = [packing.packed_panels(weight.t().unsqueeze(0)) for weight in weights]
     biases = [None, *(draw(f, dtype=dtype) for _, _, f in shapes[1:])]
     return [operations.linear(*one) for one in zip(x, packed, [f for _, _, f in shapes], biases, strict=True)]
 
 
 def _groups(dtype: torch.dtype) -> list[Tensor]:
-    x, packed = draw(77, 24, dtype=dtype), operations.packed_panels(draw(3, 24, 70, dtype=dtype) / 5)
+    x, packed = draw(77, 24, dtype=dtype), packing.packed_panels(draw(3, 24, 70, dtype=dtype) / 5)
     return [operations.linear_by_group(x, packed, 70, counts) for counts in ([3, 0, 74], [70, 5, 2])]
 
 
 def _swiglu(dtype: torch.dtype) -> list[Tensor]:
-    packed = [operations.packed_gate_up(draw(1, 24, 2 * width, dtype=dtype) / 5) for width in (16, 20)]
+    packed = [packing.packed_gate_up(draw(1, 24, 2 * width, dtype=dtype) / 5) for width in (16, 20)]
     return [
         operations.swiglu_linear(draw(29, 24, dtype=dtype), one, w) for one, w in zip(packed, (16, 20), strict=True)
     ]
@@ -327,7 +327,7 @@ def _swiglu(dtype: torch.dtype) -> list[Tensor]:
 def _experts(dtype: torch.dtype) -> list[Tensor]:
     x, chosen = draw(40, 36, dtype=dtype), draw(40, 5).topk(2).indices
     gate_up, down = draw(5, 36, 40, dtype=dtype) / 6, draw(5, 20, 36, dtype=dtype) / 5
-    weights = (operations.packed_gate_up(gate_up), operations.packed_down(down))
+    weights = (packing.packed_gate_up(gate_up), packing.packed_down(down))
     biases = (draw(5, 40, dtype=dtype), draw(5, 36, dtype=dtype))
     return [
         operations.experts(x, chosen, draw(40, 2).sigmoid(), *weights, *some, limit, 20)
@@ -336,7 +336,7 @@ def _experts(dtype: torch.dtype) -> list[Tensor]:
 
 
 def _routes(dtype: torch.dtype) -> list[Tensor]:
-    x, packed = draw(20, 64, dtype=dtype), operations.packed_panels(draw(1, 64, 20) / 8)
+    x, packed = draw(20, 64, dtype=dtype), packing.packed_panels(draw(1, 64, 20) / 8)
     rules = ((None, False, False, 1.0), (draw(20), True, True, 2.5))
     return [
         part

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model.head import Head
+from nmoe.model.logprobs import row_sums
 from nmoe.model.moe import RouterTrace
-from nmoe.model.ops.gradients import sum_rows
-from nmoe.model.ops.head import row_sums
 from nmoe.model.ops.table import ops_for
+from nmoe.model.ops.torch import TorchOps
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 
@@ -70,7 +70,7 @@ def test_a_tokens_experts_are_added_alike_in_any_batch() -> None:
     rows, weights = torch.randn(200, 50, generator=generator), torch.rand(50, 4, generator=generator)
     places = torch.randperm(200, generator=generator).view(50, 4)
     whole = OPS.combine(rows, weights, places)
-    torch.testing.assert_close(whole, sum_rows(rows, weights, places), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whole, TorchOps().sum_rows(rows, weights, places), rtol=1e-5, atol=1e-6)
     for tokens in (1, 2, 3, 31):
         assert torch.equal(OPS.combine(rows, weights[:tokens], places[:tokens]), whole[:tokens])
 

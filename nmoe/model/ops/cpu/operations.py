@@ -13,30 +13,7 @@ from torch import Tensor
 
 from nmoe.model.ops.attention import AttentionLayer, Clusters
 from nmoe.model.ops.cpu.library import DTYPES, call
-
-_PANEL = 32  # of tile.h
-_HALF = _PANEL // 2
-
-
-def packed_panels(weight_EDF: Tensor) -> Tensor:
-    """Arranges weights `[E, D, F]` in the order that kernels read: panels of 32 outputs, as in tile.h. D is even in bf16."""
-    experts, inputs, outputs = weight_EDF.shape
-    padded = torch.nn.functional.pad(weight_EDF, (0, -outputs % _PANEL))
-    if weight_EDF.dtype == torch.float32:
-        return padded.view(experts, inputs, -1, _PANEL).transpose(1, 2).contiguous()
-    return padded.view(experts, inputs // 2, 2, -1, _PANEL).permute(0, 3, 1, 4, 2).contiguous()
-
-
-def packed_gate_up(weight_EDF: Tensor) -> Tensor:
-    """Arranges gate and up `[E, D, 2F]` so that a panel has 16 columns of the gate and the same 16 of up."""
-    experts, inputs, columns = weight_EDF.shape
-    halves = torch.nn.functional.pad(weight_EDF.view(experts, inputs, 2, columns // 2), (0, -(columns // 2) % _HALF))
-    return packed_panels(halves.unflatten(-1, (-1, _HALF)).transpose(2, 3).reshape(experts, inputs, -1))
-
-
-def packed_down(weight_EFD: Tensor) -> Tensor:
-    """Arranges down projections in panels, with F padded to a multiple of 16, as `experts` pads its hidden units."""
-    return packed_panels(torch.nn.functional.pad(weight_EFD, (0, 0, 0, -weight_EFD.shape[1] % _HALF)))
+from nmoe.model.ops.cpu.packing import HALF, PANEL
 
 
 def linear(x_ND: Tensor, packed: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
@@ -97,7 +74,7 @@ def experts(
     (tokens, inputs), chosen, count = x_TD.shape, chosen_TK.shape[1], gate_up.shape[0]
     rows = tokens * chosen
     out_TD = torch.empty_like(x_TD)
-    numbers = rows * (inputs + (inputs + -inputs % _PANEL) + (width + -width % _HALF))
+    numbers = rows * (inputs + (inputs + -inputs % PANEL) + (width + -width % HALF))
     scratch, places = x_TD.new_empty(numbers), chosen_TK.new_empty(rows + 2 * count + 1, dtype=torch.int32)
     weights = (gate_up, down, gate_up_bias_EF, down_bias_ED, float(limit))
     shape = (tokens, chosen, inputs, width, count)

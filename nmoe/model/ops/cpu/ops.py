@@ -10,6 +10,7 @@ rows there are, from two rows on; MKL asks for eight rows to each thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from nmoe.model.ops.attention import AttentionLayer, Clusters
 from nmoe.model.ops.cpu import library, operations, packing
 from nmoe.model.ops.cpu.packing import can_pack, can_pack_for_onednn, packed
-from nmoe.model.ops.gradients import Linear, LinearByGroup
 from nmoe.model.ops.torch import Norms, TorchOps
 
 # oneDNN makes a program for every new shape, for about a millisecond each, and in training every expert has another number of rows
@@ -114,23 +114,9 @@ class CpuOps(TorchOps):
 
     def attend_in_clusters(
         self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, clusters: Clusters
-    ) -> tuple[Tensor, Tensor]:
-        return operations.attend_in_clusters(layer, q_SHC, k_SJC, v_SJU, clusters)
-
-    def attend_in_clusters_backward(
-        self,
-        layer: AttentionLayer,
-        q_SHC: Tensor,
-        k_SJC: Tensor,
-        v_SJU: Tensor,
-        clusters: Clusters,
-        out_SHU: Tensor,
-        log_sums_SH: Tensor,
-        grad_SHU: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return operations.attend_in_clusters_backward(
-            layer, q_SHC, k_SJC, v_SJU, clusters, out_SHU, log_sums_SH, grad_SHU
-        )
+    ) -> Tensor:
+        out_SHU: Tensor = AttentionInClusters.apply(layer, clusters, q_SHC, k_SJC, v_SJU)
+        return out_SHU
 
     def kept_mask(self, logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor | None:
         if logits_BV.shape[-1] < _LONG_ROW or logits_BV.dtype != torch.float32 or library.library() is None:
@@ -265,3 +251,69 @@ def _takes(x: Tensor, *weights: Tensor) -> bool:
     """Whether the kernels multiply these."""
     even = x.dtype == torch.float32 or x.shape[-1] % 2 == 0  # bf16 is multiplied in pairs
     return even and all(can_pack(x, weight) for weight in weights)
+
+
+class AttentionInClusters(torch.autograd.Function):
+    """Of weights w = exp(s - log sum), o = w v:  dv = w' do,  ds = w (do v' - sum of do o),  dq = ds k,  dk = ds' q, where
+    s = scale q k' (Dao et al. 2022, arXiv:2205.14135, section 3.1)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: AttentionLayer, clusters: Clusters, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor
+    ) -> Tensor:
+        out_SHU, log_sums_SH = operations.attend_in_clusters(layer, q_SHC, k_SJC, v_SJU, clusters)
+        ctx.save_for_backward(q_SHC, k_SJC, v_SJU, out_SHU, log_sums_SH)
+        ctx.layer, ctx.clusters = layer, clusters
+        return out_SHU
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_SHC, k_SJC, v_SJU, out_SHU, log_sums_SH = ctx.saved_tensors
+        given = (ctx.layer, q_SHC, k_SJC, v_SJU, ctx.clusters, out_SHU, log_sums_SH, grads[0])
+        return None, None, *operations.attend_in_clusters_backward(*given)
+
+
+class Linear(torch.autograd.Function):
+    """y = x W' + b:  dx = dy W,  dW = dy' x,  db = the sum of dy's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: TorchOps, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_FD)
+        ctx.ops = ops
+        return ops.product(x_ND, weight_FD, bias_F)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_FD = ctx.saved_tensors
+        (grad_NF,) = grads
+        _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            None,
+            ctx.ops.input_gradient(grad_NF, weight_FD) if needs_x else None,
+            ctx.ops.weight_gradient(x_ND, grad_NF) if needs_weight else None,
+            grad_NF.sum(0) if needs_bias else None,
+        )
+
+
+class LinearByGroup(torch.autograd.Function):
+    """The same for each group of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: TorchOps, x_RD: Tensor, weight_EDF: Tensor, counts: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x_RD, weight_EDF)
+        ctx.ops, ctx.counts = ops, counts
+        return ops.product_by_group(x_RD, weight_EDF, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, weight_EDF = ctx.saved_tensors
+        parts = grads[0].split(ctx.counts)
+        grad_x_RD = grad_weight_EDF = None
+        _, needs_x, needs_weight, _ = ctx.needs_input_grad
+        if needs_x:
+            grad_x_RD = torch.cat([ctx.ops.input_gradient(part, weight_EDF[e].t()) for e, part in enumerate(parts)])
+        if needs_weight:
+            grad_weight_EDF = torch.empty_like(weight_EDF)
+            for e, (x_ND, grad_NF) in enumerate(zip(x_RD.split(ctx.counts), parts, strict=True)):
+                grad_weight_EDF[e] = ctx.ops.weight_gradient(x_ND, grad_NF).t()
+        return None, grad_x_RD, grad_weight_EDF, None

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from nmoe.model.ops.cpu import operations
-
 # torch reaches oneDNN's linear layer by an operator of its compiler's back end.
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 # oneDNN multiplies bf16 only where there are instructions for it, AVX-512 or AVX-NE-CONVERT, and raises elsewhere.
 ONEDNN_BF16 = ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+PANEL = 32  # of tile.h
+HALF = PANEL // 2
 
 Packing = Callable[[Tensor], list[Tensor]]
 
@@ -105,12 +106,33 @@ def each_for_onednn(weight_EDF: Tensor) -> list[Tensor]:
     return [packed for weight_DF in weight_EDF for packed in for_onednn(weight_DF.t())]
 
 
+def packed_panels(weight_EDF: Tensor) -> Tensor:
+    """Arranges weights `[E, D, F]` in the order that kernels read: panels of 32 outputs, as in tile.h. D is even in bf16."""
+    experts, inputs, outputs = weight_EDF.shape
+    padded = torch.nn.functional.pad(weight_EDF, (0, -outputs % PANEL))
+    if weight_EDF.dtype == torch.float32:
+        return padded.view(experts, inputs, -1, PANEL).transpose(1, 2).contiguous()
+    return padded.view(experts, inputs // 2, 2, -1, PANEL).permute(0, 3, 1, 4, 2).contiguous()
+
+
+def packed_gate_up(weight_EDF: Tensor) -> Tensor:
+    """Arranges gate and up `[E, D, 2F]` so that a panel has 16 columns of the gate and the same 16 of up."""
+    experts, inputs, columns = weight_EDF.shape
+    halves = torch.nn.functional.pad(weight_EDF.view(experts, inputs, 2, columns // 2), (0, -(columns // 2) % HALF))
+    return packed_panels(halves.unflatten(-1, (-1, HALF)).transpose(2, 3).reshape(experts, inputs, -1))
+
+
+def packed_down(weight_EFD: Tensor) -> Tensor:
+    """Arranges down projections in panels, with F padded to a multiple of 16, as `experts` pads its hidden units."""
+    return packed_panels(torch.nn.functional.pad(weight_EFD, (0, 0, 0, -weight_EFD.shape[1] % HALF)))
+
+
 def panels(weight_FD: Tensor) -> list[Tensor]:
-    return [operations.packed_panels(weight_FD.t().unsqueeze(0))]
+    return [packed_panels(weight_FD.t().unsqueeze(0))]
 
 
 def each_panels(weight_EDF: Tensor) -> list[Tensor]:
-    return [operations.packed_panels(weight_EDF)]
+    return [packed_panels(weight_EDF)]
 
 
 def panels_in_fp32(weight_FD: Tensor) -> list[Tensor]:
@@ -118,12 +140,12 @@ def panels_in_fp32(weight_FD: Tensor) -> list[Tensor]:
 
 
 def gate_up_panels(weight_FD: Tensor) -> list[Tensor]:
-    return [operations.packed_gate_up(weight_FD.t().unsqueeze(0))]
+    return [packed_gate_up(weight_FD.t().unsqueeze(0))]
 
 
 def each_gate_up(weight_EDF: Tensor) -> list[Tensor]:
-    return [operations.packed_gate_up(weight_EDF)]
+    return [packed_gate_up(weight_EDF)]
 
 
 def each_down(weight_EFD: Tensor) -> list[Tensor]:
-    return [operations.packed_down(weight_EFD)]
+    return [packed_down(weight_EFD)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from torch import Tensor
 from nmoe.model.ops import delta
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.cpu import operations, packing
-from nmoe.model.ops.cpu.ops import CpuOps
+from nmoe.model.ops.cpu.ops import CpuOps, Linear, LinearByGroup
 from nmoe.model.ops.cpu.packing import kept
 from nmoe.model.ops.exact import order_free
-from nmoe.model.ops.gradients import Linear, LinearByGroup, sum_rows_in_order
 from nmoe.model.ops.torch import TorchOps
 
 _LINEAR = 20.0
@@ -51,9 +50,11 @@ class ExactSums(TorchOps, ABC):
     def product_of(self, x_ND: Tensor, prepared: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
         """`x @ weight.T + bias` of a weight that `weights_of` prepared."""
 
-    def prepared(self, weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
-        weights = self.weights_of(weight_FD)
-        return lambda x_ND: self.product_of(x_ND, weights, weight_FD.shape[0], None)
+    def head_weight(self, weight_VD: Tensor) -> Tensor:
+        return self.weights_of(weight_VD)
+
+    def logits(self, x_ND: Tensor, head_weight: Tensor, vocabulary: int) -> Tensor:
+        return self.product_of(x_ND, head_weight, vocabulary, None)
 
     def linear_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
         if not torch.is_grad_enabled():
@@ -115,7 +116,13 @@ class _InOrder(CpuOps):
     def sum_rows(self, y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
         if weights_TK is None:  # of a gradient
             return super().sum_rows(y_RD, weights_TK, row_TK)
-        return sum_rows_in_order(y_RD, weights_TK, row_TK)
+        # Element by element, one expert after another: a batched product takes another kernel for another shape.
+        parts = zip(weights_TK.to(y_RD.dtype).split(1, 1), row_TK.unbind(1), strict=True)
+        products = (y_RD.index_select(0, row_T).mul_(weight_T1) for weight_T1, row_T in parts)
+        out_TD = next(products)
+        for product_TD in products:
+            out_TD += product_TD
+        return out_TD
 
 
 class OrderFreeOps(OrderFreeSums, _InOrder):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from nmoe.model.ops.attention import AttentionLayer, attention_in_blocks
 from nmoe.model.ops.exact.ops import OrderFreeSums
-from nmoe.model.ops.torch import TorchOps
+from nmoe.model.ops.torch import LOW_PRECISION, TorchOps
 
 _CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,8 +20,13 @@ _CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class TritonOps(TorchOps):
     """Operations on CUDA in fp32 and below. Nothing in them waits for the device."""
 
-    def prepared_in_fp32(self, weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda x_ND: torch.mm(x_ND, weight_FD.t(), out_dtype=torch.float32)
+    def head_weight(self, weight_VD: Tensor) -> Tensor:
+        return weight_VD
+
+    def logits(self, x_ND: Tensor, head_weight: Tensor, vocabulary: int) -> Tensor:
+        if head_weight.dtype not in LOW_PRECISION:
+            return self.linear(x_ND, head_weight)
+        return torch.mm(x_ND, head_weight.t(), out_dtype=torch.float32)
 
     def rms_norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         if weight_D.dim() == 1:
