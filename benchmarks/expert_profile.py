@@ -20,7 +20,7 @@ import torch
 from machine import machine, versions
 from result_files import write_results
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.batch import Batch

@@ -34,7 +34,7 @@ from grpo_workload import (
 )
 from side import answer
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.batch import Batch

@@ -11,7 +11,7 @@ import numpy as np
 from sft_workload import ADAM_BETAS, ADAM_EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Case, Step
 from side import answer
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.data.documents import Document
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy

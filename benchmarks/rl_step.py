@@ -25,7 +25,7 @@ from machine import machine, versions
 from speedrun_seeds import KERNELS
 
 from nmoe.config.packaged import CONFIGS
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.learner import Learner

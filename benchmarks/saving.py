@@ -27,7 +27,7 @@ from machine import machine
 from on_device import add_device, random_model, wall_clock
 
 from nmoe.config.packaged import CONFIGS
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy

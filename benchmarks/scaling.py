@@ -23,7 +23,7 @@ import torch
 from machine import machine, versions
 from on_device import add_device, random_model, wall_clock
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.data.documents import Document
 from nmoe.engine.api import Request
 from nmoe.engine.native.llm_engine import LLMEngine

@@ -13,7 +13,7 @@ import asyncio
 import torch
 
 import nmoe
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.learner.batch import Batch
 from nmoe.model.config import ModelConfig

@@ -11,7 +11,7 @@ import pytest
 
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.records import read_records
 from nmoe.errors import UserError
 from nmoe.generation import read_generation

@@ -106,7 +106,7 @@ def tags_in_strings() -> Result:
 def lengths() -> Result:
     from chat_templates import QWEN, QWEN_CONTROLS, QWEN_TAGS, save
 
-    from nmoe.config.tables.records import DatasetSettings
+    from nmoe.config.tables.recipes import DatasetSettings
     from nmoe.data.examples import read_examples
     from nmoe.data.pairs import completion_pair, read_pairs
     from nmoe.errors import UserError

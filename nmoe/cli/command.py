@@ -58,8 +58,8 @@ class ConfiguredVerb(Verb):
 
     def get_help(self, ctx: Any) -> str:
         from nmoe.config.commands import COMMANDS
-        from nmoe.config.keys import key_lines
         from nmoe.config.preparation import PreparationSettings
+        from nmoe.config.reference import key_lines
 
         name = "rl train" if self.name == "train" else str(self.name)
         keys = "\n".join(key_lines(PreparationSettings if name == "prepare" else COMMANDS[name]))

@@ -32,12 +32,25 @@ from nmoe.config.tables.evaluation import (
     only_one,
     without_place,
 )
-from nmoe.config.tables.model import LoraSection, ModelSection, ParallelSection
+from nmoe.config.tables.model import (
+    FineTuningOptimizerSection,
+    LoraSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    PretrainingOptimizerSection,
+)
 from nmoe.config.tables.monitor import MonitorSection, SampleRateSection, WatchSection
-from nmoe.config.tables.optimizer import FineTuningOptimizerSection, OptimizerSection, PretrainingOptimizerSection
 from nmoe.config.tables.pools import SelfplayPool, task_types
-from nmoe.config.tables.recipes import PreferenceSection, RewardModelSection, SelfplaySection, VerifierSection
-from nmoe.config.tables.records import DataSection, RecordsSection, SFTRecordsSection
+from nmoe.config.tables.recipes import (
+    DataSection,
+    PreferenceSection,
+    RecordsSection,
+    RewardModelSection,
+    SelfplaySection,
+    SFTRecordsSection,
+    VerifierSection,
+)
 from nmoe.config.tables.rollout import EngineSection, SamplingSection, SandboxSettings
 from nmoe.config.tables.run import (
     CheckpointSection,

@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 
 from nmoe.config.base import MAX_SEED, Array, Conflict, NameIn, Section, duplicates
 from nmoe.config.registry import TASKS
-from nmoe.config.tables.curriculum import CurriculumSettings, Rubric
 from nmoe.config.tables.pools import GeneratedPool, MixturePool, ReasoningGymPool, TaskPool, task_types
-from nmoe.config.tables.rewards import RewardConfig
+from nmoe.config.tables.rewards import CurriculumSettings, RewardConfig, Rubric
 from nmoe.config.tables.rollout import BudgetSettings, ToolsSettings, WorkspaceSettings
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from nmoe.config.base import DataPath, FromFile, Section
+from nmoe.config.base import DataPath, FromFile, Section, split_path
 from nmoe.config.commands import COMMANDS, AdaptableConfig, RunConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.kinds import of_another_kind
@@ -18,8 +18,7 @@ from nmoe.config.packaged import find_configuration, find_environment, find_prep
 from nmoe.config.preparation import PreparationSettings
 from nmoe.config.problems import ConfigError, Mistake, at, explain, key_meant
 from nmoe.config.schema import follow, has_several_types, item_of, section_for, sections_of
-from nmoe.config.slices import split_path
-from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
+from nmoe.config.tables.model import LORA_LEARNING_RATE_FACTOR
 from nmoe.errors import MissingInputError, UserError
 from nmoe.parsing import toml_of
 

@@ -1,8 +1,9 @@
-"""Print the reference of all settings as Markdown, from the schema itself:
+"""The reference of all settings, from the schemas: the page of the documentation, and the keys that a command's --help lists.
 
 python -m nmoe.config.reference > docs/reference/configuration.md
 """
 
+import textwrap
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -14,7 +15,7 @@ from nmoe.config.base import Section
 from nmoe.config.commands import COMMANDS, RunConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.preparation import PreparationSettings
-from nmoe.config.schema import TAG, tag_of
+from nmoe.config.schema import TAG, choices_of, item_of, sections_of, tag_of
 from nmoe.config.tables.pools import MixturePool, SourceKeys
 from nmoe.config.toml import toml_value
 
@@ -181,6 +182,39 @@ def _shown(default: Any) -> str:
     if default is None or default is PydanticUndefined:
         return "none"
     return f"`{toml_value(default)}`"
+
+
+_WIDTH, _INDENT = 110, 6
+
+
+def key_lines(schema: type[Section], table: str = "") -> Iterator[str]:
+    """Each key with its default, `--run.seed=0`, and its meaning on the next line; a key without a value is required. An
+    environment is listed by its path only, because it has its own file and reference."""
+    for name, known in schema.model_fields.items():
+        key = f"{table}.{name}" if table else name
+        below = sections_of(known.annotation)
+        if items := sections_of(item_of(known.annotation, 0)):
+            below, key = items, f"{key}.0"
+        if below == (EnvironmentSettings,):
+            yield f"  --{key}.path"
+            yield from _wrapped(f"{known.description}; for its keys see docs/reference/configuration.md")
+        elif below:
+            for section in below:
+                yield from key_lines(section, key)
+        else:
+            default = None if known.is_required() else _default(known.default)
+            yield f"  --{key}" + ("" if default is None else f"={default}")
+            choices = choices_of(known.annotation)
+            yield from _wrapped((known.description or "") + (f" ({', '.join(choices)})" if choices else ""))
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT)
+
+
+def _default(default: Any) -> str | None:
+    """The default as TOML has it; None for a key that is left out unless it is given."""
+    return None if default is None or default is PydanticUndefined else toml_value(default)
 
 
 if __name__ == "__main__":

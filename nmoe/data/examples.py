@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nmoe.config.tables.records import DatasetSettings, Kind
+from nmoe.config.tables.recipes import DatasetSettings, Kind
 from nmoe.data.held_out import held_out, prompt_of, refuse_empty
 from nmoe.data.mixture import Mixture
 from nmoe.data.records import Conversation, PromptCompletion, Record, Text, read_records

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.examples import Example, Examples, read_examples
 from nmoe.data.rows import is_pattern
 from nmoe.errors import StorageError, UserError

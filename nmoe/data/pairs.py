@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.held_out import held_out, prompt_of, refuse_empty
 from nmoe.data.records import Messages, Preference, read_records
 from nmoe.errors import UserError

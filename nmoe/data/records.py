@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, get_args
 
-from nmoe.config.tables.records import DatasetSettings, Kind
+from nmoe.config.tables.recipes import DatasetSettings, Kind
 from nmoe.data.layouts import plain_columns
 from nmoe.data.messages import listed, read_messages, read_tools, text_of, text_or_messages
 from nmoe.data.rows import Row, read_rows

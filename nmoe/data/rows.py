@@ -31,7 +31,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from nmoe.config.slices import Slice, rows_of, split_name, split_path
+from nmoe.config.base import Slice, rows_of, split_name, split_path
 from nmoe.data.copies import how_to_fetch, kept_datasets
 from nmoe.data.hub import hub_or_cache
 from nmoe.data.messages import json_word

@@ -11,7 +11,7 @@ import numpy as np
 
 from nmoe.config.loader import parse
 from nmoe.config.locate import Locator, Place
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.examples import render
 from nmoe.data.pairs import completion_pair
 from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nmoe.config.base import split_path
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.loader import load_environment, located
 from nmoe.config.packaged import find_environment
-from nmoe.config.slices import split_path
-from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import (
     GeneratedPool,
     HubPool,
@@ -34,6 +33,7 @@ from nmoe.config.tables.rewards import (
     JudgeRewardConfig,
     RewardConfig,
     RewardModelRewardConfig,
+    Rubric,
     VerifierRewardConfig,
 )
 from nmoe.config.tables.rollout import BudgetSettings, SandboxSettings, WorkspaceSettings

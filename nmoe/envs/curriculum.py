@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from nmoe.config.tables.curriculum import CurriculumSettings, GateSettings
+from nmoe.config.tables.rewards import CurriculumSettings, GateSettings
 from nmoe.errors import UserError
 
 

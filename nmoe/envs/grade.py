@@ -19,8 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.tables.curriculum import Rubric
-from nmoe.config.tables.rewards import RUBRIC_COMPONENTS
+from nmoe.config.tables.rewards import RUBRIC_COMPONENTS, Rubric
 from nmoe.envs.curriculum import Curriculum
 from nmoe.envs.tasks import TASKS, Attempt, TaskProtocol
 from nmoe.grading.extraction import Extraction, from_final, from_response, last_boxed

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.held_out import prompt_of
 from nmoe.data.records import Conversation, Preference, Prompt, PromptCompletion, Record, Stepwise, Text, read_records
 from nmoe.envs.environment import Environment

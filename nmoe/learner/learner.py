@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.learner.batch import Batch, MicroBatches, deal
 from nmoe.learner.objectives import Objective
 from nmoe.learner.optimizer import TENSORS, Optimizer, StepResult
@@ -92,7 +92,7 @@ class Learner:
 
         >>> import nmoe
         >>> import torch
-        >>> from nmoe.config.tables.optimizer import OptimizerSection
+        >>> from nmoe.config.tables.model import OptimizerSection
         >>> from nmoe.learner.batch import Batch
         >>> from nmoe.learner.objectives import cross_entropy
         >>> learner = nmoe.Learner(nmoe.load_model(checkpoint), OptimizerSection(learning_rate=1e-2), 9, tokens_per_microbatch=512)

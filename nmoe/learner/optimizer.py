@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
 from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.model.snapshot import Snapshot, hold

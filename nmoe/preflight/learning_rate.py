@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 from nmoe.config.commands import RLConfig, RunConfig, SupervisedConfig
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.parsing import json_of
 from nmoe.preflight.check import Check

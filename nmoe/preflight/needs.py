@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from nmoe.config.base import split_path
 from nmoe.config.commands import (
     PretrainConfig,
     RecordsConfig,
@@ -22,9 +23,8 @@ from nmoe.config.commands import (
     VerifierConfig,
 )
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.slices import split_path
 from nmoe.config.tables.pools import GeneratedPool, HubPool, MixturePool, ReasoningGymPool
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.config.tables.rewards import ServiceKeys
 from nmoe.config.tables.run import SinksSection
 from nmoe.data.hub import why_not_asked

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from nmoe.config.commands import RecordsConfig, RLConfig
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.held_out import prompt_of
 from nmoe.data.records import read_records
 from nmoe.envs.environment import Environment

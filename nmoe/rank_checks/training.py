@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nmoe.config.tables.model import ExpertProfile, ParallelSection
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import ExpertProfile, OptimizerSection, ParallelSection
 from nmoe.errors import ShortfallError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner

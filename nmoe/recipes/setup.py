@@ -15,8 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from nmoe.config.commands import AdaptableConfig, RecordsConfig, RunConfig, SupervisedConfig
-from nmoe.config.tables.model import ExpertProfile, ModelSection
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import ExpertProfile, ModelSection, OptimizerSection
 from nmoe.cores import choose_threads
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner, share_model

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import ProbedConfig, SupervisedConfig
-from nmoe.config.tables.records import RecordsSection
+from nmoe.config.tables.recipes import RecordsSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.ranks import RanksEngine, sampling_engine
 from nmoe.errors import UserError

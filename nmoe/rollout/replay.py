@@ -14,9 +14,8 @@ from typing import Any
 
 from nmoe.config import registry
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import GeneratedPool
-from nmoe.config.tables.rewards import FunctionRewardConfig
+from nmoe.config.tables.rewards import FunctionRewardConfig, Rubric
 from nmoe.envs.environment import Environment, identity_of
 from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.rewards.conversation import samples_of

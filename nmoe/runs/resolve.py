@@ -11,7 +11,7 @@ from typing import Any
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.loader import parse
 from nmoe.config.locate import Locator, Place
-from nmoe.config.tables.records import DatasetSettings, SFTRecordsSection
+from nmoe.config.tables.recipes import DatasetSettings, SFTRecordsSection
 from nmoe.data.hub import hub_or_cache
 from nmoe.errors import MissingInputError, UserError
 from nmoe.gguf_file import SUFFIX, is_gguf

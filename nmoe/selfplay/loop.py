@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from nmoe.config.commands import SelfplayConfig
 from nmoe.config.environment import EnvironmentSettings, reseeded
 from nmoe.config.modes import mode_of
-from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import SelfplayPool
+from nmoe.config.tables.rewards import Rubric
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.ranks import RanksEngine, sampling_engine
 from nmoe.envs.environment import Environment

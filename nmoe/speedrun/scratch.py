@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from nmoe.config.commands import PretrainConfig, RLConfig, SelfplayConfig, SFTConfig, VerifierConfig
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
-from nmoe.config.tables.records import DataSection
+from nmoe.config.tables.recipes import DataSection
 from nmoe.data.prm.labelled import split_steps
 from nmoe.recipes.pretrain import pretrain
 from nmoe.recipes.sft import sft

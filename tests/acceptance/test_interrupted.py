@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_models import DENSE
 
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.records import read_records
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig

@@ -9,8 +9,8 @@ from nmoe.config.environment import EnvironmentSettings, held_out, reseeded
 from nmoe.config.loader import parse
 from nmoe.config.locate import Locator, Place
 from nmoe.config.problems import ConfigError
-from nmoe.config.tables.curriculum import Rubric, Weights
 from nmoe.config.tables.pools import GeneratedPool, GeneratedSource, HubSource, MixturePool
+from nmoe.config.tables.rewards import Rubric, Weights
 from nmoe.config.toml import to_toml
 
 DOCUMENTED_MIXTURE = """

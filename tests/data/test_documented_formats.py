@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from nmoe.config.tables.records import DatasetSettings, Kind
+from nmoe.config.tables.recipes import DatasetSettings, Kind
 from nmoe.data.records import read_records
 
 PAGE = Path(__file__).parents[2] / "docs/guides/data.md"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.layouts import plain_columns
 from nmoe.data.records import Conversation, Preference, PromptCompletion, Record, read_records
 from nmoe.errors import UserError

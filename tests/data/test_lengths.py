@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from chat_templates import qwen
 
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.pairs import answer_pair, completion_pair, read_pairs
 from nmoe.errors import UserError

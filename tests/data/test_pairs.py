@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.pairs import Pairs, answer_pair, completion_pair, read_pairs
 from nmoe.errors import UserError
 from nmoe.text.renderers import make_renderer

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.config.slices import rows_of, split_path
+from nmoe.config.base import rows_of, split_path
 from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
 

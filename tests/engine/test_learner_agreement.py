@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_family
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.native.llm_engine import LLMEngine

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmoe.config.tables.model import ExpertProfile
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import ExpertProfile, OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.batch import Batch

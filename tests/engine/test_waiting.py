@@ -11,7 +11,7 @@ import torch
 from fake_device import DEVICE, FakeKind, fake_device
 from tiny_models import FAMILIES
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.batch import Batch

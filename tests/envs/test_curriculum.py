@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.config.tables.curriculum import CurriculumSettings, GateSettings, StageSettings, Weights
+from nmoe.config.tables.rewards import CurriculumSettings, GateSettings, StageSettings, Weights
 from nmoe.envs.curriculum import Curriculum
 from nmoe.envs.grade import COMPONENTS
 from nmoe.errors import UserError

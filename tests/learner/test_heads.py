@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.learner.batch import Batch, micro_batches
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Outputs, Scored

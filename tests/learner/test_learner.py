@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_models import FAMILIES, tiny_family
 from torch import Tensor
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner

@@ -11,7 +11,7 @@ from tiny_models import tiny_family
 from torch import Tensor, nn
 
 import nmoe.learner.optimizer as optimizer_module
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
 from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.schedule import learning_rate_factor

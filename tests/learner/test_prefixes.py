@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import DENSE
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.learner.batch import Batch, common_prefixes, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy

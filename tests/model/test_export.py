@@ -10,7 +10,7 @@ import torch
 from family_cases import CASES
 from transformers import AutoModelForCausalLM
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
 from nmoe.model.checkpoint import export_model, load_model, save_model, stored_dtype

@@ -14,7 +14,7 @@ from test_gpt_oss import quantise
 from nmoe.config.commands import COMMANDS, SelfplayConfig
 from nmoe.config.loader import load_environment, load_run, load_run_with
 from nmoe.config.problems import ConfigError
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError

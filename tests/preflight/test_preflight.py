@@ -19,7 +19,7 @@ from nmoe.config.commands import COMMANDS, PretrainConfig, RLConfig, RunConfig, 
 from nmoe.config.kinds import command_for
 from nmoe.config.loader import load_run_with
 from nmoe.config.packaged import packaged_configurations
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.config.tables.run import SinksSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights

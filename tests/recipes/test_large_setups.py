@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.batch import Batch, deal

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.masked import export_masked
 from nmoe.errors import UserError

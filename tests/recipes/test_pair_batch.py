@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, peaked_model
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.data.pairs import Pair
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives.bradley_terry import bradley_terry

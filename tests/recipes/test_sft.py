@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nmoe.config.commands import SFTConfig
 from nmoe.config.loader import load_run
 from nmoe.config.problems import ConfigError
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.packing import PackedStream
 from nmoe.errors import UserError

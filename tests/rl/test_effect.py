@@ -11,7 +11,7 @@ import torch
 from policy_cases import LIMIT, answer, experience_of, group, random_groups, settings
 from tiny_models import tiny_model
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.model.lora import Lora, LoraSettings, choose

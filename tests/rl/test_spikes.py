@@ -15,7 +15,7 @@ from policy_cases import answer, branched, group, random_groups
 from tiny_models import tiny_model
 
 import nmoe
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.learner.learner import Learner
 from nmoe.monitor.update import spikes_in
 from nmoe.rl.experience import policy_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.show import show_data
 from nmoe.envs.check import check_environment
 

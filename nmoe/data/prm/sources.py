@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from nmoe.config.slices import split_name
-from nmoe.config.tables.records import DatasetSettings
+from nmoe.config.base import split_name
+from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.copies import not_given
 from nmoe.data.hub import hub_or_cache, why_not_asked
 from nmoe.data.prm.labelled import LabelledSteps, StepDataset, settle

@@ -17,7 +17,7 @@ from paged_cases import SHAPES, Cache
 from tiny_models import DENSE, tiny_family
 from torch import Tensor, nn
 
-from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.native.sampler import SamplingColumns, kept_mask, sample
