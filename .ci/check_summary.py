@@ -10,9 +10,9 @@ from holding import hold
 from nmoe.speedrun.promises import SCRATCH_PROMISES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from calibration import calibration_s
+from machine import calibration_s
 
-# Ten minutes are promised on two cores for which benchmarks/calibration.py prints this or less (an AMD EPYC of 2024: 0.19, of 2022:
+# Ten minutes are promised on two cores for which benchmarks/machine.py prints this or less (an AMD EPYC of 2024: 0.19, of 2022:
 # 0.25 CPU seconds); slower ones get as much more.
 SLOW_CALIBRATION_S = 0.38
 

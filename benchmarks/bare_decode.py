@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from decode_workload import NEW_TOKENS, PROMPT_TOKENS, Dtype, Generated, Run, make_prompts
+from machine import Stopwatch
 from safetensors.torch import load_file
 from side import answer
-from stopwatch import Stopwatch
 from torch import Tensor
 
 _DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}

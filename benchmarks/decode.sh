@@ -5,26 +5,19 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-PYTHON="${PYTHON:-python3}"
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    echo "decode.sh: needs Python 3.11 or newer, found $("$PYTHON" --version); set PYTHON to one" >&2
-    exit 2
-}
+source benchmarks/environments.sh
+require_python
 for argument in "$@"; do
-    case "$argument" in -h | --help) exec "$PYTHON" benchmarks/decode_arguments.py --help ;; esac
+    case "$argument" in -h | --help) exec "$PYTHON" benchmarks/decode_workload.py --help ;; esac
 done
-SIDES="$("$PYTHON" benchmarks/decode_arguments.py "$@")" # ends here, before anything is installed, where they are wrong
+SIDES="$("$PYTHON" benchmarks/decode_workload.py "$@")" # ends here, before anything is installed, where they are wrong
 
 source scripts/environment.sh
 prepare_environment "$PWD" report
 case " $SIDES " in *" vllm "*)
-    source benchmarks/vllm_environment.sh
     prepare_vllm "$PWD"
     ;;
 esac
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" MKL_NUM_THREADS="${OMP_NUM_THREADS:-2}"
-# Nothing is fetched, and no library's notices belong among the measurements.
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error PYTHONWARNINGS=ignore
-export HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1
+quiet_sides
 exec python benchmarks/decode.py "$@"

@@ -24,8 +24,19 @@ from collections.abc import Callable
 import nmoe_grpo
 import torch
 import trl_grpo
-from grpo_parity import check_batch, check_gradients, check_loss, clipped, reference_gradients, total_norm
-from grpo_workload import DTYPES, WORKLOADS, Case, Dtype, Workload
+from grpo_workload import (
+    DTYPES,
+    WORKLOADS,
+    Case,
+    Dtype,
+    Workload,
+    check_batch,
+    check_gradients,
+    check_loss,
+    clipped,
+    reference_gradients,
+    total_norm,
+)
 from machine import machine, versions
 from nmoe_grpo import NmoeGrpo, NmoeStep
 from side import Side

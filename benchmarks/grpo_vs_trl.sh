@@ -3,5 +3,7 @@
 # OMP_NUM_THREADS (default 2) sets the threads of every side; arguments go to grpo_vs_trl.py (see --help).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source benchmarks/trl_environment.sh
+source benchmarks/environments.sh
+prepare_trl
+quiet_sides
 exec "$PYTHON_TRL" benchmarks/grpo_vs_trl.py "$@"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 from decode_workload import PROMPT_TOKENS, Dtype, Generated, Logits, Run, make_prompts
+from machine import Stopwatch
 from side import answer
-from stopwatch import Stopwatch
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine

@@ -8,7 +8,7 @@ Each seed is `nmoe speedrun --real --seed N` in a process of its own. The seed d
 order, what is sampled, and which held-out problems are asked. CORE's lambada is read below $NMOE_DATASETS.
 
 Results are kept in benchmarks/results/real_seeds.json, a record for each seed and thread count, with the processor, its
-calibration (benchmarks/calibration.py), wall and CPU seconds. What is there, of the same recipe (`recipe`, a hash of
+calibration (benchmarks/machine.py), wall and CPU seconds. What is there, of the same recipe (`recipe`, a hash of
 configuration and environment), is not run again; one that was broken off goes on where it stopped. Reports, metrics and
 examinations stay in --out.
 """

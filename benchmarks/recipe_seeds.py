@@ -5,7 +5,7 @@
     python benchmarks/recipe_seeds.py --show                      only print what was measured so far
 
 Self-play has its own (benchmarks/selfplay.py). Results are kept in benchmarks/results/recipe_seeds.json with processor, calibration
-(benchmarks/calibration.py), threads and seconds; what is there, of the same configuration, is not run again.
+(benchmarks/machine.py), threads and seconds; what is there, of the same configuration, is not run again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from calibration import calibration_s
-from machine import machine, versions
+from machine import calibration_s, machine, versions
 from result_files import Record, read_records, write_records
 from speedrun_seeds import as_measured
 

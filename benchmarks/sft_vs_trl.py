@@ -20,8 +20,7 @@ import nmoe_sft
 import torch
 import trl_sft
 from machine import machine, versions
-from sft_parity import check, reference
-from sft_workload import CASES, Case, Step
+from sft_workload import CASES, Case, Step, check, reference
 from side import Side
 
 PACKAGES = ("nmoe", "trl", "transformers", "accelerate", "torch")

@@ -11,7 +11,7 @@ AVX2, as on an older processor, and `plain` runs as where there is no C++ compil
 seed. Of one seed, kernels and thread count, several AMD EPYC processors made the same numbers.
 
 Results are kept in benchmarks/results/speedrun_seeds.json, a record for each seed, kernels and thread count, with the
-processor, its calibration (benchmarks/calibration.py), wall and CPU seconds. A base that is there, of the same recipe (`recipe`, a
+processor, its calibration (benchmarks/machine.py), wall and CPU seconds. A base that is there, of the same recipe (`recipe`, a
 hash of what decides the result), is not run again; one that was broken off goes on where it stopped. Several processes may
 share the work: each takes what no other has begun.
 """
@@ -35,8 +35,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from calibration import calibration_s
-from machine import machine, versions
+from machine import calibration_s, machine, versions
 from result_files import Record, read_records, write_records
 
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS

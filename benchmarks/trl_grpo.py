@@ -109,7 +109,7 @@ def even_share(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 class TrlGrpo:
     """GRPOTrainer with the workload's weights; each `step` is one whole training step on all completions. In bf16 the weights are
     bf16 and so is AdamW's state, without fp32 copies, which is TRL's fastest way; its generation then has a static cache, as the
-    faster one (generate_decode.py)."""
+    faster one (peer_decode.py)."""
 
     def __init__(self, workload: Workload, dtype: Dtype = "fp32") -> None:
         self.workload = workload

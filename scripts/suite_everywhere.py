@@ -5,7 +5,7 @@
 
 torch, oneDNN, MKL and the C++ kernels are held to older instructions, there is no C++ compiler, or there are two threads. Compiled
 kernels are made anew in each, as on a new machine. Results go to benchmarks/results/suite.json, with processor and calibration
-(benchmarks/calibration.py). Ends with 1 where a test failed.
+(benchmarks/machine.py). Ends with 1 where a test failed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/suite.json"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from calibration import calibration_s  # noqa: E402
 from exact_everywhere import INSTRUCTIONS  # noqa: E402
-from machine import machine, versions  # noqa: E402
+from machine import calibration_s, machine, versions  # noqa: E402
 from result_files import read_records, write_records  # noqa: E402
 
 SETTINGS = {

