@@ -82,7 +82,7 @@ def opened_reasoning() -> Result:
 
 @check(13, "</think> without <think> under a template that opens none", "not well-formed")
 def unopened_reasoning() -> Result:
-    from nmoe.text.chat_template import read_turn
+    from nmoe.text.renderers.chat import read_turn
 
     formed = read_turn("hm</think>42").well_formed
     return "well-formed" if formed else "not well-formed", not formed
@@ -90,7 +90,7 @@ def unopened_reasoning() -> Result:
 
 @check(13, "calls whose JSON strings hold </tool_call>, <tool_call> or </think>", "4 of 4 read")
 def tags_in_strings() -> Result:
-    from nmoe.text.chat_template import read_turn
+    from nmoe.text.renderers.chat import read_turn
 
     read = 0
     for code in ("print(1)", "print('</tool_call>')", "s = '<tool_call>'", "# </think> ends it"):

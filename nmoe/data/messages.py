@@ -9,7 +9,7 @@ from typing import Any
 from nmoe.errors import UserError, shown
 from nmoe.parsing import json_of
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
-from nmoe.text.harmony_format import CHANNELS, ROLES
+from nmoe.text.harmony import CHANNELS, ROLES
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 # Tool calls of ShareGPT-like datasets, and of OpenAI's format before `tool_calls`.

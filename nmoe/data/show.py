@@ -17,9 +17,8 @@ from nmoe.data.pairs import completion_pair
 from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage
-from nmoe.text.printable import printable
+from nmoe.text.printable import printable, token_table
 from nmoe.text.renderers import IGNORED, Rendered, Renderer, RenderFormat, make_renderer
-from nmoe.text.token_table import token_table
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 _LEARNED, _PLAIN = "\x1b[32m", "\x1b[0m"

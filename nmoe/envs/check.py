@@ -55,9 +55,8 @@ from nmoe.runs.resolve import resolve_tokenizer
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.sources import WorkspaceError, identity_of, source_of
 from nmoe.text.conversation import ToolDefinition
-from nmoe.text.printable import printable
+from nmoe.text.printable import printable, token_table
 from nmoe.text.renderers import RENDERERS
-from nmoe.text.token_table import token_table
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from nmoe.types import Grade, Metadata, Problem, single_turn
 

@@ -30,7 +30,7 @@ from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import write_atomically
 from nmoe.statistics import Interval, binomial_interval, stratified_share
-from nmoe.text.harmony_format import END_OF_TEXT
+from nmoe.text.harmony import END_OF_TEXT
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Precision
 

@@ -23,7 +23,7 @@ from nmoe.grading.gold import unreadable
 from nmoe.grading.math.answers import grade_each
 from nmoe.grading.math.policy import DEFAULT, Policy
 from nmoe.grading.prose import from_prose
-from nmoe.text.harmony_text import read_completion
+from nmoe.text.harmony import read_completion
 from nmoe.types import Verdict
 
 Extract = Literal["whole", "boxed", "prose", "last_number", "harmony"]

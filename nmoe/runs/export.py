@@ -16,8 +16,7 @@ from nmoe.model.peft_format import is_adapter, save_adapter
 from nmoe.model.policy import base_of, load_policy
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.whole import whole_directory
-from nmoe.text.harmony import Harmony
-from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT
+from nmoe.text.harmony import CONTROL_TOKENS, END_OF_TEXT, Harmony
 from nmoe.text.tokenizer import Tokenizer
 
 DTypeName = Literal["float32", "bfloat16", "float16"]

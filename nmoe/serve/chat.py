@@ -20,10 +20,10 @@ from nmoe.errors import UserError
 from nmoe.generation import sampling_notes
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
-from nmoe.text.harmony import Harmony, StreamParser
-from nmoe.text.incremental import IncrementalDecoder
+from nmoe.text.harmony import Harmony
 from nmoe.text.printable import printable
 from nmoe.text.renderers import RENDERERS, natural_format
+from nmoe.text.streaming import IncrementalDecoder, StreamParser
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import ExpertWeightsForm, Message, Precision, Sampling
 

@@ -36,9 +36,8 @@ from nmoe.envs.tasks import pose_new
 from nmoe.envs.tools.builtin import builtin_tools
 from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.envs.tools.session import ToolSession
-from nmoe.text.harmony import Harmony, HarmonyTokenizer
-from nmoe.text.harmony_format import MESSAGE, RETURN
-from nmoe.text.harmony_tools import render_tools
+from nmoe.text.harmony import MESSAGE, RETURN, Harmony, HarmonyTokenizer
+from nmoe.text.renderers.harmony import render_tools
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Problem, ToolCall, ToolEvent
 

@@ -1,9 +1,7 @@
 """Render conversations by a tokenizer's own chat template (Jinja, as in Hugging Face checkpoints), as token ids.
 
-The template writes the structure, with its control tokens. Content passes through the same template and still cannot forge a
-control token: before rendering, the name of every control token inside a content is broken up by a character that occurs
-nowhere else. That character is removed again, between the control tokens, before the text is encoded. For honest content the
-ids are exactly those of transformers.
+The template writes the structure, with its control tokens. Content passes through the same template and cannot forge a control
+token (`nmoe.text.guard`).
 
 A conversation only grows. `continuation_ids` gives what the template writes after a sampled turn. A template that rewrites
 earlier messages (drops earlier reasoning, moves the system message) is refused, because the policy would be trained on
@@ -12,26 +10,23 @@ something other than what it saw.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product, takewhile
+from itertools import product, takewhile
 from types import MappingProxyType
 from typing import Any
 
 from nmoe.errors import UserError
-from nmoe.text.conversation import CALL, END_CALL, END_THINK, TAGS, THINK, ToolDefinition
+from nmoe.text.conversation import END_THINK, TAGS, THINK, ToolDefinition
+from nmoe.text.guard import ContentGuard, strings
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 
 # Templates that print the day would make a prompt depend on it; this is the one that Llama's falls back to.
 _DATE = "26 Jul 2024"
-_PRIVATE_USE = range(0xE000, 0xF8FF)
-_ROLES = {"developer": "system"}
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_WORD = re.compile(r"[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -100,15 +95,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self.stop_ids = tokenizer.end_ids
         self._tools: list[Any] | None = [tool.as_function() for tool in tools] or None
-        # A name of one character cannot be broken up, and is never structure.
-        added = sorted((name for name in tokenizer.added_tokens if len(name) > 1), key=len, reverse=True)
-        self._added = {name: tokenizer.added_tokens[name] for name in added}
-        alternatives = "|".join(map(re.escape, added))
-        self._split = re.compile(f"({alternatives})")
-        self._starts = _starts(added)
-        self._whole = re.compile("|".join(map(re.escape, sorted({*added, *TAGS}, key=len, reverse=True))))
-        # What the assistant's own words may not hold: all but the tags, which some tokenizers have as control tokens, too.
-        self._foreign_starts = _starts([name for name in added if name not in TAGS])
+        self._guard = ContentGuard(tokenizer, template)
+        self._whole = re.compile("|".join(map(re.escape, sorted({*self._guard.added, *TAGS}, key=len, reverse=True))))
         self._ends = {name: one for name, one in tokenizer.added_tokens.items() if one in self.stop_ids}
         self._end = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))))
         self._undeclared: list[str] = []
@@ -127,8 +115,8 @@ class ChatTemplate:
                 f"the chat template does not declare tools, so the policy cannot know {', '.join(unnamed)}; describe each by "
                 "its name in `system`, or use a template that declares tools"
             )
-        breaker, _ = self._unused(message.content for message in messages)
-        return self._encode(self._render(self._guarded(messages, breaker), opens_turn=True), breaker)
+        breaker, _ = self._guard.unused(message.content for message in messages)
+        return self._guard.encode(self._render(self._guard.messages(messages, breaker), opens_turn=True), breaker)
 
     def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text that the template writes for a conversation, as it is."""
@@ -151,9 +139,9 @@ class ChatTemplate:
         has no end.
         """
         declared = [tool.as_function() for tool in tools]
-        breaker, _ = self._unused(_strings([*messages, *declared]))
-        guarded = [self._guarded_message(message, breaker) for message in messages]
-        functions = [self._guard_all(tool, breaker) for tool in declared] or None
+        breaker, _ = self._guard.unused(strings([*messages, *declared]))
+        guarded = [self._guard.message(message, breaker) for message in messages]
+        functions = [self._guard.value(tool, breaker) for tool in declared] or None
         text, marked = self._render_marked(guarded, functions)
         turns = self._turns(guarded, functions, text)
         if marked is not None:
@@ -171,11 +159,11 @@ class ChatTemplate:
         place = 0
         for start, end, index in turns:
             pieces += [
-                (self._encode(text[place:start], breaker), None),
-                (self._encode(text[start:end], breaker), index),
+                (self._guard.encode(text[place:start], breaker), None),
+                (self._guard.encode(text[start:end], breaker), index),
             ]
             place = end
-        return [*pieces, (self._encode(text[place:], breaker), None)]
+        return [*pieces, (self._guard.encode(text[place:], breaker), None)]
 
     def sampled(
         self, messages: Sequence[Mapping[str, Any]], reasoning: str, tools: Sequence[ToolDefinition] = ()
@@ -187,9 +175,9 @@ class ChatTemplate:
         Returns None if the template begins the turn in a third way, and where the reasoning has no place in it.
         """
         declared = [tool.as_function() for tool in tools]
-        breaker, _ = self._unused(_strings([*messages, *declared, reasoning]))
-        guarded = [self._guarded_message(message, breaker) for message in messages]
-        functions = [self._guard_all(tool, breaker) for tool in declared] or None
+        breaker, _ = self._guard.unused(strings([*messages, *declared, reasoning]))
+        guarded = [self._guard.message(message, breaker) for message in messages]
+        functions = [self._guard.value(tool, breaker) for tool in declared] or None
         text, before = (self._render(some, tools=functions) for some in (guarded, guarded[:-1]))
         opened = self._render(guarded[:-1], tools=functions, opens_turn=True)
         start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, text, strict=False)))
@@ -201,18 +189,18 @@ class ChatTemplate:
         said = text[start : self._end_after(text, start)]
         if END_THINK not in said:
             if _leaves_open(opened[len(before) :]):
-                thought = self._guard(reasoning.strip("\n"), breaker, self._foreign_starts)
+                thought = self._guard.text(reasoning.strip("\n"), breaker, by_assistant=True)
                 said = f"{thought}\n{END_THINK}\n\n{said}"
             elif reasoning.strip():
                 return None
-        return self._encode(opened, breaker), self._encode(said, breaker)
+        return self._guard.encode(opened, breaker), self._guard.encode(said, breaker)
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
         """The tokens that are no part of a sampled turn: control tokens, and those that write a user's message and open a turn,
         which some tokenizers do not call special. Tags of reasoning and calls are none: in a turn they are its form."""
-        tags = {self._added.get(tag) for tag in TAGS}
-        asked = set(self.prompt_ids([Message("user", "?")])) & set(self._added.values())
+        tags = {self._guard.added.get(tag) for tag in TAGS}
+        asked = set(self.prompt_ids([Message("user", "?")])) & set(self._guard.added.values())
         return (self._tokenizer.control_ids | asked) - tags
 
     @cached_property
@@ -243,21 +231,21 @@ class ChatTemplate:
     def completion_ids(self, text: str) -> list[int]:
         """Renders a text as a sampled turn: control tokens by their names, followed by the end of the turn."""
         end = self.stop_ids[0] if self._written_end is None else self._written_end
-        return [*self._encode(text, self._unused([text])[0]), end]
+        return [*self._guard.encode(text, self._guard.unused([text])[0]), end]
 
     def continuation_ids(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolAnswer]]) -> list[int]:
         """Renders what follows the last sampled token: the end of its turn as the template writes it, the answers to the latest
         round of calls, and the start of the next turn. Marks stand for the sampled turns.
         """
         answers = [answer.content for round_ in rounds for answer in round_]
-        breaker, mark = self._unused([*answers, *(message.content for message in messages)])
-        history = self._guarded(messages, breaker)
+        breaker, mark = self._guard.unused([*answers, *(message.content for message in messages)])
+        history = self._guard.messages(messages, breaker)
         before, after = self._render(history), ""
         for number, round_ in enumerate(rounds):
             thought, said = f"{mark}t{number}{mark}", f"{mark}s{number}{mark}"
             history.append({"role": "assistant", "content": f"{THINK}\n{thought}\n{END_THINK}\n\n{said}"})
             for answer in round_:
-                content = self._guard(answer.content, breaker)
+                content = self._guard.text(answer.content, breaker)
                 history.append(
                     {"role": "tool", "name": answer.name, "content": content, "tool_call_id": answer.call_id}
                 )
@@ -273,7 +261,7 @@ class ChatTemplate:
                 raise UserError(f"{self._unended()}: a sampled turn would end in another way than one of the history")
             after = after[end.end() :]
             before = self._render(history)
-        return self._encode(after, breaker)
+        return self._guard.encode(after, breaker)
 
     def user_ids(self, messages: Sequence[Message]) -> list[int] | None:
         """Renders what follows the last sampled token where the user speaks next: the end of the sampled turn as the template
@@ -283,18 +271,18 @@ class ChatTemplate:
         template then rewrites earlier messages, for example by dropping their reasoning.
         """
         *earlier, _, user = messages
-        breaker, mark = self._unused(message.content for message in messages)
+        breaker, mark = self._guard.unused(message.content for message in messages)
         thought, said = f"{mark}t{mark}", f"{mark}s{mark}"
-        opened = self._render(self._guarded(earlier, breaker), opens_turn=True).removesuffix(f"{THINK}\n")
+        opened = self._render(self._guard.messages(earlier, breaker), opens_turn=True).removesuffix(f"{THINK}\n")
         sampled = {"role": "assistant", "content": f"{THINK}\n{thought}\n{END_THINK}\n\n{said}"}
-        history = [*self._guarded(earlier, breaker), sampled, *self._guarded([user], breaker)]
+        history = [*self._guard.messages(earlier, breaker), sampled, *self._guard.messages([user], breaker)]
         before, found, after = self._render(history, opens_turn=True).partition(said)
         if not found or not before.startswith(opened) or thought not in before[len(opened) :]:
             return None
         end = self._end.search(after)
         if end is None or after[: end.start()].strip() or self._written_end is None:
             return None
-        return self._encode(after[end.end() :], breaker)
+        return self._guard.encode(after[end.end() :], breaker)
 
     @cached_property
     def _written_end(self) -> int | None:
@@ -379,174 +367,7 @@ class ChatTemplate:
             roles = " ".join(message["role"] for message in messages)
             raise UserError(f"the chat template refuses a conversation of {roles}: {error}") from error
 
-    def _guarded(self, messages: Sequence[Message], breaker: str) -> list[dict[str, str]]:
-        """The messages as templates take them. Templates know no developer role; its messages get the role system."""
-        return [
-            {
-                "role": _ROLES.get(one.role, one.role),
-                "content": self._guard(one.content, breaker, self._own_words(one.role)),
-            }
-            for one in messages
-        ]
-
-    def _own_words(self, role: str) -> re.Pattern[str] | None:
-        """What may not stand in a message of this role, where that is not every token name: the assistant's has its tags."""
-        return self._foreign_starts if role == "assistant" else None
-
-    def _guarded_message(self, message: Mapping[str, Any], breaker: str) -> dict[str, Any]:
-        guarded = {
-            key: self._guard_all(value, breaker) for key, value in message.items() if key not in ("role", "content")
-        }
-        starts = self._own_words(message["role"])
-        return (
-            {"role": _ROLES.get(message["role"], message["role"])}
-            | guarded
-            | ({"content": self._guard_content(message["content"], breaker, starts)} if "content" in message else {})
-        )
-
-    def _guard_content(self, content: str | None, breaker: str, starts: re.Pattern[str] | None) -> str | None:
-        return None if content is None else self._guard(content, breaker, starts)
-
-    def _guard_all(self, value: Any, breaker: str) -> Any:
-        """Guards all texts inside a value except plain words: templates compare names and look at the length of ids."""
-        if isinstance(value, str):
-            return value if _WORD.fullmatch(value) else self._guard(value, breaker)
-        if isinstance(value, Mapping):
-            return {self._guard_all(key, breaker): self._guard_all(one, breaker) for key, one in value.items()}
-        return [self._guard_all(one, breaker) for one in value] if isinstance(value, list | tuple) else value
-
-    def _guard(self, content: str, breaker: str, starts: re.Pattern[str] | None = None) -> str:
-        """Puts a breaker inside every token name in the content, and at both ends, where the content could complete a name that
-        the template begins. White space at the ends stays outside, because templates trim it. Content that is only white space
-        stays as it is.
-        """
-        core = content.strip()
-        if not core:
-            return content
-        left = content[: len(content) - len(content.lstrip())]
-        # A tag is no part of another name, and templates cut contents at tags.
-        opening = "" if starts is not None and core.startswith(TAGS) else breaker
-        closing = "" if starts is not None and core.endswith(TAGS) else breaker
-        right = content[len(content.rstrip()) :]
-        return left + opening + breaker.join(self._pieces(core, starts)) + closing + right
-
-    def _pieces(self, text: str, starts: re.Pattern[str] | None = None) -> list[str]:
-        """Cuts the text after the first character of every token name in it, so that no piece contains one."""
-        cuts = [0, *(match.start() + 1 for match in (starts or self._starts).finditer(text)), len(text)]
-        return [text[start:end] for start, end in pairwise(cuts)]
-
-    def _encode(self, text: str, breaker: str) -> list[int]:
-        ids: list[int] = []
-        for piece in self._split.split(text):
-            if piece in self._added:
-                ids.append(self._added[piece])
-            else:
-                for plain in self._pieces(piece.replace(breaker, "")):
-                    ids += self._tokenizer.encode(plain)
-        return ids
-
-    def _unused(self, texts: Iterable[str]) -> tuple[str, str]:
-        """Picks two characters of the private-use area that occur neither in the texts nor in the template."""
-        present = set(self._template).union(*texts)
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in present)
-        return next(free), next(free)
-
-
-def _starts(names: Sequence[str]) -> re.Pattern[str]:
-    """Matches the start of each name, also inside another name."""
-    return re.compile(f"(?=(?:{'|'.join(map(re.escape, names))}))" if names else r"(?!)")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from (*_strings(key), *_strings(one))
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _strings(one)
-
 
 def _leaves_open(opening: str) -> bool:
     """Whether reasoning is open behind the opening of a turn."""
     return opening.rfind(THINK) > opening.rfind(END_THINK)
-
-
-@dataclass(frozen=True)
-class ChatTurn:
-    """A sampled turn as text: the reasoning between the think tags, the remaining content, and the bodies of its calls.
-
-    `well_formed` tells whether the reasoning tags open and close at most once, before everything else. A call without a
-    closing tag runs to the end. Inside the strings of a call, tags are text.
-    """
-
-    reasoning: str | None
-    content: str
-    calls: tuple[str, ...]
-    well_formed: bool
-
-
-_DECODER = json.JSONDecoder()
-_THOUGHT, _SPACE = re.compile(f"{THINK}|{END_THINK}"), re.compile(r"\s*")
-
-
-def read_turn(text: str, opened: bool = False) -> ChatTurn:
-    """Parses a turn of the Hermes and Qwen3 family; total. `opened` says that the prompt has opened the reasoning.
-
-    Where tags do not pair up, the content is what follows the last </think>, and nothing where <think> is never closed.
-    """
-    begins = text.lstrip().startswith(THINK)
-    well_formed = not (opened and begins)
-    reasoning: str | None = None
-    if opened or begins:
-        head = text.lstrip().removeprefix(THINK) if begins else text
-        reasoning, closed, rest = head.partition(END_THINK)
-        if not closed:
-            return ChatTurn(reasoning, "", (), False)
-        well_formed = well_formed and THINK not in reasoning
-    else:
-        rest = text
-    content, calls, strays = _split_calls(rest)
-    if closings := [place for tag, place in strays if tag == END_THINK]:
-        well_formed = False
-        thought, rest = rest[: closings[-1]], rest[closings[-1] + len(END_THINK) :]
-        reasoning = thought if reasoning is None else f"{reasoning}{END_THINK}{thought}"
-        content, calls, strays = _split_calls(rest)
-    if strays:
-        well_formed = False
-        if reasoning is None:
-            return ChatTurn(rest[strays[0][1] + len(THINK) :], "", (), False)
-    return ChatTurn(reasoning, content.strip(), calls, well_formed)
-
-
-def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]]:
-    """The text outside calls, the bodies of the calls, and the tags of reasoning outside calls with their places.
-
-    A body is one JSON value, in whose strings a tag closes nothing. Where it is none, it ends at the next closing tag.
-    """
-    outside, calls, strays, place = list[str](), list[str](), list[tuple[str, int]](), 0
-    while True:
-        start = text.find(CALL, place)
-        until = len(text) if start < 0 else start
-        outside.append(text[place:until])
-        strays += ((match[0], match.start()) for match in _THOUGHT.finditer(text, place, until))
-        if start < 0:
-            break
-        start += len(CALL)
-        end = text.find(END_CALL, _behind_json(text, start))
-        calls.append(text[start:] if end < 0 else text[start:end])
-        if end < 0:
-            break
-        place = end + len(END_CALL)
-    return "".join(outside), tuple(calls), strays
-
-
-def _behind_json(text: str, start: int) -> int:
-    """The place behind the JSON value that begins at `start`, after white space; `start` where none does."""
-    space = _SPACE.match(text, start)
-    try:
-        return start if space is None else _DECODER.raw_decode(text, space.end())[1]
-    except (ValueError, RecursionError):
-        return start

@@ -1,39 +1,293 @@
-"""Harmony conversations as token ids: rendering histories, prompts and completions, and parsing them back.
+"""The Harmony format: conversations and sampled turns as token ids, and back.
+
+Format: https://github.com/openai/harmony (docs/format.md). One message reads
+
+    <|start|>AUTHOR[ to=RECIPIENT][<|channel|>CHANNEL[ to=RECIPIENT]][ <|constrain|>TYPE]<|message|>CONTENT<|end|>
+
+and is written with the recipient after the channel when that is `commentary`, before it otherwise. AUTHOR is a role,
+`role:name`, or, for a tool's answer, the tool's name alone.
 
 Text reaches the ids only through `encode`, which never yields a control token, so that no problem, tool answer or model
-output can forge one; structure is read back from control token ids alone. Follows the reference implementation,
-https://github.com/openai/harmony, and is tested against it on the o200k_harmony vocabulary.
+output can forge one; structure is read back from control token ids alone. Tested against the reference implementation on the
+o200k_harmony vocabulary.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import NoReturn, Protocol
 
-from nmoe.text.harmony_distance import HarmonyDistance
-from nmoe.text.harmony_format import (
-    CALL,
-    CHANNEL,
-    CONSTRAIN,
-    CONTROL_TOKENS,
-    END,
-    MESSAGE,
-    RETURN,
-    START,
-    HarmonyError,
-    HarmonyTokenizer,
-    check_message,
-    write_author,
-)
-from nmoe.text.harmony_parser import HarmonyParser
-from nmoe.text.incremental import IncrementalDecoder
+from nmoe.errors import UserError
 from nmoe.types import Message
 
-_SPELLED = re.compile(f"({'|'.join(map(re.escape, CONTROL_TOKENS))})")
+START = "<|start|>"
+END = "<|end|>"
+MESSAGE = "<|message|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+RETURN = "<|return|>"
+CALL = "<|call|>"
+END_OF_TEXT = "<|endoftext|>"
 
-__all__ = ["Completion", "Event", "Harmony", "HarmonyError", "HarmonyTokenizer", "Message", "StreamParser"]
+CONTROL_TOKENS = (END_OF_TEXT, START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CHANNELS = ("analysis", "commentary", "final")
+
+_SPELLED = re.compile(f"({'|'.join(map(re.escape, CONTROL_TOKENS))})")
+_CLOSING = {END: "end", RETURN: "return", CALL: "call"}
+
+# A tool is written by its name alone, so only these stand before a colon.
+_NAMED_ROLES = ("system", "developer", "user", "assistant")
+
+
+class HarmonyError(UserError):
+    """A conversation that is not Harmony. `position` is the index of the token at fault; None when rendering."""
+
+    def __init__(self, reason: str, position: int | None = None) -> None:
+        super().__init__(reason if position is None else f"token {position}: {reason}")
+        self.position = position
+
+
+class HarmonyTokenizer(Protocol):
+    """What Harmony needs of a tokenizer; `nmoe.text.tokenizer.Tokenizer` is one.
+
+    `encode` never yields a control token, `decode` replaces bytes that are not UTF-8 by U+FFFD, and `special_id` raises
+    `UserError` when the token is missing. Ids outside [0, vocab_size) are never passed to `decode`.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def special_id(self, token: str) -> int: ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The text between two control tokens of a header, and the index of its first token."""
+
+    text: str
+    position: int
+
+
+def check_message(message: Message) -> None:
+    """Raise HarmonyError where rendering `message` would lose something that parsing cannot bring back."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise HarmonyError(f"cannot render {message!r}: {reason}")
+
+    if message.role not in ROLES:
+        refuse(f"unknown role {message.role!r}; the roles are {', '.join(ROLES)}")
+    if message.channel is not None and message.channel not in CHANNELS:
+        refuse(f"unknown channel {message.channel!r}; the channels are {', '.join(CHANNELS)}")
+    for field in ("recipient", "name", "content_type"):
+        value = getattr(message, field)
+        if value is not None and value.split() != [value]:
+            refuse(f"{field} {value!r} must be one word without spaces, or None")
+    if message.role == "tool":
+        if message.name is None or message.recipient is None:
+            refuse("a tool's answer needs the tool's name and a recipient, normally 'assistant'")
+        if message.name.partition(":")[0] in _NAMED_ROLES:
+            refuse(f"the tool name {message.name!r} would read as a role; rename the tool")
+
+
+def write_author(message: Message) -> str:
+    """The author as the header spells it: `user`, `user:ada`, or a tool's name."""
+    if message.role == "tool":
+        assert message.name is not None, "check_message refuses a tool without a name"
+        return message.name
+    return message.role if message.name is None else f"{message.role}:{message.name}"
+
+
+def read_header(author: Segment, channel: Segment | None, constrain: Segment | None) -> Message:
+    """The message, still without content, whose header has these segments.
+
+    Lenient where the reference parser is, because models write all of these: the recipient may stand before or after
+    the channel, a content type may follow it without <|constrain|>, and segments may end in white space. Anything else
+    raises HarmonyError with the position of the segment at fault.
+    """
+    author_word, *words = _words(author, "an author")
+    rest = [(word, author.position) for word in words]
+    channel_word = None
+    if channel is not None:
+        channel_word, *words = _words(channel, "a channel")
+        if channel_word not in CHANNELS:
+            raise HarmonyError(f"unknown channel {channel_word!r}", channel.position)
+        rest += [(word, channel.position) for word in words]
+
+    recipient = content_type = None
+    if rest and rest[0][0].startswith("to=") and rest[0][0] != "to=":
+        recipient = rest.pop(0)[0].removeprefix("to=")
+        if rest and constrain is None and not rest[0][0].startswith("to="):
+            content_type = rest.pop(0)[0]
+    if rest:
+        raise HarmonyError(f"unexpected {rest[0][0]!r} in the header", rest[0][1])
+    if constrain is not None:
+        content_type, *words = _words(constrain, "a content type")
+        if words:
+            raise HarmonyError(f"unexpected {words[0]!r} after the content type", constrain.position)
+
+    role, colon, name = author_word.partition(":")
+    if role not in _NAMED_ROLES:
+        # The reference takes an unknown word for a tool's name exactly when it addresses someone.
+        if recipient is None:
+            raise HarmonyError(f"unknown role {author_word!r} (a tool's answer names its recipient)", author.position)
+        role, name = "tool", author_word
+    elif colon and not name:
+        raise HarmonyError(f"the role {role!r} is followed by an empty name", author.position)
+    return Message(role, "", channel_word, recipient, name or None, content_type)
+
+
+def _words(segment: Segment, what: str) -> list[str]:
+    words = segment.text.split()
+    if not words or segment.text[0].isspace():
+        raise HarmonyError(f"the header lacks {what}", segment.position)
+    return words
+
+
+class _Expect(Enum):
+    """What the next token may be part of."""
+
+    START = auto()
+    HEADER = auto()
+    CONTENT = auto()
+    NOTHING = auto()
+
+
+class HarmonyParser:
+    """Reads one history or, with `completion`, what was sampled after <|start|>assistant.
+
+    `messages` holds the messages that are complete, `header` the one whose content is being read (its own content
+    empty), `end` how the turn ended ("return", "call" or None). `feed` and `finish` raise
+    HarmonyError at the first token that is out of place; after that the parser is not to be fed again.
+
+    In a completion every message is the assistant's, unnamed and on a channel, and <|return|> or <|call|> ends it. A
+    history may also end in <|return|> (a prompt with its completion), nowhere else.
+    """
+
+    def __init__(
+        self, tokenizer: HarmonyTokenizer, control_tokens: Mapping[int, str], *, completion: bool = False
+    ) -> None:
+        self.messages: list[Message] = []
+        self.header: Message | None = None
+        self._content_ids: list[int] = []
+        self.end: str | None = None
+        self._tokenizer = tokenizer
+        self._vocab_size = tokenizer.vocab_size
+        self._control_tokens = control_tokens
+        self._completion = completion
+        self._position = 0  # index of the token being read
+        self._segments: dict[str, Segment] = {}
+        self._segment = START  # the control token that opened the segment being read
+        self._segment_position = 0
+        self._segment_ids: list[int] = []
+        # The prompt ended inside the header, after the role: the sampled text goes on from there.
+        self._given_author = "assistant" if completion else ""
+        self._expect = _Expect.HEADER if completion else _Expect.START
+
+    def feed(self, token_id: int) -> None:
+        """Reads the next token. Any int is legal input."""
+        control = self._control_tokens.get(token_id)
+        if control is None and not 0 <= token_id < self._vocab_size:
+            # A padded embedding has rows past the vocabulary; a model can sample one, and it stands for no text.
+            raise self._fault(f"id {token_id} is outside the vocabulary of {self._vocab_size}")
+        if self._expect is _Expect.CONTENT:
+            self._read_content(token_id, control)
+        elif self._expect is _Expect.HEADER:
+            self._read_header(token_id, control)
+        elif self._expect is _Expect.NOTHING:
+            raise self._fault(f"{self._describe(token_id)} after the end of the turn")
+        elif control == START:
+            self._open_segment(START)
+            self._expect = _Expect.HEADER
+        else:
+            raise self._fault(f"expected {START} but found {self._describe(token_id)}")
+        self._position += 1
+
+    def finish(self) -> None:
+        """Declares that no token follows. Raises HarmonyError when a message, or the last message of a completion, is missing."""
+        if self._expect is _Expect.HEADER:
+            raise self._fault("truncated inside a message header")
+        if self._expect is _Expect.CONTENT:
+            raise self._fault("truncated inside message content")
+        if self._completion and self.end is None:
+            raise self._fault(f"truncated: neither {RETURN} nor {CALL} ends the turn")
+
+    def _read_header(self, token_id: int, control: str | None) -> None:
+        if control is None:
+            self._segment_ids.append(token_id)
+        elif control == MESSAGE:
+            self._close_segment()
+            self._complete_header()
+            self._expect = _Expect.CONTENT
+        elif (control == CHANNEL and self._segment == START) or (control == CONSTRAIN and self._segment != CONSTRAIN):
+            self._close_segment()
+            self._open_segment(control)
+        else:
+            raise self._fault(f"{control} inside a message header")
+
+    def _read_content(self, token_id: int, control: str | None) -> None:
+        if control is None:
+            self._content_ids.append(token_id)
+        elif control in _CLOSING:
+            self._complete_message(control)
+        else:
+            raise self._fault(f"{control} inside message content")
+
+    def _open_segment(self, control: str) -> None:
+        self._segment = control
+        self._segment_position = self._position + 1
+
+    def _close_segment(self) -> None:
+        text = self._tokenizer.decode(self._segment_ids)
+        self._segment_ids.clear()
+        if self._segment == START:
+            text = self._given_author + text
+            self._given_author = ""
+        self._segments[self._segment] = Segment(text, self._segment_position)
+
+    def _complete_header(self) -> None:
+        author = self._segments[START]
+        header = read_header(author, self._segments.get(CHANNEL), self._segments.get(CONSTRAIN))
+        self._segments.clear()
+        if self._completion:
+            if header.role != "assistant" or header.name is not None:
+                raise HarmonyError(
+                    f"wrong role {author.text!r}: in a completion only 'assistant' speaks", author.position
+                )
+            if header.channel is None:
+                raise self._fault("the assistant's message has no channel")
+        self.header = header
+
+    def _complete_message(self, closing: str) -> None:
+        assert self.header is not None, "content is read only after its header"
+        if self.header.is_call and closing != CALL:
+            raise self._fault(f"a message to {self.header.recipient!r} ends in {CALL}, not {closing}")
+        if closing == CALL and not self.header.is_call:
+            raise self._fault(f"{CALL} ends a message of the assistant that has a recipient; this is none")
+        if closing == RETURN and self.header.role != "assistant":
+            raise self._fault(f"{RETURN} ends the assistant's turn but this message is by {self.header.role!r}")
+        self.messages.append(replace(self.header, content=self._tokenizer.decode(self._content_ids)))
+        self.header = None
+        self._content_ids.clear()
+        if closing == RETURN or (closing == CALL and self._completion):
+            self.end = _CLOSING[closing]
+            self._expect = _Expect.NOTHING
+        else:
+            self._expect = _Expect.START
+
+    def _describe(self, token_id: int) -> str:
+        return self._control_tokens.get(token_id) or repr(self._tokenizer.decode([token_id]))
+
+    def _fault(self, reason: str) -> HarmonyError:
+        return HarmonyError(reason, self._position)
 
 
 @dataclass(frozen=True)
@@ -74,7 +328,7 @@ class Harmony:
     def __init__(self, tokenizer: HarmonyTokenizer) -> None:
         self.tokenizer = tokenizer
         self._ids = {token: tokenizer.special_id(token) for token in CONTROL_TOKENS}
-        self._tokens = {token_id: token for token, token_id in self._ids.items()}
+        self.control_tokens = {token_id: token for token, token_id in self._ids.items()}
         self._assistant_start = [self._ids[START], *tokenizer.encode("assistant")]
         self.stop_ids: tuple[int, ...] = (self._ids[RETURN], self._ids[CALL])
 
@@ -135,7 +389,7 @@ class Harmony:
 
     def parser(self, *, completion: bool = False) -> HarmonyParser:
         """A fresh state machine over this tokenizer."""
-        return HarmonyParser(self.tokenizer, self._tokens, completion=completion)
+        return HarmonyParser(self.tokenizer, self.control_tokens, completion=completion)
 
     def spelled(self, text: str) -> list[int]:
         """The tokens of a text that spells its control tokens, "<|channel|>final". Text from elsewhere could forge them."""
@@ -143,10 +397,6 @@ class Harmony:
         for piece in _SPELLED.split(text):
             ids += [self._ids[piece]] if piece in self._ids else self.tokenizer.encode(piece)
         return ids
-
-    def distance(self) -> HarmonyDistance:
-        """Measures how far completions are from a well-formed answer."""
-        return HarmonyDistance(self.tokenizer, self._tokens)
 
     def _render(self, message: Message, closing: str) -> list[int]:
         check_message(message)
@@ -161,55 +411,30 @@ class Harmony:
         return [*ids, self._ids[MESSAGE], *encode(message.content), self._ids[closing]]
 
 
-@dataclass(frozen=True)
-class Event:
-    """The effect of one token of a streamed completion.
+class _ByteTokenizer:
+    """Bytes as ids 0 to 255, and the control tokens after them."""
 
-    "header":   `message` has author, channel, recipient and content type; its content is still empty
-    "content":  `text` continues the content
-    "message":  `message` is complete; `text` is the rest of its content that was held back, usually ""
-    "error":    `text` says why the completion is malformed; nothing follows
+    vocab_size = 256 + len(CONTROL_TOKENS)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode(errors="replace"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token_id for token_id in ids if token_id < 256).decode(errors="replace")
+
+    def special_id(self, token: str) -> int:
+        return 256 + CONTROL_TOKENS.index(token)
+
+
+_TOKENIZER = _ByteTokenizer()
+_HARMONY = Harmony(_TOKENIZER)
+
+
+def read_completion(text: str) -> Completion:
+    """Parses the completion that a text spells. Its start, "<|start|>assistant", and its last <|return|> may be missing: servers
+    omit them.
     """
-
-    kind: Literal["header", "content", "message", "error"]
-    text: str = ""
-    message: Message | None = None
-
-
-class StreamParser:
-    """Parses a completion while it is sampled.
-
-    The texts of one message's events, joined, are its content. A character whose bytes are not complete yet is held back.
-    """
-
-    def __init__(self, harmony: Harmony) -> None:
-        self._parser = harmony.parser(completion=True)
-        self._content = IncrementalDecoder(harmony.tokenizer.decode)
-        self._error: str | None = None
-
-    def feed(self, token_id: int) -> Event | None:
-        """The event that the next sampled token brings; None inside a header, a character, or after an error."""
-        if self._error is not None:
-            return None
-        header, complete = self._parser.header, len(self._parser.messages)
-        try:
-            self._parser.feed(token_id)
-        except HarmonyError as error:
-            self._error = str(error)
-            return Event("error", text=self._error)
-        if len(self._parser.messages) > complete:
-            return Event("message", text=self._content.flush(), message=self._parser.messages[-1])
-        if header is None:
-            return None if self._parser.header is None else Event("header", message=self._parser.header)
-        text = self._content.push(token_id)
-        return Event("content", text=text) if text else None
-
-    def completion(self) -> Completion:
-        """Returns what `parse_completion` gives for the tokens fed so far."""
-        error = self._error
-        if error is None:
-            try:
-                self._parser.finish()
-            except HarmonyError as unfinished:
-                error = str(unfinished)
-        return Completion(tuple(self._parser.messages), self._parser.end if error is None else None, error)
+    text = text.strip().removeprefix(f"{START}assistant")
+    if not text.endswith((RETURN, CALL)):
+        text += RETURN
+    return _HARMONY.parse_completion(_HARMONY.spelled(text))

@@ -12,10 +12,10 @@ brings it nearer: a reward that falls with this distance has no local maximum an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from nmoe.text.harmony_format import CHANNEL, CHANNELS, END, MESSAGE, RETURN, START, HarmonyTokenizer
+from nmoe.text.harmony import CHANNEL, CHANNELS, END, MESSAGE, RETURN, START, Harmony
 
 # A run of text is content for the price of the few tokens around it, so that it is never worth more deletions than these.
 _LONGEST_RUN = 24
@@ -41,14 +41,14 @@ class HarmonyDistance:
     that are wrong: `Final` is nearer to `final` than `The` is, and `The` than nothing. Tokens that spell a name share its price.
     """
 
-    def __init__(self, tokenizer: HarmonyTokenizer, control_tokens: Mapping[int, str]) -> None:
-        self._tokenizer, self._control_tokens = tokenizer, control_tokens
+    def __init__(self, harmony: Harmony) -> None:
+        self._tokenizer, self._control_tokens = harmony.tokenizer, harmony.control_tokens
         self._texts: dict[int, str | None] = {}
         self._differences: dict[tuple[int, int], float] = {}
         self._edges: list[tuple[int, int | None, int, float, float]] = []
         self._loops: list[tuple[int, bool]] = []  # a state of content, and whether only blank text stays in it
         self._states = 1
-        special = tokenizer.special_id
+        tokenizer, special = self._tokenizer, self._tokenizer.special_id
         for name in CHANNELS:
             named = self._path(self._path(0, [special(CHANNEL)]), tokenizer.encode(name))
             opened = self._path(named, [special(MESSAGE)])

@@ -20,7 +20,7 @@ from nmoe.parsing import json_of
 from nmoe.text import tiktoken_model
 from nmoe.text.conversation import TAGS
 from nmoe.text.gguf_tokenizer import tokenizer_of
-from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, RETURN
+from nmoe.text.harmony import CONTROL_TOKENS, END_OF_TEXT, RETURN
 
 # The pattern of GPT-4's cl100k_base (https://github.com/openai/tiktoken), but each digit is its own piece: numbers
 # then have one spelling, and arithmetic does not depend on how digits happened to be grouped.

@@ -21,8 +21,7 @@ import torch
 from nmoe.envs.tasks.prm import PrmSolutionTask, PrmStepTask
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, alike, token_weights
-from nmoe.text.harmony import Harmony, HarmonyTokenizer
-from nmoe.text.harmony_format import CHANNEL, MESSAGE, RETURN
+from nmoe.text.harmony import CHANNEL, MESSAGE, RETURN, Harmony, HarmonyTokenizer
 from nmoe.types import Message
 
 Mode = Literal["step", "score"]

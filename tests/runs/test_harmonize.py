@@ -14,11 +14,9 @@ from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.shards import Shards
 from nmoe.model.transformer import Transformer
-from nmoe.runs.harmonize import harmonize
+from nmoe.runs.harmonize import harmonize, harmonized
 from nmoe.text.chat_template import ChatTemplate
-from nmoe.text.harmonized import harmonized
-from nmoe.text.harmony import Harmony
-from nmoe.text.harmony_format import CONTROL_TOKENS
+from nmoe.text.harmony import CONTROL_TOKENS, Harmony
 from nmoe.text.renderers import HarmonyRenderer, natural_format
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message

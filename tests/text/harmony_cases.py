@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from nmoe.text.harmony import Event, Harmony, StreamParser
-from nmoe.text.harmony_format import CHANNELS, CONTROL_TOKENS, ROLES
+from nmoe.text.harmony import CHANNELS, CONTROL_TOKENS, ROLES, Harmony
+from nmoe.text.streaming import Event, StreamParser
 from nmoe.types import Message
 
 LOOKALIKES = [*CONTROL_TOKENS, "<|", "|>", " to=functions.x", "assistant", "final", "\ufffd", "\u2028", "\x1c"]

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nmoe.errors import UserError
-from nmoe.text.chat_template import ChatTemplate, ToolAnswer, read_turn
+from nmoe.text.chat_template import ChatTemplate, ToolAnswer
 from nmoe.text.conversation import ToolDefinition
+from nmoe.text.renderers.chat import read_turn
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 

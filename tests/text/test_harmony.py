@@ -7,8 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from nmoe.errors import UserError
-from nmoe.text.harmony import Completion, Harmony, HarmonyError
-from nmoe.text.harmony_format import CONTROL_TOKENS
+from nmoe.text.harmony import CONTROL_TOKENS, Completion, Harmony, HarmonyError
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 

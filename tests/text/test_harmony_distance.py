@@ -6,9 +6,8 @@ from functools import cache
 
 import pytest
 
-from nmoe.text.harmony import Harmony
-from nmoe.text.harmony_distance import share_in_place
-from nmoe.text.harmony_format import CONTROL_TOKENS
+from nmoe.text.harmony import CONTROL_TOKENS, Harmony
+from nmoe.text.harmony_distance import HarmonyDistance, share_in_place
 from nmoe.text.renderers import HarmonyRenderer
 from nmoe.text.tokenizer import Tokenizer
 
@@ -49,7 +48,7 @@ def ids_of(tokens: Sequence[str]) -> list[int]:
     return [(*CONTROL_TOKENS, *WORDS).index(token) for token in tokens]
 
 
-RENDERER, DISTANCE = HarmonyRenderer(Words()), Harmony(Words()).distance()
+RENDERER, DISTANCE = HarmonyRenderer(Words()), HarmonyDistance(Harmony(Words()))
 
 
 @cache
@@ -184,7 +183,7 @@ def test_long_texts_cost_no_more_than_short_ones() -> None:
 def test_a_name_counts_once_however_many_tokens_spell_it() -> None:
     letters = Tokenizer.train(["ab"], 264)  # a token for each byte
     assert len(letters.encode("final")) == 5
-    distance = Harmony(letters).distance()
+    distance = HarmonyDistance(Harmony(letters))
 
     def of(text: str) -> float:
         return distance(letters.encode(text, control_tokens=True))

@@ -1,15 +1,31 @@
-"""Harmony on the real o200k_harmony vocabulary: ids written by hand, and agreement with the reference."""
+"""Harmony on the real o200k_harmony vocabulary: ids written by hand, and agreement with the reference, of declared tools too."""
+
+from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from openai_harmony import Author, Conversation, RenderConversationConfig, Role, StreamableParser, TextContent
+from openai_harmony import (
+    Author,
+    Conversation,
+    DeveloperContent,
+    HarmonyEncodingName,
+    RenderConversationConfig,
+    Role,
+    StreamableParser,
+    TextContent,
+    ToolDescription,
+    load_harmony_encoding,
+)
 from openai_harmony import Message as ReferenceMessage
 
-from nmoe.text.harmony import Completion, StreamParser
-from nmoe.text.harmony_format import CHANNELS, CONTROL_TOKENS
+from nmoe.text.conversation import ToolDefinition
+from nmoe.text.harmony import CHANNELS, CONTROL_TOKENS, Completion
+from nmoe.text.renderers.harmony import render_tools
+from nmoe.text.streaming import StreamParser
 from nmoe.types import Message
 
 RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = 200002, 200003, 200005, 200006, 200007, 200008, 200012
@@ -176,3 +192,91 @@ def test_an_id_outside_the_vocabulary(reference_harmony, unknown):
     assert reference_harmony.parse_completion([CHANNEL, unknown]) == Completion(
         (), None, f"token 1: id {unknown} is outside the vocabulary of 201089"
     )
+
+
+ENCODING = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+def reference(tools: list[ToolDefinition]) -> str:
+    described = [ToolDescription.new(tool.name, tool.description, parameters=tool.parameters) for tool in tools]
+    content = DeveloperContent.new().with_function_tools(described)
+    message = ReferenceMessage.from_role_and_content(Role.DEVELOPER, content)
+    text: str = ENCODING.decode(ENCODING.render(message))
+    return text.removeprefix("<|start|>developer<|message|>").removesuffix("<|end|>")
+
+
+def test_the_declarations_of_the_format_s_documentation() -> None:
+    weather = ToolDefinition(
+        "get_current_weather",
+        "Gets the current weather in the provided location.",
+        {
+            "type": "object",
+            "properties": {
+                "location": {"type": "string", "description": "The city and state, e.g. San Francisco, CA"},
+                "format": {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"},
+            },
+            "required": ["location"],
+        },
+    )
+    location = ToolDefinition("get_location", "Gets the location of the user.", None)
+    assert render_tools([location, weather]) == (
+        """# Tools
+
+## functions
+
+namespace functions {
+
+// Gets the location of the user.
+type get_location = () => any;
+
+// Gets the current weather in the provided location.
+type get_current_weather = (_: {
+// The city and state, e.g. San Francisco, CA
+location: string,
+format?: "celsius" | "fahrenheit", // default: celsius
+}) => any;
+
+} // namespace functions"""
+    )
+
+
+WORDS = st.text("abcxyz_", min_size=1, max_size=6)
+LINES = st.text("ab c.,'\"é", min_size=1, max_size=12)
+LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.fixed_dictionaries({"type": st.just("string")}, optional={"default": LINES, "nullable": st.booleans()}),
+    st.fixed_dictionaries({"type": st.just("string"), "enum": st.lists(WORDS, min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"type": st.just("integer")}, optional={"default": st.integers(-9, 9)}),
+    st.fixed_dictionaries({"type": st.just("number")}, optional={"default": st.sampled_from([0.5, -2.25])}),
+    st.fixed_dictionaries({"type": st.just("boolean")}, optional={"default": st.booleans()}),
+    st.just({"type": "array"}),
+    st.just({"type": ["string", "integer", "null"]}),
+    st.just({"anyOf": [{"type": "string"}, {"type": "number"}]}),
+    st.just({"type": "object"}),
+)
+
+
+def objects(values: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    described = st.tuples(values, st.none() | LINES).map(
+        lambda pair: pair[0] if pair[1] is None else {**pair[0], "description": pair[1]}
+    )
+    return st.dictionaries(WORDS, described, max_size=3).flatmap(
+        lambda properties: st.fixed_dictionaries(
+            {
+                "type": st.just("object"),
+                "properties": st.just(properties),
+                "required": st.lists(st.sampled_from(sorted(properties)), unique=True) if properties else st.just([]),
+            }
+        )
+    )
+
+
+SCHEMAS = st.recursive(
+    LEAVES, lambda inner: objects(inner) | inner.map(lambda items: {"type": "array", "items": items}), max_leaves=6
+)
+TOOLS = st.builds(ToolDefinition, WORDS, st.lists(LINES, max_size=2).map("\n".join), st.none() | objects(SCHEMAS))
+
+
+@settings(deadline=None)
+@given(st.lists(TOOLS, min_size=1, max_size=3))
+def test_declarations_agree_with_the_reference(tools: list[ToolDefinition]) -> None:
+    assert render_tools(tools) == reference(tools)

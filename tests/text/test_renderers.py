@@ -15,7 +15,7 @@ from nmoe.data.examples import render
 from nmoe.data.records import Conversation, PromptCompletion, Text
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
-from nmoe.text.harmony_format import CONTROL_TOKENS
+from nmoe.text.harmony import CONTROL_TOKENS
 from nmoe.text.renderers import IGNORED, ChatRenderer, HarmonyRenderer, Rendered, make_renderer
 from nmoe.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from nmoe.errors import StorageError, UserError
-from nmoe.text.harmony_format import CONTROL_TOKENS
+from nmoe.text.harmony import CONTROL_TOKENS
 from nmoe.text.tokenizer import PIECE_PATTERN, Tokenizer
 
 CORPUS = [

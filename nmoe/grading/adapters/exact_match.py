@@ -14,7 +14,7 @@ from nmoe.grading.extraction import Extraction, from_final, from_response
 from nmoe.grading.math.answers import grade_answers
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.grading.math.policy import Policy
-from nmoe.text.harmony_text import read_completion
+from nmoe.text.harmony import read_completion
 
 _CONTROL = re.compile(r"<\|[^|<>]*\|>")
 # The question is unknown, but its answer has to be worked out.

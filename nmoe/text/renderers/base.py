@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage, ToolDefinition
-from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, HarmonyTokenizer
+from nmoe.text.harmony import CONTROL_TOKENS, END_OF_TEXT, HarmonyTokenizer
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
-from nmoe.text.chat_template import ChatTemplate, ChatTurn, ToolAnswer, read_turn
-from nmoe.text.conversation import END_THINK, THINK, ChatMessage, FunctionCall, ToolDefinition, split_reasoning
-from nmoe.text.harmony_format import HarmonyTokenizer
+from nmoe.text.chat_template import ChatTemplate, ToolAnswer
+from nmoe.text.conversation import (
+    CALL,
+    END_CALL,
+    END_THINK,
+    THINK,
+    ChatMessage,
+    FunctionCall,
+    ToolDefinition,
+    split_reasoning,
+)
+from nmoe.text.harmony import HarmonyTokenizer
 from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Given, Message, ToolCall, ToolEvent
@@ -250,3 +260,81 @@ def _chat_call(body: str, call_id: str) -> ToolCall:
         return ToolCall("", body.strip(), call_id, 'a call is a JSON object with a "name" and "arguments"')
     arguments = call.get("arguments", {})
     return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments), call_id)
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """A sampled turn as text: the reasoning between the think tags, the remaining content, and the bodies of its calls.
+
+    `well_formed` tells whether the reasoning tags open and close at most once, before everything else. A call without a
+    closing tag runs to the end. Inside the strings of a call, tags are text.
+    """
+
+    reasoning: str | None
+    content: str
+    calls: tuple[str, ...]
+    well_formed: bool
+
+
+_DECODER = json.JSONDecoder()
+_THOUGHT, _SPACE = re.compile(f"{THINK}|{END_THINK}"), re.compile(r"\s*")
+
+
+def read_turn(text: str, opened: bool = False) -> ChatTurn:
+    """Parses a turn of the Hermes and Qwen3 family; total. `opened` says that the prompt has opened the reasoning.
+
+    Where tags do not pair up, the content is what follows the last </think>, and nothing where <think> is never closed.
+    """
+    begins = text.lstrip().startswith(THINK)
+    well_formed = not (opened and begins)
+    reasoning: str | None = None
+    if opened or begins:
+        head = text.lstrip().removeprefix(THINK) if begins else text
+        reasoning, closed, rest = head.partition(END_THINK)
+        if not closed:
+            return ChatTurn(reasoning, "", (), False)
+        well_formed = well_formed and THINK not in reasoning
+    else:
+        rest = text
+    content, calls, strays = _split_calls(rest)
+    if closings := [place for tag, place in strays if tag == END_THINK]:
+        well_formed = False
+        thought, rest = rest[: closings[-1]], rest[closings[-1] + len(END_THINK) :]
+        reasoning = thought if reasoning is None else f"{reasoning}{END_THINK}{thought}"
+        content, calls, strays = _split_calls(rest)
+    if strays:
+        well_formed = False
+        if reasoning is None:
+            return ChatTurn(rest[strays[0][1] + len(THINK) :], "", (), False)
+    return ChatTurn(reasoning, content.strip(), calls, well_formed)
+
+
+def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]]:
+    """The text outside calls, the bodies of the calls, and the tags of reasoning outside calls with their places.
+
+    A body is one JSON value, in whose strings a tag closes nothing. Where it is none, it ends at the next closing tag.
+    """
+    outside, calls, strays, place = list[str](), list[str](), list[tuple[str, int]](), 0
+    while True:
+        start = text.find(CALL, place)
+        until = len(text) if start < 0 else start
+        outside.append(text[place:until])
+        strays += ((match[0], match.start()) for match in _THOUGHT.finditer(text, place, until))
+        if start < 0:
+            break
+        start += len(CALL)
+        end = text.find(END_CALL, _behind_json(text, start))
+        calls.append(text[start:] if end < 0 else text[start:end])
+        if end < 0:
+            break
+        place = end + len(END_CALL)
+    return "".join(outside), tuple(calls), strays
+
+
+def _behind_json(text: str, start: int) -> int:
+    """The place behind the JSON value that begins at `start`, after white space; `start` where none does."""
+    space = _SPACE.match(text, start)
+    try:
+        return start if space is None else _DECODER.raw_decode(text, space.end())[1]
+    except (ValueError, RecursionError):
+        return start

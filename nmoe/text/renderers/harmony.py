@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage, ToolDefinition, split_reasoning
-from nmoe.text.harmony import Harmony, HarmonyTokenizer
-from nmoe.text.harmony_distance import share_in_place
-from nmoe.text.harmony_format import END, RETURN
-from nmoe.text.harmony_tools import NAMESPACE, declare_tools
+from nmoe.text.harmony import END, RETURN, Harmony, HarmonyTokenizer
+from nmoe.text.harmony_distance import HarmonyDistance, share_in_place
 from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools, turn_ends
 from nmoe.types import Given, Message, ToolCall, ToolEvent
+
+NAMESPACE = "functions"
+"""The namespace in which Harmony declares and calls tools."""
 
 
 class HarmonyRenderer:
@@ -37,7 +39,7 @@ class HarmonyRenderer:
     ) -> None:
         """With an `effort`, prompts say it in the system message, as the gpt-oss models were trained."""
         self._harmony = Harmony(tokenizer)
-        self._distance = self._harmony.distance()
+        self._distance = HarmonyDistance(self._harmony)
         self._tools = tools
         self._effort = effort
         self._names = {tool.name for tool in tools}
@@ -283,3 +285,62 @@ def _spoken(message: ChatMessage) -> Iterator[Message]:
         arguments = call.arguments
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         yield Message("assistant", text, "commentary", f"{NAMESPACE}.{call.name}", content_type="json")
+
+
+def render_tools(tools: Sequence[ToolDefinition]) -> str:
+    """The content of a developer message that declares the tools."""
+    declarations = "\n\n".join(_declaration(tool) for tool in tools)
+    return f"# Tools\n\n## {NAMESPACE}\n\nnamespace {NAMESPACE} {{\n\n{declarations}\n\n}} // namespace {NAMESPACE}"
+
+
+def declare_tools(messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[Message]:
+    """Inserts a developer message that declares the tools, if there are any, after the system messages."""
+    first = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
+    declared = [Message("developer", render_tools(tools))] if tools else []
+    return [*messages[:first], *declared, *messages[first:]]
+
+
+def _declaration(tool: ToolDefinition) -> str:
+    comment = "".join(f"// {line}\n" for line in tool.description.splitlines())
+    argument = "" if tool.parameters is None else f"_: {_type(tool.parameters, '')}"
+    return f"{comment}type {tool.name} = ({argument}) => any;"
+
+
+def _type(schema: Mapping[str, Any], indent: str) -> str:
+    """The TypeScript type of a schema; an object's keys stand at `indent`."""
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return " | ".join("number" if one == "integer" else one for one in kind)
+    if kind == "object":
+        return _object(schema, indent)
+    if kind == "string":
+        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema.get("enum", ())) or "string"
+    if kind in ("number", "integer"):
+        return "number"
+    if kind == "boolean":
+        return "boolean"
+    if kind == "array":
+        return f"{_type(schema['items'], indent)}[]" if schema.get("items") else "Array<any>"
+    return "any"
+
+
+def _object(schema: Mapping[str, Any], indent: str) -> str:
+    lines = ["{"]
+    if "description" in schema:
+        lines.insert(0, f"{indent}// {schema['description']}")
+    required = schema.get("required", ())
+    for name, value in schema.get("properties", {}).items():
+        if "description" in value:
+            lines.append(f"{indent}// {value['description']}")
+        optional = "" if name in required else "?"
+        nullable = " | null" if value.get("nullable") else ""
+        default = f" // default: {_default(value)}" if "default" in value else ""
+        lines.append(f"{indent}{name}{optional}: {_type(value, indent + '    ')}{nullable},{default}")
+    return "\n".join([*lines, f"{indent}}}"])
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    default = schema["default"]
+    if isinstance(default, str):
+        return default if "enum" in schema else f'"{default}"'
+    return json.dumps(default, ensure_ascii=False, separators=(",", ":"))

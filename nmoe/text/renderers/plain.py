@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nmoe.errors import UserError
 from nmoe.text.conversation import ToolDefinition
-from nmoe.text.harmony_format import HarmonyTokenizer
+from nmoe.text.harmony import HarmonyTokenizer
 from nmoe.text.renderers.base import (
     Messages,
     ParsedAnswer,

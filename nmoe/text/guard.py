@@ -1,0 +1,118 @@
+"""Keep the content of messages from forging control tokens on its way through a chat template.
+
+A template writes structure and content into one text. Before rendering, the name of every control token inside a content is
+broken up by a character, the breaker, that occurs nowhere else. The breaker is removed again, between the control tokens, before
+the text is encoded. For honest content the ids are exactly those of transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from nmoe.text.conversation import TAGS
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
+
+_PRIVATE_USE = range(0xE000, 0xF8FF)
+_ROLES = {"developer": "system"}
+_WORD = re.compile(r"[\w.-]*")
+
+
+class ContentGuard:
+    """Breaks up the names of one tokenizer's control tokens in content, and encodes the text that a template makes of it."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        # A name of one character cannot be broken up, and is never structure.
+        added = sorted((name for name in tokenizer.added_tokens if len(name) > 1), key=len, reverse=True)
+        self.added = {name: tokenizer.added_tokens[name] for name in added}
+        alternatives = "|".join(map(re.escape, added))
+        self._split = re.compile(f"({alternatives})")
+        self._starts = _starts(added)
+        # What the assistant's own words may not hold: all but the tags, which some tokenizers have as control tokens, too.
+        self._foreign_starts = _starts([name for name in added if name not in TAGS])
+
+    def messages(self, messages: Sequence[Message], breaker: str) -> list[dict[str, Any]]:
+        """Guards the messages of a prompt and gives them the form that templates take."""
+        return [self.message({"role": one.role, "content": one.content}, breaker) for one in messages]
+
+    def message(self, message: Mapping[str, Any], breaker: str) -> dict[str, Any]:
+        """Guards one message of a dataset. Templates know no developer role, so that its messages get the role system."""
+        role, content = message["role"], message.get("content")
+        guarded: dict[str, Any] = {"role": _ROLES.get(role, role)}
+        guarded |= {key: self.value(value, breaker) for key, value in message.items() if key not in ("role", "content")}
+        if "content" in message:
+            guarded["content"] = None if content is None else self.text(content, breaker, role == "assistant")
+        return guarded
+
+    def value(self, value: Any, breaker: str) -> Any:
+        """Guards all texts inside a value except plain words: templates compare names and look at the length of ids."""
+        if isinstance(value, str):
+            return value if _WORD.fullmatch(value) else self.text(value, breaker)
+        if isinstance(value, Mapping):
+            return {self.value(key, breaker): self.value(one, breaker) for key, one in value.items()}
+        return [self.value(one, breaker) for one in value] if isinstance(value, list | tuple) else value
+
+    def text(self, content: str, breaker: str, by_assistant: bool = False) -> str:
+        """Puts a breaker inside every token name in the content, and at both ends, where the content could complete a name that
+        the template begins. White space at the ends stays outside, because templates trim it. Content that is only white space
+        stays as it is. Text `by_assistant` keeps the tags of reasoning and calls.
+        """
+        core = content.strip()
+        if not core:
+            return content
+        left = content[: len(content) - len(content.lstrip())]
+        # A tag is no part of another name, and templates cut contents at tags.
+        opening = "" if by_assistant and core.startswith(TAGS) else breaker
+        closing = "" if by_assistant and core.endswith(TAGS) else breaker
+        right = content[len(content.rstrip()) :]
+        return (
+            left
+            + opening
+            + breaker.join(_pieces(core, self._foreign_starts if by_assistant else self._starts))
+            + closing
+            + right
+        )
+
+    def encode(self, text: str, breaker: str) -> list[int]:
+        """Encodes the text of a template: names of control tokens become control tokens, and no other text does."""
+        ids: list[int] = []
+        for piece in self._split.split(text):
+            if piece in self.added:
+                ids.append(self.added[piece])
+            else:
+                for plain in _pieces(piece.replace(breaker, ""), self._starts):
+                    ids += self._tokenizer.encode(plain)
+        return ids
+
+    def unused(self, texts: Iterable[str]) -> tuple[str, str]:
+        """Picks two characters of the private-use area that occur neither in the texts nor in the template."""
+        present = set(self._template).union(*texts)
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in present)
+        return next(free), next(free)
+
+
+def _starts(names: Sequence[str]) -> re.Pattern[str]:
+    """Matches the start of each name, also inside another name."""
+    return re.compile(f"(?=(?:{'|'.join(map(re.escape, names))}))" if names else r"(?!)")
+
+
+def _pieces(text: str, starts: re.Pattern[str]) -> list[str]:
+    """Cuts the text after the first character of every token name in it, so that no piece contains one."""
+    cuts = [0, *(match.start() + 1 for match in starts.finditer(text)), len(text)]
+    return [text[start:end] for start, end in pairwise(cuts)]
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from (*strings(key), *strings(one))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from strings(one)

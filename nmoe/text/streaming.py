@@ -1,0 +1,113 @@
+"""Read a completion while it is sampled: tokens become text, and those of Harmony events, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nmoe.text.harmony import Completion, Harmony, HarmonyError
+from nmoe.types import Message
+
+REPLACEMENT = "\ufffd"
+
+# Bytes that never become a character would otherwise be decoded again with every token that follows them.
+_LONG_WAIT_TOKENS = 16
+
+
+class IncrementalDecoder:
+    """Turns tokens into text as they arrive; a character whose bytes are spread over several tokens waits for the last.
+
+    `decode` is that of a byte-level tokenizer: the bytes of all ids joined and read as UTF-8, each maximal broken
+    sequence becoming one U+FFFD. Further bytes can therefore change at most the last character of what was decoded, and
+    only where that is U+FFFD.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._waiting: list[int] = []
+        self._given = 0  # characters of decode(waiting) that push has returned already
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that `token_id` completes; may be empty."""
+        self._waiting.append(token_id)
+        text = self._decode(self._waiting)
+        if not text.endswith(REPLACEMENT):
+            return self._drain(text)
+        piece = text[self._given : -1]
+        self._given = len(text) - 1
+        if len(self._waiting) >= _LONG_WAIT_TOKENS:
+            self._forget(text)
+        return piece
+
+    def flush(self) -> str:
+        """Returns the text of the bytes still waiting, when nothing follows them, and resets the decoder."""
+        return self._drain(self._decode(self._waiting))
+
+    def _drain(self, text: str) -> str:
+        piece = text[self._given :]
+        self._waiting.clear()
+        self._given = 0
+        return piece
+
+    def _forget(self, text: str) -> None:
+        # A cut inside a character turns it into two or more U+FFFD, so equal text proves that this cut is between two.
+        half = len(self._waiting) // 2
+        head = self._decode(self._waiting[:half])
+        if len(head) <= self._given and head + self._decode(self._waiting[half:]) == text:
+            del self._waiting[:half]
+            self._given -= len(head)
+
+
+@dataclass(frozen=True)
+class Event:
+    """The effect of one token of a streamed completion.
+
+    "header":   `message` has author, channel, recipient and content type; its content is still empty
+    "content":  `text` continues the content
+    "message":  `message` is complete; `text` is the rest of its content that was held back, usually ""
+    "error":    `text` says why the completion is malformed; nothing follows
+    """
+
+    kind: Literal["header", "content", "message", "error"]
+    text: str = ""
+    message: Message | None = None
+
+
+class StreamParser:
+    """Parses a completion while it is sampled.
+
+    The texts of one message's events, joined, are its content. A character whose bytes are not complete yet is held back.
+    """
+
+    def __init__(self, harmony: Harmony) -> None:
+        self._parser = harmony.parser(completion=True)
+        self._content = IncrementalDecoder(harmony.tokenizer.decode)
+        self._error: str | None = None
+
+    def feed(self, token_id: int) -> Event | None:
+        """The event that the next sampled token brings; None inside a header, a character, or after an error."""
+        if self._error is not None:
+            return None
+        header, complete = self._parser.header, len(self._parser.messages)
+        try:
+            self._parser.feed(token_id)
+        except HarmonyError as error:
+            self._error = str(error)
+            return Event("error", text=self._error)
+        if len(self._parser.messages) > complete:
+            return Event("message", text=self._content.flush(), message=self._parser.messages[-1])
+        if header is None:
+            return None if self._parser.header is None else Event("header", message=self._parser.header)
+        text = self._content.push(token_id)
+        return Event("content", text=text) if text else None
+
+    def completion(self) -> Completion:
+        """Returns what `parse_completion` gives for the tokens fed so far."""
+        error = self._error
+        if error is None:
+            try:
+                self._parser.finish()
+            except HarmonyError as unfinished:
+                error = str(unfinished)
+        return Completion(tuple(self._parser.messages), self._parser.end if error is None else None, error)
