@@ -86,6 +86,8 @@ class Section(BaseModel):
 
     The only widening is an integer where a number is wanted. `nan` and `inf` are refused: no setting means them, and
     every comparison that would catch one lets `nan` pass.
+
+    The docstring under a key is its description in `--help`, in the reference and in errors (`nmoe.config.schema.description_of`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -94,16 +96,17 @@ class Section(BaseModel):
     """Whether a file that holds this section alone is the start of the paths in it: see `DataPath`."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields every combination of this section's values that cannot work. Sections override it."""
+        """Yields every combination of values that cannot work. A section adds its own to those of its bases."""
         yield from ()
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:
+        each = (vars(base)["conflicts"] for base in reversed(type(self).__mro__) if "conflicts" in vars(base))
         conflicts = [
             *self._paths_that_are_none(),
             *self._names_of_nothing(),
             *self._numbers_of_nothing(),
-            *self.conflicts(),
+            *(one for own in each for one in own(self)),
         ]
         if conflicts:
             raise ConflictError(conflicts)

@@ -7,7 +7,7 @@ from the file they stand in, as do the paths in that file.
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from nmoe.config.base import Array, Conflict, FromFile, Section
 from nmoe.config.environment import EnvironmentSettings, held_out
@@ -65,17 +65,24 @@ from nmoe.config.tables.run import (
 class RunConfig(Section):
     """What every run has. Each command has its own schema, which adds the tables that it reads: any other is refused."""
 
-    run: RunSection = Field(description="name, length, seed")
-    model: ModelSection = Field(description="checkpoint or shape")
-    batch: MicroBatchSection = Field(default=MicroBatchSection(), description="batch sizes")
-    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
-    monitor: WatchSection = Field(default=WatchSection(), description="rules that watch the run")
-    checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="checkpoints")
-    parallel: ParallelSection = Field(default=ParallelSection(), description="ranks that train together")
-    sinks: SinksSection = Field(default=SinksSection(), description="TensorBoard, W&B, trackio, CSV")
+    run: RunSection
+    """name, length, seed"""
+    model: ModelSection
+    """checkpoint or shape"""
+    batch: MicroBatchSection = MicroBatchSection()
+    """batch sizes"""
+    optimizer: OptimizerSection = OptimizerSection()
+    """optimizer and schedule"""
+    monitor: WatchSection = WatchSection()
+    """rules that watch the run"""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """checkpoints"""
+    parallel: ParallelSection = ParallelSection()
+    """ranks that train together"""
+    sinks: SinksSection = SinksSection()
+    """TensorBoard, W&B, trackio, CSV"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         shape = self.model.shape
         if shape is not None and self.batch.tokens_per_microbatch < shape.context_tokens:
             yield Conflict(
@@ -98,10 +105,10 @@ class RunConfig(Section):
 class AdaptableConfig(RunConfig):
     """A run that trains all weights or an adapter."""
 
-    lora: LoraSection | None = Field(default=None, description="train an adapter; without it, all weights")
+    lora: LoraSection | None = None
+    """train an adapter; without it, all weights"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.lora is not None and self.model.path is None:
             yield Conflict("lora", "an adapter needs a base; name its checkpoint in model.path")
         if self.lora is not None and self.model.expert_profile is not None:
@@ -120,7 +127,8 @@ class AdaptableConfig(RunConfig):
 class SupervisedConfig(AdaptableConfig):
     """A run that learns from given examples."""
 
-    eval: Array[PeriodSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
+    eval: Array[PeriodSection] = ()
+    """evaluation during the run, as [[eval]]"""
 
     @property
     def probes(self) -> Mapping[int, ExamplesEvalSection]:
@@ -144,7 +152,6 @@ class SupervisedConfig(AdaptableConfig):
         return any(isinstance(one, HeldOutEvalSection) and one.allow_trained_on for one in tables)
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         yield from only_one(self.held_out_tables, "the held-out examples are one set, evaluated in one way")
 
 
@@ -155,21 +162,18 @@ _OF_PROBES = frozenset({"engine", "sandbox"})
 class ProbedConfig(SupervisedConfig):
     """A run that learns from given examples, and whose model [[eval]] tables may sample on environments meanwhile."""
 
-    eval: Array[ExamplesEvalSection] = Field(
-        default=(),
-        description="evaluations during the run, as [[eval]]: held-out examples, or problems of an environment",
-    )
-    engine: EngineSection = Field(default=EngineSection(), description="engine that probes sample with")
-    sandbox: SandboxSettings = Field(
-        default=SandboxSettings(), description="isolation of the tools and tests of probes"
-    )
+    eval: Array[ExamplesEvalSection] = ()
+    """evaluations during the run, as [[eval]]: held-out examples, or problems of an environment"""
+    engine: EngineSection = EngineSection()
+    """engine that probes sample with"""
+    sandbox: SandboxSettings = SandboxSettings()
+    """isolation of the tools and tests of probes"""
 
     @property
     def probes(self) -> Mapping[int, ExamplesEvalSection]:
         return {number: one for number, one in enumerate(self.eval) if one.environment is not None}
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         shape = self.model.shape
         for number, probe in self.probes.items():
             assert probe.environment is not None, "what makes it a probe"
@@ -192,13 +196,11 @@ class ProbedConfig(SupervisedConfig):
 class PretrainConfig(ProbedConfig):
     """A run of `nmoe pretrain`: [data] is required."""
 
-    data: DataSection = Field(description="text to pretrain on")
-    optimizer: PretrainingOptimizerSection = Field(
-        default=PretrainingOptimizerSection(), description="optimizer and schedule"
-    )
+    data: DataSection
+    """text to pretrain on"""
+    optimizer: PretrainingOptimizerSection = PretrainingOptimizerSection()
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.evaluate_every and self.data.held_out_documents == 0:
             yield Conflict(
                 f"eval.{self.held_out_tables[0]}.every_steps", "nothing to evaluate on; set data.held_out_documents"
@@ -208,11 +210,11 @@ class PretrainConfig(ProbedConfig):
 class RecordsConfig(SupervisedConfig):
     """A run that learns from [records], for run.steps or for records.epochs."""
 
-    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
-    records: RecordsSection = Field(description="examples to learn from")
+    run: RecordsRunSection = RecordsRunSection()
+    records: RecordsSection
+    """examples to learn from"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         epochs = self.records.epochs
         if self.run.steps == 0 and epochs is None:
             yield Conflict("run.steps", "must be more than 0, unless records.epochs is given")
@@ -231,18 +233,15 @@ class SFTConfig(ProbedConfig, RecordsConfig):
     """A run of `nmoe sft`."""
 
     # Said again, since of two bases with a [run] the first counts.
-    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
-    records: SFTRecordsSection = Field(description="examples to learn from")
-    optimizer: FineTuningOptimizerSection = Field(
-        default=FineTuningOptimizerSection(), description="optimizer and schedule"
-    )
+    run: RecordsRunSection = RecordsRunSection()
+    records: SFTRecordsSection
+    optimizer: FineTuningOptimizerSection = FineTuningOptimizerSection()
 
 
 class PreferenceConfig(RecordsConfig):
     """A run that learns from preference pairs."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.records.kind not in (None, "preference"):
             yield Conflict("records.kind", 'must be "preference" or left out')
 
@@ -251,51 +250,54 @@ class DPOConfig(ProbedConfig, PreferenceConfig):
     """A run of `nmoe dpo`."""
 
     # Said again, since of two bases with a [run] the first counts.
-    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
-    preference: PreferenceSection = Field(default=PreferenceSection(), description="the loss of preference pairs")
+    run: RecordsRunSection = RecordsRunSection()
+    preference: PreferenceSection = PreferenceSection()
+    """the loss of preference pairs"""
 
 
 class RewardConfig(PreferenceConfig):
     """A run of `nmoe reward`."""
 
-    reward_model: RewardModelSection = Field(default=RewardModelSection(), description="the loss of a reward model")
-    eval: Array[HeldOutEvalSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
-    optimizer: FineTuningOptimizerSection = Field(
-        default=FineTuningOptimizerSection(), description="optimizer and schedule"
-    )
+    reward_model: RewardModelSection = RewardModelSection()
+    """the loss of a reward model"""
+    eval: Array[HeldOutEvalSection] = ()
+    optimizer: FineTuningOptimizerSection = FineTuningOptimizerSection()
 
 
 class VerifierConfig(SupervisedConfig):
     """A run of `nmoe verifier`: [verifier] is required, and has defaults for all of its keys."""
 
-    verifier: VerifierSection = Field(
-        default=VerifierSection(), description="labelled steps that a verifier learns from"
-    )
-    eval: Array[CountedEvalSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
-    optimizer: FineTuningOptimizerSection = Field(
-        default=FineTuningOptimizerSection(), description="optimizer and schedule"
-    )
+    verifier: VerifierSection = VerifierSection()
+    """labelled steps that a verifier learns from"""
+    eval: Array[CountedEvalSection] = ()
+    optimizer: FineTuningOptimizerSection = FineTuningOptimizerSection()
 
 
 class RLConfig(AdaptableConfig):
     """A run of `nmoe rl train`: [environment] is required."""
 
-    run: RLRunSection = Field(default=RLRunSection(), description="name, length, seed")
-    environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
-        description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
-    )
-    sandbox: SandboxSettings = Field(default=SandboxSettings(), description="isolation of tools and tests")
-    engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
-    sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
-    batch: BatchSection = Field(default=BatchSection(), description="batch sizes")
-    algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
-    critic: CriticSection | None = Field(default=None, description="the critic of PPO")
-    distillation: DistillationSection | None = Field(default=None, description="a teacher in place of rewards")
-    eval: Array[RLEvalSection] = Field(default=(), description="evaluations during the run, as [[eval]]")
-    monitor: MonitorSection = Field(default=MonitorSection(), description="rules that watch the run; kept rollouts")
+    run: RLRunSection = RLRunSection()
+    environment: Annotated[EnvironmentSettings, FromFile(find_environment)]
+    """the environment, or its `path`: a TOML file, a directory, or a packaged name"""
+    sandbox: SandboxSettings = SandboxSettings()
+    """isolation of tools and tests"""
+    engine: EngineSection = EngineSection()
+    """rollout engine"""
+    sampling: SamplingSection = SamplingSection()
+    """sampling distribution"""
+    batch: BatchSection = BatchSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """policy gradient"""
+    critic: CriticSection | None = None
+    """the critic of PPO"""
+    distillation: DistillationSection | None = None
+    """a teacher in place of rewards"""
+    eval: Array[RLEvalSection] = ()
+    """evaluations during the run, as [[eval]]"""
+    monitor: MonitorSection = MonitorSection()
+    """rules that watch the run; kept rollouts"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         steps, episodes, shape = self.run.steps, self.run.episodes, self.model.shape
         if steps == 0 and episodes is None:
             yield Conflict("run.steps", "must be more than 0, unless run.episodes is given")
@@ -367,23 +369,26 @@ class RLConfig(AdaptableConfig):
 class SelfplayConfig(RunConfig):
     """A run of `nmoe selfplay`: [selfplay] is required. It trains whole models."""
 
-    run: SelfplayRunSection = Field(description="name, length, seed")
-    selfplay: SelfplaySection = Field(description="judges, rounds, training")
-    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
-        default=None, description="the environment, or its `path`; default: Harmony over selfplay.problem_source"
-    )
-    sandbox: SandboxSettings = Field(default=SandboxSettings(), description="isolation of tools and tests")
-    engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
-    sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
-    batch: GroupBatchSection = Field(default=GroupBatchSection(), description="batch sizes")
-    algorithm: PolicyLossSection = Field(default=PolicyLossSection(), description="policy gradient of the generator")
-    eval: Array[SelfplayEvalSection] = Field(default=(), description="evaluation of the verifier, as [[eval]]")
-    monitor: SampleRateSection = Field(
-        default=SampleRateSection(), description="rules that watch the run; kept rollouts"
-    )
+    run: SelfplayRunSection
+    selfplay: SelfplaySection
+    """judges, rounds, training"""
+    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = None
+    """the environment, or its `path`; default: Harmony over selfplay.problem_source"""
+    sandbox: SandboxSettings = SandboxSettings()
+    """isolation of tools and tests"""
+    engine: EngineSection = EngineSection()
+    """rollout engine"""
+    sampling: SamplingSection = SamplingSection()
+    """sampling distribution"""
+    batch: GroupBatchSection = GroupBatchSection()
+    algorithm: PolicyLossSection = PolicyLossSection()
+    """policy gradient of the generator"""
+    eval: Array[SelfplayEvalSection] = ()
+    """evaluation of the verifier, as [[eval]]"""
+    monitor: SampleRateSection = SampleRateSection()
+    """rules that watch the run; kept rollouts"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         yield from only_one(range(len(self.eval)), "the verifier is evaluated on one environment")
         if self.environment is not None:
             yield from self._environment_conflicts(self.environment)

@@ -19,9 +19,12 @@ from nmoe.config.tables.rollout import BudgetSettings, ToolsSettings, WorkspaceS
 class SystemByFormat(Section):
     """[system_by_format]: a system message for one format, in place of `system`."""
 
-    harmony: str | None = Field(default=None, description="for Harmony")
-    chat: str | None = Field(default=None, description="for the tokenizer's chat template")
-    boxed: str | None = Field(default=None, description="for plain text")
+    harmony: str | None = None
+    """for Harmony"""
+    chat: str | None = None
+    """for the tokenizer's chat template"""
+    boxed: str | None = None
+    """for plain text"""
 
 
 class EnvironmentSettings(Section):
@@ -29,50 +32,44 @@ class EnvironmentSettings(Section):
 
     own_file: ClassVar[bool] = True
 
-    env_id: str = Field(min_length=1, description="name of the environment")
-    version: str = Field(
-        default="1", min_length=1, description="version of the environment; change it when grades or problems change"
-    )
-    description: str = Field(default="", description="one line for lists of environments")
-    format: Literal["auto", "harmony", "chat", "boxed"] = Field(
-        default="auto",
-        description="Harmony messages, messages by the tokenizer's chat template, or plain text with the answer in \\boxed{}; "
-        "auto: Harmony if the tokenizer has its control tokens, else its chat template",
-    )
-    extraction: Literal["last_number", "prose"] = Field(
-        default="last_number",
-        description="the answer in a message without a box: its last number, or what follows `the answer is` and the like, else "
-        "its last formula or number (docs/guides/grading.md)",
-    )
-    system: str = Field(default="", description="system message before every problem; empty: none")
-    system_by_format: SystemByFormat = Field(
-        default=SystemByFormat(), description="system messages for single formats, in place of `system`"
-    )
-    reasoning_effort: Literal["low", "medium", "high"] | None = Field(
-        default=None,
-        description="how long the model is asked to reason: a line of Harmony's system message, and `reasoning_effort` of a chat "
-        "template that has it; default: nothing is said",
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default={},
-        description="values for names that the tokenizer's chat template has, as transformers and vLLM take them, such as "
-        "`{enable_thinking = false}`",
-    )
-    task: Annotated[str | None, NameIn(TASKS)] = Field(
-        default=None,
-        description="the task of every pool that names no `task_type`; one of your own as `package.module:Name`",
-    )
-    task_pool: TaskPool = Field(
-        discriminator="type", description="where the problems come from; default: `task` generates them"
-    )
-    rubric: Rubric | None = Field(default=None, description="weights of the reward; default: only correctness")
-    curriculum: CurriculumSettings | None = Field(default=None, description="weights that change as gates open")
-    tools: ToolsSettings | None = Field(default=None, description="tools that the policy may call")
-    budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
-    workspace: WorkspaceSettings | None = Field(default=None, description="files that each trajectory starts with")
-    rewards: Array[RewardConfig] = Field(
-        default=(), description="rewards beside the rubric's components, as [[rewards]]; docs/guides/rewards.md"
-    )
+    env_id: str = Field(min_length=1)
+    """name of the environment"""
+    version: str = Field(default="1", min_length=1)
+    """version of the environment; change it when grades or problems change"""
+    description: str = ""
+    """one line for lists of environments"""
+    format: Literal["auto", "harmony", "chat", "boxed"] = "auto"
+    r"""Harmony messages, messages by the tokenizer's chat template, or plain text with the answer in \boxed{}; auto: Harmony if the
+    tokenizer has its control tokens, else its chat template"""
+    extraction: Literal["last_number", "prose"] = "last_number"
+    """the answer in a message without a box: its last number, or what follows `the answer is` and the like, else its last formula
+    or number (docs/guides/grading.md)"""
+    system: str = ""
+    """system message before every problem; empty: none"""
+    system_by_format: SystemByFormat = SystemByFormat()
+    """system messages for single formats, in place of `system`"""
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    """how long the model is asked to reason: a line of Harmony's system message, and `reasoning_effort` of a chat template that has
+    it; default: nothing is said"""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """values for names that the tokenizer's chat template has, as transformers and vLLM take them, such as `{enable_thinking =
+    false}`"""
+    task: Annotated[str | None, NameIn(TASKS)] = None
+    """the task of every pool that names no `task_type`; one of your own as `package.module:Name`"""
+    task_pool: TaskPool = Field(discriminator="type")
+    """where the problems come from; default: `task` generates them"""
+    rubric: Rubric | None = None
+    """weights of the reward; default: only correctness"""
+    curriculum: CurriculumSettings | None = None
+    """weights that change as gates open"""
+    tools: ToolsSettings | None = None
+    """tools that the policy may call"""
+    budget: BudgetSettings = BudgetSettings()
+    """limits of one trajectory"""
+    workspace: WorkspaceSettings | None = None
+    """files that each trajectory starts with"""
+    rewards: Array[RewardConfig] = ()
+    """rewards beside the rubric's components, as [[rewards]]; docs/guides/rewards.md"""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,7 +85,6 @@ class EnvironmentSettings(Section):
         return data
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.rubric is not None and self.curriculum is not None:
             yield Conflict("rubric", "the weights of the curriculum's stages apply; drop [rubric] or [curriculum]")
         own = getattr(self.task_pool, "task_type", None)

@@ -18,47 +18,42 @@ OWN_FILES = ("rl_pool", "sft", "dev", "small_pool", "id_probe")
 class SourceSection(Section):
     """[source]: the problems to prepare, in Parquet."""
 
-    path: Annotated[str, DataPath(may_be_name=True)] = Field(
-        default="AI-MO/NuminaMath-1.5",
-        min_length=1,
-        description="Parquet file, pattern (`data/*.parquet`), directory or Hugging Face name; with NuminaMath-1.5's columns",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="tokenizer, checkpoint or run: prompt lengths are counted in its tokens too",
-    )
+    path: Annotated[str, DataPath(may_be_name=True)] = Field(default="AI-MO/NuminaMath-1.5", min_length=1)
+    """Parquet file, pattern (`data/*.parquet`), directory or Hugging Face name; with NuminaMath-1.5's columns"""
+    tokenizer: str | None = Field(default=None, min_length=1)
+    """tokenizer, checkpoint or run: prompt lengths are counted in its tokens too"""
 
 
 class FiltersSection(Section):
     """[filters]: which problems stay."""
 
-    question_types: Array[str] = Field(
-        default=("math-word-problem",), description="values of `question_type` to keep; empty: all"
-    )
-    exclude_sources: Array[str] = Field(default=("amc_aime",), description="values of `source` to leave out")
-    require_valid: bool = Field(
-        default=True, description="keep only rows whose `problem_is_valid` and `solution_is_valid` are Yes"
-    )
-    least_problem_chars: int = Field(default=20, ge=1, description="shorter problems are left out")
-    least_solution_chars: int = Field(default=20, ge=1, description="shorter solutions are left out")
+    question_types: Array[str] = ("math-word-problem",)
+    """values of `question_type` to keep; empty: all"""
+    exclude_sources: Array[str] = ("amc_aime",)
+    """values of `source` to leave out"""
+    require_valid: bool = True
+    """keep only rows whose `problem_is_valid` and `solution_is_valid` are Yes"""
+    least_problem_chars: int = Field(default=20, ge=1)
+    """shorter problems are left out"""
+    least_solution_chars: int = Field(default=20, ge=1)
+    """shorter solutions are left out"""
 
 
 class SplitsSection(Section):
     """[splits]: how many problems each file gets; 0: no file. No problem is in two of them."""
 
-    rl_pool: int = Field(default=50_000, ge=0, description="`rl_pool.jsonl`: input and label")
-    sft: int = Field(
-        default=5_000, ge=0, description="`sft.jsonl`: input, label, and an output that ends in \\boxed{label}"
-    )
-    dev: int = Field(default=500, ge=0, description="`dev.jsonl`: likewise, to evaluate SFT on")
-    small_pool: int = Field(default=400, ge=0, description="`small_pool.jsonl`: input and label, for short experiments")
-    id_probe: int = Field(
-        default=200, ge=0, description="`id_probe.jsonl`: input and label, held out of the same distribution"
-    )
+    rl_pool: int = Field(default=50_000, ge=0)
+    """`rl_pool.jsonl`: input and label"""
+    sft: int = Field(default=5_000, ge=0)
+    r"""`sft.jsonl`: input, label, and an output that ends in \boxed{label}"""
+    dev: int = Field(default=500, ge=0)
+    """`dev.jsonl`: likewise, to evaluate SFT on"""
+    small_pool: int = Field(default=400, ge=0)
+    """`small_pool.jsonl`: input and label, for short experiments"""
+    id_probe: int = Field(default=200, ge=0)
+    """`id_probe.jsonl`: input and label, held out of the same distribution"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if not any(getattr(self, name) for name in OWN_FILES):
             yield Conflict("", "all sizes are 0, so nothing would be written")
 
@@ -66,35 +61,27 @@ class SplitsSection(Section):
 class GivenSetSection(Section):
     """A given dataset of problems."""
 
-    path: Annotated[str, DataPath(may_be_name=True)] = Field(
-        min_length=1, description="file (JSONL, JSON, Parquet, CSV), directory or Hugging Face name"
-    )
-    subset: str | None = Field(default=None, description="the dataset's configuration, such as `main`")
-    split: str = Field(default="test", min_length=1, description="split of a directory or hub dataset")
-    problem_field: str | None = Field(
-        default=None,
-        min_length=1,
-        description="the field with the problem's text; default: the first of problem, question, context, prompt, input",
-    )
+    path: Annotated[str, DataPath(may_be_name=True)] = Field(min_length=1)
+    """file (JSONL, JSON, Parquet, CSV), directory or Hugging Face name"""
+    subset: str | None = None
+    """the dataset's configuration, such as `main`"""
+    split: str = Field(default="test", min_length=1)
+    """split of a directory or hub dataset"""
+    problem_field: str | None = Field(default=None, min_length=1)
+    """the field with the problem's text; default: the first of problem, question, context, prompt, input"""
 
 
 class ProbeSection(GivenSetSection):
     """[[probes]]: problems of another dataset, to evaluate on. None of them is in a file that is drawn from the source."""
 
-    name: str = Field(
-        default="ood_probe",
-        min_length=1,
-        description="the file, `NAME.jsonl`; probes of one name are written into one",
-    )
-    size: int = Field(gt=0, description="how many problems with an integer answer to draw")
-    answer_field: str | None = Field(
-        default=None,
-        min_length=1,
-        description="the field with the answer; default: the first of answer and label that exists",
-    )
+    name: str = Field(default="ood_probe", min_length=1)
+    """the file, `NAME.jsonl`; probes of one name are written into one"""
+    size: int = Field(gt=0)
+    """how many problems with an integer answer to draw"""
+    answer_field: str | None = Field(default=None, min_length=1)
+    """the field with the answer; default: the first of answer and label that exists"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if not re.fullmatch(NAME, self.name) or self.name in (*OWN_FILES, "manifest"):
             yield Conflict(
                 "name", f"is a file's name, letters, digits and . _ + = -, and none of {', '.join(OWN_FILES)}"
@@ -104,24 +91,28 @@ class ProbeSection(GivenSetSection):
 class ContaminationSection(Section):
     """[contamination]: problems of given evaluation sets among those of the source."""
 
-    action: Literal["remove", "report"] = Field(
-        default="remove", description="what becomes of a problem that a given set has, or shares an n-gram with"
-    )
-    ngram: int = Field(
-        default=13, ge=2, description="length in words of a run that two different problems do not share"
-    )
-    sets: Array[GivenSetSection] = Field(default=(), description="the sets, as [[contamination.sets]]")
+    action: Literal["remove", "report"] = "remove"
+    """what becomes of a problem that a given set has, or shares an n-gram with"""
+    ngram: int = Field(default=13, ge=2)
+    """length in words of a run that two different problems do not share"""
+    sets: Array[GivenSetSection] = ()
+    """the sets, as [[contamination.sets]]"""
 
 
 class PreparationSettings(Section):
     """The configuration of `nmoe data prepare`."""
 
-    seed: int = Field(default=42, ge=0, le=MAX_SEED, description="seed of all random draws")
-    directory: str = Field(default="data/numina", min_length=1, description="the directory to write to")
-    source: SourceSection = Field(default=SourceSection(), description="problems to prepare")
-    filters: FiltersSection = Field(default=FiltersSection(), description="which problems stay")
-    splits: SplitsSection = Field(default=SplitsSection(), description="sizes of the files")
-    probes: Array[ProbeSection] = Field(default=(), description="problems of other datasets to evaluate on")
-    contamination: ContaminationSection = Field(
-        default=ContaminationSection(), description="evaluation sets that training must not meet"
-    )
+    seed: int = Field(default=42, ge=0, le=MAX_SEED)
+    """seed of all random draws"""
+    directory: str = Field(default="data/numina", min_length=1)
+    """the directory to write to"""
+    source: SourceSection = SourceSection()
+    """problems to prepare"""
+    filters: FiltersSection = FiltersSection()
+    """which problems stay"""
+    splits: SplitsSection = SplitsSection()
+    """sizes of the files"""
+    probes: Array[ProbeSection] = ()
+    """problems of other datasets to evaluate on"""
+    contamination: ContaminationSection = ContaminationSection()
+    """evaluation sets that training must not meet"""

@@ -12,7 +12,7 @@ from nmoe.config.base import ConflictError, Section
 from nmoe.config.elsewhere import closest, keys_meant, no_counterpart, table_leaves
 from nmoe.config.locate import KeyPath, Locator, Place
 from nmoe.config.overrides import read_value
-from nmoe.config.schema import TAG, choices_of, follow, item_of, keys_of, paths_of, sections_of, tag_of
+from nmoe.config.schema import TAG, choices_of, description_of, follow, item_of, keys_of, paths_of, sections_of, tag_of
 from nmoe.config.toml import toml_value
 from nmoe.errors import UserError, cut
 
@@ -245,7 +245,7 @@ def _missing(path: KeyPath, annotations: list[Any], where: Locator) -> Mistake:
     if isinstance(path[-1], int):
         return at(where, path, "required item is missing")
     owners = [section for section in sections_of(annotations[-2]) if path[-1] in section.model_fields]
-    description = owners[0].model_fields[path[-1]].description if owners else None
+    description = description_of(owners[0], path[-1]) if owners else None
     return at(where, path, "required key is missing" + (f" ({description})" if description else ""))
 
 

@@ -15,7 +15,7 @@ from nmoe.config.base import Section
 from nmoe.config.commands import COMMANDS, RunConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.preparation import PreparationSettings
-from nmoe.config.schema import TAG, choices_of, item_of, sections_of, tag_of
+from nmoe.config.schema import TAG, choices_of, description_of, item_of, sections_of, tag_of
 from nmoe.config.tables.pools import MixturePool, SourceKeys
 from nmoe.config.toml import toml_value
 
@@ -135,7 +135,7 @@ def _rows(section: type[Section]) -> str:
     rows = []
     for name, field in _keys(section).items():
         default = "required" if field.is_required() else _shown(field.default)
-        description = (field.description or "").replace("|", "\\|")
+        description = description_of(section, name).replace("|", "\\|")
         rows.append(f"| `{name}` | {_type(field.annotation)} | {default} | {description} |")
     return "| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
 
@@ -197,7 +197,7 @@ def key_lines(schema: type[Section], table: str = "") -> Iterator[str]:
             below, key = items, f"{key}.0"
         if below == (EnvironmentSettings,):
             yield f"  --{key}.path"
-            yield from _wrapped(f"{known.description}; for its keys see docs/reference/configuration.md")
+            yield from _wrapped(f"{description_of(schema, name)}; for its keys see docs/reference/configuration.md")
         elif below:
             for section in below:
                 yield from key_lines(section, key)
@@ -205,7 +205,7 @@ def key_lines(schema: type[Section], table: str = "") -> Iterator[str]:
             default = None if known.is_required() else _default(known.default)
             yield f"  --{key}" + ("" if default is None else f"={default}")
             choices = choices_of(known.annotation)
-            yield from _wrapped((known.description or "") + (f" ({', '.join(choices)})" if choices else ""))
+            yield from _wrapped(description_of(schema, name) + (f" ({', '.join(choices)})" if choices else ""))
 
 
 def _wrapped(text: str) -> Iterator[str]:

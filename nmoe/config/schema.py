@@ -3,7 +3,12 @@
 Unions of sections are told apart by their `type` key, whose value is a literal in each member.
 """
 
-from collections.abc import Iterator
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -98,6 +103,32 @@ def item_of(annotation: Any, index: str | int) -> Any:
 def keys_of(annotation: Any) -> list[str]:
     """The keys that a table with this annotation may have, in the order of their documentation."""
     return list(dict.fromkeys(key for section in sections_of(annotation) for key in section.model_fields))
+
+
+def description_of(section: type[Section], key: str) -> str:
+    """The meaning of a key: the description of its field, else the docstring under it, here or in the nearest base that has one."""
+    if (written := section.model_fields[key].description) is not None:
+        return written
+    documented = (_documented(base.__module__).get(base.__name__, {}) for base in section.__mro__ if base is not object)
+    return next((keys[key] for keys in documented if key in keys), "")
+
+
+@functools.cache
+def _documented(module: str) -> Mapping[str, Mapping[str, str]]:
+    """The docstrings under the attributes of each class of a module, by class and attribute."""
+    classes = (
+        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
+    )
+    return {
+        one.name: {
+            key.target.id: " ".join(text.split())
+            for key, below in pairwise(one.body)
+            if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(text := below.value.value, str)
+        }
+        for one in classes
+    }
 
 
 def paths_of(schema: type[Section], in_arrays: bool = False) -> Iterator[tuple[str, ...]]:

@@ -152,7 +152,6 @@ class ModelConfig(ModelShape):
             raise UserError("; ".join(mistakes)) from None
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.windows and len(self.windows) != self.layers:
             yield Conflict("windows", f"has {len(self.windows)} entries for {self.layers} layers")
         if any(window < 0 for window in self.windows):

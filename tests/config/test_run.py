@@ -1,7 +1,7 @@
 """The schema of runs: what it accepts, which combinations it refuses, and what the arithmetic says of it."""
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.base import Section
 from nmoe.config.commands import COMMANDS, DPOConfig, PretrainConfig, RewardConfig, RLConfig, RunConfig, SFTConfig
 from nmoe.config.loader import load, load_environment, load_preparation, load_run, parse
 from nmoe.config.locate import Locator, Place
+from nmoe.config.preparation import PreparationSettings
 from nmoe.config.problems import ConfigError
-from nmoe.config.schema import paths_of
+from nmoe.config.schema import description_of, item_of, paths_of, sections_of
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.config.toml import to_toml, toml_value
 
@@ -534,17 +536,15 @@ def test_any_values_anywhere_are_accepted_or_reported(
 
 
 def test_every_key_is_documented() -> None:
-    def undocumented(schema: type[RunConfig]) -> list[str]:
-        definitions = schema.model_json_schema()["$defs"]
-        return [
-            f"{name}.{key}"
-            for name, definition in definitions.items()
-            for key, known in definition["properties"].items()
-            if "description" not in known and key != "type"
-        ]
+    def undocumented(section: type[Section]) -> Iterator[str]:
+        for key, known in section.model_fields.items():
+            if key != "type" and not description_of(section, key):
+                yield f"{section.__name__}.{key}"
+            for below in (*sections_of(known.annotation), *sections_of(item_of(known.annotation, 0))):
+                yield from undocumented(below)
 
-    for schema in COMMANDS.values():
-        assert undocumented(schema) == []
+    for schema in (*COMMANDS.values(), PreparationSettings):
+        assert list(undocumented(schema)) == []
 
 
 def test_arithmetic_of_a_post_training_run(config: Write) -> None:

@@ -15,17 +15,19 @@ MOST_SAMPLES = 2**20
 class MicroBatchSection(Section):
     """[batch] of the supervised commands: the size of a micro-batch."""
 
-    tokens_per_microbatch: int = Field(default=16384, gt=0, description="tokens per forward and backward pass")
+    tokens_per_microbatch: int = Field(default=16384, gt=0)
+    """tokens per forward and backward pass"""
 
 
 class GroupBatchSection(MicroBatchSection):
     """[batch] of self-play."""
 
-    prompts_per_step: int = Field(default=16, gt=0, description="problems per step")
-    group_size: int = Field(default=8, ge=1, description="completions per problem, which are compared with one another")
+    prompts_per_step: int = Field(default=16, gt=0)
+    """problems per step"""
+    group_size: int = Field(default=8, ge=1)
+    """completions per problem, which are compared with one another"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         samples = self.prompts_per_step * self.group_size
         if samples > MOST_SAMPLES:
             key = "group_size" if self.group_size > self.prompts_per_step else "prompts_per_step"
@@ -37,28 +39,21 @@ class GroupBatchSection(MicroBatchSection):
 class BatchSection(GroupBatchSection):
     """[batch]: how many samples go into a step, and how many tokens through the model at once."""
 
-    updates_per_step: int = Field(
-        default=1, ge=1, description="optimizer steps per pass over a step's groups; each takes its part of the groups"
-    )
-    passes_per_step: int = Field(default=1, ge=1, description="passes over a step's groups")
-    oversampling: float = Field(
-        default=1.0, ge=1, description="problems sampled per problem wanted, because some groups carry no signal"
-    )
-    max_refills: int = Field(
-        default=1, ge=0, description="how many times a step samples more prompts to replace groups without signal"
-    )
-    favour_unsolved: bool = Field(
-        default=False,
-        description="weight the sources of problems by the share of each that is unsolved, at least a tenth",
-    )
-    favour_learnable: bool = Field(
-        default=False,
-        description="weight the sources of problems by r (1 - r), r the share of each that is solved, at least a tenth: easy ones "
-        "first, and harder ones as they begin to be solved",
-    )
-    solve_rate: Array[float] = Field(
-        default=(0.0, 1.0), description="train only on groups whose mean correctness lies in this range"
-    )
+    updates_per_step: int = Field(default=1, ge=1)
+    """optimizer steps per pass over a step's groups; each takes its part of the groups"""
+    passes_per_step: int = Field(default=1, ge=1)
+    """passes over a step's groups"""
+    oversampling: float = Field(default=1.0, ge=1)
+    """problems sampled per problem wanted, because some groups carry no signal"""
+    max_refills: int = Field(default=1, ge=0)
+    """how many times a step samples more prompts to replace groups without signal"""
+    favour_unsolved: bool = False
+    """weight the sources of problems by the share of each that is unsolved, at least a tenth"""
+    favour_learnable: bool = False
+    """weight the sources of problems by r (1 - r), r the share of each that is solved, at least a tenth: easy ones first, and
+    harder ones as they begin to be solved"""
+    solve_rate: Array[float] = (0.0, 1.0)
+    """train only on groups whose mean correctness lies in this range"""
 
     @property
     def updates(self) -> int:
@@ -66,7 +61,6 @@ class BatchSection(GroupBatchSection):
         return self.updates_per_step * self.passes_per_step
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if len(self.solve_rate) != 2 or not 0 <= self.solve_rate[0] <= self.solve_rate[1] <= 1:
             yield Conflict("solve_rate", "must be two rates between 0 and 1, the lower one first, such as [0.1, 0.9]")
         elif self.group_size == 1 and self.solve_rate[0] > 0 and self.solve_rate[1] < 1:
@@ -97,54 +91,34 @@ StepBaseline = Literal["leave_one_out", "none", "normalised"]
 class PolicyLossSection(Section):
     """[algorithm] of self-play."""
 
-    advantage: Annotated[str, NameIn(ADVANTAGES, ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"))] = Field(
-        default="dr_grpo",
-        description="dr_grpo: reward minus the group's mean; grpo: over its deviation; rloo: minus the others' mean; "
-        "maxrl: divided by the mean; "
-        "reinforce_pp: normalised over the batch; or a function of your own over rewards and group ids, as `module:name`",
-    )
-    loss: Annotated[str, NameIn(LOSSES)] = Field(
-        default="clip",
-        description="clip: PPO's clipped ratio; dual_clip: also bounded for negative advantages; gspo: one ratio per sequence; "
-        "cispo: the clipped ratio as a weight; dppo: a trust region in probabilities; "
-        "or a function of your own that takes this table and returns an objective, as `module:name`",
-    )
-    aggregation: Literal["token", "sequence", "constant"] = Field(
-        default="constant",
-        description="token: mean of all tokens; sequence: mean of the sequences' means; constant: sum over sampling.max_new_tokens",
-    )
-    clip_low: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="the ratio is clipped below at 1 - clip_low; default: 0.2, gspo 3e-4; dppo: 0.2, in probabilities",
-    )
-    clip_high: float | None = Field(
-        default=None,
-        gt=0,
-        description="the ratio is clipped above at 1 + clip_high; default: 0.2, gspo 4e-4, cispo 4; dppo: 0.2, in probabilities",
-    )
-    dual_clip_bound: float = Field(
-        default=3.0, gt=1, description="bound of dual_clip on the ratio for negative advantages"
-    )
-    correction: Literal["none", "tis", "mask", "sequence_mask"] = Field(
-        default="none",
-        description="weights for a sampler that differs from the learner. tis: capped; mask: tokens outside a window are masked "
-        "(icepop); "
-        "sequence_mask: sequences outside it are masked",
-    )
-    correction_cap: float = Field(default=2.0, ge=1, description="highest weight of a token, for tis and sequence_mask")
-    correction_window: Array[float] | None = Field(
-        default=None,
-        description="lowest and highest ratio that is kept; default: [0.5, 2] for mask, [0.99, 1.01] for sequence_mask",
-    )
-    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
-    overlong_buffer: int = Field(
-        default=0, ge=0, description="over this many tokens before the limit, a penalty rises from 0 to 1; 0: off"
-    )
-    length_penalty: float = Field(
-        default=0.0, ge=0, description="weight of a bonus for answers that are shorter than others of their group"
-    )
+    advantage: Annotated[str, NameIn(ADVANTAGES, ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"))] = "dr_grpo"
+    """dr_grpo: reward minus the group's mean; grpo: over its deviation; rloo: minus the others' mean; maxrl: divided by the mean;
+    reinforce_pp: normalised over the batch; or a function of your own over rewards and group ids, as `module:name`"""
+    loss: Annotated[str, NameIn(LOSSES)] = "clip"
+    """clip: PPO's clipped ratio; dual_clip: also bounded for negative advantages; gspo: one ratio per sequence; cispo: the clipped
+    ratio as a weight; dppo: a trust region in probabilities; or a function of your own that takes this table and returns an
+    objective, as `module:name`"""
+    aggregation: Literal["token", "sequence", "constant"] = "constant"
+    """token: mean of all tokens; sequence: mean of the sequences' means; constant: sum over sampling.max_new_tokens"""
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    """the ratio is clipped below at 1 - clip_low; default: 0.2, gspo 3e-4; dppo: 0.2, in probabilities"""
+    clip_high: float | None = Field(default=None, gt=0)
+    """the ratio is clipped above at 1 + clip_high; default: 0.2, gspo 4e-4, cispo 4; dppo: 0.2, in probabilities"""
+    dual_clip_bound: float = Field(default=3.0, gt=1)
+    """bound of dual_clip on the ratio for negative advantages"""
+    correction: Literal["none", "tis", "mask", "sequence_mask"] = "none"
+    """weights for a sampler that differs from the learner. tis: capped; mask: tokens outside a window are masked (icepop);
+    sequence_mask: sequences outside it are masked"""
+    correction_cap: float = Field(default=2.0, ge=1)
+    """highest weight of a token, for tis and sequence_mask"""
+    correction_window: Array[float] | None = None
+    """lowest and highest ratio that is kept; default: [0.5, 2] for mask, [0.99, 1.01] for sequence_mask"""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """weight of the entropy bonus"""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """over this many tokens before the limit, a penalty rises from 0 to 1; 0: off"""
+    length_penalty: float = Field(default=0.0, ge=0)
+    """weight of a bonus for answers that are shorter than others of their group"""
 
     @property
     def clip_range(self) -> tuple[float | None, float]:
@@ -157,7 +131,6 @@ class PolicyLossSection(Section):
         return {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         given = self.given()
         if self.loss == "gspo" and self.aggregation != "sequence":
             yield Conflict(
@@ -188,44 +161,30 @@ class PolicyLossSection(Section):
 class AlgorithmSection(PolicyLossSection):
     """[algorithm]: the policy-gradient estimator."""
 
-    advantage: Annotated[str, NameIn(ADVANTAGES)] = Field(
-        default="dr_grpo",
-        description="dr_grpo: reward minus the group's mean; grpo: over its deviation; rloo: minus the others' mean; "
-        "maxrl: divided by the mean; "
-        "reinforce_pp: normalised over the batch; gae: by a [critic], as in PPO; "
-        "or a function of your own over rewards and group ids, as `module:name`",
-    )
-    multi_reward: Literal["sum", "gdpo"] = Field(
-        default="sum", description="sum: the rubric's weighted sum; gdpo: normalise each reward on its own, then sum"
-    )
-    step_reward_coef: float = Field(
-        default=1.0, ge=0, description="weight of a verifier's rewards for the steps of an answer"
-    )
-    step_baseline: StepBaseline = Field(
-        default="leave_one_out",
-        description="what is taken off the sum of a token's later steps. leave_one_out: the mean sum of the group's other "
-        "samples; none: nothing; normalised: each step's reward is normalised over the steps of its group, which is biased "
-        "(DeepSeekMath's process supervision)",
-    )
-    kl_coef: float = Field(
-        default=0.0, ge=0, description="weight of the KL divergence from the reference; 0: no reference"
-    )
-    kl_in: Literal["loss", "reward"] = Field(default="loss", description="where the KL penalty is applied")
-    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
-        default=None, description="estimator of the KL divergence; default: k3 in the loss, k1 in the reward"
-    )
-    kl_importance_weights: bool = Field(
-        default=True,
-        description="in the loss, weight the KL term by policy / sampler, so that stale samples do not bias its gradient",
-    )
-    reference_every_steps: int = Field(
-        default=0,
-        ge=0,
-        description="replace the reference by the policy every this many steps; 0: keep the initial model",
-    )
-    mask_truncated: bool = Field(
-        default=False, description="completions cut at the token limit count in baselines but are not trained on"
-    )
+    advantage: Annotated[str, NameIn(ADVANTAGES)] = "dr_grpo"
+    """dr_grpo: reward minus the group's mean; grpo: over its deviation; rloo: minus the others' mean; maxrl: divided by the mean;
+    reinforce_pp: normalised over the batch; gae: by a [critic], as in PPO; or a function of your own over rewards and group ids, as
+    `module:name`"""
+    multi_reward: Literal["sum", "gdpo"] = "sum"
+    """sum: the rubric's weighted sum; gdpo: normalise each reward on its own, then sum"""
+    step_reward_coef: float = Field(default=1.0, ge=0)
+    """weight of a verifier's rewards for the steps of an answer"""
+    step_baseline: StepBaseline = "leave_one_out"
+    """what is taken off the sum of a token's later steps. leave_one_out: the mean sum of the group's other samples; none:
+    nothing; normalised: each step's reward is normalised over the steps of its group, which is biased (DeepSeekMath's process
+    supervision)"""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """weight of the KL divergence from the reference; 0: no reference"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """where the KL penalty is applied"""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """estimator of the KL divergence; default: k3 in the loss, k1 in the reward"""
+    kl_importance_weights: bool = True
+    """in the loss, weight the KL term by policy / sampler, so that stale samples do not bias its gradient"""
+    reference_every_steps: int = Field(default=0, ge=0)
+    """replace the reference by the policy every this many steps; 0: keep the initial model"""
+    mask_truncated: bool = False
+    """completions cut at the token limit count in baselines but are not trained on"""
 
     @property
     def in_groups(self) -> bool:
@@ -233,7 +192,6 @@ class AlgorithmSection(PolicyLossSection):
         return self.advantage not in ("reinforce_pp", "gae")
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         given = self.given()
         if self.multi_reward == "gdpo" and self.advantage != "grpo":
             yield Conflict("multi_reward", f'gdpo normalises as advantage = "grpo" does, and not as "{self.advantage}"')
@@ -252,31 +210,24 @@ class AlgorithmSection(PolicyLossSection):
 class CriticSection(Section):
     """[critic]: the value function of PPO, for algorithm.advantage = "gae"."""
 
-    shared: bool = Field(
-        default=False, description="true: a value head on the policy's trunk; false: a separate model with a value head"
-    )
-    path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="checkpoint that a separate critic starts from; default: model.path",
-    )
-    learning_rate: float = Field(
-        default=1e-5, gt=0, description="peak learning rate of the critic, or of the shared head"
-    )
-    coef: float = Field(
-        default=0.1, gt=0, description="weight of the value loss of a shared critic, relative to the policy's loss"
-    )
-    gamma: float = Field(default=1.0, gt=0, le=1, description="discount of a reward per token")
-    trace_decay: float = Field(
-        default=0.95, ge=0, le=1, description="lambda of GAE: 1 uses returns only, 0 the critic only"
-    )
-    clip: float | None = Field(
-        default=0.2, gt=0, description="how far a value may move from its value before the step's updates"
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="steps at the start that train only the critic")
+    shared: bool = False
+    """true: a value head on the policy's trunk; false: a separate model with a value head"""
+    path: str | None = Field(default=None, min_length=1)
+    """checkpoint that a separate critic starts from; default: model.path"""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """peak learning rate of the critic, or of the shared head"""
+    coef: float = Field(default=0.1, gt=0)
+    """weight of the value loss of a shared critic, relative to the policy's loss"""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """discount of a reward per token"""
+    trace_decay: float = Field(default=0.95, ge=0, le=1)
+    """lambda of GAE: 1 uses returns only, 0 the critic only"""
+    clip: float | None = Field(default=0.2, gt=0)
+    """how far a value may move from its value before the step's updates"""
+    warmup_steps: int = Field(default=0, ge=0)
+    """steps at the start that train only the critic"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.shared and self.path is not None:
             yield Conflict("path", "a shared critic is a head on the policy's trunk and has no checkpoint of its own")
         if self.shared and self.warmup_steps:
@@ -290,8 +241,9 @@ class CriticSection(Section):
 class DistillationSection(Section):
     """[distillation]: a teacher whose log-probabilities of the policy's tokens replace rewards."""
 
-    teacher: str = Field(min_length=1, description="run or directory of the teacher, with the tokenizer of the policy")
-    coef: float = Field(default=1.0, gt=0, description="weight of the divergence from the teacher, token by token")
-    reward_coef: float = Field(
-        default=0.0, ge=0, description="weight of the advantages from rewards, in addition; 0: only the teacher"
-    )
+    teacher: str = Field(min_length=1)
+    """run or directory of the teacher, with the tokenizer of the policy"""
+    coef: float = Field(default=1.0, gt=0)
+    """weight of the divergence from the teacher, token by token"""
+    reward_coef: float = Field(default=0.0, ge=0)
+    """weight of the advantages from rewards, in addition; 0: only the teacher"""

@@ -18,60 +18,48 @@ _OF_HELD_OUT = frozenset({"every_steps", "allow_trained_on"})
 class PeriodSection(Section):
     """[[eval]] of a command that evaluates on held-out examples."""
 
-    every_steps: int = Field(default=20, gt=0, description="steps between evaluations; the last step is evaluated, too")
+    every_steps: int = Field(default=20, gt=0)
+    """steps between evaluations; the last step is evaluated, too"""
 
 
 class CountedEvalSection(PeriodSection):
     """[[eval]] of a verifier, which takes what it is evaluated on out of its training data."""
 
-    problems: int = Field(default=200, gt=0, description="held-out problems per evaluation")
+    problems: int = Field(default=200, gt=0)
+    """held-out problems per evaluation"""
 
 
 class HeldOutEvalSection(PeriodSection):
     """[[eval]] of a command that learns from examples, some of which are held out."""
 
-    allow_trained_on: bool = Field(
-        default=False,
-        description="evaluate although some of the problems are trained on, which is refused otherwise; the results then say so",
-    )
+    allow_trained_on: bool = False
+    """evaluate although some of the problems are trained on, which is refused otherwise; the results then say so"""
 
 
 class ProbeSection(CountedEvalSection, HeldOutEvalSection):
     """[[eval]]: a probe, in or out of the training distribution, with its own period and sampling."""
 
-    role: Literal["in_distribution", "out_of_distribution"] = Field(
-        default="in_distribution",
-        description="out of the distribution, it decides which checkpoint is best; else the first probe does",
-    )
-    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
-        default=None,
-        description="held-out environment, or its `path`; default: in RL a split of the training environment, elsewhere the "
-        "examples held out",
-    )
-    mode: str | None = Field(
-        default=None,
-        description="mode; default: that of `samples` and `temperature`, greedy_pass@1 without them (docs/guides/evaluation.md)",
-    )
-    samples: int | None = Field(default=None, gt=0, description="completions per problem; default: the mode's, or 1")
-    temperature: float | None = Field(default=None, ge=0, description="default: the mode's, or 0, which is greedy")
-    max_tokens: int | None = Field(
-        default=None, gt=0, description="tokens of a completion; default: sampling.max_new_tokens in RL"
-    )
-    reasoning_effort: Literal["low", "medium", "high"] | None = Field(
-        default=None, description="in place of the environment's"
-    )
-    enough: float | None = Field(
-        default=None, gt=0, le=1, description="end the run when every source of problems is solved at this rate"
-    )
-    patience: int | None = Field(
-        default=None, gt=0, description="end the run after this many evaluations without an improvement in any source"
-    )
-    drops: int | None = Field(
-        default=None,
-        ge=0,
-        description="end the run after this many evaluations in a row whose greedy_pass@1 is worse than the best before, or than "
-        "that before the first step, by more than chance; 0: never; default: 2 out of the distribution",
-    )
+    role: Literal["in_distribution", "out_of_distribution"] = "in_distribution"
+    """out of the distribution, it decides which checkpoint is best; else the first probe does"""
+    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = None
+    """held-out environment, or its `path`; default: in RL a split of the training environment, elsewhere the examples held out"""
+    mode: str | None = None
+    """mode; default: that of `samples` and `temperature`, greedy_pass@1 without them (docs/guides/evaluation.md)"""
+    samples: int | None = Field(default=None, gt=0)
+    """completions per problem; default: the mode's, or 1"""
+    temperature: float | None = Field(default=None, ge=0)
+    """default: the mode's, or 0, which is greedy"""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """tokens of a completion; default: sampling.max_new_tokens in RL"""
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    """in place of the environment's"""
+    enough: float | None = Field(default=None, gt=0, le=1)
+    """end the run when every source of problems is solved at this rate"""
+    patience: int | None = Field(default=None, gt=0)
+    """end the run after this many evaluations without an improvement in any source"""
+    drops: int | None = Field(default=None, ge=0)
+    """end the run after this many evaluations in a row whose greedy_pass@1 is worse than the best before, or than that before the
+    first step, by more than chance; 0: never; default: 2 out of the distribution"""
 
     @property
     def sampled(self) -> Mode:
@@ -86,7 +74,6 @@ class ProbeSection(CountedEvalSection, HeldOutEvalSection):
         return 2 if self.role == "out_of_distribution" and self.sampled.name == "greedy_pass@1" else 0
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         try:
             name = self.sampled.name
         except UserError as error:
@@ -99,13 +86,10 @@ class ProbeSection(CountedEvalSection, HeldOutEvalSection):
 class RLEvalSection(ProbeSection):
     """[[eval]]: a probe, in or out of the training distribution, with its own period and sampling."""
 
-    split: Literal["validation", "eval"] = Field(
-        default="eval",
-        description="the split of the training environment to evaluate on; use `validation` if evaluations end the run",
-    )
+    split: Literal["validation", "eval"] = "eval"
+    """the split of the training environment to evaluate on; use `validation` if evaluations end the run"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.environment is None and self.role == "out_of_distribution":
             yield Conflict("environment", "is required: other problems than those of the training environment")
         if self.environment is None and self.allow_trained_on:
@@ -122,7 +106,6 @@ class ExamplesEvalSection(ProbeSection):
     accuracy on the examples held out."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.environment is None:
             for key in sorted(self.model_fields_set - {*_OF_HELD_OUT, "environment"}):
                 yield Conflict(key, "is of a probe, which samples; name its environment, or leave this out")
@@ -140,10 +123,10 @@ class ExamplesEvalSection(ProbeSection):
 class SelfplayEvalSection(Section):
     """[[eval]] of self-play, which evaluates before the first round and after each round with training."""
 
-    problems: int = Field(default=200, gt=0, description="held-out problems per evaluation")
-    environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
-        description="the environment that the verifier is evaluated on, or its `path`"
-    )
+    problems: int = Field(default=200, gt=0)
+    """held-out problems per evaluation"""
+    environment: Annotated[EnvironmentSettings, FromFile(find_environment)]
+    """the environment that the verifier is evaluated on, or its `path`"""
 
 
 def only_one(held_out: Sequence[int], what: str) -> Iterator[Conflict]:

@@ -27,34 +27,42 @@ MOST_NUMBERS = 2**50
 class ModelShape(Section):
     """[model.shape]: a new model, dense or mixture-of-experts. The tokenizer gives the vocabulary's size."""
 
-    hidden_size: int = Field(gt=0, le=LARGEST, description="width of the residual stream")
-    layers: int = Field(gt=0, le=MOST_LAYERS, description="transformer blocks")
-    heads: int = Field(gt=0, le=LARGEST, description="query heads")
-    kv_heads: int = Field(
-        gt=0, le=LARGEST, description="key and value heads, each shared by heads / kv_heads query heads"
-    )
-    head_dim: int = Field(gt=0, le=LARGEST, description="width of one head; even, because rotary embeddings turn pairs")
-    context_tokens: int = Field(gt=1, le=MOST_CONTEXT, description="longest sequence, prompt and completion together")
-    intermediate_size: int = Field(
-        default=0, ge=0, le=LARGEST, description="width of the dense FFN; used when experts = 0"
-    )
-    experts: int = Field(default=0, ge=0, le=MOST_EXPERTS, description="routed experts of each layer; 0: dense")
-    experts_per_token: int = Field(default=0, ge=0, le=MOST_EXPERTS, description="experts chosen for each token")
-    expert_width: int = Field(default=0, ge=0, le=LARGEST, description="width of one expert's FFN")
-    shared_experts: int = Field(
-        default=0, ge=0, le=MOST_EXPERTS, description="experts that see every token, beside the routed ones"
-    )
-    router_scores: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="how router logits become scores"
-    )
-    renormalize: bool = Field(default=True, description="scale the chosen experts' scores to sum to 1")
-    qk_norm: bool = Field(default=True, description="RMS-normalise queries and keys")
-    tie_embeddings: bool = Field(default=True, description="one matrix for embedding and output head")
-    rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary frequencies")
-    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the RMS norms")
+    hidden_size: int = Field(gt=0, le=LARGEST)
+    """width of the residual stream"""
+    layers: int = Field(gt=0, le=MOST_LAYERS)
+    """transformer blocks"""
+    heads: int = Field(gt=0, le=LARGEST)
+    """query heads"""
+    kv_heads: int = Field(gt=0, le=LARGEST)
+    """key and value heads, each shared by heads / kv_heads query heads"""
+    head_dim: int = Field(gt=0, le=LARGEST)
+    """width of one head; even, because rotary embeddings turn pairs"""
+    context_tokens: int = Field(gt=1, le=MOST_CONTEXT)
+    """longest sequence, prompt and completion together"""
+    intermediate_size: int = Field(default=0, ge=0, le=LARGEST)
+    """width of the dense FFN; used when experts = 0"""
+    experts: int = Field(default=0, ge=0, le=MOST_EXPERTS)
+    """routed experts of each layer; 0: dense"""
+    experts_per_token: int = Field(default=0, ge=0, le=MOST_EXPERTS)
+    """experts chosen for each token"""
+    expert_width: int = Field(default=0, ge=0, le=LARGEST)
+    """width of one expert's FFN"""
+    shared_experts: int = Field(default=0, ge=0, le=MOST_EXPERTS)
+    """experts that see every token, beside the routed ones"""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """how router logits become scores"""
+    renormalize: bool = True
+    """scale the chosen experts' scores to sum to 1"""
+    qk_norm: bool = True
+    """RMS-normalise queries and keys"""
+    tie_embeddings: bool = True
+    """one matrix for embedding and output head"""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """base of the rotary frequencies"""
+    norm_eps: float = Field(default=1e-6, gt=0)
+    """epsilon of the RMS norms"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.heads % self.kv_heads:
             yield Conflict("kv_heads", f"must divide heads = {self.heads}")
         if self.rope_dim % 2:
@@ -85,58 +93,37 @@ class ModelShape(Section):
 class ModelSection(Section):
     """[model]: a checkpoint to start from, or the shape of a new model."""
 
-    path: str | None = Field(
-        default=None, min_length=1, description="the checkpoint to start from: a directory, a run, or a .gguf file"
-    )
-    shape: ModelShape | None = Field(default=None, description="the shape of a new model")
-    context_tokens: int | None = Field(
-        default=None,
-        gt=1,
-        description="a longer context than that of `path`: its rotary frequencies are stretched by YaRN, or as its `dynamic` asks",
-    )
-    numerics: Literal["fast", "exact"] = Field(
-        default="fast",
-        description="exact: engine and learner compute the same bits (float32), somewhat slower",
-    )
-    device: str = Field(default="auto", description="auto (a GPU where there is one), cpu, cuda or, of several, cuda:1")
-    precision: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None,
-        description="dtype of weights and activations; default: float32 on a CPU and with exact numerics, bfloat16 on a GPU; "
-        "below float32 the optimizer keeps float32 master weights",
-    )
-    expert_profile: ExpertProfile | None = Field(
-        default=None,
-        description="routed experts in fewer bits, trained through the rounding: fp8 (weights and activations), nvfp4 (weights), "
-        "bf16; default: in the run's precision",
-    )
-    router_bias_rate: float | None = Field(
-        default=None,
-        ge=0,
-        description="step size of loss-free load balancing, 0: off; default: as the checkpoint was trained; off in RL, self-play",
-    )
-    router_aux_loss_coef: float | None = Field(
-        default=None, ge=0, description="weight of the load-balancing loss, 0: off; default: as router_bias_rate"
-    )
-    checkpoint_activations: bool = Field(
-        default=False,
-        description="activation checkpointing: keep only each block's input, and run the block again in the backward pass",
-    )
-    compile: bool = Field(
-        default=False, description="compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"
-    )
-    expert_weights: ExpertWeightsForm = Field(
-        default="dequantized",
-        description="mxfp4: the experts of a released gpt-oss stay in their four bits, for self-play without training; a run that "
-        "trains refuses it",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="directory, run or checkpoint of the tokenizer, or `bytes`: each is a token; default: the one in `path`",
-    )
+    path: str | None = Field(default=None, min_length=1)
+    """the checkpoint to start from: a directory, a run, or a .gguf file"""
+    shape: ModelShape | None = None
+    """the shape of a new model"""
+    context_tokens: int | None = Field(default=None, gt=1)
+    """a longer context than that of `path`: its rotary frequencies are stretched by YaRN, or as its `dynamic` asks"""
+    numerics: Literal["fast", "exact"] = "fast"
+    """exact: engine and learner compute the same bits (float32), somewhat slower"""
+    device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda or, of several, cuda:1"""
+    precision: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype of weights and activations; default: float32 on a CPU and with exact numerics, bfloat16 on a GPU; below float32 the
+    optimizer keeps float32 master weights"""
+    expert_profile: ExpertProfile | None = None
+    """routed experts in fewer bits, trained through the rounding: fp8 (weights and activations), nvfp4 (weights), bf16; default: in
+    the run's precision"""
+    router_bias_rate: float | None = Field(default=None, ge=0)
+    """step size of loss-free load balancing, 0: off; default: as the checkpoint was trained; off in RL, self-play"""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """weight of the load-balancing loss, 0: off; default: as router_bias_rate"""
+    checkpoint_activations: bool = False
+    """activation checkpointing: keep only each block's input, and run the block again in the backward pass"""
+    compile: bool = False
+    """compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"""
+    expert_weights: ExpertWeightsForm = "dequantized"
+    """mxfp4: the experts of a released gpt-oss stay in their four bits, for self-play without training; a run that trains refuses
+    it"""
+    tokenizer: str | None = Field(default=None, min_length=1)
+    """directory, run or checkpoint of the tokenizer, or `bytes`: each is a token; default: the one in `path`"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if re.fullmatch(DEVICE, self.device) is None:
             meant = closest(self.device, ("auto", "cpu", "cuda"), "model.device")
             hint = f"; did you mean {meant!r}?" if meant else ""
@@ -170,16 +157,14 @@ class ModelSection(Section):
 class LoraSection(Section):
     """[lora]: train a low-rank adapter on the frozen base that model.path names."""
 
-    path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="run or directory of the adapter to start from; rank, alpha, rslora and targets are then its own",
-    )
-    rank: int = Field(default=32, gt=0, description="rank of each update")
-    alpha: float | None = Field(
-        default=None, gt=0, description="the update is scaled by alpha / rank; default: twice the rank"
-    )
-    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank) instead")
+    path: str | None = Field(default=None, min_length=1)
+    """run or directory of the adapter to start from; rank, alpha, rslora and targets are then its own"""
+    rank: int = Field(default=32, gt=0)
+    """rank of each update"""
+    alpha: float | None = Field(default=None, gt=0)
+    """the update is scaled by alpha / rank; default: twice the rank"""
+    rslora: bool = False
+    """scale by alpha / sqrt(rank) instead"""
     targets: Array[
         Literal[
             "q_proj",
@@ -200,12 +185,10 @@ class LoraSection(Section):
             "experts.gate_up_proj",
             "experts.down_proj",
         ]
-    ] = Field(
-        default=(), description="projections to adapt; default: those of attention and, in a dense model, of the MLP"
-    )
+    ] = ()
+    """projections to adapt; default: those of attention and, in a dense model, of the MLP"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.path is not None:
             for key in ("rank", "alpha", "rslora", "targets"):
                 if key in self.model_fields_set:
@@ -220,35 +203,23 @@ Offload = Literal["auto", "none", "cpu"]
 class ParallelSection(Section):
     """[parallel]: replicas, shards and expert groups. dp_replicate x dp_shard ranks run together, as torchrun starts them."""
 
-    dp_replicate: PositiveInt = Field(
-        default=1, description="replicas of the sharded model (HSDP), for slow links between them"
-    )
-    dp_shard: PositiveInt | Literal["auto"] = Field(
-        default="auto", description="ranks that share one replica's weights; auto: all ranks of a replica"
-    )
-    ep: PositiveInt | Literal["auto"] = Field(
-        default="auto",
-        description="ranks that share the experts, to which tokens then travel; divides dp_shard and the number of experts; "
-        "auto: the largest such number that a node holds, and at most 8",
-    )
-    rdep: Rdep = Field(
-        default="auto",
-        description="where the ranks of an expert group lie: single (ep = 1), ipc (in one node), hybrid (in several); auto "
-        "says which",
-    )
-    transport: Transport = Field(
-        default="auto",
-        description="how tokens travel to experts: collective (torch.distributed's all-to-all); symmetric and deepep are "
-        "refused until they were run",
-    )
-    offload: Offload = Field(
-        default="auto",
-        description="where ranks on GPUs keep their shards of weights, gradients and optimizer: none (on the GPU), cpu (in the "
-        "machine's memory); auto: cpu where they fit in no other way",
-    )
+    dp_replicate: PositiveInt = 1
+    """replicas of the sharded model (HSDP), for slow links between them"""
+    dp_shard: PositiveInt | Literal["auto"] = "auto"
+    """ranks that share one replica's weights; auto: all ranks of a replica"""
+    ep: PositiveInt | Literal["auto"] = "auto"
+    """ranks that share the experts, to which tokens then travel; divides dp_shard and the number of experts; auto: the largest such
+    number that a node holds, and at most 8"""
+    rdep: Rdep = "auto"
+    """where the ranks of an expert group lie: single (ep = 1), ipc (in one node), hybrid (in several); auto says which"""
+    transport: Transport = "auto"
+    """how tokens travel to experts: collective (torch.distributed's all-to-all); symmetric and deepep are refused until they were
+    run"""
+    offload: Offload = "auto"
+    """where ranks on GPUs keep their shards of weights, gradients and optimizer: none (on the GPU), cpu (in the machine's memory);
+    auto: cpu where they fit in no other way"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.dp_shard != "auto" and self.ep != "auto" and self.dp_shard % self.ep:
             yield Conflict("ep", f"must divide dp_shard = {self.dp_shard}")
         if self.ep != "auto" and (self.ep == 1) != (self.rdep == "single") and self.rdep != "auto":
@@ -269,34 +240,29 @@ class OptimizerSection(Section):
     """[optimizer]: AdamW with linear warm-up and cosine decay."""
 
     learning_rate: float = _learning_rate(1e-6)
-    warmup_steps: int = Field(
-        default=0,
-        ge=0,
-        description="steps of linear warm-up; a run that is not longer warms up until its last step",
-    )
-    warmup_ratio: float = Field(
-        default=0.0, ge=0, lt=1, description="the warm-up as a share of the run's steps, in place of warmup_steps"
-    )
-    allow_slow_warmup: bool = Field(
-        default=False,
-        description="start although the learning rate stays under 30% of its peak for the first 20 steps (pretraining, "
-        "fine-tuning: or 5% of the run, if that is longer)",
-    )
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="final learning rate as a share of the peak")
-    schedule_steps: int = Field(
-        default=0,
-        ge=0,
-        description="steps after which the learning rate stays at its lowest; 0: run.steps, and of a resumed run those that it "
-        "began with",
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(default=1e-8, gt=0, description="epsilon, added to the root of the second moment")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient norm is clipped to this")
+    warmup_steps: int = Field(default=0, ge=0)
+    """steps of linear warm-up; a run that is not longer warms up until its last step"""
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """the warm-up as a share of the run's steps, in place of warmup_steps"""
+    allow_slow_warmup: bool = False
+    """start although the learning rate stays under 30% of its peak for the first 20 steps (pretraining, fine-tuning: or 5% of the
+    run, if that is longer)"""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """final learning rate as a share of the peak"""
+    schedule_steps: int = Field(default=0, ge=0)
+    """steps after which the learning rate stays at its lowest; 0: run.steps, and of a resumed run those that it began with"""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """decoupled weight decay"""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """decay of the first moment"""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """decay of the second moment"""
+    eps: float = Field(default=1e-8, gt=0)
+    """epsilon, added to the root of the second moment"""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """the gradient norm is clipped to this"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.warmup_steps and self.warmup_ratio:
             yield Conflict("warmup_ratio", f"excludes warmup_steps = {self.warmup_steps}; give one of the two")
 

@@ -14,12 +14,14 @@ from nmoe.config.tables.run import NAME
 class MixtureSource(Section):
     """One source of a mixture."""
 
-    path: str = Field(min_length=1, description="as `documents` of [data]")
-    weight: float = Field(default=1.0, gt=0, description="share of the tokens, relative to the other sources' weights")
-    name: str = Field(default="", description="name of the source in metrics, unique; default: the file's name")
+    path: str = Field(min_length=1)
+    """as `documents` of [data]"""
+    weight: float = Field(default=1.0, gt=0)
+    """share of the tokens, relative to the other sources' weights"""
+    name: str = ""
+    """name of the source in metrics, unique; default: the file's name"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if not re.fullmatch(NAME, self.label):
             yield Conflict(
                 "name" if self.name else "path",
@@ -40,19 +42,16 @@ class DocumentSourceSection(MixtureSource):
 class DataSection(Section):
     """[data]: the text to pretrain on."""
 
-    documents: str | None = Field(
-        default=None,
-        min_length=1,
-        description="dataset with a document's `text` or `token_ids` in each row: a file, a directory or a hub name",
-    )
-    sources: Array[DocumentSourceSection] = Field(
-        default=(), description="several datasets, mixed by weight, as [[data.sources]], in place of `documents`"
-    )
-    tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
-    held_out_documents: int = Field(default=0, ge=0, description="documents of each source held out for evaluation")
+    documents: str | None = Field(default=None, min_length=1)
+    """dataset with a document's `text` or `token_ids` in each row: a file, a directory or a hub name"""
+    sources: Array[DocumentSourceSection] = ()
+    """several datasets, mixed by weight, as [[data.sources]], in place of `documents`"""
+    tokens_per_step: int = Field(default=16384, gt=0)
+    """tokens per optimizer step"""
+    held_out_documents: int = Field(default=0, ge=0)
+    """documents of each source held out for evaluation"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.documents is None and not self.sources:
             yield Conflict("", "needs either documents (one dataset) or [[data.sources]] (a mixture)")
         if self.documents is not None and self.sources:
@@ -75,26 +74,20 @@ Column = Literal["text", "messages", "tools", "prompt", "completion", "chosen", 
 class DatasetSettings(Section):
     """Records of a dataset: a file, a directory, or a name on the hub."""
 
-    path: Annotated[str, DataPath(may_be_name=True)] = Field(
-        min_length=1,
-        description="file (JSONL, JSON, Parquet, CSV), directory or Hugging Face name; `@[a:b]` selects some of its rows",
-    )
-    data_files: Array[str] = Field(
-        default=(), description="files of `path` to read, wildcards allowed; with `json`, `parquet`, `csv`: local ones"
-    )
-    subset: str | None = Field(default=None, description="the dataset's configuration, such as `main`")
-    split: str = Field(
-        default="train", min_length=1, description="split, with an optional slice such as `train[:1024]`"
-    )
-    kind: Kind | None = Field(
-        default=None, description="the format of the records; default: recognised by their columns"
-    )
-    columns: dict[str, str] = Field(
-        default={}, description='which columns of the data to take: `{prompt = "question", completion = "answer"}`'
-    )
+    path: Annotated[str, DataPath(may_be_name=True)] = Field(min_length=1)
+    """file (JSONL, JSON, Parquet, CSV), directory or Hugging Face name; `@[a:b]` selects some of its rows"""
+    data_files: Array[str] = ()
+    """files of `path` to read, wildcards allowed; with `json`, `parquet`, `csv`: local ones"""
+    subset: str | None = None
+    """the dataset's configuration, such as `main`"""
+    split: str = Field(default="train", min_length=1)
+    """split, with an optional slice such as `train[:1024]`"""
+    kind: Kind | None = None
+    """the format of the records; default: recognised by their columns"""
+    columns: dict[str, str] = Field(default={})
+    """which columns of the data to take: `{prompt = "question", completion = "answer"}`"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         known = get_args(Column)
         for column in self.columns:
             if column not in known:
@@ -104,30 +97,21 @@ class DatasetSettings(Section):
 class RecordsSection(DatasetSettings):
     """[records] of DPO and reward models."""
 
-    format: Literal["auto", "harmony", "chat", "text"] = Field(
-        default="auto",
-        description="how records become tokens: Harmony, the tokenizer's chat template, or plain text; "
-        "auto: Harmony if the tokenizer has its control tokens, else its chat template",
-    )
-    tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
-    epochs: float | None = Field(
-        default=None, gt=0, description="passes over the records, in place of run.steps; may be a fraction"
-    )
-    held_out: float = Field(
-        default=0.0,
-        ge=0,
-        description="records held out for evaluation: a share below 1, or from 1 on their number; records with the same prompt "
-        "stay together",
-    )
-    held_out_path: Annotated[str | None, DataPath(may_be_name=True)] = Field(
-        default=None, min_length=1, description="separate records to evaluate on, read like those of `path`"
-    )
-    held_out_split: str | None = Field(
-        default=None, min_length=1, description="split to evaluate on, of `held_out_path` if given, else of `path`"
-    )
+    format: Literal["auto", "harmony", "chat", "text"] = "auto"
+    """how records become tokens: Harmony, the tokenizer's chat template, or plain text; auto: Harmony if the tokenizer has its
+    control tokens, else its chat template"""
+    tokens_per_step: int = Field(default=16384, gt=0)
+    """tokens per optimizer step"""
+    epochs: float | None = Field(default=None, gt=0)
+    """passes over the records, in place of run.steps; may be a fraction"""
+    held_out: float = Field(default=0.0, ge=0)
+    """records held out for evaluation: a share below 1, or from 1 on their number; records with the same prompt stay together"""
+    held_out_path: Annotated[str | None, DataPath(may_be_name=True)] = Field(default=None, min_length=1)
+    """separate records to evaluate on, read like those of `path`"""
+    held_out_split: str | None = Field(default=None, min_length=1)
+    """split to evaluate on, of `held_out_path` if given, else of `path`"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.held_out > 1 and not self.held_out.is_integer():
             yield Conflict("held_out", "is neither a share, below 1, nor a number of records, which is whole")
         for key in ("held_out_path", "held_out_split"):
@@ -159,21 +143,14 @@ class RecordSourceSection(DatasetSettings, MixtureSource):
 class SFTRecordsSection(RecordsSection):
     """[records]: the examples that SFT, DPO and reward models learn from."""
 
-    path: Annotated[str, DataPath(may_be_name=True)] = Field(
-        default="",
-        description="file (JSONL, JSON, Parquet, CSV), directory or Hugging Face name; `@[a:b]` selects some of its rows",
-    )
-    sources: Array[RecordSourceSection] = Field(
-        default=(), description="several datasets, mixed by weight, as [[records.sources]], in place of `path`"
-    )
-    share_prefixes: bool = Field(
-        default=False,
-        description="compute a prefix that sequences of a step share, such as a long instruction, once for all of them; a "
-        "router's load then counts it once",
-    )
+    path: Annotated[str, DataPath(may_be_name=True)] = ""
+    sources: Array[RecordSourceSection] = ()
+    """several datasets, mixed by weight, as [[records.sources]], in place of `path`"""
+    share_prefixes: bool = False
+    """compute a prefix that sequences of a step share, such as a long instruction, once for all of them; a router's load then
+    counts it once"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if not self.path and not self.sources:
             yield Conflict("path", "missing: give it (one dataset) or [[records.sources]] (a mixture)")
         yield from duplicates("sources", (source.label for source in self.sources))
@@ -198,20 +175,17 @@ class SFTRecordsSection(RecordsSection):
 class PreferenceSection(Section):
     """[preference]: the loss of DPO and its kin."""
 
-    loss: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo"] = Field(
-        default="sigmoid",
-        description="sigmoid: DPO; sigmoid_norm: DPO with mean log-ratios over tokens; robust: unbiased if labels flip; hinge; "
-        "ipo: the squared loss of IPO, "
-        "with mean log-ratios over tokens",
-    )
-    beta: float = Field(default=0.1, gt=0, description="strength of the tie to the reference (tau of IPO)")
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="share of pairs that are assumed to be swapped"
-    )
-    sft_weight: float = Field(default=0.0, ge=0, description="weight of an SFT loss on the preferred side")
+    loss: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo"] = "sigmoid"
+    """sigmoid: DPO; sigmoid_norm: DPO with mean log-ratios over tokens; robust: unbiased if labels flip; hinge; ipo: the squared
+    loss of IPO, with mean log-ratios over tokens"""
+    beta: float = Field(default=0.1, gt=0)
+    """strength of the tie to the reference (tau of IPO)"""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """share of pairs that are assumed to be swapped"""
+    sft_weight: float = Field(default=0.0, ge=0)
+    """weight of an SFT loss on the preferred side"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.label_smoothing > 0 and self.loss in ("hinge", "ipo"):
             yield Conflict("label_smoothing", f'loss = "{self.loss}" has none; sigmoid, sigmoid_norm and robust do')
 
@@ -219,70 +193,44 @@ class PreferenceSection(Section):
 class RewardModelSection(Section):
     """[reward_model]: the Bradley-Terry loss."""
 
-    margin: float = Field(
-        default=0.0, ge=0, description="margin by which the preferred answer's reward should exceed the other's"
-    )
-    centering: float = Field(
-        default=0.0, ge=0, description="weight of the squared sum of a pair's rewards, which keeps their mean near 0"
-    )
+    margin: float = Field(default=0.0, ge=0)
+    """margin by which the preferred answer's reward should exceed the other's"""
+    centering: float = Field(default=0.0, ge=0)
+    """weight of the squared sum of a pair's rewards, which keeps their mean near 0"""
 
 
 class VerifierSection(Section):
     """[verifier]: the labelled steps, and the kind of verifier that is trained on them."""
 
-    prm_source: str = Field(
-        default="prm800k",
-        min_length=1,
-        description="`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records of theirs or stepwise "
-        "ones; also `--prm_source=`",
-    )
-    prm_split: str = Field(
-        default="train",
-        min_length=1,
-        description="split, with an optional slice such as `train[:1024]`; also `--prm_split=`",
-    )
-    mode: Literal["step", "score"] = Field(
-        default="step",
-        description="step: a label for every step; score: 0, 0.5 or 1 for whole solutions; also `--mode=`",
-    )
-    head: Literal["generative", "discriminative"] = Field(
-        default="generative",
-        description="generative: the model answers with the label; discriminative: a head on the last token of each step",
-    )
-    reads: Literal["last", "every"] = Field(
-        default="last",
-        description="the tokens of a step that a discriminative head reads; every: a step is right if each of its tokens is, which "
-        "shows where a step goes wrong without a label for it",
-    )
-    neutral: Literal["positive", "negative", "own"] = Field(
-        default="positive",
-        description="the label of a neutral step; own: a third label, for a generative verifier",
-    )
-    language_weight: float = Field(
-        default=0.0, ge=0, description="weight of a language-modelling loss on right steps; 0: off"
-    )
-    prm800k: Annotated[str, DataPath(may_be_name=True)] = Field(
-        default="tasksource/PRM800K",
-        description="where PRM800K lies: a directory with phase1_train.jsonl and the like, a copy of its repository, or a Hugging "
-        "Face name; the default stands for copies named openai/prm800k and prm800k, too",
-    )
-    math_shepherd: Annotated[str, DataPath(may_be_name=True)] = Field(
-        default="peiyi9979/Math-Shepherd",
-        description="where Math-Shepherd lies: a file, directory or Hugging Face name",
-    )
-    held_out_source: str | None = Field(
-        default=None,
-        min_length=1,
-        description="source to evaluate on, as `prm_source`; default: a held-out share of the problems",
-    )
-    held_out_split: str = Field(default="test", min_length=1, description="the split of `held_out_source`")
-    held_out_share: float = Field(
-        default=0.1,
-        gt=0,
-        lt=1,
-        description="share of the problems held out for evaluation if there is no `held_out_source`",
-    )
-    tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
+    prm_source: str = Field(default="prm800k", min_length=1)
+    """`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records of theirs or stepwise ones; also
+    `--prm_source=`"""
+    prm_split: str = Field(default="train", min_length=1)
+    """split, with an optional slice such as `train[:1024]`; also `--prm_split=`"""
+    mode: Literal["step", "score"] = "step"
+    """step: a label for every step; score: 0, 0.5 or 1 for whole solutions; also `--mode=`"""
+    head: Literal["generative", "discriminative"] = "generative"
+    """generative: the model answers with the label; discriminative: a head on the last token of each step"""
+    reads: Literal["last", "every"] = "last"
+    """the tokens of a step that a discriminative head reads; every: a step is right if each of its tokens is, which shows where a
+    step goes wrong without a label for it"""
+    neutral: Literal["positive", "negative", "own"] = "positive"
+    """the label of a neutral step; own: a third label, for a generative verifier"""
+    language_weight: float = Field(default=0.0, ge=0)
+    """weight of a language-modelling loss on right steps; 0: off"""
+    prm800k: Annotated[str, DataPath(may_be_name=True)] = "tasksource/PRM800K"
+    """where PRM800K lies: a directory with phase1_train.jsonl and the like, a copy of its repository, or a Hugging Face name; the
+    default stands for copies named openai/prm800k and prm800k, too"""
+    math_shepherd: Annotated[str, DataPath(may_be_name=True)] = "peiyi9979/Math-Shepherd"
+    """where Math-Shepherd lies: a file, directory or Hugging Face name"""
+    held_out_source: str | None = Field(default=None, min_length=1)
+    """source to evaluate on, as `prm_source`; default: a held-out share of the problems"""
+    held_out_split: str = Field(default="test", min_length=1)
+    """the split of `held_out_source`"""
+    held_out_share: float = Field(default=0.1, gt=0, lt=1)
+    """share of the problems held out for evaluation if there is no `held_out_source`"""
+    tokens_per_step: int = Field(default=16384, gt=0)
+    """tokens per optimizer step"""
 
     @property
     def trains_head_alone(self) -> bool:
@@ -290,7 +238,6 @@ class VerifierSection(Section):
         return self.head == "discriminative" and self.language_weight == 0
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.reads == "every" and self.head == "generative":
             yield Conflict("reads", 'every is what a head reads; it needs head = "discriminative"')
         if self.neutral == "own" and (self.head, self.mode) != ("generative", "step"):
@@ -302,40 +249,31 @@ class VerifierSection(Section):
 class SelfplaySection(Section):
     """[selfplay]: how often a proof is judged, and what is trained on the judgements."""
 
-    problem_source: str | None = Field(
-        default=None,
-        min_length=1,
-        description="prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH; "
-        "default: that of [environment]",
-    )
-    problem_field: str | None = Field(
-        default=None,
-        min_length=1,
-        description="the field with the problem's text; default: the first of problem, question, prompt and input that exists",
-    )
-    max_problems: int = Field(default=1000, gt=0, description="maximum problems per round")
-    verifications: int = Field(default=8, gt=0, description="verifications of each proof (n)")
-    meta_verifications: int = Field(default=3, gt=0, description="checks of each verification that claims a defect (m)")
-    confirmations: int = Field(
-        default=2, gt=0, description="confirmed verifications that the lowest score needs to be accepted (k)"
-    )
-    verifier: str | None = Field(
-        default=None,
-        min_length=1,
-        description="checkpoint of verifier and meta-verifier; default: model.path, which is the generator",
-    )
-    train: bool = Field(default=False, description="train verifier and generator at the end of each round")
-    rounds: int = Field(default=1, gt=0, description="rounds of generation, each followed by training")
-    generator_steps: int = Field(
-        default=2,
-        gt=0,
-        description="the generator's optimizer steps per round, each on its part of the problems, during the verifier's "
-        "first ones",
-    )
-    verifier_epochs: int = Field(default=1, gt=0, description="passes over a round's accepted verifications")
+    problem_source: str | None = Field(default=None, min_length=1)
+    """prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH; default: that of
+    [environment]"""
+    problem_field: str | None = Field(default=None, min_length=1)
+    """the field with the problem's text; default: the first of problem, question, prompt and input that exists"""
+    max_problems: int = Field(default=1000, gt=0)
+    """maximum problems per round"""
+    verifications: int = Field(default=8, gt=0)
+    """verifications of each proof (n)"""
+    meta_verifications: int = Field(default=3, gt=0)
+    """checks of each verification that claims a defect (m)"""
+    confirmations: int = Field(default=2, gt=0)
+    """confirmed verifications that the lowest score needs to be accepted (k)"""
+    verifier: str | None = Field(default=None, min_length=1)
+    """checkpoint of verifier and meta-verifier; default: model.path, which is the generator"""
+    train: bool = False
+    """train verifier and generator at the end of each round"""
+    rounds: int = Field(default=1, gt=0)
+    """rounds of generation, each followed by training"""
+    generator_steps: int = Field(default=2, gt=0)
+    """the generator's optimizer steps per round, each on its part of the problems, during the verifier's first ones"""
+    verifier_epochs: int = Field(default=1, gt=0)
+    """passes over a round's accepted verifications"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.confirmations > self.verifications:
             yield Conflict(
                 "confirmations",

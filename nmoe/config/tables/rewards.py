@@ -20,19 +20,18 @@ _CAPABILITIES: tuple[GateMetric, ...] = ("structure_ok", "format_ok", "reasoning
 class Weights(Section):
     """The weight of each component of a grade in the reward; a component lies between 0 and 1."""
 
-    format: float = Field(default=0.0, ge=0, description="the completion has the environment's format")
-    structure: float = Field(
-        default=0.0,
-        ge=0,
-        description="share of the format that is in place, also where the answer is malformed, for a policy that has not learned "
-        "the format yet",
-    )
-    reasoning: float = Field(default=0.0, ge=0, description="the reasoning is well formed and not empty")
-    tool_use: float = Field(
-        default=0.0, ge=0, description="a tool was called and returned, and the trajectory ends well formed"
-    )
-    correctness: float = Field(default=0.0, ge=0, description="the answer is the gold answer")
-    efficiency: float = Field(default=0.0, ge=0, description="a correct answer used few tokens and calls")
+    format: float = Field(default=0.0, ge=0)
+    """the completion has the environment's format"""
+    structure: float = Field(default=0.0, ge=0)
+    """share of the format that is in place, also where the answer is malformed, for a policy that has not learned the format yet"""
+    reasoning: float = Field(default=0.0, ge=0)
+    """the reasoning is well formed and not empty"""
+    tool_use: float = Field(default=0.0, ge=0)
+    """a tool was called and returned, and the trajectory ends well formed"""
+    correctness: float = Field(default=0.0, ge=0)
+    """the answer is the gold answer"""
+    efficiency: float = Field(default=0.0, ge=0)
+    """a correct answer used few tokens and calls"""
 
     @property
     def all_zero(self) -> bool:
@@ -42,20 +41,20 @@ class Weights(Section):
 class Rubric(Weights):
     """The weights of an environment without a curriculum; by default only correctness counts."""
 
-    correctness: float = Field(default=1.0, ge=0, description="the answer is the gold answer")
+    correctness: float = Field(default=1.0, ge=0)
 
 
 class GateSettings(Section):
     """What opens the next stage: `{metric = "format_ok", at_least = 0.9}`."""
 
-    metric: GateMetric = Field(description="the rate that is averaged over the curriculum's window")
-    at_least: float = Field(gt=0, le=1, description="the rate at which the next stage opens")
-    close_below: float | None = Field(
-        default=None, gt=0, lt=1, description="the rate below which the stage closes again; without it, never"
-    )
+    metric: GateMetric
+    """the rate that is averaged over the curriculum's window"""
+    at_least: float = Field(gt=0, le=1)
+    """the rate at which the next stage opens"""
+    close_below: float | None = Field(default=None, gt=0, lt=1)
+    """the rate below which the stage closes again; without it, never"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.close_below is not None and self.close_below >= self.at_least:
             yield Conflict("close_below", f"must be below at_least = {self.at_least}, or stages would flicker")
 
@@ -66,30 +65,29 @@ GivenStart = Literal["", "<|channel|>", "<|channel|>final", "<|channel|>final<|m
 class StageSettings(Section):
     """One stage of a curriculum. The last stage has no gate: nothing comes after it."""
 
-    name: str = Field(min_length=1, description="name of the stage in logs, unique in the curriculum")
-    weights: Weights = Field(description="the weights in force during the stage; those not named are 0")
-    given: GivenStart = Field(
-        default="",
-        description="the start of Harmony's answer that training gives in this stage, and does not learn: the policy goes on from "
-        "there; each stage gives a beginning of what the stage before gave, the last one nothing",
-    )
-    gate: GateSettings | None = Field(default=None, description="what opens the next stage")
+    name: str = Field(min_length=1)
+    """name of the stage in logs, unique in the curriculum"""
+    weights: Weights
+    """the weights in force during the stage; those not named are 0"""
+    given: GivenStart = ""
+    """the start of Harmony's answer that training gives in this stage, and does not learn: the policy goes on from there; each
+    stage gives a beginning of what the stage before gave, the last one nothing"""
+    gate: GateSettings | None = None
+    """what opens the next stage"""
 
 
 class CurriculumSettings(Section):
     """Stages that open one after the other, so that a skill is rewarded only after the skills that it builds on."""
 
-    window_steps: int = Field(default=4, ge=1, description="number of steps that a gate's rate is averaged over")
-    order: Literal["leading", "strict", "any"] = Field(
-        default="leading",
-        description="what is required: leading: gates in the order of capabilities, correctness not the largest weight before a "
-        "gate on the format, no weight on efficiency before one on correctness; strict: no weight on correctness either; "
-        "any: nothing",
-    )
-    stages: Array[StageSettings] = Field(description="the stages in order, as [[curriculum.stages]]")
+    window_steps: int = Field(default=4, ge=1)
+    """number of steps that a gate's rate is averaged over"""
+    order: Literal["leading", "strict", "any"] = "leading"
+    """what is required: leading: gates in the order of capabilities, correctness not the largest weight before a gate on the
+    format, no weight on efficiency before one on correctness; strict: no weight on correctness either; any: nothing"""
+    stages: Array[StageSettings]
+    """the stages in order, as [[curriculum.stages]]"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.order != "any" and len(self.stages) > 1:
             yield from self._out_of_order()
         if not self.stages:
@@ -158,16 +156,14 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class RewardKeys(Section):
     """What every reward has."""
 
-    name: str = Field(
-        min_length=1, description="name of the component in metrics and samples, unique among all components"
-    )
-    weight: float = Field(default=1.0, description="weight of its values in the reward; negative for a penalty")
-    only_if_correct: bool = Field(
-        default=False, description="only right answers are asked about; others get 0. For scores of quality"
-    )
+    name: str = Field(min_length=1)
+    """name of the component in metrics and samples, unique among all components"""
+    weight: float = 1.0
+    """weight of its values in the reward; negative for a penalty"""
+    only_if_correct: bool = False
+    """only right answers are asked about; others get 0. For scores of quality"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.only_if_correct and self.weight < 0:
             yield Conflict("only_if_correct", "a penalty for right answers alone makes wrong ones better; drop it")
         if not _NAME.fullmatch(self.name):
@@ -180,29 +176,30 @@ class FunctionRewardConfig(RewardKeys):
     """A function of your own: `f(prompts, completions, **columns) -> list[float | None]`, plain or async."""
 
     type: Literal["function"]
-    call: Annotated[str, NameIn(REWARDS)] = Field(description="the function, as `package.module:function`")
-    timeout_s: float = Field(default=60.0, gt=0, description="seconds that one call, over one group, may take")
-    replay: bool = Field(
-        default=True,
-        description="a replay calls it again, with its one sample alone; false where it compares a group's samples or draws at "
-        "random: the value is then taken as recorded",
-    )
+    call: Annotated[str, NameIn(REWARDS)]
+    """the function, as `package.module:function`"""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """seconds that one call, over one group, may take"""
+    replay: bool = True
+    """a replay calls it again, with its one sample alone; false where it compares a group's samples or draws at random: the value
+    is then taken as recorded"""
 
 
 class ServiceKeys(RewardKeys):
     """The keys of a reward that asks a service. No other part of nmoe uses the network during training."""
 
-    url: str = Field(description="URL that requests are posted to, such as http://localhost:8000/v1/chat/completions")
-    token_env: str | None = Field(
-        default=None,
-        description="environment variable with the bearer token; the token itself is never stored",
-    )
-    timeout_s: float = Field(default=60.0, gt=0, description="seconds per attempt")
-    retries: int = Field(default=3, ge=0, description="retries after a failed attempt, with growing waits between them")
-    concurrency: int = Field(default=8, ge=1, description="maximum concurrent requests")
+    url: str
+    """URL that requests are posted to, such as http://localhost:8000/v1/chat/completions"""
+    token_env: str | None = None
+    """environment variable with the bearer token; the token itself is never stored"""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """seconds per attempt"""
+    retries: int = Field(default=3, ge=0)
+    """retries after a failed attempt, with growing waits between them"""
+    concurrency: int = Field(default=8, ge=1)
+    """maximum concurrent requests"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         parts = None
         with suppress(ValueError):
             parts = urlsplit(self.url)
@@ -228,33 +225,26 @@ class JudgeRewardConfig(ServiceKeys):
     """A language model behind an OpenAI-compatible chat endpoint, asked about every sample at temperature 0."""
 
     type: Literal["judge"]
-    model: str = Field(min_length=1, description="the model's name at the endpoint")
-    template: str | None = Field(
-        default=None,
-        description="the judge's prompt; placeholders: {{prompt}}, {{completion}}, {{reasoning}}, {{fence}} and columns such as "
-        "{{gold}}",
-    )
-    template_file: Annotated[str | None, DataPath()] = Field(
-        default=None, min_length=1, description="a text file with the template"
-    )
-    system: str = Field(default="", description="the judge's system message; empty: none")
-    score: str = Field(
-        default=r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)",
-        description="regular expression whose group is the score in the judge's answer; the last match counts",
-    )
-    scale: Annotated[tuple[float, float], Field(strict=False)] = Field(
-        default=(0.0, 10.0), description="[worst, best] score, which become 0 and 1"
-    )
-    max_tokens: int = Field(default=1024, ge=1, description="maximum tokens per judgement")
-    extra_body: dict[str, Any] = Field(default={}, description="additional keys of the request, such as `{seed = 1}`")
-    cache: str | None = Field(
-        default=None,
-        min_length=1,
-        description="directory of cached judgements, relative to the working directory; default: no cache",
-    )
+    model: str = Field(min_length=1)
+    """the model's name at the endpoint"""
+    template: str | None = None
+    """the judge's prompt; placeholders: {{prompt}}, {{completion}}, {{reasoning}}, {{fence}} and columns such as {{gold}}"""
+    template_file: Annotated[str | None, DataPath()] = Field(default=None, min_length=1)
+    """a text file with the template"""
+    system: str = ""
+    """the judge's system message; empty: none"""
+    score: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
+    """regular expression whose group is the score in the judge's answer; the last match counts"""
+    scale: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 10.0)
+    """[worst, best] score, which become 0 and 1"""
+    max_tokens: int = Field(default=1024, ge=1)
+    """maximum tokens per judgement"""
+    extra_body: dict[str, Any] = Field(default={})
+    """additional keys of the request, such as `{seed = 1}`"""
+    cache: str | None = Field(default=None, min_length=1)
+    """directory of cached judgements, relative to the working directory; default: no cache"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if (self.template is None) == (self.template_file is None):
             yield Conflict("", "needs either template or template_file")
         if self.template is not None and not names_in(self.template) & {"completion", "reasoning"}:
@@ -276,22 +266,21 @@ class VerifierRewardConfig(RewardKeys):
     """A verifier that `nmoe verifier` trained: the probability that every step of the answer is right, or the score it expects."""
 
     type: Literal["verifier"]
-    path: str = Field(min_length=1, description="run or checkpoint of the verifier, from the working directory")
-    steps: bool = Field(
-        default=False,
-        description="also reward every step by the probability that it is right (algorithm.step_reward_coef); "
-        "with `weight = 0` only the steps are rewarded",
-    )
+    path: str = Field(min_length=1)
+    """run or checkpoint of the verifier, from the working directory"""
+    steps: bool = False
+    """also reward every step by the probability that it is right (algorithm.step_reward_coef); with `weight = 0` only the steps are
+    rewarded"""
 
 
 class RewardModelRewardConfig(RewardKeys):
     """A reward model that `nmoe reward` trained: the number that it gives the answer."""
 
     type: Literal["reward_model"]
-    path: str = Field(min_length=1, description="run or checkpoint of the reward model, from the working directory")
+    path: str = Field(min_length=1)
+    """run or checkpoint of the reward model, from the working directory"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if self.only_if_correct:
             yield Conflict(
                 "only_if_correct",

@@ -12,60 +12,45 @@ from nmoe.config.registry import TOOLS
 class EngineSection(Section):
     """[engine]: how rollouts are generated."""
 
-    max_sequences: int = Field(default=256, gt=0, description="maximum number of sequences generated at once")
-    cache_mb: int = Field(
-        default=0,
-        ge=0,
-        description="memory of the key-value cache; 0: enough for max_sequences, at most 4096 on a CPU and, on a GPU, 0.4 of "
-        "what is free beside training and 0.85 without",
-    )
+    max_sequences: int = Field(default=256, gt=0)
+    """maximum number of sequences generated at once"""
+    cache_mb: int = Field(default=0, ge=0)
+    """memory of the key-value cache; 0: enough for max_sequences, at most 4096 on a CPU and, on a GPU, 0.4 of what is free beside
+    training and 0.85 without"""
 
 
 class SamplingSection(Section):
     """[sampling]: the distribution that completions are drawn from."""
 
-    max_new_tokens: int = Field(default=256, gt=0, description="maximum tokens per completion")
-    temperature: float = Field(default=1.0, ge=0, description="0: greedy")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="sample from the smallest set of tokens with this much probability; 1: off"
-    )
-    top_k: int = Field(default=0, ge=0, description="sample from this many of the most likely tokens; 0: off")
+    max_new_tokens: int = Field(default=256, gt=0)
+    """maximum tokens per completion"""
+    temperature: float = Field(default=1.0, ge=0)
+    """0: greedy"""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """sample from the smallest set of tokens with this much probability; 1: off"""
+    top_k: int = Field(default=0, ge=0)
+    """sample from this many of the most likely tokens; 0: off"""
 
 
 class SandboxSettings(Section):
     """[sandbox]: the isolation of code that the policy wrote. If the machine cannot provide it, nothing starts."""
 
-    level: Literal["bubblewrap", "landlock"] = Field(
-        default="bubblewrap",
-        description="`bubblewrap` needs bwrap; `landlock` does without it, by Landlock and namespaces; both use seccomp",
-    )
-    python: str | None = Field(
-        default=None,
-        description="the interpreter inside, 3.11 or newer; without it, the one that nmoe's environment was made from",
-    )
-    visible: Array[str] = Field(
-        default=(), description="more files and directories to show inside, read-only, such as libraries"
-    )
-    warm: int = Field(default=2, ge=0, le=256, description="number of sandboxes that are started in advance")
-    first_uid: int = Field(
-        default=1_900_000_000,
-        ge=1000,
-        le=2**31 - 2,
-        description="as root, each live sandbox has its own uid, from this one on; nobody else may have them",
-    )
-    cgroup: Literal["auto", "required", "off"] = Field(
-        default="auto",
-        description="`required` refuses to start without cgroup v2 limits; `auto` uses them where the host delegates a cgroup",
-    )
-    cgroup_directory: str | None = Field(
-        default=None,
-        description="a delegated cgroup v2 directory to make the sandboxes' cgroups in; without it, that of this process's own",
-    )
-    cpus: float | None = Field(
-        default=None,
-        gt=0,
-        description="the CPUs that one sandbox may use at a time, such as 1.5, by its cgroup; needs one",
-    )
+    level: Literal["bubblewrap", "landlock"] = "bubblewrap"
+    """`bubblewrap` needs bwrap; `landlock` does without it, by Landlock and namespaces; both use seccomp"""
+    python: str | None = None
+    """the interpreter inside, 3.11 or newer; without it, the one that nmoe's environment was made from"""
+    visible: Array[str] = ()
+    """more files and directories to show inside, read-only, such as libraries"""
+    warm: int = Field(default=2, ge=0, le=256)
+    """number of sandboxes that are started in advance"""
+    first_uid: int = Field(default=1_900_000_000, ge=1000, le=2**31 - 2)
+    """as root, each live sandbox has its own uid, from this one on; nobody else may have them"""
+    cgroup: Literal["auto", "required", "off"] = "auto"
+    """`required` refuses to start without cgroup v2 limits; `auto` uses them where the host delegates a cgroup"""
+    cgroup_directory: str | None = None
+    """a delegated cgroup v2 directory to make the sandboxes' cgroups in; without it, that of this process's own"""
+    cpus: float | None = Field(default=None, gt=0)
+    """the CPUs that one sandbox may use at a time, such as 1.5, by its cgroup; needs one"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.cgroup == "off":
@@ -80,16 +65,12 @@ class ToolsSettings(Section):
     use: Array[str] = Field(
         description=f"the tools: {', '.join(TOOLS.own)}, or a function of your own as `package.module:function`"
     )
-    read: Array[str] | None = Field(
-        default=None,
-        description="paths of the workspace that calls may read, `.` for all of it; writable paths are readable too. Default: all",
-    )
-    write: Array[str] | None = Field(
-        default=None, description="paths of the workspace that calls may write. Default: all"
-    )
+    read: Array[str] | None = None
+    """paths of the workspace that calls may read, `.` for all of it; writable paths are readable too. Default: all"""
+    write: Array[str] | None = None
+    """paths of the workspace that calls may write. Default: all"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if not self.use:
             yield Conflict("use", "names no tool; leave [tools] out if there are none")
         for index, name in enumerate(self.use):
@@ -109,66 +90,51 @@ class ToolsSettings(Section):
 class BudgetSettings(Section):
     """Limits on what one trajectory may use."""
 
-    completion_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum tokens sampled over all turns; default: sampling.max_new_tokens is the only limit",
-    )
-    prompt_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum tokens of a prompt; problems with longer ones are left out and counted; default: the model's context",
-    )
-    turns: int = Field(default=16, ge=1, description="maximum turns of the policy")
-    tool_calls: int = Field(default=16, ge=1, description="maximum tool calls")
-    wall_s: float = Field(
-        default=600.0, gt=0, description="seconds from the end of the first turn to the end of the last"
-    )
-    tool_s: float = Field(
-        default=10.0, gt=0, description="seconds of wall time per tool call, and likewise of CPU time"
-    )
-    tool_output_chars: int = Field(
-        default=8192, ge=256, description="maximum length of the tool output that the policy sees"
-    )
-    memory_mb: int = Field(default=512, ge=16, description="memory of all processes of a call together")
-    processes: int = Field(default=64, ge=1, description="processes and threads of a call")
-    disk_mb: int = Field(default=64, ge=1, description="size of the workspace and of all temporary files together")
+    completion_tokens: int | None = Field(default=None, ge=1)
+    """maximum tokens sampled over all turns; default: sampling.max_new_tokens is the only limit"""
+    prompt_tokens: int | None = Field(default=None, ge=1)
+    """maximum tokens of a prompt; problems with longer ones are left out and counted; default: the model's context"""
+    turns: int = Field(default=16, ge=1)
+    """maximum turns of the policy"""
+    tool_calls: int = Field(default=16, ge=1)
+    """maximum tool calls"""
+    wall_s: float = Field(default=600.0, gt=0)
+    """seconds from the end of the first turn to the end of the last"""
+    tool_s: float = Field(default=10.0, gt=0)
+    """seconds of wall time per tool call, and likewise of CPU time"""
+    tool_output_chars: int = Field(default=8192, ge=256)
+    """maximum length of the tool output that the policy sees"""
+    memory_mb: int = Field(default=512, ge=16)
+    """memory of all processes of a call together"""
+    processes: int = Field(default=64, ge=1)
+    """processes and threads of a call"""
+    disk_mb: int = Field(default=64, ge=1)
+    """size of the workspace and of all temporary files together"""
 
 
 class WorkspaceSettings(Section):
     """[workspace]: the files that each trajectory starts with, from a directory or a git commit, and whether they are kept."""
 
-    directory: Annotated[str | None, DataPath()] = Field(
-        default=None, min_length=1, description="directory whose files are copied; the alternative is `repository`"
-    )
-    repository: Annotated[str | None, DataPath()] = Field(
-        default=None, min_length=1, description="git clone on this machine that holds the commits"
-    )
-    base_commit: str | None = Field(
-        default=None, min_length=1, description="commit to start from; default: base_commit of each problem's record"
-    )
-    target_commit: str | None = Field(
-        default=None, min_length=1, description="commit with the requested change; only recorded"
-    )
-    bootstrap: Literal["none", "pip", "uv", "requirements"] = Field(
-        default="none",
-        description="what is installed into .packages beforehand. pip, uv: the project; requirements: requirements.txt",
-    )
-    bootstrap_wall_s: float = Field(default=600.0, gt=0, description="seconds that the bootstrap may take")
-    keep: Literal["never", "failed", "always"] = Field(
-        default="never", description="which trajectories' files are saved at the end: none, those not solved, all"
-    )
-    max_age_days: float = Field(
-        default=14.0, gt=0, description="days without use after which `nmoe env gc` removes a workspace"
-    )
-    max_disk_mb: int = Field(
-        default=10240,
-        gt=0,
-        description="disk usage above which `nmoe env gc` removes this environment's least recently used workspaces",
-    )
+    directory: Annotated[str | None, DataPath()] = Field(default=None, min_length=1)
+    """directory whose files are copied; the alternative is `repository`"""
+    repository: Annotated[str | None, DataPath()] = Field(default=None, min_length=1)
+    """git clone on this machine that holds the commits"""
+    base_commit: str | None = Field(default=None, min_length=1)
+    """commit to start from; default: base_commit of each problem's record"""
+    target_commit: str | None = Field(default=None, min_length=1)
+    """commit with the requested change; only recorded"""
+    bootstrap: Literal["none", "pip", "uv", "requirements"] = "none"
+    """what is installed into .packages beforehand. pip, uv: the project; requirements: requirements.txt"""
+    bootstrap_wall_s: float = Field(default=600.0, gt=0)
+    """seconds that the bootstrap may take"""
+    keep: Literal["never", "failed", "always"] = "never"
+    """which trajectories' files are saved at the end: none, those not solved, all"""
+    max_age_days: float = Field(default=14.0, gt=0)
+    """days without use after which `nmoe env gc` removes a workspace"""
+    max_disk_mb: int = Field(default=10240, gt=0)
+    """disk usage above which `nmoe env gc` removes this environment's least recently used workspaces"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if (self.directory is None) == (self.repository is None):
             yield Conflict("", "needs either directory or repository")
         for key in ("base_commit", "target_commit"):

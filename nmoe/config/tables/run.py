@@ -18,40 +18,29 @@ MOST_STEPS = 10**9
 class RunSection(Section):
     """[run]: the name, place and length of a run."""
 
-    name: str = Field(
-        default="run", description="name of the run, which is written to directory/name; default: the name of this file"
-    )
-    directory: str = Field(default="runs", min_length=1, description="the directory of all runs")
-    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of all random draws")
-    threads: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_THREADS,
-        description="CPU threads; 0: `OMP_NUM_THREADS`, or as many as there are cores to use",
-    )
-    steps: int = Field(gt=0, le=MOST_STEPS, description="optimizer steps")
-    resume: bool | Literal["auto"] = Field(
-        default=False,
-        description='true: resume from the run\'s latest checkpoint; refused where there is no run of this name. "auto": resume '
-        "it or, where there is none, start it, so that a scheduler can repeat one command",
-    )
-    require_clean: bool = Field(default=False, description="refuse to start where commits do not hold all code (git)")
-    metrics_directory: str | None = Field(
-        default=None,
-        min_length=1,
-        description="write metrics.jsonl to a folder NAME of this directory; default: $METRICS_LOG_DIR",
-    )
-    samples_directory: str | None = Field(
-        default=None,
-        min_length=1,
-        description="write samples/ to a folder NAME of this directory; default: $SAMPLES_LOG_DIR",
-    )
-    spikes_file: str | None = Field(
-        default=None, min_length=1, description="write spikes.jsonl to this file; default: $SPIKE_LOG_PATH"
-    )
+    name: str = "run"
+    """name of the run, which is written to directory/name; default: the name of this file"""
+    directory: str = Field(default="runs", min_length=1)
+    """the directory of all runs"""
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    """seed of all random draws"""
+    threads: int = Field(default=0, ge=0, le=MOST_THREADS)
+    """CPU threads; 0: `OMP_NUM_THREADS`, or as many as there are cores to use"""
+    steps: int = Field(gt=0, le=MOST_STEPS)
+    """optimizer steps"""
+    resume: bool | Literal["auto"] = False
+    """true: resume from the run's latest checkpoint; refused where there is no run of this name. "auto": resume it or, where there
+    is none, start it, so that a scheduler can repeat one command"""
+    require_clean: bool = False
+    """refuse to start where commits do not hold all code (git)"""
+    metrics_directory: str | None = Field(default=None, min_length=1)
+    """write metrics.jsonl to a folder NAME of this directory; default: $METRICS_LOG_DIR"""
+    samples_directory: str | None = Field(default=None, min_length=1)
+    """write samples/ to a folder NAME of this directory; default: $SAMPLES_LOG_DIR"""
+    spikes_file: str | None = Field(default=None, min_length=1)
+    """write spikes.jsonl to this file; default: $SPIKE_LOG_PATH"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if not re.fullmatch(NAME, self.name):
             yield Conflict("name", "is a directory's name: letters, digits and . _ + = -, the first a letter or digit")
 
@@ -59,62 +48,45 @@ class RunSection(Section):
 class RecordsRunSection(RunSection):
     """[run] of a command that learns from records: its length can be given in epochs instead."""
 
-    steps: int = Field(
-        default=0, ge=0, le=MOST_STEPS, description="optimizer steps; 0: as many as records.epochs takes"
-    )
+    steps: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """optimizer steps; 0: as many as records.epochs takes"""
 
 
 class SamplingRunSection(RunSection):
     """[run] of a command whose policy writes."""
 
-    show_sample_every: int = Field(
-        default=25,
-        ge=0,
-        description="steps between samples on the console, beside that of the first step: prompt, completion, reward, why; 0: none",
-    )
+    show_sample_every: int = Field(default=25, ge=0)
+    """steps between samples on the console, beside that of the first step: prompt, completion, reward, why; 0: none"""
 
 
 class RLRunSection(SamplingRunSection):
     """[run] of reinforcement learning: its length can be given in episodes instead."""
 
-    steps: int = Field(
-        default=0, ge=0, le=MOST_STEPS, description="steps, each with its prompts; 0: as many as `episodes` take"
-    )
-    episodes: float | None = Field(
-        default=None,
-        gt=0,
-        description="passes over the task pool, in place of steps: its problems // batch.prompts_per_step steps each",
-    )
+    steps: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """steps, each with its prompts; 0: as many as `episodes` take"""
+    episodes: float | None = Field(default=None, gt=0)
+    """passes over the task pool, in place of steps: its problems // batch.prompts_per_step steps each"""
 
 
 class SelfplayRunSection(SamplingRunSection):
     """[run] of self-play."""
 
-    steps: int = Field(
-        default=1,
-        gt=0,
-        le=MOST_STEPS,
-        description="optimizer steps of the verifier over all rounds; without training there are none",
-    )
+    steps: int = Field(default=1, gt=0, le=MOST_STEPS)
+    """optimizer steps of the verifier over all rounds; without training there are none"""
 
 
 class CheckpointSection(Section):
     """[checkpoint]: how often a run saves, and how many checkpoints it keeps."""
 
-    every_steps: int = Field(default=50, gt=0, description="steps between checkpoints")
-    keep: int = Field(
-        default=2, gt=0, description="how many of the newest checkpoints are kept; the best is kept besides"
-    )
-    asynchronous: bool = Field(
-        default=True,
-        description="write checkpoints while training goes on, from a copy of the state in host memory; false: wait for each",
-    )
-    export_directory: str | None = Field(
-        default=None,
-        min_length=1,
-        description="weights and tokenizer of each checkpoint, without what only a resumption needs, are also written here, "
-        "below the run's name",
-    )
+    every_steps: int = Field(default=50, gt=0)
+    """steps between checkpoints"""
+    keep: int = Field(default=2, gt=0)
+    """how many of the newest checkpoints are kept; the best is kept besides"""
+    asynchronous: bool = True
+    """write checkpoints while training goes on, from a copy of the state in host memory; false: wait for each"""
+    export_directory: str | None = Field(default=None, min_length=1)
+    """weights and tokenizer of each checkpoint, without what only a resumption needs, are also written here, below the run's
+    name"""
 
 
 SinkName = Literal["csv", "tensorboard", "wandb", "trackio"]
@@ -124,20 +96,16 @@ class SinksSection(Section):
     """[sinks]: where a run's metrics go besides metrics.jsonl. Nothing leaves the machine unless `to` names "wandb", or "trackio"
     with `trackio_remote`."""
 
-    to: Array[SinkName] = Field(
-        default=(), description='any of "csv", "tensorboard", "wandb", "trackio"; empty: metrics.jsonl alone'
-    )
-    project: str = Field(default="nmoe", min_length=1, description="the project of W&B and trackio")
-    wandb_mode: Literal["online", "offline"] = Field(
-        default="online", description="offline: written to the run's directory, for `wandb sync` later"
-    )
-    trackio_remote: bool = Field(
-        default=False,
-        description="lets trackio send metrics and alerts where TRACKIO_SPACE_ID, TRACKIO_SERVER_URL or TRACKIO_WEBHOOK_URL says; "
-        "a run whose environment sets one of these is refused without it",
-    )
+    to: Array[SinkName] = ()
+    """any of "csv", "tensorboard", "wandb", "trackio"; empty: metrics.jsonl alone"""
+    project: str = Field(default="nmoe", min_length=1)
+    """the project of W&B and trackio"""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline: written to the run's directory, for `wandb sync` later"""
+    trackio_remote: bool = False
+    """lets trackio send metrics and alerts where TRACKIO_SPACE_ID, TRACKIO_SERVER_URL or TRACKIO_WEBHOOK_URL says; a run whose
+    environment sets one of these is refused without it"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
         if len(set(self.to)) < len(self.to):
             yield Conflict("to", "names a sink twice")
