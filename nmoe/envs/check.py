@@ -46,6 +46,8 @@ from nmoe.envs.rewards.judge import template_of
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.choice import MultipleChoiceTask
 from nmoe.envs.tasks.conversation import ConversationTask
+from nmoe.envs.tasks.task import RecordTask, SandboxTask
+from nmoe.envs.tasks.text import OpenTask
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.registry import check_source
 from nmoe.envs.tools.session import ToolSession
@@ -170,7 +172,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         if not rendered:
             rendered = True
             yield from _rendered(environment, tokenizer, problem, right)
-        if not TASKS[problem.task_type].has_gold:
+        if isinstance(TASKS[problem.task_type], OpenTask):
             yield f"problem {problem.id}: open, so that no answer to it is right or wrong"
             continue
         if TASKS[problem.task_type].knows_answer(problem):
@@ -179,8 +181,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             yield f"  wrong answer {shown(wrong.answer)}: {wrong.said}"
             mistakes += (f"{path}: {said}" for said in _verdict_mistakes(problem, right, wrong))
         else:
-            which = "record" if TASKS[problem.task_type].knows_answers else "task"
-            yield f"problem {problem.id}: its {which} names no right answer, so that none was graded"
+            yield f"problem {problem.id}: no right answer to it is known, so that none was graded"
         if isinstance(TASKS[problem.task_type], ConversationTask):
             try:
                 yield from _conversation(environment, tokenizer, problem, wrong)
@@ -240,9 +241,9 @@ def _sources(settings: EnvironmentSettings) -> Iterator[tuple[str, TaskPool]]:
 def _stand_in(name: str, pool: TaskPool) -> Problem | None:
     """Returns an example problem for a dataset that is not available locally; None if the dataset's task cannot pose one."""
     assert isinstance(pool, HubPool), "only a dataset can be elsewhere"
-    if not TASKS[pool.task_type].has_gold:
+    if isinstance(TASKS[pool.task_type], OpenTask):
         return Problem(f"{name}/stand-in", pool.task_type, _STAND_IN[0], "", name)
-    if TASKS[pool.task_type].own_records:
+    if isinstance(TASKS[pool.task_type], RecordTask):
         record = _STAND_IN_RECORDS.get(pool.task_type)
         return None if record is None else record_order(name, pool, [("stand-in", record)], "stand-in").at(0)
     task, (question, gold) = TASKS[pool.task_type], _STAND_IN
@@ -290,7 +291,7 @@ def _sandboxes(environment: Environment) -> Sandboxes:
 
 
 async def _graded_in_session(environment: Environment, problem: Problem, ids: list[int]) -> Grade:
-    sandboxes = _sandboxes(environment) if TASKS[problem.task_type].needs_sandbox else None
+    sandboxes = _sandboxes(environment) if isinstance(TASKS[problem.task_type], SandboxTask) else None
     async with ToolSession(sandboxes) as session:
         return await environment.grader.grade(problem, single_turn(ids), len(ids), session=session)
 

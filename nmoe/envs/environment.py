@@ -23,6 +23,7 @@ from nmoe.envs.rewards.reward import Reward
 from nmoe.envs.rewards.rewards import load_rewards
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask
+from nmoe.envs.tasks.task import SandboxTask
 from nmoe.envs.tools.registry import load_tools
 from nmoe.errors import UserError
 from nmoe.sandbox.api import Access
@@ -125,7 +126,7 @@ class Environment:
         return (
             self.settings.workspace is not None
             or any(tool.sandbox_parameter for tool in self.tools.values())
-            or any(task.needs_sandbox for task in self._tasks)
+            or any(isinstance(task, SandboxTask) for task in self._tasks)
         )
 
     def leave_out_overlong(self, context_tokens: int, max_new_tokens: int) -> None:

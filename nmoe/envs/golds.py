@@ -28,6 +28,8 @@ from nmoe.envs.gather import all_or_none
 from nmoe.envs.pools.mixture import Mixture
 from nmoe.envs.pools.order import Order, stable_hash
 from nmoe.envs.tasks import TASKS, Attempt
+from nmoe.envs.tasks.task import SandboxTask
+from nmoe.envs.tasks.text import OpenTask
 from nmoe.errors import InfrastructureError, StorageError, UserError
 from nmoe.runs.storage import append_whole
 from nmoe.runs.waiting import wait_for
@@ -59,16 +61,14 @@ def _chosen(environment: Environment) -> Iterator[Problem]:
         else [(pool, order)]
     )
     for settings, source in pairs:
-        if isinstance(settings, DatasetKeys) and settings.check_gold != "off" and _gradable(settings.task_type):
-            problems = sorted(_problems(source), key=lambda problem: stable_hash(problem.id))
-            yield from problems[:SAMPLE] if settings.check_gold == "sample" else problems
-        # nmoe's own generators are tested; one of the user's is not.
-        elif isinstance(settings, GeneratedPool) and not _of_nmoe(settings.task_type) and _gradable(settings.task_type):
-            yield from map(source.at, range(min(SAMPLE, source.size or SAMPLE)))
-
-
-def _gradable(task_type: str) -> bool:
-    return TASKS[task_type].has_gold and TASKS[task_type].knows_answers
+        if isinstance(settings, DatasetKeys):
+            if settings.check_gold != "off" and not isinstance(TASKS[settings.task_type], OpenTask):
+                problems = sorted(_problems(source), key=lambda problem: stable_hash(problem.id))
+                yield from problems[:SAMPLE] if settings.check_gold == "sample" else problems
+        # Built-in generators are tested; a user's is not.
+        elif isinstance(settings, GeneratedPool) and not _of_nmoe(settings.task_type):
+            size = SAMPLE if TASKS[settings.task_type].knows_answer(source.at(0)) else 0
+            yield from map(source.at, range(min(size, source.size or size)))
 
 
 def _of_nmoe(task_type: str) -> bool:
@@ -176,7 +176,7 @@ class Passed:
 
 
 def _key(problem: Problem, sandbox: str) -> str:
-    of_sandbox = sandbox if TASKS[problem.task_type].needs_sandbox else ""
+    of_sandbox = sandbox if isinstance(TASKS[problem.task_type], SandboxTask) else ""
     metadata = sorted((name, value) for name, value in problem.metadata.items() if name != "record")
     content = repr((_graders(), of_sandbox, problem.task_type, problem.question, problem.gold, metadata))
     return hashlib.sha256(content.encode()).hexdigest()[:32]

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.rewards import RUBRIC_COMPONENTS, Rubric
 from nmoe.envs.curriculum import Curriculum
-from nmoe.envs.tasks import TASKS, Attempt, TaskProtocol
+from nmoe.envs.tasks import TASKS, Attempt, QuestionTask
+from nmoe.envs.tasks.text import OpenTask
 from nmoe.grading.extraction import Extraction, from_final, from_response, last_boxed
 from nmoe.grading.prose import from_prose, from_prose_final
 from nmoe.text.renderers import ParsedAnswer, Renderer
@@ -53,7 +54,7 @@ class Reading:
     parse_error: bool
 
 
-def read_answer(parsed: ParsedAnswer, task: TaskProtocol, *, prose: bool = False) -> Reading:
+def read_answer(parsed: ParsedAnswer, task: QuestionTask, *, prose: bool = False) -> Reading:
     """Finds the answer in a parsed completion. With `prose`, an answer without a box is read as in `nmoe.grading.prose`.
 
     In plain text, the form is complete if there is a box, and the reasoning is the text before it. Without a box, a right last
@@ -61,7 +62,7 @@ def read_answer(parsed: ParsedAnswer, task: TaskProtocol, *, prose: bool = False
     """
     if parsed.well_formed is None:
         box = last_boxed(parsed.text)
-        if box is None and task.bare_text:
+        if box is None and task.answer_form == "whole":
             found = from_final(parsed.text, bare_final=True)
         else:
             found = from_prose(parsed.text) if prose else from_response(parsed.text)
@@ -77,8 +78,8 @@ def read_answer(parsed: ParsedAnswer, task: TaskProtocol, *, prose: bool = False
     holds = parsed.well_formed
     return Reading(
         from_prose_final(parsed.text)
-        if prose and not task.bare_final
-        else from_final(parsed.text, bare_final=task.bare_final),
+        if prose and task.answer_form == "boxed"
+        else from_final(parsed.text, bare_final=task.answer_form != "boxed"),
         format_ok=holds,
         structure=parsed.structure,
         unfinished=parsed.structure,
@@ -137,7 +138,7 @@ class Grader:
         """Renders a well-formed completion with this answer, including the stop token. The completion reasons before the answer if
         the format separates reasoning, or the weights reward it."""
         # Only answers that the prose around them would hide need a box; otherwise the whole message is the answer.
-        bare = from_final(answer, bare_final=TASKS[problem.task_type].bare_final).answer == answer
+        bare = from_final(answer, bare_final=TASKS[problem.task_type].answer_form != "boxed").answer == answer
         reasons = self._renderer.has_reasoning or self.weights["reasoning"] > 0
         return self._renderer.completion_ids(
             _REASONING if reasons else "", answer if bare and not self._boxed else rf"\boxed{{{answer}}}"
@@ -182,7 +183,8 @@ class Grader:
         verdict = None
         answered = finished and reading.answer_counts and answer is not None
         # What a conversation earned before it was broken off is earned.
-        if task.has_gold and (answered or (exchanges and failure not in INFRASTRUCTURE)):
+        has_gold = not isinstance(task, OpenTask)
+        if has_gold and (answered or (exchanges and failure not in INFRASTRUCTURE)):
             opened, sandboxes = (None, None) if session is None else (session.opened, session.sandboxes)
             verdict = await task.verify(problem, Attempt(answer or "", opened, tool_events, sandboxes, exchanges))
             if verdict.outcome == "error":
@@ -195,7 +197,7 @@ class Grader:
             "reasoning": float(reasoning_ok),
             "tool_use": float(tool_use_ok),
         }
-        if task.has_gold:
+        if has_gold:
             unused = (1 - tokens / token_limit) * (1 - len(tool_events) / self._most_calls)
             components |= {"correctness": correctness, "efficiency": unused if correct else 0.0}
         extras = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.envs.curriculum import Curriculum
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.task import WorkspaceTask
 from nmoe.errors import UserError
 from nmoe.text.renderers import HarmonyRenderer, Renderer, Round
 from nmoe.types import Exchange, Given, Message, Problem, ToolEvent, Turn
@@ -76,7 +77,8 @@ class PromptBuilder:
 
     def files(self, problem: Problem) -> Mapping[str, bytes]:
         """Returns the files that the problem adds to the workspace of a trajectory: path -> content."""
-        return TASKS[problem.task_type].files(problem)
+        task = TASKS[problem.task_type]
+        return task.files(problem) if isinstance(task, WorkspaceTask) else {}
 
     def token_limit(self, max_new_tokens: int) -> int:
         """Returns the most tokens that a trajectory may sample: the run's limit, capped by the environment's budget."""

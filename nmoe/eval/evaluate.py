@@ -15,6 +15,7 @@ from nmoe.config.tables.pools import task_types
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.text import OpenTask
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.outcomes import Outcome, identity_of, key_of, outcomes_of
@@ -156,7 +157,7 @@ def distinct_problems(environment: Environment, count: int) -> list[Problem]:
 
 def refuse_open_problems(environment: Environment) -> None:
     """Raises UserError if any problems have no right answer: a solve rate means nothing for them."""
-    if not all(TASKS[name].has_gold for name in task_types(environment.settings.task_pool)):
+    if any(isinstance(TASKS[name], OpenTask) for name in task_types(environment.settings.task_pool)):
         raise UserError(
             f"environment {environment.settings.env_id!r} has open problems, which have no right answer, so there is no solve rate "
             "to report; a run's metrics `reward/NAME` show its [[rewards]]"

@@ -20,6 +20,8 @@ from nmoe.config.modes import mode_of
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.records import level_of
 from nmoe.envs.tasks import TASKS, Attempt
+from nmoe.envs.tasks.task import SandboxTask
+from nmoe.envs.tasks.text import OpenTask
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import effortful
 from nmoe.eval.outcomes import is_correct
@@ -106,7 +108,7 @@ def is_hard(problem: Problem) -> bool:
 
 def has_gold(groups: Sequence[Group]) -> bool:
     """Whether every problem has a right answer."""
-    return all(TASKS[group.problem.task_type].has_gold for group in groups)
+    return not any(isinstance(TASKS[group.problem.task_type], OpenTask) for group in groups)
 
 
 def report(
@@ -123,12 +125,12 @@ def report(
     yield f"format     {_rate(formed)} have the form {environment.settings.format!r} and end by themselves"
     yield from _endings(trajectories)
     yield f"reasoning  {_rate([t.grade.extras['reasoning_ok'] == 1 for t in trajectories])} reason before they answer, in form"
-    if not all(TASKS[t.problem.task_type].has_gold for t in trajectories):
+    if any(isinstance(TASKS[t.problem.task_type], OpenTask) for t in trajectories):
         yield "           open problems: no answer is right or wrong"
         yield _advice(trajectories, ())
         return
     yield f"           {_rate([t.grade.extras['correctness'] == 1 for t in trajectories])} are right, in form"
-    if not any(TASKS[t.problem.task_type].needs_sandbox for t in trajectories):
+    if not any(isinstance(TASKS[t.problem.task_type], SandboxTask) for t in trajectories):
         found = asyncio.run(_right_anywhere(environment, trajectories))
         yield f"           {_rate(found)} have the right answer anywhere (the last box, else the last number)"
     if sampled:

@@ -25,7 +25,7 @@ async def lenient_verdict(problem: Problem, text: str) -> Verdict | None:
     task = TASKS[problem.task_type]
     if isinstance(task, PlainTask):
         answer = task.read(problem, text)
-    elif task.bare_final:
+    elif task.answer_form != "boxed":
         answer = from_final(text, bare_final=True).answer
     else:
         answer = read_answer(ParsedAnswer(text), task, prose=True).extraction.answer

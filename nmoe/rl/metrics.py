@@ -15,6 +15,7 @@ from torch import Tensor
 from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import ConversationTask
+from nmoe.envs.tasks.text import OpenTask
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
 from nmoe.learner.optimizer import StepResult
@@ -46,7 +47,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             metrics[f"reward_cached/{name}"] = _mean([name in t.grade.cached for t in trajectories])
     # An answer to an open problem is neither right nor wrong, so it has no correctness.
     metrics.pop("correctness")
-    closed = [t for t in trajectories if TASKS[t.problem.task_type].has_gold]
+    closed = [t for t in trajectories if not isinstance(TASKS[t.problem.task_type], OpenTask)]
     if closed:
         metrics["correctness"] = _mean([t.grade.extras["correctness"] for t in closed])
         wrong = [t for t in closed if t.grade.extras["correctness"] == 0]

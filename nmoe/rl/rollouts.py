@@ -18,6 +18,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.pools.order import stable_hash
 from nmoe.envs.pools.pool import Drawn
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.text import OpenTask
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import InfrastructureError
 from nmoe.learner.learner import Learner
@@ -193,7 +194,7 @@ def solve_rate(group: Group) -> float | None:
 
 def _outcomes(group: Group) -> list[float]:
     """The correctness of each judged sample; none for a problem without a right answer."""
-    if not TASKS[group.problem.task_type].has_gold:
+    if isinstance(TASKS[group.problem.task_type], OpenTask):
         return []
     return [trajectory.grade.extras["correctness"] for trajectory in group.trainable]
 

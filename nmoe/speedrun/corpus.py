@@ -32,7 +32,7 @@ from nmoe.config.loader import load_environment
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.generated import split_of
-from nmoe.envs.tasks import pose_new
+from nmoe.envs.tasks import generated_task
 from nmoe.envs.tools.builtin import builtin_tools
 from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.envs.tools.session import ToolSession
@@ -172,7 +172,7 @@ def _examples(seed: int | str, count: int) -> Iterator[tuple[random.Random, str,
         name = rng.choice(_DRAWN)
         (easiest, hardest), worked = SKILLS[name]
         difficulty = hardest + 1 if rng.random() < LONGER else rng.randint(easiest, hardest)
-        question, gold, _ = pose_new(name, rng, difficulty)
+        question, gold, _ = generated_task(name).pose_new(rng, difficulty)
         if split_of(name, question) != "train":
             continue
         work, answer = worked(rng, question, gold)
@@ -285,7 +285,7 @@ def new_problem(rng: random.Random, settings: EnvironmentSettings) -> Problem:
     pool = settings.task_pool
     assert isinstance(pool, GeneratedPool), "the environment's problems are generated"
     while True:
-        question, gold, _ = pose_new(pool.task_type, rng, rng.randint(*pool.difficulty))
+        question, gold, _ = generated_task(pool.task_type).pose_new(rng, rng.randint(*pool.difficulty))
         if split_of(pool.task_type, question) == "train":
             return Problem("", pool.task_type, question, gold, "")
 

@@ -143,7 +143,7 @@ def test_a_check_of_an_environment_has_the_episode_respond(tmp_path: Path) -> No
     file = tmp_path / "once.toml"
     file.write_text(f'env_id = "once"\nformat = "boxed"\ntask = "{hand_over(Once)[0]}"\n')
     lines = list(check_environment(file, None))
-    assert "problem once/0: its task names no right answer, so that none was graded" in lines
+    assert "problem once/0: no right answer to it is known, so that none was graded" in lines
     assert any(
         line.startswith("  after the wrong answer the user says 'True', in the state {'size': 10}") for line in lines
     )

@@ -319,7 +319,7 @@ def test_an_answer_in_prose(
     ids = turn(harmony, Message("assistant", text, channel="final"))
     assert asyncio.run(environment(prose + POOL).grader.grade(MATH, single_turn(ids), 1000)).answer == in_final
     for task_type, problem in (("sort", SORT), ("math", MATH)):
-        bare = tasks.TASKS[task_type].bare_final
+        bare = tasks.TASKS[task_type].answer_form != "boxed"
         found = asyncio.run(environment(prose + POOL).grader.grade(problem, single_turn(ids), 1000)).answer
         assert found == (text if bare else in_final), "a task whose whole final message is the answer keeps it"
 

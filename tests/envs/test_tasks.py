@@ -38,7 +38,7 @@ def correct(of: Problem, answer: str) -> bool:
 
 
 def test_every_name_of_the_settings_has_its_task() -> None:
-    assert all(TASKS[name].bare_final in (True, False) for name in registry.TASKS.names())
+    assert all(TASKS[name].answer_form in ("boxed", "final", "whole") for name in registry.TASKS.names())
     assert all(hasattr(TASKS[name], "generate") == (name in GENERATED_TASKS) for name in DATASET_TASKS)
 
 

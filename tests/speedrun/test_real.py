@@ -15,7 +15,7 @@ import torch
 
 from nmoe.config.loader import load_environment
 from nmoe.envs.pools.generated import split_of
-from nmoe.envs.tasks import pose_new
+from nmoe.envs.tasks import generated_task
 from nmoe.errors import MissingInputError, ShortfallError, UserError
 from nmoe.model.checkpoint import export_model, load_model, new_model
 from nmoe.model.config import ModelConfig
@@ -202,7 +202,7 @@ def test_problems_are_held_out_and_as_many_of_each_task(
 
 
 def ordering(position: int) -> Problem:
-    question, gold, metadata = pose_new("order_words", random.Random(position), 2)
+    question, gold, metadata = generated_task("order_words").pose_new(random.Random(position), 2)
     return Problem(str(position), "order_words", question, gold, "orders", metadata)
 
 

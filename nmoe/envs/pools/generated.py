@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
-from nmoe.envs.tasks import TASKS, OwnTask, pose_new, split_key
+from nmoe.envs.tasks import TASKS, OwnTask, generated_task
 from nmoe.errors import UserError
 from nmoe.types import Message, Metadata, Problem
 
@@ -25,7 +25,10 @@ _MAX_DIFFICULTY = 200
 
 def split_of(task_type: str, question: str, metadata: Metadata = MappingProxyType({})) -> str:
     """Returns the split of a question: "train", "validation" or "eval"."""
-    return split_by(task_type, split_key(task_type, question, metadata))
+    # Beside the question, the parts of a user's task that it does not show: messages before it, and the state of an episode.
+    hidden = [str(metadata[key]) for key in ("messages", "state") if key in metadata]
+    key = "\n".join([question, *hidden]) if hidden else generated_task(task_type).split_key(question)
+    return split_by(task_type, key)
 
 
 class Generated:
@@ -50,10 +53,10 @@ class Generated:
             *([settings.examples] if settings.examples else []),
             *(["hints", *settings.hints] if settings.hints else []),
         )
-        self._settings = settings
+        self._settings, self._task = settings, generated_task(settings.task_type)
         first = self.at(0)
         # A task of one's own may be another one under the same name: an instance with other attributes, or newer code.
-        if isinstance(TASKS[settings.task_type], OwnTask):
+        if isinstance(self._task, OwnTask):
             self.fingerprint = fingerprint_of(self.fingerprint, first.question, *sorted(first.metadata.items()))
 
     def at(self, position: int) -> Problem:
@@ -99,7 +102,7 @@ class Generated:
         asked = set()
         for _ in range(_MAX_ATTEMPTS):
             difficulty = rng.randint(easiest, hardest)
-            question, gold, metadata = pose_new(settings.task_type, rng, difficulty)
+            question, gold, metadata = self._task.pose_new(rng, difficulty)
             if split in ("all", split_of(settings.task_type, question, metadata)):
                 return Problem(
                     id=f"{self.name}/{position}",

@@ -17,6 +17,8 @@ from nmoe.data.rows import Row
 from nmoe.envs.pools.fields import Fields, fields_of, gold_of, question_of
 from nmoe.envs.pools.order import EasyFirst, Order, Shuffled, fingerprint_of
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.task import RecordTask
+from nmoe.envs.tasks.text import OpenTask
 from nmoe.errors import UserError
 from nmoe.grading.gold import extract_gold
 from nmoe.grading.math.policy import DEFAULT, POLICY_KEYS
@@ -40,8 +42,8 @@ def record_order(
     fields: Fields | None = None
     for number, (where, record) in enumerate(islice(records, settings.max_examples)):
         try:
-            if fields is None and not task.own_records:
-                fields = fields_of(settings, record, task.has_gold)
+            if fields is None and not isinstance(task, RecordTask):
+                fields = fields_of(settings, record, has_gold=not isinstance(task, OpenTask))
             problem = _problem(name, settings, fields, number, record, columns)
             if settings.levels and level_of(problem) not in settings.levels:
                 continue
@@ -81,7 +83,7 @@ def level_of(problem: Problem) -> str:
 def _content(problem: Problem) -> tuple[object, ...]:
     content: tuple[object, ...] = (problem.task_type, problem.question, problem.gold)
     # For a task's own records, also the rest: tests, files.
-    if TASKS[problem.task_type].own_records:
+    if isinstance(TASKS[problem.task_type], RecordTask):
         content = (*content, *sorted(problem.metadata.items()))
     if problem.history:
         content = (*content, *problem.history)
@@ -93,11 +95,10 @@ def _problem(
 ) -> Problem:
     task = TASKS[settings.task_type]
     history: tuple[Message, ...] = ()
-    if fields is None:
-        read = task.read_record(record)
-        assert read is not None, "a task without fields reads records of its own"
-        question, gold, metadata = read
+    if isinstance(task, RecordTask):
+        question, gold, metadata = task.read_record(record)
     else:
+        assert fields is not None, "the fields are known from the first record"
         history, asked = question_of(record, fields.question)
         answer = ""
         if fields.gold is not None:
@@ -134,7 +135,8 @@ def _plain(value: Any) -> Any:
 def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Returns the required and the optional fields of a record; None if only the records can tell."""
     task = TASKS[settings.task_type]
-    needed = () if task.own_records else (settings.problem_field, settings.answer_field)[: 1 + task.has_gold]
+    fields = (settings.problem_field, settings.answer_field)
+    needed = () if isinstance(task, RecordTask) else fields[:1] if isinstance(task, OpenTask) else fields
     if not all(field is not None and "." not in field for field in needed):
         return None
     hard = () if settings.easy_first is None else (settings.easy_first.removeprefix("-"),)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import random
-
 from nmoe.config import registry
 from nmoe.envs.tasks.own import MultiTurnEnv, OwnTask, Task, adapted
-from nmoe.envs.tasks.task import Attempt, GeneratedTask, TaskProtocol
+from nmoe.envs.tasks.task import Attempt, GeneratedTask, QuestionTask
 from nmoe.errors import UserError
-from nmoe.types import Metadata
 
-__all__ = ["TASKS", "Attempt", "GeneratedTask", "MultiTurnEnv", "OwnTask", "Task", "TaskProtocol", "pose_new"]
+__all__ = ["TASKS", "Attempt", "GeneratedTask", "MultiTurnEnv", "OwnTask", "QuestionTask", "Task", "generated_task"]
 
 
-class _Tasks(dict[str, TaskProtocol]):
+class _Tasks(dict[str, QuestionTask]):
     """Tasks by name, each made when it is first asked for. Raises UserError for a name without a task."""
 
     def __init__(self) -> None:
         # A program's parts, by name and identity: a notebook may define a class again, and two threads may each have one
         # of that name. The part is kept, so that its identity is not given to another.
-        self._parts: dict[tuple[str, int], tuple[object, TaskProtocol]] = {}
+        self._parts: dict[tuple[str, int], tuple[object, QuestionTask]] = {}
 
-    def __missing__(self, name: str) -> TaskProtocol:
+    def __missing__(self, name: str) -> QuestionTask:
         part = registry.TASKS.get(name)
         if name in registry.TASKS.own:
             return self.setdefault(name, adapted(part, name))
@@ -34,24 +31,11 @@ class _Tasks(dict[str, TaskProtocol]):
 TASKS = _Tasks()
 
 
-def pose_new(name: str, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
-    """Has the task of this name make a problem: question, gold and metadata. Depends only on the arguments.
-
-    Raises UserError for a task that needs a dataset.
-    """
+def generated_task(name: str) -> GeneratedTask:
+    """Returns the task of this name. Raises UserError for a task that needs a dataset."""
     task = TASKS[name]
-    if isinstance(task, OwnTask) and task.generates:
-        return task.pose_new(rng, difficulty)
-    if not hasattr(task, "generate"):
+    if not isinstance(task, GeneratedTask):
         raise UserError(
             f"task {name}: makes no problems of its own; name a dataset in [task_pool], or define `generate(self, rng, difficulty)`"
         )
-    question, gold = task.generate(rng, difficulty)
-    return question, gold, {}
-
-
-def split_key(name: str, question: str, metadata: Metadata) -> str:
-    """The key that decides a problem's split: that of the question, and of what it does not show: the messages before it, and the
-    state of an episode."""
-    hidden = "\n".join(str(metadata[key]) for key in ("messages", "state") if key in metadata)
-    return f"{question}\n{hidden}" if hidden else TASKS[name].split_key(question)  # type: ignore[attr-defined]
+    return task

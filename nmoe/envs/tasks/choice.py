@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from string import ascii_uppercase
 from typing import Any
 
-from nmoe.envs.tasks.task import Attempt, QuestionTask, group_metadata
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, group_metadata
 from nmoe.errors import UserError
 from nmoe.grading.extraction import last_boxed
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
@@ -31,7 +31,7 @@ _LETTER = re.compile(r"(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z])(?![A-Za-z]))\
 
 
 class MultipleChoiceTask(QuestionTask):
-    bare_final = True
+    answer_form: AnswerForm = "final"
     record_fields = ("choices", "options", "subject", "level")
     gold_types = (str, int)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from nmoe.envs.tasks.records import Record, files, text, texts
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, RecordTask, SandboxTask, WorkspaceTask
 from nmoe.errors import UserError
 from nmoe.grading.code.extract import definitions, fenced_blocks, methods
 from nmoe.grading.code.verify import Tests, verify_in
@@ -14,7 +14,7 @@ from nmoe.sandbox.api import Sandbox, SandboxFileError, SandboxSetupError
 from nmoe.types import Metadata, Problem, Verdict
 
 
-class CodeEditTask(QuestionTask):
+class CodeEditTask(QuestionTask, RecordTask, WorkspaceTask, SandboxTask):
     """Verifies an edit of a workspace with hidden tests.
 
     Records have `problem`, the workspace's `files`, the hidden `tests` (both path -> content), a `solution` (the files that it
@@ -25,9 +25,7 @@ class CodeEditTask(QuestionTask):
     have the path behind the opening fence (```` ```python calc.py ````) and contain the whole new content.
     """
 
-    bare_final = True
-    needs_sandbox = True
-    own_records = True
+    answer_form: AnswerForm = "final"
     record_fields = ("problem", "files", "tests", "solution", "protected")
 
     def read_record(self, record: Record) -> tuple[str, str, Metadata]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, GeneratedTask, QuestionTask
 from nmoe.errors import UserError
 from nmoe.types import Problem, Verdict
 
@@ -19,7 +19,7 @@ def random_digits(rng: random.Random, count: int) -> str:
 class DigitsTask(QuestionTask):
     """Compares rows of digits as text: "0135" is not the number 135."""
 
-    bare_final = True
+    answer_form: AnswerForm = "final"
 
     def check_gold(self, problem: Problem) -> None:
         if not _DIGITS.fullmatch(problem.gold):
@@ -35,7 +35,7 @@ class DigitsTask(QuestionTask):
         return Verdict.of(same, "exact", "the same digits" if same else "other digits")
 
 
-class ReverseTask(DigitsTask):
+class ReverseTask(DigitsTask, GeneratedTask):
     """Reversing digits: "Reverse: 53914" -> "41935". The difficulty is the number of digits."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
@@ -43,7 +43,7 @@ class ReverseTask(DigitsTask):
         return f"Reverse: {digits}", digits[::-1]
 
 
-class SortTask(DigitsTask):
+class SortTask(DigitsTask, GeneratedTask):
     """Sorting digits: "Sort: 53914" -> "13459". The difficulty is the number of digits."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 
 from nmoe.envs.tasks.records import Record, files, text
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, RecordTask, WorkspaceTask
 from nmoe.errors import UserError
 from nmoe.types import Metadata, Problem, Verdict
 
 
-class FileSearchTask(QuestionTask):
+class FileSearchTask(QuestionTask, RecordTask, WorkspaceTask):
     """Records have `question`, `answer` and, unless the environment's [workspace] provides them, `files` (path -> content).
 
     Answers are compared as text, without white space and surrounding quotes or backticks.
     """
 
-    bare_final = True
-    own_records = True
+    answer_form: AnswerForm = "final"
     record_fields = ("question", "answer", "files")
 
     def read_record(self, record: Record) -> tuple[str, str, Metadata]:

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State
 from nmoe.envs.tasks.numeric import NumericTask
+from nmoe.envs.tasks.task import AnswerForm, GeneratedTask
 from nmoe.errors import UserError
 from nmoe.grading.math.normalization import normalize
 from nmoe.grading.math.numbers import read_number
@@ -22,8 +23,8 @@ _NUMBER = re.compile(r"-?[0-9]{1,400}")
 _DEFAULT_TRIES = 10
 
 
-class GuessTask(ConversationTask, NumericTask):
-    bare_final = True
+class GuessTask(ConversationTask, NumericTask, GeneratedTask):
+    answer_form: AnswerForm = "final"
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         numbers = 2 ** (difficulty + 1)

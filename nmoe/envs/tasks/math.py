@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nmoe.envs.tasks.task import Attempt, QuestionTask, group_metadata
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, group_metadata
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.grading.gold import unreadable
 from nmoe.grading.math.answers import grade_answer
@@ -30,7 +30,7 @@ class MathTask(QuestionTask):
     order count regardless.
     """
 
-    bare_final = False
+    answer_form: AnswerForm = "boxed"
     record_fields = ("level", "subject", "type")
     gold_types = (str, int, float)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, GeneratedTask, QuestionTask
 from nmoe.errors import UserError, shown
 from nmoe.grading.math.equivalence import settle
 from nmoe.grading.math.normalization import normalize
@@ -47,13 +47,13 @@ class NumericTask(QuestionTask):
 class Gsm8kTask(NumericTask):
     """Grade-school word problems with one number as the answer (Cobbe et al. 2021, arXiv:2110.14168)."""
 
-    bare_final = False
+    answer_form: AnswerForm = "boxed"
 
 
-class AddTask(NumericTask):
+class AddTask(NumericTask, GeneratedTask):
     """Adding two numbers: "Add: 47 + 85" -> "132". The difficulty is the number of digits of each."""
 
-    bare_final = True
+    answer_form: AnswerForm = "final"
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         smallest = 0 if difficulty == 1 else 10 ** (difficulty - 1)  # no leading zeros
@@ -65,10 +65,10 @@ class AddTask(NumericTask):
         return " + ".join(sorted(question.removeprefix("Add: ").split(" + "), key=int))
 
 
-class SumTask(NumericTask):
+class SumTask(NumericTask, GeneratedTask):
     """Adding up digits, one after the other: "Sum: 4+7+2+5" -> "18". The difficulty is the number of additions."""
 
-    bare_final = True
+    answer_form: AnswerForm = "final"
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         # No zeros: every addition changes the total, so that a missing one shows.
@@ -80,13 +80,13 @@ class SumTask(NumericTask):
         return "+".join(sorted(question.removeprefix("Sum: ").split("+"), key=int))
 
 
-class ArithmeticTask(NumericTask):
+class ArithmeticTask(NumericTask, GeneratedTask):
     """Evaluating an expression: "Compute: 3 + 4 * 2" -> "11". The difficulty is the number of operators.
 
     Operands are digits. * binds before + and -, which are evaluated from left to right. The answer is an integer.
     """
 
-    bare_final = True
+    answer_form: AnswerForm = "final"
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         operands = [rng.randrange(10) for _ in range(difficulty + 1)]

@@ -12,7 +12,7 @@ import json
 import math
 import random
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -20,9 +20,9 @@ from typing import Any
 
 from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State, plain_json
 from nmoe.envs.tasks.records import split_prompt
-from nmoe.envs.tasks.task import Attempt, QuestionTask, TaskProtocol
+from nmoe.envs.tasks.task import AnswerForm, Attempt, GeneratedTask, Posed, QuestionTask, RecordTask
 from nmoe.errors import UserError
-from nmoe.types import Message, Metadata, Problem, Verdict
+from nmoe.types import Message, Problem, Verdict
 
 Record = Mapping[str, Any]
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -123,7 +123,7 @@ def _of_the_user(who: str) -> Iterator[None]:
         raise TaskError(f"{who} raised {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}") from error
 
 
-def adapted(part: Any, name: str) -> TaskProtocol:
+def adapted(part: Any, name: str) -> QuestionTask:
     """The task that a name of the table of tasks stands for: one of nmoe's, or a class or instance of one's own.
 
     Raises UserError for anything else, and for a method that is missing or takes other arguments.
@@ -135,12 +135,12 @@ def adapted(part: Any, name: str) -> TaskProtocol:
         _check_methods(part, name, {"prompt": 0, "step": 1})
         return EpisodeTask(part, name)
     if isinstance(part, QuestionTask):
-        task: Any = part
-        return task
+        return part
     if callable(getattr(part, "grade", None)):
         _check_methods(part, name, {"prompt": 1, "grade": 2})
         if hasattr(part, "generate"):
             _check_methods(part, name, {"generate": 2})
+            return GeneratedGradedTask(part, name)
         return GradedTask(part, name)
     raise UserError(f"task {name}: {part!r} is not a task; a task has `prompt(record)` and `grade(record, answer)`")
 
@@ -169,19 +169,11 @@ def _json(value: Any, what: str) -> str:
         raise UserError(f"{what}: {error}") from None
 
 
-class OwnTask(QuestionTask, ABC):
-    """What both adapters share: the record travels with its problem, as JSON in its metadata."""
+class OwnTask(QuestionTask, RecordTask):
+    """The base of both adapters: the record travels with its problem, as JSON in its metadata."""
 
-    bare_final = True
-    bare_text = True
-    own_records = True
-
-    generates: bool
+    answer_form: AnswerForm = "whole"
     _name: str
-
-    @abstractmethod
-    def pose_new(self, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
-        """Returns question, gold and metadata of a problem that the task makes itself."""
 
     def messages(self, problem: Problem) -> list[Message]:
         return [
@@ -195,7 +187,7 @@ class OwnTask(QuestionTask, ABC):
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         return "An answer.", "Another answer."
 
-    def _posed(self, prompt: Prompt, gold: str, **metadata: str) -> tuple[str, str, Metadata]:
+    def _posed(self, prompt: Prompt, gold: str, **metadata: str) -> Posed:
         try:
             history, question = split_prompt(prompt, "prompt")
         except UserError as error:
@@ -215,24 +207,19 @@ class GradedTask(OwnTask):
 
     def __init__(self, task: Any, name: str) -> None:
         self._task, self._name = task, name
-        self.generates = hasattr(task, "generate")
-        self.knows_answers = hasattr(task, "gold")
+        self._has_gold = hasattr(task, "gold")
 
-    def read_record(self, record: Record) -> tuple[str, str, Metadata]:
+    def read_record(self, record: Record) -> Posed:
         kept = _json(record, f"task {self._name}")
         record = json.loads(kept)
         with _of_the_user(f"task {self._name}: prompt"):
             prompt = self._task.prompt(record)
         with _of_the_user(f"task {self._name}: gold"):
-            gold = str(self._task.gold(record)) if self.knows_answers else ""
+            gold = str(self._task.gold(record)) if self._has_gold else ""
         return self._posed(prompt, gold, given=kept)
 
-    def pose_new(self, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
-        with _of_the_user(f"task {self._name}: generate"):
-            record = self._task.generate(rng, difficulty)
-        if not isinstance(record, Mapping):
-            raise UserError(f"task {self._name}: generate returned {record!r}; a record is a dict")
-        return self.read_record(record)
+    def knows_answer(self, problem: Problem) -> bool:
+        return self._has_gold
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         return problem.gold, f"not {problem.gold}"
@@ -251,25 +238,33 @@ class GradedTask(OwnTask):
         return Verdict("correct" if score == 1 else "incorrect", score, "grade", f"grade returned {score:g}")
 
 
-class EpisodeTask(OwnTask, ConversationTask):
-    """A `MultiTurnEnv` as the rest of nmoe knows it: a state machine whose state is the attributes of the instance."""
+class GeneratedGradedTask(GradedTask, GeneratedTask):
+    """A `Task` with `generate`."""
 
-    generates = True
-    knows_answers = False
+    def pose_new(self, rng: random.Random, difficulty: int) -> Posed:
+        with _of_the_user(f"task {self._name}: generate"):
+            record = self._task.generate(rng, difficulty)
+        if not isinstance(record, Mapping):
+            raise UserError(f"task {self._name}: generate returned {record!r}; a record is a dict")
+        return self.read_record(record)
+
+
+class EpisodeTask(OwnTask, ConversationTask, GeneratedTask):
+    """A `MultiTurnEnv` as the rest of nmoe knows it: a state machine whose state is the attributes of the instance."""
 
     def __init__(self, template: MultiTurnEnv, name: str) -> None:
         self._template, self._name = template, name
         self._shared = _shared_by(type(template))
         self._kept(template, "its attributes")
 
-    def read_record(self, record: Record) -> tuple[str, str, Metadata]:
+    def read_record(self, record: Record) -> Posed:
         kept = _json(record, f"task {self._name}")
         return self._begun(kept, random.Random(kept), 1)
 
-    def pose_new(self, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
+    def pose_new(self, rng: random.Random, difficulty: int) -> Posed:
         return self._begun("{}", rng, difficulty)
 
-    def _begun(self, kept: str, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
+    def _begun(self, kept: str, rng: random.Random, difficulty: int) -> Posed:
         episode = self._instance(kept, rng, difficulty)
         with _of_the_user(f"task {self._name}: prompt"):
             prompt = episode.prompt()
@@ -303,6 +298,9 @@ class EpisodeTask(OwnTask, ConversationTask):
     def _state(episode: MultiTurnEnv) -> dict[str, Any]:
         given = ("record", "rng", "difficulty")
         return {name: value for name, value in vars(episode).items() if name not in given and not name.startswith("_")}
+
+    def knows_answer(self, problem: Problem) -> bool:
+        return False
 
     def start(self, problem: Problem) -> State:
         state: State = json.loads(str(problem.metadata["state"]))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask
 from nmoe.errors import UserError
 from nmoe.types import Problem, Verdict
 
@@ -107,8 +107,7 @@ def read_order(text: str, options: Sequence[str]) -> str | None:
 class PlainTask(QuestionTask):
     """The base of these tasks: the whole message is read by `read`, and the reading is compared with the gold."""
 
-    bare_final = True
-    bare_text = True
+    answer_form: AnswerForm = "whole"
 
     def check_gold(self, problem: Problem) -> None:
         if self.read(problem, problem.gold) != problem.gold:

@@ -6,6 +6,7 @@ import random
 import re
 
 from nmoe.envs.tasks.plain import ChoiceTask, NumberTask, OrderTask
+from nmoe.envs.tasks.task import GeneratedTask
 from nmoe.types import Problem
 
 _NUMBER = re.compile(r"\d+")
@@ -24,7 +25,7 @@ def _sorted_numbers(question: str) -> str:
     return " ".join(sorted(_NUMBER.findall(question), key=int))
 
 
-class CompareTask(ChoiceTask):
+class CompareTask(ChoiceTask, GeneratedTask):
     """ "Which number is larger, 34 or 72?" -> "72". The difficulty is the number of digits of both, at most 18."""
 
     contrary = _CONTRARY
@@ -38,7 +39,7 @@ class CompareTask(ChoiceTask):
         return _sorted_numbers(question)
 
 
-class LargestTask(ChoiceTask):
+class LargestTask(ChoiceTask, GeneratedTask):
     """ "Which of the numbers 34, 72 and 15 is the largest?" -> "72". The difficulty is the number of digits."""
 
     contrary = _CONTRARY
@@ -52,7 +53,7 @@ class LargestTask(ChoiceTask):
         return _sorted_numbers(question)
 
 
-class SumsTask(NumberTask):
+class SumsTask(NumberTask, GeneratedTask):
     """ "What is 57 + 8?" -> "65". The first number is at most 20 times the difficulty, the second at most 4 times."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
@@ -63,7 +64,7 @@ class SumsTask(NumberTask):
         return _sorted_numbers(question)
 
 
-class DifferencesTask(NumberTask):
+class DifferencesTask(NumberTask, GeneratedTask):
     """ "What is 65 - 8?" -> "57". The numbers are as in sums. No number of the question is the answer."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
@@ -73,7 +74,7 @@ class DifferencesTask(NumberTask):
                 return f"What is {left} - {right}? Answer with one number.", str(left - right)
 
 
-class NextNumberTask(NumberTask):
+class NextNumberTask(NumberTask, GeneratedTask):
     """ "Which number comes right after 419?" -> "420". The difficulty is the number of digits."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
@@ -81,7 +82,7 @@ class NextNumberTask(NumberTask):
         return f"Which number comes right after {number}? Answer with one number.", str(number + 1)
 
 
-class ParityTask(ChoiceTask):
+class ParityTask(ChoiceTask, GeneratedTask):
     """ "Is 47 odd or even?" -> "odd". The difficulty is the number of digits."""
 
     def options(self, problem: Problem) -> list[str]:
@@ -92,7 +93,7 @@ class ParityTask(ChoiceTask):
         return f"Is the number {number} odd or even? Answer with one word.", "odd" if number % 2 else "even"
 
 
-class OrderNumbersTask(OrderTask):
+class OrderNumbersTask(OrderTask, GeneratedTask):
     """ "Write these numbers from smallest to largest: 34, 72, 15." -> "15, 34, 72". The difficulty is the number of digits."""
 
     def options(self, problem: Problem) -> list[str]:
@@ -110,7 +111,7 @@ class OrderNumbersTask(OrderTask):
         return _sorted_numbers(question)
 
 
-class WordProblemsTask(NumberTask):
+class WordProblemsTask(NumberTask, GeneratedTask):
     """ "Tom has 7 apples and gets 5 more. How many apples does Tom have now?" -> "12". Numbers are at most 5 times the
     difficulty. No number of the question is the answer."""
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from nmoe.envs.tasks.plain import MAX_CHARS, ChoiceTask, LetterTask, NumberTask, OrderTask, PlainTask
+from nmoe.envs.tasks.task import GeneratedTask
 from nmoe.errors import UserError
 from nmoe.types import Problem
 
@@ -32,7 +33,7 @@ def _listed(question: str) -> list[str]:
     return [] if found is None else found[1].split(", ")
 
 
-class LettersTask(LetterTask):
+class LettersTask(LetterTask, GeneratedTask):
     """ "What is the third letter of the word "river"?" -> "v". With a difficulty of 1 it is the first letter, with 2 one of the
     first two, and so on; from 4 on one of the first three or the last."""
 
@@ -42,7 +43,7 @@ class LettersTask(LetterTask):
         return f'What is the {which} letter of the word "{word}"? Answer with one letter.', letter
 
 
-class CountWordsTask(NumberTask):
+class CountWordsTask(NumberTask, GeneratedTask):
     """ "How many words are in this list: river, apple?" -> "2". There are two words, and at most as many more as the difficulty."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
@@ -53,7 +54,7 @@ class CountWordsTask(NumberTask):
         return " ".join(sorted(_listed(question)))
 
 
-class OrderWordsTask(OrderTask):
+class OrderWordsTask(OrderTask, GeneratedTask):
     """ "Sort these words in alphabetical order: river, apple." -> "apple, river". There is one word more than the difficulty, and
     at most five."""
 
@@ -79,7 +80,7 @@ class _PairTask(ChoiceTask):
         return " ".join(sorted(_QUOTED.findall(question)))
 
 
-class LongerWordTask(_PairTask):
+class LongerWordTask(_PairTask, GeneratedTask):
     """ "Which word has more letters, "river" or "apricot"?" -> "apricot". The lengths differ by at least two; the difficulty is not
     used."""
 
@@ -94,7 +95,7 @@ class LongerWordTask(_PairTask):
                 )
 
 
-class AlphabeticalTask(_PairTask):
+class AlphabeticalTask(_PairTask, GeneratedTask):
     """ "Which word comes first in the alphabet, "river" or "apple"?" -> "apple". The first letters differ; the difficulty is not
     used."""
 
@@ -106,7 +107,7 @@ class AlphabeticalTask(_PairTask):
                 return question, min(left, right)
 
 
-class CapitalsTask(PlainTask):
+class CapitalsTask(PlainTask, GeneratedTask):
     """ "Write the words "river stone" in capital letters." -> "RIVER STONE". There are as many words as the difficulty, at most
     four. The answer is the only text in capitals, or the last one."""
 
@@ -124,7 +125,7 @@ class CapitalsTask(PlainTask):
         return f'Write the {noun} "{chosen}" in capital letters. Answer with the {noun} alone.', chosen.upper()
 
 
-class ThreeWordsTask(PlainTask):
+class ThreeWordsTask(PlainTask, GeneratedTask):
     """ "Describe a quiet river in exactly three words." -> any three different words, none of them in the question.
 
     It is an instruction about form: what is said is not graded. The difficulty is not used.

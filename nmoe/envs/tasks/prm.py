@@ -11,7 +11,7 @@ from typing import Any
 
 from nmoe.data.records import STEP_LABELS
 from nmoe.envs.tasks.score import ScoreTask
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask
 from nmoe.errors import UserError
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.types import Metadata, Problem, Verdict
@@ -29,7 +29,7 @@ def read_label(text: str) -> str | None:
 
 
 class PrmStepTask(QuestionTask):
-    bare_final = True
+    answer_form: AnswerForm = "final"
     record_fields = ("steps",)
     gold_types = (str, int, bool)
 

@@ -10,6 +10,7 @@ from typing import Any
 from nmoe.envs.tasks.contest import FIELDS, Contest, contest_of, memory_mb_of, seconds_of, tolerance_of
 from nmoe.envs.tasks.records import Record, text
 from nmoe.envs.tasks.solution import SolutionTask
+from nmoe.envs.tasks.task import RecordTask
 from nmoe.errors import UserError
 from nmoe.grading.code.extract import after, code_of, definitions
 from nmoe.grading.code.program import Case, ProgramLimits, verify_program
@@ -60,12 +61,11 @@ nan, inf = float("nan"), float("inf")
 """
 
 
-class ProgramTask(SolutionTask):
+class ProgramTask(SolutionTask, RecordTask):
     """Records have a question and tests in one of the forms of `nmoe.envs.tasks.contest`, and most have solutions, of which the
     first in Python 3 is the gold. A record without one is not checked before a run.
     """
 
-    own_records = True
     record_fields = (*_QUESTIONS, *_SOLUTIONS, "starter_code", "difficulty", *FIELDS)
 
     def read_record(self, record: Record) -> tuple[str, str, Metadata]:

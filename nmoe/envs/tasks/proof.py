@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nmoe.envs.tasks.score import CLOSING, OPENING, RUBRIC, UNKNOWN, WrittenEvaluation, read_evaluation
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask
 from nmoe.errors import UserError
 from nmoe.types import Metadata, Problem, Verdict
 
@@ -47,7 +47,7 @@ def read_proof(answer: str | None) -> Proof | None:
 class ProofGenerationTask(QuestionTask):
     """Asks for a solution and an honest evaluation of it. The metadata holds the problem's text alone; the gold is always ""."""
 
-    bare_final = True
+    answer_form: AnswerForm = "final"
 
     def check_gold(self, problem: Problem) -> None:
         if problem.gold != UNKNOWN:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask
 from nmoe.grading.workers.pool import WorkerPool
 from nmoe.types import Problem, Verdict
 
@@ -16,7 +16,7 @@ class ReasoningGymTask(QuestionTask):
     answer is the whole final message.
     """
 
-    bare_final = True
+    answer_form: AnswerForm = "final"
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

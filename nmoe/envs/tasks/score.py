@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask
 from nmoe.errors import UserError
 from nmoe.grading.extraction import last_boxed
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
@@ -77,7 +77,7 @@ def read_evaluation(reasoning: str | None, answer: str | None) -> WrittenEvaluat
 class ScoreTask(QuestionTask):
     """The base of scoring tasks: a prompt made of the record's parts, and the reward."""
 
-    bare_final = True
+    answer_form: AnswerForm = "final"
     gold_types = (str, int, float)
 
     def check_gold(self, problem: Problem) -> None:

@@ -7,7 +7,7 @@ import json
 from abc import abstractmethod
 
 from nmoe.envs.tasks.records import Record, text, texts
-from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, RecordTask, SandboxTask
 from nmoe.errors import UserError
 from nmoe.grading.code.extract import MAX_CODE_CHARS, after, code_of, definitions, methods, names_read
 from nmoe.grading.code.verify import Tests, verify_solution
@@ -15,11 +15,10 @@ from nmoe.sandbox.api import OpensSandboxes, SandboxSetupError
 from nmoe.types import Metadata, Problem, Verdict
 
 
-class SolutionTask(QuestionTask):
+class SolutionTask(QuestionTask, SandboxTask):
     """Verifies code with tests. The gold is a whole solution; the tests and what they need are in the problem's metadata."""
 
-    bare_final = True
-    needs_sandbox = True
+    answer_form: AnswerForm = "final"
 
     @abstractmethod
     def tests(self, problem: Problem, code: str) -> Tests:
@@ -61,13 +60,12 @@ _COMPLETE = (
 _BODY = "\n    pass\n"
 
 
-class HumanEvalTask(SolutionTask):
+class HumanEvalTask(SolutionTask, RecordTask):
     """HumanEval: a function to complete, tested by `check(candidate)` (Chen et al. 2021, arXiv:2107.03374).
 
     Records have `task_id`, `prompt`, `canonical_solution`, `entry_point` and `test`, as in openai/openai_humaneval.
     """
 
-    own_records = True
     record_fields = ("task_id", "prompt", "canonical_solution", "entry_point", "test")
 
     def read_record(self, record: Record) -> tuple[str, str, Metadata]:
@@ -96,7 +94,7 @@ class HumanEvalTask(SolutionTask):
 _REQUEST = "{request}\n\nDefine {heads}. Answer with one ```python block."
 
 
-class MbppTask(SolutionTask):
+class MbppTask(SolutionTask, RecordTask):
     """MBPP: a function described in a sentence, tested by assertions (Austin et al. 2021, arXiv:2108.07732).
 
     Records have `text` (or `prompt`), `code`, `test_list` and optionally `test_setup_code` (or `test_imports`), as in
@@ -105,7 +103,6 @@ class MbppTask(SolutionTask):
     The tests stay hidden. The request gives the signatures of the functions that they call, taken from `code`.
     """
 
-    own_records = True
     record_fields = ("text", "prompt", "code", "test_list", "test_setup_code", "test_imports")
 
     def read_record(self, record: Record) -> tuple[str, str, Metadata]:

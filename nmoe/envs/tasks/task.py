@@ -1,16 +1,20 @@
-"""The task protocol: a task poses a problem to the policy and decides whether an attempt at it is correct."""
+"""The base classes of tasks: a task asks the policy a question and decides whether an attempt at it is correct."""
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from nmoe.types import GROUPS, Exchange, Message, Metadata, Problem, ToolEvent, Verdict
 
 if TYPE_CHECKING:
     from nmoe.sandbox.api import OpensSandboxes, Sandbox
+
+Posed = tuple[str, str, Metadata]
+"""Question, gold and metadata of a problem."""
 
 
 @dataclass(frozen=True)
@@ -29,73 +33,54 @@ class Attempt:
 
     @property
     def opens_sandboxes(self) -> OpensSandboxes:
-        """Opens the verifier's own sandboxes, for a task with `needs_sandbox`."""
-        assert self.sandboxes is not None, "whoever grades a task that needs sandboxes gives it where to open them"
+        """Opens further sandboxes for the verifier of a `SandboxTask`."""
+        assert self.sandboxes is not None, "an attempt at a SandboxTask has `sandboxes`"
         return self.sandboxes
 
 
-class TaskProtocol(Protocol):
-    """One kind of verifiable problem, as environments, pools and graders know it. `nmoe.Task` is the short form for users.
+AnswerForm = Literal["boxed", "final", "whole"]
+"""Where the answer of a completion stands.
 
-    With `bare_final`, the answer of a Harmony completion is the whole final message. Otherwise it is the box in the final
-    message or, in prose, its last number (`nmoe.grading.extraction`). With `bare_text`, plain text without a box is an answer as a
-    whole; otherwise its last number is.
+boxed   in the last box or, without one, in the last number of the final message
+final   in Harmony the whole final message; in plain text as `boxed`
+whole   the whole final message and, in plain text without a box, the whole text
+"""
+
+
+class QuestionTask(ABC):
+    """The base of all tasks: the question is one user message, and an answer is right or wrong. `nmoe.Task` is the short form for
+    users.
+
+    A task with more abilities has one of the classes below as a base, too.
     """
 
-    @property
-    def bare_final(self) -> bool: ...
+    answer_form: AnswerForm
+    record_fields: tuple[str, ...] = ()
+    """Optional fields that are read from a record besides question and gold."""
+    gold_types: tuple[type, ...] = (str,)
+    """Permitted types of a record's gold."""
 
-    @property
-    def bare_text(self) -> bool: ...
+    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> Posed:
+        """Returns question, gold and metadata of a dataset's record. Raises UserError for an invalid record."""
+        return question, gold, {}
 
-    @property
-    def needs_sandbox(self) -> bool:
-        """Whether `verify` opens sandboxes."""
-
-    def files(self, problem: Problem) -> Mapping[str, bytes]:
-        """Returns the files that the problem adds to the workspace of a trajectory: path -> content."""
-
-    def read_record(self, record: Mapping[str, Any]) -> tuple[str, str, Metadata] | None:
-        """Reads question, gold and metadata from a record in the task's own form; raises UserError for an invalid record.
-
-        Returns None if the settings name the fields and `pose` does the rest.
-        """
-
-    @property
-    def has_gold(self) -> bool:
-        """Whether answers are right or wrong, as `verify` says."""
-
-    @property
-    def knows_answers(self) -> bool:
-        """Whether `example_answers` has a right answer and a wrong one, so that the gold can be graded before a run starts."""
-
-    def knows_answer(self, problem: Problem) -> bool:
-        """Whether it has them for this problem: some records have tests and no solution."""
-
-    @property
-    def own_records(self) -> bool:
-        """Whether `read_record` reads the task's records, by `record_fields` alone."""
-
-    @property
-    def record_fields(self) -> tuple[str, ...]:
-        """The optional fields that are read from a record besides question and gold."""
-
-    @property
-    def gold_types(self) -> tuple[type, ...]:
-        """The permitted types of a record's gold."""
-
-    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
-        """Returns question, gold and metadata of a dataset's record; raises UserError for an invalid record."""
-
+    @abstractmethod
     def check_gold(self, problem: Problem) -> None:
         """Raises UserError for a gold answer that `verify` cannot compare with; called when a pool loads."""
 
     def messages(self, problem: Problem) -> list[Message]:
         """Returns the conversation shown to the policy, to which the environment adds its system message."""
+        return [Message("user", problem.question)]
 
+    @abstractmethod
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         """Returns a right answer and a slightly wrong one, in the policy's form; `nmoe env check` grades both."""
 
+    def knows_answer(self, problem: Problem) -> bool:
+        """Whether the first of `example_answers` is right: some records have tests and no solution."""
+        return True
+
+    @abstractmethod
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         """Decides whether the attempt is right. Any answer, however long or strange, gets a verdict in bounded time.
 
@@ -107,49 +92,43 @@ class TaskProtocol(Protocol):
 
         Accepts any answers, as `verify`. Raises InfrastructureError if a comparison was lost, which is not a verdict.
         """
+        return one.strip() == other.strip()
 
 
-class GeneratedTask(TaskProtocol, Protocol):
-    """A task that can generate its own problems."""
+class GeneratedTask:
+    """A task that generates problems: it defines `generate` or, for problems with metadata, `pose_new`."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         """Generates a question and its gold answer; `difficulty` >= 1. Depends only on the arguments."""
+        raise NotImplementedError
+
+    def pose_new(self, rng: random.Random, difficulty: int) -> Posed:
+        """Generates a question, its gold answer and metadata. Depends only on the arguments."""
+        return (*self.generate(rng, difficulty), {})
 
     def split_key(self, question: str) -> str:
         """Returns the key that decides a question's split: questions that reveal one another's answers share it."""
-
-
-class QuestionTask:
-    """The base of most tasks: the question is one user message, and a record has only a question and a gold answer."""
-
-    bare_text = False
-    knows_answers = True
-    needs_sandbox = False
-    has_gold = True
-    own_records = False
-    record_fields: tuple[str, ...] = ()
-    gold_types: tuple[type, ...] = (str,)
-
-    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
-        return question, gold, {}
-
-    def read_record(self, record: Mapping[str, Any]) -> tuple[str, str, Metadata] | None:
-        return None
-
-    def files(self, problem: Problem) -> Mapping[str, bytes]:
-        return {}
-
-    def messages(self, problem: Problem) -> list[Message]:
-        return [Message("user", problem.question)]
-
-    def knows_answer(self, problem: Problem) -> bool:
-        return self.knows_answers
-
-    def split_key(self, question: str) -> str:
         return question
 
-    async def same(self, problem: Problem, one: str, other: str) -> bool:
-        return one.strip() == other.strip()
+
+class RecordTask(ABC):
+    """A task whose records have their own form: `read_record` reads them, by the fields in `record_fields`."""
+
+    @abstractmethod
+    def read_record(self, record: Mapping[str, Any]) -> Posed:
+        """Returns question, gold and metadata of a record. Raises UserError for an invalid record."""
+
+
+class WorkspaceTask(ABC):
+    """A task whose problems bring files for the workspace of a trajectory."""
+
+    @abstractmethod
+    def files(self, problem: Problem) -> Mapping[str, bytes]:
+        """Returns the files of a problem: path -> content."""
+
+
+class SandboxTask:
+    """A task whose `verify` opens sandboxes (`Attempt.opens_sandboxes`)."""
 
 
 def group_metadata(record: Mapping[str, Any]) -> dict[str, str | int | float]:

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-from nmoe.envs.tasks.task import Attempt, QuestionTask, group_metadata
+from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, group_metadata
 from nmoe.errors import UserError
 from nmoe.types import Metadata, Problem, Verdict
 
@@ -20,7 +20,7 @@ class TextMatchTask(QuestionTask):
     everything else does.
     """
 
-    bare_final = True
+    answer_form: AnswerForm = "final"
     record_fields = ("level", "subject", "type")
     gold_types = (str, int, float)
 
@@ -50,8 +50,7 @@ class OpenTask(QuestionTask):
     There is no verdict, and no component `correctness`. The answer is the whole final message.
     """
 
-    bare_final = True
-    has_gold = False
+    answer_form: AnswerForm = "final"
     record_fields = ("level", "subject", "type")
 
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
