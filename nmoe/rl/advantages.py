@@ -32,7 +32,7 @@ from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, sequence_of
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, need, sequence_means, sequence_sums
 from nmoe.learner.objectives.divergence import KLEstimator, kl_estimate
-from nmoe.rl.experience import Experience, selected, step_rewards, terminal_rewards
+from nmoe.rl.experience import Experience, selected
 from nmoe.rl.group_rewards import (
     EPSILON,
     RewardedGroup,
@@ -42,6 +42,8 @@ from nmoe.rl.group_rewards import (
     joined,
     judged,
     others_means,
+    step_rewards,
+    terminal_rewards,
 )
 from nmoe.rl.teacher import Teacher
 

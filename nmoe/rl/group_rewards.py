@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nmoe.config.tables.algorithm import AlgorithmSection
+from nmoe.learner.batch import Batch, sequence_of
 from nmoe.trajectory import Group, Trajectory
 
 # Added to a denominator that may be 0.
@@ -123,6 +124,38 @@ def judged(groups: Sequence[RewardedGroup]) -> list[Trajectory]:
 def group_ids(groups: Sequence[RewardedGroup]) -> Tensor:
     """The index of the group of each judged sample, `[B]`."""
     return torch.tensor([index for index, one in enumerate(groups) for _ in one.samples], dtype=torch.int64)
+
+
+def step_rewards(batch: Batch, samples: Sequence[Trajectory]) -> Tensor:
+    """The rewards of steps, at the position that predicts a step's last token, `[T]`; NaN elsewhere. Several rewards at one
+    position, as several verifiers give them, add up."""
+    rewards_T = torch.full(batch.scored_T.shape, torch.nan)
+    start = 0
+    for sample in samples:
+        # The position that predicts each of the sample's tokens; none predicts those of a prompt.
+        positions: list[int | None] = []
+        for branch in sample.branches:
+            prompt, tokens = len(branch.prompt_ids), len(branch.token_ids)
+            positions += [None] * (prompt if positions else 0)
+            positions += range(start + prompt - 1, start + prompt - 1 + tokens)
+            start += prompt + tokens - 1
+        for token, reward in sample.grade.step_rewards:
+            position = positions[token]
+            assert position is not None, "no step ends in a prompt"
+            assert batch.scored_T[position], "a step ends at a token that the policy sampled"
+            rewards_T[position] = rewards_T[position].nan_to_num(0.0) + reward
+    return rewards_T
+
+
+def terminal_rewards(rewards_B: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Each sequence's reward at its last scored position, `[T]`; dropped if a sequence has none."""
+    rewards_T = torch.zeros(len(scored_T), dtype=rewards_B.dtype)
+    sequence_T = sequence_of(lengths)
+    positions_N = scored_T.nonzero().squeeze(-1)
+    last_B = torch.full((len(lengths),), -1).scatter_reduce_(0, sequence_T[positions_N], positions_N, "amax")
+    ended_B = last_B >= 0
+    rewards_T[last_B[ended_B]] = rewards_B[ended_B]
+    return rewards_T
 
 
 def overlong_penalty(tokens_G: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:

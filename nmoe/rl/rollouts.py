@@ -174,16 +174,23 @@ class RolloutSampler:
 
     def _keep_or_count(self, group: Group, rollouts: Rollouts) -> None:
         """Keeps a group, or counts why it is dropped."""
-        lowest, highest = self._batch.solve_rate
         rewarded = self._rewards.of(group)
         if not rewarded.samples or not (rewarded.differs or self._keep_equal):
             rollouts.zero_variance += 1
-        elif (rate := solve_rate(group)) is not None and not lowest <= rate <= highest:
+        elif self._outside_bounds(group):
             rollouts.outside_solve_rate += 1
         elif len(rollouts.kept) == self._batch.prompts_per_step:
             rollouts.surplus += 1
         else:
             rollouts.kept.append(rewarded)
+
+    def _outside_bounds(self, group: Group) -> bool:
+        """Whether the group's solve rate lies outside `batch.solve_rate`."""
+        lowest, highest = self._batch.solve_rate
+        if (lowest, highest) == (0, 1):
+            return False
+        rate = solve_rate(group)
+        return rate is not None and not lowest <= rate <= highest
 
 
 def solve_rate(group: Group) -> float | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -26,10 +27,12 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
-from nmoe.learner.passes import scored_columns
+from nmoe.learner.optimizer import StepResult
+from nmoe.learner.passes import PassResult, scored_columns
+from nmoe.parallel.traffic import Traffic
 from nmoe.rl.critic import Critic
 from nmoe.rl.experience import Experience, minibatches, policy_batch
-from nmoe.rl.metrics import joined_passes, joined_steps, update_metrics
+from nmoe.rl.metrics import moments
 from nmoe.rl.policy import own_loss, policy_objective
 from nmoe.rl.reference import Reference
 from nmoe.trajectory import Trajectory
@@ -102,6 +105,63 @@ class PolicyUpdate:
         return metrics
 
 
+def joined_passes(passes: Sequence[PassResult]) -> PassResult:
+    """Joins the passes of several updates into one: all tokens, mean losses, and all router picks."""
+    if len(passes) == 1:
+        return passes[0]
+    routing = passes[0].routing
+    for other in passes[1:]:
+        if routing is not None and other.routing is not None:
+            routing.join(other.routing)
+    counted = [result.traffic for result in passes if result.traffic is not None]
+    return PassResult(
+        loss=sum(result.loss for result in passes) / len(passes),
+        auxiliary_loss=sum(result.auxiliary_loss for result in passes) / len(passes),
+        tokens={name: torch.cat([result.tokens[name] for result in passes]) for name in passes[0].tokens},
+        routing=routing,
+        traffic=reduce(Traffic.then, counted) if counted else None,
+    )
+
+
+def joined_steps(steps: Sequence[StepResult]) -> StepResult:
+    """Joins several optimizer steps into one: the settings of the last, the largest gradient norm, and whether any overflowed."""
+    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+    return replace(steps[-1], grad_norm=max(norms) if norms else None, overflow=any(step.overflow for step in steps))
+
+
+def update_metrics(
+    result: PassResult, step: StepResult, advantages: Tensor, mismatch_N: Tensor | None = None
+) -> dict[str, float]:
+    """Metrics of the update. `mismatch_N` is the log ratio of learner to sampler at the same weights, measured before the updates.
+    It is None for a single update on fresh samples, where it equals the update's own log ratio."""
+    log_ratio_N = result.tokens["log_ratio"].double()
+    clamped_N = log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    entropy_N = result.tokens["entropy"].double()
+    mismatch_N = log_ratio_N if mismatch_N is None else mismatch_N.double()
+    metrics = {
+        "loss": result.loss,
+        "ppo_kl": float(-log_ratio_N.mean()),
+        "ppo_clip_ratio": float(result.tokens["clipped"].double().mean()),
+        "log_ratio_raw_max": float(log_ratio_N.max()),
+        "log_ratio_max": float(clamped_N.max()),
+        "log_ratio_min": float(clamped_N.min()),
+        "ratio_max": float(clamped_N.max().exp()),
+        "log_ratio_abs_p99": _quantile(log_ratio_N.abs(), 0.99),
+        "tokens_in_batch": float(log_ratio_N.numel()),
+        "entropy_mean": float(entropy_N.mean()),
+        "entropy_p10": _quantile(entropy_N, 0.1),
+        "entropy_p90": _quantile(entropy_N, 0.9),
+        "mismatch_abs_mean": float(mismatch_N.abs().mean()),
+        "mismatch_abs_max": float(mismatch_N.abs().max()),
+        # KL(sampler || learner) at the sampler's tokens: k3 with d = log sampler - log learner.
+        "mismatch_kl": float(kl_estimate(-mismatch_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), "k3").mean()),
+    }
+    metrics |= {f"advantage_{name}": value for name, value in moments(advantages.double()).items()}
+    if "reference_kl" in result.tokens:
+        metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
+    return metrics | step.metrics() | result.routing_metrics()
+
+
 def effect(
     learner: Learner, batch: Batch, before_N: Tensor, loss: Objective | None, seed: int, step: int
 ) -> dict[str, float]:
@@ -158,3 +218,9 @@ def measured(batch: Batch, seed: int, step: int) -> Batch:
     places_M = part.scored_positions
     count = min(len(places_M), MOST_TOKENS, max(int((places_M < positions).sum()), LEAST_TOKENS))
     return part.beginning(int(places_M[count - 1]) + 1)
+
+
+def _quantile(values_N: Tensor, q: float) -> float:
+    # torch.quantile refuses more than 2^24 values; a sort does not.
+    sorted_N = values_N.sort().values
+    return float(sorted_N[round(q * (sorted_N.numel() - 1))])

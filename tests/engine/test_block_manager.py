@@ -96,14 +96,14 @@ def test_a_found_block_holds_the_tokens_asked_for(actions: list[tuple[int, list[
     assert pool.available == 8
 
 
-def test_seats_are_of_one_holder_each() -> None:
+def test_state_slots_are_of_one_holder_each() -> None:
     pool = BlockManager(1, 4, 3)
-    taken = pool.take_seats(3)
+    taken = [pool.take_state_slot() for _ in range(3)]
     assert sorted(taken) == [0, 1, 2]
-    assert pool.available_seats == 0
-    pool.release_seat(taken[1])
-    assert pool.available_seats == 1
-    assert pool.take_seats(1) == [taken[1]]
+    assert pool.available_state_slots == 0
+    pool.release([], taken[1])
+    assert pool.available_state_slots == 1
+    assert pool.take_state_slot() == taken[1]
 
 
 def test_where_blocks_are_not_all_that_a_prefix_needs_none_is_found() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
-from nmoe.engine.native.cache import CacheSize, PagedCache, bytes_per_block, bytes_per_seat, cache_size
+from nmoe.engine.native.cache import CacheSize, PagedCache, bytes_per_block, bytes_per_state_slot, cache_size
 from nmoe.errors import UserError
 from nmoe.model.config import DeltaNet, LatentAttention, ModelConfig
 from nmoe.model.ops.attention import AttentionLayer
@@ -126,47 +126,47 @@ RECURRENT = ModelConfig(
 )
 
 
-def test_a_state_lies_in_its_seat_and_goes_with_a_copy() -> None:
+def test_a_state_lies_in_its_state_slot_and_goes_with_a_copy() -> None:
     cache = PagedCache(RECURRENT, 2, 4, CPU, torch.float32)
     assert cache.states is not None
     assert not cache.shares_prefixes
     for tensor in (cache.states.inputs, cache.states.memories):
         tensor.fill_(torch.nan)  # of whoever sat there before
-    seats = torch.tensor([3, 1])
-    fresh = cache.states.read(2, seats, fresh=2)
+    state_slots = torch.tensor([3, 1])
+    fresh = cache.states.read(2, state_slots, fresh=2)
     assert not fresh.inputs_SKW.any()
     assert not fresh.memory_SHCU.any()
     state = RecurrentState(draw(2, 3, 16), draw(2, 2, 3, 5))
-    cache.states.write(2, seats, state)
+    cache.states.write(2, state_slots, state)
     cache.copy([], [(3, 0)])
     found = cache.states.read(2, torch.tensor([1, 0, 3]))
     assert torch.equal(found.inputs_SKW, state.inputs_SKW[[1, 0, 0]])
     assert torch.equal(found.memory_SHCU, state.memory_SHCU[[1, 0, 0]])
-    assert cache.states.read(0, seats).memory_SHCU.isnan().all()  # another layer's
-    assert cache.states.read(2, torch.tensor([2])).memory_SHCU.isnan().all()  # another seat
+    assert cache.states.read(0, state_slots).memory_SHCU.isnan().all()  # another layer's
+    assert cache.states.read(2, torch.tensor([2])).memory_SHCU.isnan().all()  # another slot
 
 
-def test_a_seat_takes_what_its_tensors_take_and_blocks_are_of_the_other_layers() -> None:
+def test_a_state_slot_takes_what_its_tensors_take_and_blocks_are_of_the_other_layers() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         cache = PagedCache(RECURRENT, 3, 5, CPU, dtype)
         assert cache.states is not None
         assert cache.states.memories.dtype == torch.float32
-        assert 5 * bytes_per_seat(RECURRENT, dtype) == cache.states.inputs.nbytes + cache.states.memories.nbytes
+        assert 5 * bytes_per_state_slot(RECURRENT, dtype) == cache.states.inputs.nbytes + cache.states.memories.nbytes
         assert cache.attention.keys.shape[0] == 1
         assert 3 * bytes_per_block(RECURRENT, dtype) == cache.attention.keys.nbytes + cache.attention.values.nbytes
 
 
-def test_of_a_cache_seats_come_first() -> None:
-    block, seat = bytes_per_block(RECURRENT, torch.float32), bytes_per_seat(RECURRENT, torch.float32)
+def test_of_a_cache_state_slots_come_first() -> None:
+    block, state_slot = bytes_per_block(RECURRENT, torch.float32), bytes_per_state_slot(RECURRENT, torch.float32)
     # Six sequences and a prompt; a byte short of another block.
-    given = 7 * seat + 5 * block - 1
-    assert cache_size(RECURRENT, torch.float32, 6, given, 0) == CacheSize(4, 7, 7 * seat + 4 * block)
+    given = 7 * state_slot + 5 * block - 1
+    assert cache_size(RECURRENT, torch.float32, 6, given, 0) == CacheSize(4, 7, 7 * state_slot + 4 * block)
     # 128 positions are eight blocks, and one is for a copy.
-    assert cache_size(RECURRENT, torch.float32, 6, 0, 10**9) == CacheSize(54, 7, 7 * seat + 54 * block)
+    assert cache_size(RECURRENT, torch.float32, 6, 0, 10**9) == CacheSize(54, 7, 7 * state_slot + 54 * block)
     with pytest.raises(
-        UserError, match=rf"not even one block .*{block} bytes\) beside 7 sequences' states \({seat} bytes"
+        UserError, match=rf"not even one block .*{block} bytes\) beside 7 sequences' states \({state_slot} bytes"
     ):
-        cache_size(RECURRENT, torch.float32, 6, 7 * seat + block - 1, 0)
+        cache_size(RECURRENT, torch.float32, 6, 7 * state_slot + block - 1, 0)
 
 
 def test_of_latent_attention_latents_alone_are_stored() -> None:

@@ -9,7 +9,7 @@ import torch
 from tiny_models import FAMILIES, tiny_family
 
 from nmoe.engine.api import EngineStats, Request
-from nmoe.engine.native.cache import bytes_per_block, bytes_per_seat
+from nmoe.engine.native.cache import bytes_per_block, bytes_per_state_slot
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.passes import batch_logprobs
 from nmoe.model.config import Numerics
@@ -95,7 +95,7 @@ def after_a_prefix_hit(model: Transformer) -> tuple[Answers, EngineStats]:
 
 def in_little_memory(model: Transformer) -> tuple[Answers, EngineStats]:
     kind = model.config, model.embedding.weight.dtype
-    engine = LLMEngine(model, 32, cache_bytes=7 * bytes_per_block(*kind) + 33 * bytes_per_seat(*kind))
+    engine = LLMEngine(model, 32, cache_bytes=7 * bytes_per_block(*kind) + 33 * bytes_per_state_slot(*kind))
     found = answers(engine, requests())
     assert engine.stats().preemptions > 3
     return found, engine.stats()

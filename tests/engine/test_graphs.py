@@ -71,9 +71,9 @@ def test_a_step_equals_the_gathered_one_and_writes_nowhere_else(tiny_model: Make
     for positions, table in steps:
         tokens = torch.tensor([4, 9, 2, 7])[: len(positions)]
         positions_B, table_BM = np.array(positions), np.array(table)
-        seats_B = np.array([2, 0, 3, 1])[: len(positions)]
-        states, routes = graphs.run(tokens, positions_B, table_BM, seats_B)
-        attend, trace = DecodeAttention(theirs, positions_B, table_BM, seats_B), RouterTrace()
+        state_slots_B = np.array([2, 0, 3, 1])[: len(positions)]
+        states, routes = graphs.run(tokens, positions_B, table_BM, state_slots_B)
+        attend, trace = DecodeAttention(theirs, positions_B, table_BM, state_slots_B), RouterTrace()
         expected = model(tokens, torch.tensor(positions), attend, trace)
         torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
         assert (routes is None) == (not trace.chosen_TK)
@@ -116,7 +116,7 @@ def test_the_engine_samples_the_same(tiny_model: MakeModel, request_of: MakeRequ
     for recorded in (False, True):
         engine = LLMEngine(model, 4)
         if recorded:
-            scratch = engine.scheduler.blocks.take(1)[0], engine.scheduler.blocks.take_seats(1)[0]
+            scratch = engine.scheduler.blocks.take(1)[0], engine.scheduler.blocks.take_state_slot()
             engine.runner.graphs = DecodeGraphs(model, engine.cache, scratch, run_plainly)
         groups = [
             engine.add(request_of(*shape)) for shape in [("a", 5, 3, 20), ("b", 1, 2, 30), ("c", BLOCK_TOKENS, 2, 9)]

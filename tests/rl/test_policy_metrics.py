@@ -11,7 +11,8 @@ import torch
 from nmoe.learner.optimizer import StepResult
 from nmoe.learner.passes import PassResult
 from nmoe.learner.routing import RoutingStatistics
-from nmoe.rl.metrics import rollout_metrics, update_metrics
+from nmoe.rl.metrics import rollout_metrics
+from nmoe.rl.update import update_metrics
 from nmoe.trajectory import Trajectory
 from nmoe.types import Failure, Grade, Problem, Sample, Sampling, ToolCall, ToolEvent, Turn, Verdict
 

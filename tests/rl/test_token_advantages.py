@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nmoe.learner.objectives import Outputs, Scored, clip
 from nmoe.rl.advantages import DrGrpo, Gae, ReinforcePP, divergence_rewards, process_supervision, whiten
-from nmoe.rl.experience import terminal_rewards
+from nmoe.rl.group_rewards import terminal_rewards
 from nmoe.rl.teacher import teacher_advantages
 
 reinforce_pp = ReinforcePP().of_tokens

@@ -32,10 +32,10 @@ _BUCKET_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions `start` to `stop` of a sequence whose earlier positions are in the cache, and its seat there."""
+    """Positions `start` to `stop` of a sequence whose earlier positions are in the cache, and its state slot there."""
 
     blocks: Sequence[int]
-    seat: int
+    state_slot: int
     start: int
     stop: int
 
@@ -56,7 +56,9 @@ class PrefillAttention:
         )
         self.positions_T, self.blocks_T = positions_T, blocks_T
         self.places = cache.attention.places(blocks_T, positions_T)
-        self.recurrence = _Recurrence(cache, [piece.stop - piece.start for piece in pieces], [p.seat for p in pieces])
+        self.recurrence = _Recurrence(
+            cache, [piece.stop - piece.start for piece in pieces], [p.state_slot for p in pieces]
+        )
         fresh = [piece for piece in pieces if piece.start == 0]
         self.fresh = sum(piece.stop for piece in fresh)
         self.packed = PackedAttention([piece.stop for piece in fresh], cache.device, exact) if fresh else None
@@ -122,15 +124,17 @@ class PrefillAttention:
 
 
 class _Recurrence:
-    """Runs recurrent layers from the states in these seats to new ones, which take their places."""
+    """Runs recurrent layers from the states in these slots, and writes the new states there."""
 
-    def __init__(self, cache: PagedCache, lengths: Sequence[int], seats: Sequence[int] | NDArray[np.int64]) -> None:
-        self.cache, self.lengths, self.seats = cache, lengths, seats
+    def __init__(
+        self, cache: PagedCache, lengths: Sequence[int], state_slots: Sequence[int] | NDArray[np.int64]
+    ) -> None:
+        self.cache, self.lengths, self.state_slots = cache, lengths, state_slots
 
     @cached_property
     def indices(self) -> tuple[Spans, Tensor]:
         """Built when a recurrent layer first needs them."""
-        return Spans(self.lengths, self.cache.device), put(self.seats, self.cache.device)
+        return Spans(self.lengths, self.cache.device), put(self.state_slots, self.cache.device)
 
     def __call__(
         self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor, exact: bool, fresh: int = 0
@@ -138,10 +142,10 @@ class _Recurrence:
         """The first `fresh` sequences are at their beginning."""
         states = self.cache.states
         assert states is not None, "the model has a recurrent layer"
-        spans, seats_B = self.indices
-        state = states.read(layer.index, seats_B, fresh)
+        spans, state_slots_B = self.indices
+        state = states.read(layer.index, state_slots_B, fresh)
         out_THU, state = recurrence.run(layer, spans, x_TW, decay_TH, beta_TH, state, exact)
-        states.write(layer.index, seats_B, state)
+        states.write(layer.index, state_slots_B, state)
         return out_THU
 
 
@@ -183,12 +187,12 @@ class DecodeAttention:
         cache: PagedCache,
         positions_B: NDArray[np.int64],
         table_BM: NDArray[np.int64],
-        seats_B: NDArray[np.int64],
+        state_slots_B: NDArray[np.int64],
         exact: bool = False,
     ) -> None:
         self.cache, self.exact = cache, ops_for(cache.attention.keys, exact).exact
         self.positions_B, self.table_BM = positions_B, table_BM
-        self.recurrence = _Recurrence(cache, [1] * len(positions_B), seats_B)
+        self.recurrence = _Recurrence(cache, [1] * len(positions_B), state_slots_B)
         self._buckets: dict[int, list[_Bucket]] = {}  # by window
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The block manager: which blocks and seats of the cache are in use, and which blocks hold a prefix that another sequence can
+"""The block manager: which blocks and state slots of the cache are in use, and which blocks hold a prefix that other sequences can
 share."""
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ _ROOT = 0
 
 
 class BlockManager:
-    """Blocks of `block_tokens` positions each, with reference counts, and seats, each of one sequence or prompt.
+    """Blocks of `block_tokens` positions each, with reference counts, and state slots, each of one sequence or prompt.
 
     A full block can be remembered under its tokens and all tokens before them. It stays findable after its last holder released it,
     until it is needed for other tokens; the block released first is reused first. Remembered prefixes form a tree of exact tokens,
     so that a hash collision cannot hand out another prompt's keys. Without `shares_prefixes` nothing is remembered.
     """
 
-    def __init__(self, blocks: int, block_tokens: int, seats: int, shares_prefixes: bool = True) -> None:
+    def __init__(self, blocks: int, block_tokens: int, state_slots: int, shares_prefixes: bool = True) -> None:
         self.blocks, self.block_tokens, self.shares_prefixes = blocks, block_tokens, shares_prefixes
-        self.seats, self._free_seats = seats, list(range(seats - 1, -1, -1))
+        self.state_slots, self._free_state_slots = state_slots, list(range(state_slots - 1, -1, -1))
         self._holders = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered blocks without a holder
@@ -34,16 +34,26 @@ class BlockManager:
         return len(self._free) + len(self._idle)
 
     @property
-    def available_seats(self) -> int:
-        """How many seats can be taken."""
-        return len(self._free_seats)
+    def available_state_slots(self) -> int:
+        """How many state slots can be taken."""
+        return len(self._free_state_slots)
 
-    def take_seats(self, count: int) -> list[int]:
-        """Takes `count` seats of unknown content. The caller has checked `available_seats`."""
-        return [self._free_seats.pop() for _ in range(count)]
+    def take_state_slot(self) -> int:
+        """Takes a state slot of unknown content. The caller has checked `available_state_slots`."""
+        return self._free_state_slots.pop()
 
-    def release_seat(self, seat: int) -> None:
-        self._free_seats.append(seat)
+    def most_copies(self, tokens: int) -> int:
+        """How many copies of a prompt of so many tokens there is room for."""
+        slots = self.available_state_slots
+        return min(slots, self.available) if tokens % self.block_tokens else slots
+
+    def copy(self, blocks: Sequence[int], tokens: int) -> tuple[list[int], int]:
+        """Takes blocks and a state slot for a copy of a prompt, which shares the blocks that the prompt fills. The caller has
+        checked `most_copies`."""
+        whole, partial = divmod(tokens, self.block_tokens)
+        shared, own = list(blocks[:whole]), self.take(1 if partial else 0)
+        self.hold(shared)
+        return shared + own, self.take_state_slot()
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks so many tokens fill."""
@@ -70,9 +80,11 @@ class BlockManager:
                 del self._idle[block]
             self._holders[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Removes a holder from each block. The last blocks of a prefix are released, and so reused, first: without its first block
-        a prefix is not found."""
+    def release(self, blocks: Sequence[int], state_slot: int | None = None) -> None:
+        """Removes a holder from each block, and frees the state slot, if any. The last blocks of a prefix are released, and so
+        reused, first: without its first block a prefix is not found."""
+        if state_slot is not None:
+            self._free_state_slots.append(state_slot)
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:

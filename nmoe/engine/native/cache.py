@@ -33,8 +33,8 @@ BLOCK_TOKENS = 16
 class LayerCache(Protocol):
     """What the layers of one kind keep. Writing and reading are the kind's own, as its attention is.
 
-    Sequences that share a prompt go on in a copy of its last block, and of its seat. Blocks are zero at first and after `clear`,
-    since a masked position is read; a seat is read only by who has written it.
+    Sequences that share a prompt go on in a copy of its last block, and of its state. Blocks are zero at first and after
+    `clear`, since masked positions are read; a state slot is read only by the sequence that has written it.
     """
 
     @classmethod
@@ -42,25 +42,25 @@ class LayerCache(Protocol):
         """What all layers of the kind keep of a block's positions."""
 
     @classmethod
-    def bytes_per_seat(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+    def bytes_per_state_slot(cls, config: ModelConfig, dtype: torch.dtype) -> int:
         """What all layers of the kind keep of a sequence as a whole."""
 
     def copy_blocks(self, sources_N: Tensor, targets_N: Tensor) -> None: ...
 
-    def copy_seats(self, sources_S: Tensor, targets_S: Tensor) -> None: ...
+    def copy_state_slots(self, sources_S: Tensor, targets_S: Tensor) -> None: ...
 
     def clear(self, blocks: int) -> None:
         """Sets the first `blocks` blocks to zero."""
 
 
 class _InBlocks:
-    """A kind that keeps nothing in seats."""
+    """A kind of layer without a state."""
 
     @classmethod
-    def bytes_per_seat(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+    def bytes_per_state_slot(cls, config: ModelConfig, dtype: torch.dtype) -> int:
         return 0
 
-    def copy_seats(self, sources_S: Tensor, targets_S: Tensor) -> None:
+    def copy_state_slots(self, sources_S: Tensor, targets_S: Tensor) -> None:
         """Does nothing: a block table says all."""
 
 
@@ -187,11 +187,11 @@ class StateCache:
     """Where sequences stand in the recurrent layers: the last inputs of the convolution, `[Y, S, K - 1, W]`, and the memories
     `[Y, S, H, C, U]` (`nmoe.model.recurrence`)."""
 
-    def __init__(self, config: ModelConfig, seats: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, state_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self.rows = {layer: row for row, layer in enumerate(config.recurrent_layers)}
         inputs, memory = self.shapes(config)
-        self.inputs = zeros((len(self.rows), seats, *inputs), device, dtype)
-        self.memories = zeros((len(self.rows), seats, *memory), device, memory_dtype(dtype))
+        self.inputs = zeros((len(self.rows), state_slots, *inputs), device, dtype)
+        self.memories = zeros((len(self.rows), state_slots, *memory), device, memory_dtype(dtype))
 
     @staticmethod
     def shapes(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int, int]]:
@@ -205,33 +205,35 @@ class StateCache:
         return 0
 
     @classmethod
-    def bytes_per_seat(cls, config: ModelConfig, dtype: torch.dtype) -> int:
+    def bytes_per_state_slot(cls, config: ModelConfig, dtype: torch.dtype) -> int:
         inputs, memory = cls.shapes(config)
         numbers = math.prod(inputs) * dtype.itemsize + math.prod(memory) * memory_dtype(dtype).itemsize
         return len(config.recurrent_layers) * numbers
 
-    def read(self, layer: int, seats_B: Tensor, fresh: int = 0) -> RecurrentState:
-        """Where these sequences stand; the first `fresh` of them at their beginning, whatever their seats hold."""
+    def read(self, layer: int, state_slots_B: Tensor, fresh: int = 0) -> RecurrentState:
+        """The states of these sequences. The first `fresh` of them are at their beginning, and their slots are not read."""
         row = self.rows[layer]
-        state = RecurrentState(self.inputs[row].index_select(0, seats_B), self.memories[row].index_select(0, seats_B))
+        state = RecurrentState(
+            self.inputs[row].index_select(0, state_slots_B), self.memories[row].index_select(0, state_slots_B)
+        )
         state.inputs_SKW[:fresh] = 0
         state.memory_SHCU[:fresh] = 0
         return state
 
-    def write(self, layer: int, seats_B: Tensor, state: RecurrentState) -> None:
+    def write(self, layer: int, state_slots_B: Tensor, state: RecurrentState) -> None:
         row = self.rows[layer]
-        self.inputs[row].index_copy_(0, seats_B, state.inputs_SKW.to(self.inputs.dtype))
-        self.memories[row].index_copy_(0, seats_B, state.memory_SHCU)
+        self.inputs[row].index_copy_(0, state_slots_B, state.inputs_SKW.to(self.inputs.dtype))
+        self.memories[row].index_copy_(0, state_slots_B, state.memory_SHCU)
 
     def copy_blocks(self, sources_N: Tensor, targets_N: Tensor) -> None:
         """Does nothing: a position leaves no trace of its own."""
 
-    def copy_seats(self, sources_S: Tensor, targets_S: Tensor) -> None:
+    def copy_state_slots(self, sources_S: Tensor, targets_S: Tensor) -> None:
         for tensor in (self.inputs, self.memories):
             tensor.index_copy_(1, targets_S, tensor.index_select(1, sources_S))
 
     def clear(self, blocks: int) -> None:
-        """Does nothing: a sequence begins by writing its seat."""
+        """Does nothing: a sequence begins by writing its state."""
 
 
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -249,10 +251,10 @@ Moves = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How many blocks and seats a cache has, and the bytes of all."""
+    """How many blocks and state slots a cache has, and the bytes of all."""
 
     blocks: int
-    seats: int
+    state_slots: int
     bytes: int
 
 
@@ -262,20 +264,20 @@ def cache_size(
     """A cache of `cache_bytes`; with 0, one that `max_sequences` can fill at the model's full context, up to `most_bytes`. Seats
     come first: one for every sequence, and one for a prompt whose sequences have not all started. Raises UserError if there is not
     room for one block beside them."""
-    size, seat = bytes_per_block(config, dtype), bytes_per_seat(config, dtype)
-    seats, given = max_sequences + 1, cache_bytes or most_bytes
+    size, state_slot = bytes_per_block(config, dtype), bytes_per_state_slot(config, dtype)
+    state_slots, given = max_sequences + 1, cache_bytes or most_bytes
     # One block more per sequence, for its copy of the last block of a prompt that it shares.
     wanted = max_sequences * (-(-config.context_tokens // BLOCK_TOKENS) + 1)
     # Without attention and experts a block holds nothing.
-    blocks = (given - seats * seat) // size if size else wanted
+    blocks = (given - state_slots * state_slot) // size if size else wanted
     blocks = blocks if cache_bytes else min(wanted, blocks)
-    if blocks < 1 or given < seats * seat:
-        beside = f" beside {seats} sequences' states ({seat} bytes each)" if seat else ""
+    if blocks < 1 or given < state_slots * state_slot:
+        beside = f" beside {state_slots} sequences' states ({state_slot} bytes each)" if state_slot else ""
         raise UserError(f"a cache of {given} bytes holds not even one block of this model ({size} bytes){beside}")
-    if not seat:
+    if not state_slot:
         # What takes no memory is never short: whoever is prefilled, or waits to start, holds its own block.
-        seats = blocks + max_sequences
-    return CacheSize(blocks, seats, blocks * size + seats * seat)
+        state_slots = blocks + max_sequences
+    return CacheSize(blocks, state_slots, blocks * size + state_slots * state_slot)
 
 
 def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -283,9 +285,9 @@ def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(kind.bytes_per_block(config, dtype) for kind in _kinds(config))
 
 
-def bytes_per_seat(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The size of one seat: what all kinds of layers keep of a sequence as a whole."""
-    return sum(kind.bytes_per_seat(config, dtype) for kind in _kinds(config))
+def bytes_per_state_slot(config: ModelConfig, dtype: torch.dtype) -> int:
+    """The size of one state slot: what all kinds of layers keep of a sequence as a whole."""
+    return sum(kind.bytes_per_state_slot(config, dtype) for kind in _kinds(config))
 
 
 def _kinds(config: ModelConfig) -> list[type[LayerCache]]:
@@ -302,13 +304,16 @@ def _attention(config: ModelConfig) -> type[KeyValueCache]:
 
 
 class PagedCache:
-    """The caches of a model's kinds of layers, with so many blocks and seats. Decode attention computes in the cache's `dtype`."""
+    """The caches of a model's kinds of layers, with so many blocks and state slots. Decode attention computes in the cache's
+    `dtype`."""
 
-    def __init__(self, config: ModelConfig, blocks: int, seats: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, blocks: int, state_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.device, self.dtype = device, dtype
         self.attention = _attention(config)(config, blocks, device, dtype)
         self.routes = RouteCache(config, blocks, device) if config.routed_experts else None
-        self.states = StateCache(config, seats, device, dtype) if config.recurrent_layers else None
+        self.states = StateCache(config, state_slots, device, dtype) if config.recurrent_layers else None
         parts: list[LayerCache | None] = [self.attention, self.routes, self.states]
         self._parts = [part for part in parts if part is not None]
 
@@ -323,13 +328,13 @@ class PagedCache:
         assert isinstance(self.attention, LatentCache), "only layers with latent attention ask for it"
         return self.attention
 
-    def copy(self, blocks: Moves, seats: Moves) -> None:
-        """Copies whole blocks and whole seats, with all that is kept there."""
+    def copy(self, blocks: Moves, state_slots: Moves) -> None:
+        """Copies whole blocks and whole states."""
         for part in self._parts:
             if blocks:
                 part.copy_blocks(*self._sides(blocks))
-            if seats:
-                part.copy_seats(*self._sides(seats))
+            if state_slots:
+                part.copy_state_slots(*self._sides(state_slots))
 
     def _sides(self, moves: Moves) -> tuple[torch.Tensor, torch.Tensor]:
         sources, targets = zip(*moves, strict=True)

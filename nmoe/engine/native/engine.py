@@ -193,7 +193,7 @@ class NativeEngine:
         which has to repeat starts without any. Only between two calls of `run`."""
         if self._running:
             raise RuntimeError("the engine is running a coroutine; its prefixes are forgotten before or after")
-        self._engine.scheduler.blocks.forget()
+        self._engine.forget_prefixes()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

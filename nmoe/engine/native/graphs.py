@@ -36,8 +36,10 @@ class PagedDecodeAttention:
     """An `Attend` of one query per sequence to its cached positions and itself, which reads the blocks in place. All its inputs are
     tensors on the device, so that it can be recorded."""
 
-    def __init__(self, cache: PagedCache, positions_B: Tensor, table_BM: Tensor, seats_B: Tensor, spans: Spans) -> None:
-        self.cache, self.table_BM, self.seats_B, self.spans = cache, table_BM, seats_B, spans
+    def __init__(
+        self, cache: PagedCache, positions_B: Tensor, table_BM: Tensor, state_slots_B: Tensor, spans: Spans
+    ) -> None:
+        self.cache, self.table_BM, self.state_slots_B, self.spans = cache, table_BM, state_slots_B, spans
         self.lengths_B = (positions_B + 1).int()
         block_B1 = table_BM.gather(1, positions_B.div(BLOCK_TOKENS, rounding_mode="floor").unsqueeze(1)).long()
         heads_BJ = block_B1 * cache.attention.kv_heads + torch.arange(cache.attention.kv_heads, device=table_BM.device)
@@ -53,9 +55,9 @@ class PagedDecodeAttention:
         """Takes every sequence one token further in a recurrent layer."""
         states = self.cache.states
         assert states is not None, "the model has a recurrent layer"
-        state = states.read(layer.index, self.seats_B)
+        state = states.read(layer.index, self.state_slots_B)
         out_BHU, state = recurrence.run(layer, self.spans, x_BW, decay_BH, beta_BH, state, exact=False)
-        states.write(layer.index, self.seats_B, state)
+        states.write(layer.index, self.state_slots_B, state)
         return out_BHU
 
     def attend_latents(
@@ -76,14 +78,14 @@ class _Graph:
     tokens_B: Tensor
     positions_B: Tensor
     table_BM: Tensor
-    seats_B: Tensor
+    state_slots_B: Tensor
     states_BD: Tensor | None = None
     routes_BYK: Tensor | None = None
     replay: Callable[[], None] = lambda: None
 
 
 class DecodeGraphs:
-    """The model's decode step over a cache. No sequence holds the block and the seat `scratch`, which padding writes to.
+    """The model's decode step over a cache. No sequence holds the block and the state slot `scratch`, which padding writes to.
 
     The head is left out: it is two launches, and its logits over the whole vocabulary would be held once per recording.
     """
@@ -97,7 +99,7 @@ class DecodeGraphs:
         tokens_B: Tensor,
         positions_B: NDArray[np.int64],
         table_BM: NDArray[np.int64],
-        seats_B: NDArray[np.int64],
+        state_slots_B: NDArray[np.int64],
     ) -> tuple[Tensor, Tensor | None]:
         """Runs a decode step. Returns final hidden states `[B, D]` and router picks `[B, Y, K]` (None in a dense model) of tokens
         at their positions; the next call overwrites both. Keys and values go to the cache."""
@@ -106,21 +108,21 @@ class DecodeGraphs:
         graph = self._graphs.get(size)
         if graph is None:
             graph = self._graphs[size] = self._recorded(*size)
-        block, seat = self.scratch
+        block, state_slot = self.scratch
         positions, table = np.zeros(size[0], dtype=np.int64), np.full(size, block, dtype=np.int32)
         positions[:rows], table[:rows, :blocks] = positions_B, table_BM
-        seats = np.full(size[0], seat, dtype=np.int64)
-        seats[:rows] = seats_B
+        state_slots = np.full(size[0], state_slot, dtype=np.int64)
+        state_slots[:rows] = state_slots_B
         graph.tokens_B[:rows].copy_(tokens_B)
         graph.positions_B.copy_(put(positions, self.cache.device))
         graph.table_BM.copy_(put(table, self.cache.device))
-        graph.seats_B.copy_(put(seats, self.cache.device))
+        graph.state_slots_B.copy_(put(state_slots, self.cache.device))
         graph.replay()
         assert graph.states_BD is not None, "recording ran it"
         return graph.states_BD[:rows], None if graph.routes_BYK is None else graph.routes_BYK[:rows]
 
     def _recorded(self, rows: int, blocks: int) -> _Graph:
-        device, (block, seat) = self.cache.device, self.scratch
+        device, (block, state_slot) = self.cache.device, self.scratch
         spans = Spans([1] * rows, device)
         if self.model.config.delta is not None:
             spans.taps(self.model.config.delta.conv_tokens)  # outside of the recording, which cannot copy from the host
@@ -128,11 +130,11 @@ class DecodeGraphs:
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.full((rows, blocks), block, dtype=torch.int32, device=device),
-            torch.full((rows,), seat, dtype=torch.int64, device=device),
+            torch.full((rows,), state_slot, dtype=torch.int64, device=device),
         )
 
         def step() -> None:
-            inputs, trace = (graph.positions_B, graph.table_BM, graph.seats_B), RouterTrace()
+            inputs, trace = (graph.positions_B, graph.table_BM, graph.state_slots_B), RouterTrace()
             attend = PagedDecodeAttention(self.cache, *inputs, spans)
             graph.states_BD = self.model(graph.tokens_B, graph.positions_B, attend, trace)
             graph.routes_BYK = trace.routes() if trace.chosen_TK else None

@@ -50,20 +50,21 @@ class LLMEngine:
         make_ready(weight.device)
         size = cache_size(model.config, weight.dtype, max_sequences, cache_bytes, _most_bytes(model))
         # The decode kernels of an accelerator depend on the batch, and exact numerics run without them.
-        recorded = not (kind_of(weight.device).on_host or model.exact)
-        # With recordings one block and one seat more, which the block manager knows nothing of, for padding to write to.
-        room = size.blocks + recorded, size.seats + recorded
+        self._on_host = kind_of(weight.device).on_host
+        recorded = not (self._on_host or model.exact)
+        # Recordings need one block and one state slot more, unknown to the block manager, for padding to write to.
+        room = size.blocks + recorded, size.state_slots + recorded
         self.cache = PagedCache(model.config, *room, weight.device, weight.dtype)
         context_blocks = -(-model.config.context_tokens // BLOCK_TOKENS)
         self.running = RunningBatch(max_sequences, context_blocks, self.cache)
-        self.scheduler = Scheduler(self._manager(size.blocks, size.seats), self.running, prefill_tokens)
-        graphs = decode_graphs(model, self.cache, scratch=(size.blocks, size.seats)) if recorded else None
+        self.scheduler = Scheduler(self._manager(size.blocks, size.state_slots), self.running, prefill_tokens)
+        graphs = decode_graphs(model, self.cache, scratch=(size.blocks, size.state_slots)) if recorded else None
         self.runner = Runner(model, self.cache, self.running, graphs)
         self._generated_tokens = self._prefilled_tokens = 0
         self._busy_s = 0.0
 
-    def _manager(self, blocks: int, seats: int) -> BlockManager:
-        return BlockManager(blocks, BLOCK_TOKENS, seats, self.cache.shares_prefixes)
+    def _manager(self, blocks: int, state_slots: int) -> BlockManager:
+        return BlockManager(blocks, BLOCK_TOKENS, state_slots, self.cache.shares_prefixes)
 
     def add(
         self,
@@ -131,7 +132,7 @@ class LLMEngine:
         Raises DivergenceError if the model computes NaN or infinity. After this or any other error, or an interrupt, the engine is
         empty and its cache is as new: every request has ended without samples, and the next one starts clean.
         """
-        if kind_of(self.cache.device).on_host:
+        if self._on_host:
             IDLE.look()
         began = time.perf_counter()
         scheduler, runner = self.scheduler, self.runner
@@ -207,7 +208,7 @@ class LLMEngine:
             group.aborted, group.prompt = True, None
         blocks = self.scheduler.blocks
         self.cache.clear(blocks.touched)
-        self.scheduler.clear(self._manager(blocks.blocks, blocks.seats))
+        self.scheduler.clear(self._manager(blocks.blocks, blocks.state_slots))
 
     def commit(self, version: int) -> None:
         """Takes note that the weights have changed: what is sampled from now on carries `version`. Prompts whose sequences have not
@@ -215,6 +216,10 @@ class LLMEngine:
         version. Running sequences go on with the keys that they have."""
         self.runner.weights_changed(version)
         self.scheduler.drop_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Forgets every cached prefix. Running sequences keep their blocks."""
+        self.scheduler.blocks.forget()
 
     @property
     def idle(self) -> bool:

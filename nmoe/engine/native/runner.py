@@ -110,7 +110,9 @@ class Runner:
         are those. Raises DivergenceError if a state is not finite: a prompt that ends before its logits are computed would
         leave NaN in the cache."""
         device = self.running.device
-        pieces = [Piece(chunk.sequence.block_table, chunk.sequence.seat, chunk.start, chunk.stop) for chunk in chunks]
+        pieces = [
+            Piece(chunk.sequence.block_table, chunk.sequence.state_slot, chunk.start, chunk.stop) for chunk in chunks
+        ]
         token_ids = [token for chunk in chunks for token in chunk.sequence.prefill_ids[chunk.start : chunk.stop]]
         attend = PrefillAttention(self.cache, pieces, self.model.exact)
         trace = RouterTrace(replay=None if replay_TYK is None else put(replay_TYK, device))
@@ -139,7 +141,7 @@ class Runner:
 
     def start(self, start: Start) -> Sampled:
         """Samples the first token of sequences that start, from the logits of their prompts."""
-        self.cache.copy(start.blocks, start.seats)
+        self.cache.copy(start.blocks, start.states)
         logits_BV = torch.cat([prompt.logits_1V.expand(count, -1) for prompt, count in start.prompts])
         return self._sample(logits_BV, start.slots)
 
@@ -148,11 +150,11 @@ class Runner:
         running = self.running
         positions = running.position[slots].copy()
         table = running.table[slots, : int(running.held[slots].max())]
-        seats = running.seat[slots].copy()
+        state_slots = running.state_slot[slots].copy()
         if self.graphs is not None:
-            x_BD, routes_BYK = self.graphs.run(running["last_token"][slots], positions, table, seats)
+            x_BD, routes_BYK = self.graphs.run(running["last_token"][slots], positions, table, state_slots)
         else:
-            attend, trace = DecodeAttention(self.cache, positions, table, seats, self.model.exact), RouterTrace()
+            attend, trace = DecodeAttention(self.cache, positions, table, state_slots, self.model.exact), RouterTrace()
             positions_B = put(positions, running.device)
             x_BD = self.model(running["last_token"][slots], positions_B, attend, trace)
             routes_BYK = trace.routes() if trace.chosen_TK else None

@@ -43,7 +43,7 @@ class Status(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sample of a request: what it has sampled, and which blocks and which seat of the cache it holds.
+    """One sample of a request: its sampled tokens, and the blocks and the state slot of the cache that it holds.
 
     Example: the second of n samples after three tokens is `Sequence(group, index=1, status=Status.PREEMPTED, token_ids=[5, 9, 2],
     logprobs=[-0.1, -2.3, -0.7], versions=[4, 4, 4])`. While a sequence runs, these three columns lie in the running batch, and
@@ -60,7 +60,7 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     kept_ids: list[list[int]] | None = None
     block_table: list[int] = field(default_factory=list)
-    seat: int = -1  # of the cache; while it is prefilled or runs
+    state_slot: int = -1  # of the cache; while it is prefilled or runs
     slot: int = -1  # in the running batch
     # Set while it is prefilled: the tokens whose keys are wanted, and how many of them are in the cache.
     prefill_ids: list[int] = field(default_factory=list)
@@ -83,9 +83,21 @@ class Sequence:
     def prefilled(self) -> bool:
         return self.computed == len(self.prefill_ids)
 
-    def start_prefill(self, token_ids: list[int], block_table: list[int], seat: int, cached: int) -> None:
-        """Takes the blocks for these tokens, of which the first `cached` are computed already, and a seat."""
-        self.status, self.seat = Status.PREFILLING, seat
+    def keys_are_of(self, version: int) -> bool:
+        """Whether weights of this version compute its keys for any sequence that begins with its tokens."""
+        return not self.group.scoring and (not self.started or self.versions[0] == version)
+
+    def tokens_to_prefill(self) -> tuple[list[int], int]:
+        """The tokens whose keys it needs, and how many first ones of them may come from the cache: the first token is sampled from
+        the logits of the last one, which therefore is computed, and scores need the logits of all."""
+        token_ids = [*self.group.request.prompt_ids, *self.token_ids[:-1]]
+        if self.group.scoring:
+            return token_ids, 0
+        return token_ids, len(token_ids) if self.started else len(token_ids) - 1
+
+    def start_prefill(self, token_ids: list[int], block_table: list[int], state_slot: int, cached: int) -> None:
+        """Takes a state slot, and the blocks for these tokens, of which the first `cached` are computed already."""
+        self.status, self.state_slot = Status.PREFILLING, state_slot
         self.prefill_ids, self.block_table, self.computed = token_ids, block_table, cached
 
     def end_prefill(self, status: Status) -> list[int]:
@@ -105,16 +117,16 @@ class Prompt:
     """A prompt that is in the cache, kept until all sequences of its group have started. `logits_1V` predict the first token."""
 
     block_table: list[int]
-    seat: int
+    state_slot: int
     logits_1V: Tensor
 
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """One request in the engine: its sequences and their samples. A request to score tokens has `samples = 0`, one
-    sequence that is only prefilled, and ends with `scores`.
+    """One request in the engine: its sequences and their samples. A request to score tokens is `scoring`: it has `samples = 0`
+    and one sequence that is only prefilled, and ends with `scores`.
 
-    `order` is the request's place in order of arrival. The first `started` sequences have started. `on_token` and `on_sample` are
+    Requests are numbered by `order` as they arrive. The first `started` sequences have started. `on_token` and `on_sample` are
     called with the sequence's index for every token and for every finished sample.
     """
 
@@ -128,14 +140,12 @@ class SequenceGroup:
     aborted: bool = False
     sequences: list[Sequence] = field(init=False)
     samples: list[Sample | None] = field(init=False)
+    scoring: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.scoring = self.request.samples == 0
         self.sequences = [Sequence(self, index) for index in range(max(1, self.request.samples))]
         self.samples = [None] * self.request.samples
-
-    @property
-    def scoring(self) -> bool:
-        return self.request.samples == 0
 
     @property
     def unstarted(self) -> int:
@@ -167,15 +177,14 @@ class RunningBatch:
     """Up to S running sequences; `sequences[slot]` is the one in that slot, and the first `len(batch)` slots are in use.
 
     On the host: the `position` that the last token will take, the number of tokens `generated` and their `limit`, the `table` of
-    cache blocks, of which a sequence holds `held`, its `seat` there, and whether it is `plain` (temperature 1), `cuts` its support
-    (top-k, top-p) or `streams` its tokens. On the device: `last_token`, the sampling settings, the `uniforms` drawn for every token
-    to come, and what was sampled: `tokens`, `logprobs`, `versions`.
-    """
+    cache blocks, of which a sequence holds `held`, its `state_slot` there, and whether it is `plain` (temperature 1), `cuts` its
+    support (top-k, top-p) or `streams` its tokens. On the device: `last_token`, the sampling settings, the `uniforms` drawn for
+    every token to come, and what was sampled: `tokens`, `logprobs`, `versions`."""
 
     def __init__(self, slots: int, blocks: int, cache: PagedCache) -> None:
         self.slots, self.cache, self.device = slots, cache, cache.device
         self.sequences: list[Sequence] = []
-        self.position, self.generated, self.limit, self.held, self.seat = np.zeros((5, slots), dtype=np.int64)
+        self.position, self.generated, self.limit, self.held, self.state_slot = np.zeros((5, slots), dtype=np.int64)
         self.plain, self.cuts, self.streams = np.zeros((3, slots), dtype=np.bool_)
         self.table = np.zeros((slots, blocks), dtype=np.int64)
 
@@ -232,7 +241,7 @@ class RunningBatch:
         count, blocks = len(sequence.token_ids), sequence.block_table
         sequence.status, sequence.slot = Status.RUNNING, slot
         self.table[slot, : len(blocks)] = blocks
-        self.held[slot], self.seat[slot] = len(blocks), sequence.seat
+        self.held[slot], self.state_slot[slot] = len(blocks), sequence.state_slot
         self.generated[slot] = count
         # The last token is sampled and not yet fed.
         self.position[slot] = len(sequence.group.request.prompt_ids) + max(0, count - 1)
@@ -319,7 +328,7 @@ class RunningBatch:
         column[slots, : len(stop_ids)] = put(stop_ids, self.device)
 
     def _move(self, targets: Collection[int], sources: Collection[int]) -> None:
-        counts = (self.position, self.generated, self.limit, self.held, self.seat)
+        counts = (self.position, self.generated, self.limit, self.held, self.state_slot)
         hosts = (*counts, self.plain, self.cuts, self.streams, self.table)
         for host in hosts:
             host[list(targets)] = host[list(sources)]

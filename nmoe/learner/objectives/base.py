@@ -65,6 +65,8 @@ def need(column_N: Tensor | None, name: str) -> Tensor:
 def total(*objectives: Objective) -> Objective:
     """Adds up several objectives, such as a policy loss, its penalties, a bonus and a critic. Their statistics have different
     names."""
+    if len(objectives) == 1:
+        return objectives[0]
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         losses: list[Tensor] = []

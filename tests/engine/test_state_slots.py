@@ -27,8 +27,8 @@ def tokens(engine: LLMEngine, requests: list[Request]) -> list[list[list[int]]]:
     return [[sample.token_ids for sample in group.samples if sample is not None] for group in groups]
 
 
-def free_seats(engine: LLMEngine) -> tuple[int, int]:
-    return engine.scheduler.blocks.available_seats, engine.scheduler.blocks.seats
+def free_state_slots(engine: LLMEngine) -> tuple[int, int]:
+    return engine.scheduler.blocks.available_state_slots, engine.scheduler.blocks.state_slots
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
@@ -40,11 +40,11 @@ def test_samples_of_a_prompt_fork_its_state(model: Transformer, request_of: Make
     assert len({tuple(sample) for sample in expected[0]}) == 5
     engine = LLMEngine(model, rows)
     assert tokens(engine, asked) == expected
-    assert free_seats(engine) == (rows + 1, rows + 1)
+    assert free_state_slots(engine) == (rows + 1, rows + 1)
     assert engine.stats().cache_use == 0
 
 
-def test_seats_come_back_from_whatever_ends_early(
+def test_state_slots_come_back_from_whatever_ends_early(
     model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = LLMEngine(model, 3, prefill_tokens=16)
@@ -54,12 +54,12 @@ def test_seats_come_back_from_whatever_ends_early(
     for _ in range(4):
         engine.step()
     engine.commit(1)  # drops prompts and prefills
-    assert free_seats(engine)[0] == free_seats(engine)[1] - len(engine.running)
+    assert free_state_slots(engine)[0] == free_state_slots(engine)[1] - len(engine.running)
     engine.abort("waiting")
     engine.abort_all()
-    assert free_seats(engine) == (4, 4)
+    assert free_state_slots(engine) == (4, 4)
     expected = tokens(engine, [request_of("next", 20, 3, 10)])
-    # NaN in a seat, from a step that broke off, reaches nobody.
+    # NaN in a state_slot, from a step that broke off, reaches nobody.
     assert engine.cache.states is not None
     engine.add(request_of("broken", 20, 2, 20))
     engine.step()
@@ -68,5 +68,5 @@ def test_seats_come_back_from_whatever_ends_early(
         with pytest.raises(DivergenceError):
             engine.step()
     engine.cache.states.memories.fill_(torch.nan)
-    assert free_seats(engine) == (4, 4)
+    assert free_state_slots(engine) == (4, 4)
     assert tokens(engine, [request_of("next", 20, 3, 10)]) == expected
