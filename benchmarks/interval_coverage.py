@@ -36,7 +36,7 @@ from nmoe.statistics import (
     welch,
     within_share,
 )
-from nmoe.verifier.quality import f1_interval
+from nmoe.verifier.judge import f1_interval
 
 Array = np.ndarray[Any, Any]
 Draw = np.random.Generator

@@ -252,7 +252,7 @@ def signs_do_not_need_equal_floats() -> Result:
 
 @check(19, "coverage of a verifier's accuracy of 98% on 10, 50 and 400 solutions of 4 steps", "93% or more")
 def verifier_rate_covers() -> Result:
-    from nmoe.verifier.quality import rate
+    from nmoe.verifier.judge import rate
 
     shown = {}
     for solutions in (10, 50, 400):

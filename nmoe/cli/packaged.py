@@ -100,8 +100,7 @@ def gc(
     Example:
       nmoe env gc --dry-run
     """
-    from nmoe.sandbox.workspaces.collect import collect
-    from nmoe.sandbox.workspaces.store import workspaces_root
+    from nmoe.sandbox.workspaces.store import collect, workspaces_root
 
     for line in collect(workspaces_root(), dry_run=dry_run):
         typer.echo(line)

@@ -34,8 +34,7 @@ from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.question import question_key
 from nmoe.types import Message
 from nmoe.verifier.form import Form, Group, form_batch
-from nmoe.verifier.judge import Description, Judge
-from nmoe.verifier.quality import calibration, processbench, rate
+from nmoe.verifier.judge import Description, Judge, calibration, processbench, rate
 
 
 @dataclass(frozen=True)

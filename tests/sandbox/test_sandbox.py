@@ -16,7 +16,8 @@ from boxes import LIMITS, Box
 
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.errors import UserError
-from nmoe.sandbox import probe, uids
+from nmoe.sandbox import probe
+from nmoe.sandbox import sandboxes as factory_module
 from nmoe.sandbox.api import Access, SandboxFileError, SandboxSetupError
 from nmoe.sandbox.sandboxes import Sandboxes
 
@@ -492,16 +493,16 @@ def test_no_bubblewrap_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_uids_are_those_that_the_user_namespace_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"uid": "0 0 4294967295", "gid": "0 0 4294967295"}
     monkeypatch.setattr(
-        uids, "open", lambda path: io.StringIO(known[path[len("/proc/self/") : -len("_map")]]), raising=False
+        factory_module, "open", lambda path: io.StringIO(known[path[len("/proc/self/") : -len("_map")]]), raising=False
     )
-    monkeypatch.setattr(uids.os, "getuid", lambda: 0)
-    assert uids.has_uids(1_900_000_000)
+    monkeypatch.setattr(factory_module.os, "getuid", lambda: 0)
+    assert factory_module.has_uids(1_900_000_000)
     # A container to whose root few ids were given.
     known.update(uid="0 1000 1\n1 100000 65536", gid="0 1000 1\n1 100000 65536")
     with pytest.raises(SandboxSetupError, match=r"knows uids 1 to 65536 and gids 1 to 65536 alone.* first_uid = 32769"):
-        uids.has_uids(1_900_000_000)
-    assert uids.has_uids(32769)
-    uid, lock = uids.free_uid(32769)
+        factory_module.has_uids(1_900_000_000)
+    assert factory_module.has_uids(32769)
+    uid, lock = factory_module.free_uid(32769)
     lock.close()
     assert 32769 <= uid <= 65536
     # `unshare -Ur`
@@ -509,6 +510,6 @@ def test_uids_are_those_that_the_user_namespace_knows(monkeypatch: pytest.Monkey
     with pytest.raises(
         SandboxSetupError, match=r"knows uids 0 to 0 .* as an ordinary user instead, without `unshare -r`"
     ):
-        uids.has_uids(1_900_000_000)
-    monkeypatch.setattr(uids.os, "getuid", lambda: 1000)
-    assert not uids.has_uids(1_900_000_000)
+        factory_module.has_uids(1_900_000_000)
+    monkeypatch.setattr(factory_module.os, "getuid", lambda: 1000)
+    assert not factory_module.has_uids(1_900_000_000)

@@ -23,10 +23,9 @@ from nmoe.config.locate import Locator, Place
 from nmoe.config.problems import ConfigError
 from nmoe.config.tables.rollout import WorkspaceSettings
 from nmoe.sandbox.api import Limits, Result
-from nmoe.sandbox.workspaces.collect import collect
 from nmoe.sandbox.workspaces.prepare import Prepared, Workspaces
 from nmoe.sandbox.workspaces.sources import MOST_KEPT, WorkspaceError
-from nmoe.sandbox.workspaces.store import MARKER, lock, workspaces_root
+from nmoe.sandbox.workspaces.store import MARKER, collect, lock, workspaces_root
 from nmoe.types import INFRASTRUCTURE, Problem
 
 Open = Callable[..., Workspaces]

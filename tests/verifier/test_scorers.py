@@ -19,7 +19,7 @@ from nmoe.recipes.preferences import last_token_batch
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
-from nmoe.verifier import batching as together
+from nmoe.verifier import scorers
 from nmoe.verifier.scorers import RewardModel, load_scorer
 
 QUESTION = [Message("user", "Sort: 21")]
@@ -81,7 +81,7 @@ def test_calls_that_wait_together_share_a_pass(model: RewardModel, monkeypatch: 
 
 
 def test_scores_are_remembered_up_to_a_bound(model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "REMEMBERED", 2)
+    monkeypatch.setattr(scorers, "REMEMBERED", 2)
     model._together._known.clear()
     score(model, "1", "2", "12")
     assert len(model._together._known) == 2

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from stepwise_cases import write_stepwise
 
 from nmoe.config.commands import VerifierConfig
@@ -14,13 +16,14 @@ from nmoe.config.loader import load_run
 from nmoe.config.tables.recipes import VerifierSection
 from nmoe.data.prm import LabelledSteps
 from nmoe.errors import UserError
+from nmoe.eval.early_stopping import since_baseline
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.speedrun.steps import step_texts, write_prm800k
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 from nmoe.verifier.judge import Description, Judge
-from nmoe.verifier.train import judged_solutions, read_data, verifier, whole_solutions
+from nmoe.verifier.train import LabelledSolution, evaluate, judged_solutions, read_data, verifier, whole_solutions
 
 CONFIG = """
 [run]
@@ -277,3 +280,30 @@ def test_what_is_no_verifier_is_refused(tmp_path: Path) -> None:
         (tmp_path / "verifier.json").write_text(text)
         with pytest.raises(UserError, match=r"verifier\.json: not the description of a verifier"):
             Judge.load(tmp_path)
+
+
+PROBE = [
+    LabelledSolution("a", ("1", "2"), ("+", "-"), first_wrong=1),
+    LabelledSolution("b", ("1",), ("+",)),
+    LabelledSolution("c", ("1",), ("-",), first_wrong=0),
+]
+
+
+def results(right: list[list[float]]) -> list[dict[str, Any]]:
+    said = [torch.tensor([[1 - p, p] for p in one]) for one in right]
+    judge = SimpleNamespace(probabilities=lambda asked: said, form=SimpleNamespace(classes=("-", "+")))
+    return [dict(one) for one in evaluate(cast(Judge, judge), PROBE, "step", "steps").results]
+
+
+def test_accuracy_is_paired_by_solution_and_weighted_by_steps(tmp_path: Path) -> None:
+    # Right at the start: one step of a. Later: both of a, and b.
+    start, later = results([[0.9, 0.9], [0.1], [0.9]]), results([[0.9, 0.1], [0.9], [0.9]])
+    (tmp_path / "step_000000.json").write_text(json.dumps({"step": 0, "results": start}))
+    found = {one["mode"]: one for one in since_baseline(later, tmp_path)}
+    accuracy = found["step_accuracy"]
+    assert accuracy["value"] == pytest.approx(3 / 4)
+    assert list(accuracy["outcomes"].values()) == [1.0, 1.0, 0.0]
+    assert list(accuracy["weights"].values()) == [0.5, 0.25, 0.25]
+    assert accuracy["since_start"]["difference"] == pytest.approx(3 / 4 - 1 / 4)
+    assert accuracy["since_start"]["low"] < 0.5 < accuracy["since_start"]["high"] <= 1
+    assert "since_start" not in found["processbench_f1"]

@@ -21,8 +21,7 @@ from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 from nmoe.verifier.form import DiscriminativeForm, GenerativeForm, form_batch, make_form
-from nmoe.verifier.judge import Description, Judge
-from nmoe.verifier.quality import calibration, processbench, rate
+from nmoe.verifier.judge import Description, Judge, calibration, processbench, rate
 from nmoe.verifier.scorers import Verifier, load_scorer, load_step_scorer
 
 MESSAGES = [Message("user", "Sum: 4+7+2")]

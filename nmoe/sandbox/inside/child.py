@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CHANNEL, STATUS = 3, 4
 _NAME = "<python>"
-# The directory where a workspace's bootstrap installs (nmoe.sandbox.workspaces.bootstrap). It is on the child's import path
+# The directory where a workspace's bootstrap installs (nmoe.sandbox.workspaces.prepare). It is on the child's import path
 # only: the agent must not import code that a policy can write.
 _PACKAGES = "/workspace/.packages"
 _DENIED = {errno.EACCES: "sandbox_denied", errno.EPERM: "sandbox_denied", errno.EROFS: "sandbox_denied"}
