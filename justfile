@@ -31,6 +31,5 @@ docs:
 
 # the pages that are generated from the code, and the README's table of seeds
 reference:
-    .venv/bin/python -m nmoe.config.reference > docs/reference/configuration.md
-    .venv/bin/python scripts/cli_reference.py > docs/reference/cli.md
+    .venv/bin/python scripts/reference_pages.py
     .venv/bin/python scripts/seeds_table.py --write

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import tokenizers
+import tomli_w
 from commits import environment
 
-RUNS = Path(__file__).parent / "tiny_runs"
+RUNS = Path(__file__).with_name("tiny_runs.toml")
 
 VERBS = {
     "base": ["pretrain"],
@@ -43,11 +44,16 @@ Tokenizer.train([{_WORDS!r}] * 10, 400).save(Path('tokenizer'))
 
 def make_workshop(tree: Path, workshop: Path) -> None:
     """Fills the directory `workshop` with all that the runs of `VERBS` read; the code of `tree` trains tokenizer and base."""
-    for file in RUNS.iterdir():
-        shutil.copy(file, workshop)
+    write_configurations(workshop)
     subprocess.run([sys.executable, "-c", _TOKENIZER], cwd=workshop, env=environment(tree), check=True)
     _write_data(workshop)
     run(tree, workshop, "base")
+
+
+def write_configurations(workshop: Path) -> None:
+    """Writes each table of `RUNS` as NAME.toml."""
+    for name, table in tomllib.loads(RUNS.read_text()).items():
+        (workshop / f"{name}.toml").write_text(tomli_w.dumps(table))
 
 
 def run(tree: Path, workshop: Path, name: str, *overrides: str) -> Path:

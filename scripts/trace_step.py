@@ -9,7 +9,6 @@ whoever runs the loop. By default the commit is HEAD; `.` is the working tree.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from commits import checked_out, environment, resolved, subject
-from tiny_run import RUNS, VERBS, make_workshop
+from tiny_run import VERBS, make_workshop, write_configurations
 
 STEPS = (("recipes/grpo.py", "_step"), ("rl/train.py", "_step"), ("rl/train.py", "step"))
 """Where a step may begin, by commit: file below nmoe/ and function."""
@@ -97,7 +96,7 @@ def trace(tree: Path, arguments: list[str]) -> Tracer:
 def traced(tree: Path, workshop: Path) -> tuple[list[str], list[tuple[str, str, str]]]:
     """The files that a step enters, and its hand-overs as caller, callee and function, by the code of `tree` in another process.
     `workshop` has the directory `base`. Raises CalledProcessError where the run fails."""
-    shutil.copy(RUNS / "one_prompt.toml", workshop)
+    write_configurations(workshop)
     result = workshop / "trace.json"
     command = [sys.executable, __file__, "--traced", str(tree), str(result), *VERBS["one_prompt"], "one_prompt.toml"]
     subprocess.run(command, cwd=workshop, env=environment(tree), check=True, stdout=subprocess.DEVNULL)

@@ -1,10 +1,9 @@
-"""An installed package that offers parts of each kind, used through TOML by their names; and names that are taken twice.
-
-What "installed" means here is a module and a dist-info directory on the path, which is all that entry points need.
-"""
+"""Parts that installed packages offer, used through TOML by their names; and the example in each public docstring."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,3 +175,37 @@ def test_a_name_taken_twice_is_refused_with_both_owners(install: Install, name: 
         registry.TASKS.get("countdown")
     for part in ("first 1.0", "second 1.0", "`first:Shout`", "`second:Shout`"):
         assert part in str(raised.value)
+
+
+class Values(doctest.OutputChecker):
+    """Compares what an expression gives. A statement may print the progress of a run; an exception fails all the same."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return not want or super().check_output(want, got, optionflags)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model over bytes, after one step."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    shape = {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 512}
+    config = {"run.directory": str(directory)}
+    return nmoe.train_sft(shape, data=[{"prompt": "2 + 2 =", "completion": " 4"}], config=config).checkpoint
+
+
+@pytest.mark.parametrize("name", nmoe.__all__)
+def test_the_example_of_a_public_name_runs(
+    name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Names that the example of a decorator registers are free again for another test.
+    registry = importlib.import_module("nmoe.config.registry")
+    for table in (registry.REWARDS, registry.TOOLS):
+        monkeypatch.setattr(table, "_registered", dict(table._registered))
+    text = getattr(nmoe, name).__doc__
+    example = doctest.DocTestParser().get_doctest(text, {"checkpoint": checkpoint}, name, None, None)
+    assert len(example.examples) >= 2, f"{name} has no example"
+    runner = doctest.DocTestRunner(checker=Values())
+    said: list[str] = []
+    runner.run(example, out=said.append)
+    assert runner.failures == 0, "".join(said)

@@ -1,7 +1,8 @@
-"""The `nmoe` command: what each verb hands over, and how bad input, Ctrl-C and closed pipes end it."""
+"""The `nmoe` command: what each verb hands over, how bad input, Ctrl-C and closed pipes end it, and how fast it starts."""
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -406,3 +407,18 @@ def test_what_the_examples_of_help_name_is_packaged() -> None:
     assert {"skills", "sort"} <= set(environments)
     # `core` is a benchmark that has no environment.
     assert set(environments) <= {one.name for one in packaged_environments()} | {"my_environment", "mine", "core"}
+
+
+HELP = [sys.executable, "-m", "nmoe", "--help"]
+
+
+def test_help_takes_under_half_a_second_of_cpu() -> None:
+    """The quickest of three: the first may have to compile and to read from disk."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        shown = subprocess.run(HELP, capture_output=True, text=True, check=True).stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert "speedrun" in shown
+    assert 0 < min(seconds) < 0.5

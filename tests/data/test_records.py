@@ -1,17 +1,18 @@
-"""Records: every format as people have it, told by its columns; what is ambiguous or broken is named with its place."""
+"""Records: every format as people and docs/guides/data.md have it, found by its columns; broken ones named with file and line."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nmoe.config.tables.recipes import DatasetSettings
+from nmoe.config.tables.recipes import DatasetSettings, Kind
 from nmoe.data.records import (
     Conversation,
     Preference,
@@ -319,3 +320,17 @@ def test_what_fits_nothing(tmp_path: Path) -> None:
         read_records(DatasetSettings(path=path), ["prompt_completion", "messages"])
     with pytest.raises(UserError, match=r"x\.jsonl: no records"):
         read_records(DatasetSettings(path=write(tmp_path / "x.jsonl")))
+
+
+PAGE = Path(__file__).parents[2] / "docs/guides/data.md"
+
+
+def test_every_example_is_of_its_kind(tmp_path: Path) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", PAGE.read_text(), re.MULTILINE)
+    assert {kind for kind, _ in rows} == set(get_args(Kind))
+    for kind, example in rows:
+        path = tmp_path / "x.jsonl"
+        path.write_text(json.dumps(json.loads(example)) + "\n")
+        records = read_records(DatasetSettings(path=str(path)))
+        assert records.kind == kind
+        assert len(list(records)) == 1

@@ -1,4 +1,4 @@
-"""The examples, run as their readers run them but shorter, with the values and the line counts that they promise.
+"""The examples, run as their readers run them but shorter, with the values and line counts that they promise; the notebook, too.
 
 Beside each bound is the worst value of three seeds at that length.
 """
@@ -12,6 +12,7 @@ import json
 import tokenize
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -134,3 +135,26 @@ def test_reinforcement_learning_as_one_call(example: ModuleType) -> None:
     assert run.metrics[0]["reward_mean"] < 0.1
     assert run.metrics[-1]["reward_mean"] > 0.2  # 0.35; 0.86 after the 60 steps of the example
     assert len(code_lines(Path(str(example.__file__)).read_text())) <= 40
+
+
+NOTEBOOK = Path(__file__).parents[2] / "examples/notebook.ipynb"
+
+
+def test_the_notebook_trains_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads(NOTEBOOK.read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell.get("outputs") for cell in notebook["cells"]), "a notebook is committed without its outputs"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells:
+        exec(compile(cell.replace("STEPS = 60", "STEPS = 20"), NOTEBOOK.name, "exec"), names)
+    rewards, mismatches = (axis.lines[0].get_xydata() for axis in names["figure"].axes)
+    assert rewards[:, 1].tolist() == [row["reward_mean"] for row in names["run"].metrics]
+    assert rewards[-1, 1] > 2 * rewards[0, 1]
+    assert mismatches.shape == (20, 2)
+    assert (mismatches[:, 1] < 1e-5).all()
+    (answer,) = eval(compile("[" + cells[-1] + "]", NOTEBOOK.name, "eval"), names)
+    assert len(answer) == 2

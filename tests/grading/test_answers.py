@@ -1,16 +1,25 @@
-"""Grading through the workers: asynchronous and not, and one comparison for answers that come twice."""
+"""Grading through the workers, golds out of known datasets' fields, and MATH's 5,000 test answers."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
+import re
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
+from nmoe.errors import UserError
+from nmoe.grading.gold import extract_gold
 from nmoe.grading.math import answers
 from nmoe.grading.math.answers import grade_answer, grade_answers, symbolic_workers
+from nmoe.grading.math.normalization import normalize
 from nmoe.grading.math.policy import DEFAULT, Policy
+from nmoe.grading.regrade import answer_of
 from nmoe.types import Verdict
 
 HANGS = "9^{9^{9^{9}}}"
@@ -89,3 +98,67 @@ def test_an_error_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(killed()).outcome == "error"
     assert (*pair, *DEFAULT.arguments) not in answers._replies
     assert asyncio.run(grade_answer(*pair)).outcome == "incorrect"
+
+
+@pytest.mark.parametrize(
+    ("extractor", "field", "gold"),
+    [
+        ("none", " 42 \n", "42"),
+        ("gsm8k_hash", "6 * 3 = <<6*3=18>>18 eggs\n#### 1,018", "1,018"),
+        ("gsm8k_hash", "#### 3 was wrong\n#### -4\n", "-4"),
+        ("boxed", r"The area is $\boxed{\frac{\sqrt{3}}{2}}$.", r"\frac{\sqrt{3}}{2}"),
+        ("last_number", "It was 17, now 18.", "18"),
+    ],
+)
+def test_extract_gold(extractor: str, field: str, gold: str) -> None:
+    assert extract_gold(extractor, field) == gold
+
+
+@pytest.mark.parametrize(
+    ("extractor", "field", "reason"),
+    [
+        ("none", "  ", "finds no text"),
+        ("gsm8k_hash", "18", "finds no '#### ANSWER' in '18'"),
+        ("gsm8k_hash", "18 ####", "finds no '#### ANSWER'"),
+        ("boxed", r"\boxed{5", r"finds no \\boxed\{ANSWER\} that closes"),
+        ("boxed", r"\boxed{ }", "finds no"),
+        ("last_number", "five " * 100, r"'\.\.\.e five .{60,70}'; mend the record"),
+    ],
+)
+def test_a_gold_that_is_not_there_is_an_error(extractor: str, field: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        extract_gold(extractor, field)
+
+
+DATA = Path(__file__).parents[3] / "shared" / "eval_data" / "math.jsonl"
+# What an answer may leave out or add: a name, a unit.
+_LEFT_OUT = re.compile(r"^[a-z] *=|\\text\{[^{}]*\}|\^\{?\\circ\}?|\\%| ")
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict[str, str]]:
+    if not DATA.exists():
+        pytest.skip("shared/eval_data is not beside the repository")
+    return [json.loads(line) for line in DATA.read_text().splitlines()]
+
+
+def test_every_answer_is_that_of_its_solution(records: list[dict[str, str]]) -> None:
+    pairs = [(one["answer"], answer_of(one["chain_of_thought"], "boxed") or "") for one in records]
+    wrong = [pair for pair, verdict in zip(pairs, grade_answers(pairs), strict=True) if verdict.outcome != "correct"]
+    assert len(pairs) == 5000
+    # Solutions that box several values one by one, where the data set has kept the last of them alone for the gold.
+    assert [pair for pair in wrong if "boxed" not in pair[1]] == []
+    assert len(wrong) == 7
+
+
+def test_no_answer_is_another(records: list[dict[str, str]]) -> None:
+    golds = [one["answer"] for one in records]
+    answers = random.Random(0).sample(golds, len(golds))
+    began = time.process_time()
+    verdicts = list(grade_answers(zip(golds, answers, strict=True)))
+    assert time.process_time() - began < 10
+    accepted = [pair for *pair, verdict in zip(golds, answers, verdicts, strict=True) if verdict.outcome == "correct"]
+    same = [[normalize(_LEFT_OUT.sub("", text)) for text in pair] for pair in accepted]
+    assert [pair for pair, texts in zip(accepted, same, strict=True) if texts[0] != texts[1]] == []
+    # The workers get few: most that differ are told apart at once.
+    assert sum(verdict.layer == "symbolic" for verdict in verdicts) < 200

@@ -1,7 +1,4 @@
-"""Golds as real datasets have them (cases.txt): the share of right answers accepted in every class, and no near miss.
-
-pytest tests/grading/test_cases.py -s        # prints the shares and every case that is missed
-"""
+"""Golds as real datasets have them (cases.txt), and every row of the policy's tables in docs/guides/grading.md."""
 
 from __future__ import annotations
 
@@ -79,3 +76,34 @@ def test_right_answers_are_understood(accepted: dict[tuple[Case, str], bool]) ->
 
 def test_no_near_miss_is_accepted(accepted: dict[tuple[Case, str], bool]) -> None:
     assert [case for case in CASES if accepted[case, case.wrong]] == []
+
+
+PAGE = Path(__file__).parents[2] / "docs/guides/grading.md"
+ROW = re.compile(r"^\| `((?:(?!` \|).)+)` \| `((?:(?!` \|).)+)` \| (correct|incorrect) \|", re.MULTILINE)
+ASKED = re.compile(r"^\| `(.+?)` \| `(.+?)` \| `(.+?)` \| (correct|incorrect) \|", re.MULTILINE)
+ROWS = [(None, *row) for row in ROW.findall(PAGE.read_text())] + ASKED.findall(PAGE.read_text())
+
+
+def test_the_page_has_the_rows() -> None:
+    assert len(ROWS) > 90
+    assert len(ROWS) == sum(
+        line.startswith("| `") and line.count("`") >= 4
+        for line in PAGE.read_text().split("## Where")[0].split("## Policy")[1].splitlines()
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[tuple[str | None, str, str], str]:
+    found = {}
+    for question in dict.fromkeys(row[0] for row in ROWS):
+        rows = [row[:3] for row in ROWS if row[0] == question]
+        verdicts = grade_answers([(gold, answer) for _, gold, answer in rows], Policy(question=question))
+        found |= {row: verdict.outcome for row, verdict in zip(rows, verdicts, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize(("question", "gold", "answer", "outcome"), ROWS)
+def test_row(
+    question: str | None, gold: str, answer: str, outcome: str, outcomes: dict[tuple[str | None, str, str], str]
+) -> None:
+    assert outcomes[question, gold, answer] == outcome

@@ -1,13 +1,24 @@
-"""Packed batches: positions, selections and micro-batches."""
+"""Packed batches: positions, selections, micro-batches, weights of tokens by hand, and prefixes that sequences share."""
+
+from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import DENSE
 
-from nmoe.learner.batch import Batch, micro_batches
+from nmoe.config.tables.model import OptimizerSection
+from nmoe.learner.batch import Batch, common_prefixes, micro_batches, token_weights
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import cross_entropy
+from nmoe.model.config import ModelConfig
+from nmoe.model.transformer import Transformer
 
 MakeBatch = Callable[..., Batch]
 
@@ -134,3 +145,109 @@ def test_shared_rows_by_hand() -> None:
     assert part.prefixes == ((0, 2), (1, 1))
     assert part.shared_rows() is None  # alone of its group, and nothing else shares
     assert of_lengths([4, 3]).shared_rows() is None
+
+
+# Three sequences of 3, 2 and 1 positions with 2, 1 and 0 scored ones.
+SCORED = torch.tensor([False, True, True, False, True, False])
+LENGTHS = (3, 2, 1)
+
+
+def test_token_mean() -> None:
+    assert token_weights("token", SCORED, LENGTHS).tolist() == pytest.approx([0, 1 / 3, 1 / 3, 0, 1 / 3, 0])
+
+
+def test_mean_over_sequences_of_their_own_means() -> None:
+    assert token_weights("sequence", SCORED, LENGTHS).tolist() == pytest.approx([0, 1 / 6, 1 / 6, 0, 1 / 3, 0])
+
+
+def test_constant_length() -> None:
+    expected = [0, 1 / 30, 1 / 30, 0, 1 / 30, 0]
+    assert token_weights("constant", SCORED, LENGTHS, 10).tolist() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="a length that has to be given"):
+        token_weights("constant", SCORED, LENGTHS)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_nothing_scored_weighs_nothing(aggregation) -> None:
+    assert token_weights(aggregation, torch.zeros(3, dtype=torch.bool), (2, 1)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token", [0, 1 / 3, 1 / 3, 0, 1 / 3, 0]),
+        ("sequence", [0, 1 / 6, 1 / 6, 0, 1 / 6, 0]),
+        ("constant", [0, 1 / 20, 1 / 20, 0, 1 / 20, 0]),
+    ],
+)
+def test_the_branches_of_a_sample_count_as_one_sequence(aggregation, expected) -> None:
+    """The first two sequences are branches of one sample of three scored tokens; there are two samples."""
+    weights = token_weights(aggregation, SCORED, LENGTHS, 10, samples=(4, 4, 9))
+    assert weights.tolist() == pytest.approx(expected)
+
+
+SEQUENCES = st.lists(
+    st.tuples(st.lists(st.booleans(), min_size=1, max_size=6), st.integers(0, 3)), min_size=1, max_size=8
+)
+
+
+@given(SEQUENCES)
+def test_every_sample_weighs_the_same_however_it_branches(sequences) -> None:
+    scored = torch.tensor([bit for bits, _ in sequences for bit in bits])
+    lengths, samples = [len(bits) for bits, _ in sequences], [sample for _, sample in sequences]
+    weights = token_weights("sequence", scored, lengths, samples=samples).split(lengths)
+    for sample in set(samples):
+        whole = sum(float(part.sum()) for part, of in zip(weights, samples, strict=True) if of == sample)
+        tokens = sum(sum(bits) for bits, of in sequences if of == sample)
+        assert whole == pytest.approx(1 / len(set(samples)) if tokens else 0)
+
+
+@given(SEQUENCES, st.sampled_from(["token", "sequence", "constant"]))
+def test_samples_of_one_branch_are_sequences_to_the_bit(sequences, aggregation) -> None:
+    scored = torch.tensor([bit for bits, _ in sequences for bit in bits])
+    lengths = [len(bits) for bits, _ in sequences]
+    alone = token_weights(aggregation, scored, lengths, 7)
+    assert torch.equal(alone, token_weights(aggregation, scored, lengths, 7, samples=range(len(lengths))))
+
+
+def arrays(*sequences: list[int]) -> list[np.ndarray]:
+    return [np.array(sequence) for sequence in sequences]
+
+
+def test_who_shares_what() -> None:
+    assert common_prefixes(arrays([5, 6, 7, 8], [5, 6, 9], [4, 4]), 2) == ((0, 2), (0, 2), (2, 0))
+    assert common_prefixes(arrays([5, 6, 7], [5, 6, 7], [5, 6, 7, 8]), 2) == ((0, 2), (0, 2), (0, 2))
+    assert common_prefixes(arrays([5, 6], [5, 6]), 2) == ((0, 0), (1, 0))
+    assert common_prefixes(arrays([5, 6, 7, 1], [3, 6, 7, 1]), 2) == ((0, 0), (1, 0))
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=5), st.integers(1, 4))
+def test_what_is_shared_is_the_same(sequences: list[list[int]], shortest: int) -> None:
+    for sequence, (group, shared) in zip(sequences, common_prefixes(arrays(*sequences), shortest), strict=True):
+        assert sequence[:shared] == sequences[group][:shared]
+        assert shared < len(sequence)
+
+
+def test_sharing_changes_no_gradient() -> None:
+    rng = np.random.default_rng(0)
+    begin = rng.integers(0, 48, 12)
+    sequences = [np.concatenate([begin, rng.integers(0, 48, size)]) for size in (3, 5, 4)] + [rng.integers(0, 48, 9)]
+    lengths = tuple(len(ids) - 1 for ids in sequences)
+    scored_T = torch.cat([torch.arange(length) >= 5 for length in lengths])
+    plain = Batch(
+        lengths=lengths,
+        inputs_T=torch.from_numpy(np.concatenate([ids[:-1] for ids in sequences])),
+        targets_T=torch.from_numpy(np.concatenate([ids[1:] for ids in sequences])),
+        scored_T=scored_T,
+        weights_T=token_weights("token", scored_T, lengths),
+    )
+    prefixes = common_prefixes([ids[:-1] for ids in sequences], 8)
+    assert prefixes == ((0, 12), (0, 12), (0, 12), (3, 0))
+    gradients, losses = [], []
+    for batch in (plain, replace(plain, prefixes=prefixes)):
+        model = Transformer(ModelConfig(**DENSE)).initialize(0)
+        learner = Learner(model, OptimizerSection(learning_rate=1e-3), 1, 64)
+        losses.append(learner.forward_backward(batch, cross_entropy).result().loss)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert abs(losses[0] - losses[1]) < 1e-6
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)

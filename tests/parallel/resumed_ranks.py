@@ -1,4 +1,4 @@
-"""What each rank of `test_resumed_ranks` runs: two steps and a checkpoint where the directory is empty; then two more steps, of
+"""What each rank of `test_rank_checks` runs: two steps and a checkpoint where the directory is empty; then two more steps, of
 which rank 0 prints the metrics, and the weights' norms after them."""
 
 from __future__ import annotations

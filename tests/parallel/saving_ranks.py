@@ -1,4 +1,4 @@
-"""What each rank of test_sharded_files.py runs: `python saving_ranks.py DIRECTORY CASE`, as torchrun sets the environment."""
+"""What each rank of test_rank_checks.py runs: `python saving_ranks.py DIRECTORY CASE`, as torchrun sets the environment."""
 
 from __future__ import annotations
 

@@ -1,10 +1,16 @@
-"""The checks of many ranks, on two and on four: one start of ranks for each number, since a start costs seconds."""
+"""Checks of many ranks on two and on four; checkpoints of ranks, resumed on another number; files that several ranks write."""
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from forked_ranks import on_ranks
+from safetensors.torch import save_file
 
+from nmoe.parallel.sharded_files import join
 from nmoe.rank_checks.run import CHECKS
 
 
@@ -34,3 +40,46 @@ def test_what_is_wrong_on_one_rank_is_noticed_on_all() -> None:
         assert sum(bool(re.fullmatch(line, one)) for one in said) == 2, said
     assert sorted(one for one in said if one.startswith(("0:", "1:"))) == ["0: True"] * 6 + ["1: True"] * 6
     assert sum(one.startswith("asked for something else, where a pass over sequences of (11, 10)") for one in said) == 6
+
+
+@pytest.mark.long
+def test_four_ranks_resume_on_one_two_and_three(tmp_path: Path) -> None:
+    saved = [json.loads(on_ranks(ranks, "resumed_ranks.py", "gpt_oss", str(tmp_path))) for ranks in (4, 1, 2, 3)]
+    four, *others = saved
+    assert four[0]["loss"] != four[1]["loss"]
+    for other in others:
+        for ours, theirs in zip(four, other, strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-9)
+
+
+def saved(ranks: int, directory: Path, case: str = "works") -> dict[str, Any]:
+    """What the first rank says of what the ranks wrote."""
+    found: dict[str, Any] = json.loads(on_ranks(ranks, "saving_ranks.py", str(directory), case))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_what_ranks_hold_parts_of_is_written_whole(ranks: int, tmp_path: Path) -> None:
+    found = saved(ranks, tmp_path)
+    assert found["equal"] == {"model.safetensors": True, "optimizer.safetensors": True}
+    # Floats, two bytes each in low precision and eight in double.
+    assert found["size"] == 4 * (15 + 4 + 14 + 1 + 6) + 2 * 24 + 8 * 3
+    assert found["largest"] == 60, "no more than the largest tensor at a time"
+    assert not found["left"]
+
+
+def test_a_rank_that_cannot_write_is_told_of_by_the_first(tmp_path: Path) -> None:
+    assert saved(2, tmp_path, "full") == {"error": "[Errno 28] No space left on device", "left": False}
+
+
+def test_missing_parts_are_refused(tmp_path: Path) -> None:
+    place, out = tmp_path / "parts", tmp_path / "out"
+    place.mkdir()
+    out.mkdir()
+    offsets = {"model.safetensors/a": {"saved_offsets": [2]}}
+    notes = {"DCP_SHARDING_INFO": json.dumps(offsets)}
+    save_file({"model.safetensors/a": torch.ones(2)}, place / "shard-1.safetensors", notes)
+    with pytest.raises(ValueError, match="the parts of a are 2 of its 4 numbers"):
+        join(place, {"model.safetensors": ["a"]}, out)
+    with pytest.raises(ValueError, match="no rank wrote b of model"):
+        join(place, {"model.safetensors": ["a", "b"]}, out)

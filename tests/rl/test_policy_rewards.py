@@ -1,4 +1,4 @@
-"""What samples are rewarded with, worked out by hand, and which groups teach something."""
+"""Rewards of a policy's groups, the length reward included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from policy_cases import answer, group, rewarded, settings
 
 from nmoe.config.tables.algorithm import AlgorithmSection
-from nmoe.rl.group_rewards import group_ids, joined
+from nmoe.rl.group_rewards import group_ids, joined, length_penalty, overlong_penalty
 from nmoe.rl.rollouts import solve_rate
 from nmoe.trajectory import Group, Trajectory
 
@@ -98,3 +98,17 @@ def test_solve_rate_is_of_what_was_judged() -> None:
     assert solve_rate(group(answer(1.0), answer(0.0), lost(answer(0.0)))) == 0.5
     assert solve_rate(group(lost(answer(1.0)))) is None
     assert torch.tensor(solve_rate(group(answer(0.2, correct=0.25)))) == 0.25
+
+
+def test_overlong_penalty_by_hand() -> None:
+    tokens = torch.tensor([0, 79, 80, 85, 90, 100, 120])
+    expected = [0, 0, 0, -0.25, -0.5, -1, -1]
+    assert overlong_penalty(tokens, max_tokens=100, buffer_tokens=20).tolist() == pytest.approx(expected)
+
+
+def test_length_penalty_by_hand() -> None:
+    # Short and right gains, long loses; short and wrong gains nothing.
+    tokens, correct = torch.tensor([10, 30, 15, 30, 10]), torch.tensor([1, 1, 1, 0, 0])
+    assert length_penalty(tokens, correct).tolist() == pytest.approx([0.5, -0.5, 0.25, -0.5, 0.0])
+    assert length_penalty(torch.tensor([5, 5]), torch.tensor([1, 0])).tolist() == [0, 0], "lengths all alike"
+    assert length_penalty(torch.tensor([8]), torch.tensor([1])).tolist() == [0], "alone"

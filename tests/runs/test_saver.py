@@ -1,8 +1,9 @@
-"""Saving in a thread: what is written is the state at the step, errors come back, and a kill leaves the checkpoint before."""
+"""Saving and restoring the state of a run."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,7 @@ from nmoe.runs.checkpoint import (
     remove_leftovers,
     verify_checkpoint,
 )
-from nmoe.runs.state import Part, load_parts
+from nmoe.runs.state import Files, JsonPart, Part, Subdirectory, load_parts, saved_version, snapshot_parts
 
 
 class Counter:
@@ -208,3 +210,50 @@ def test_weights_go_elsewhere_too_without_what_only_a_resumption_needs(tmp_path:
     assert (exports / "step_000003").stat().st_ino == made
     with pytest.raises(UserError, match=r"choose another checkpoint\.export_directory"):
         Saver(own, keep=1, exports=own / "latest" / "optimizer.json")
+
+
+class Weights:
+    """A part with a file and a version."""
+
+    def __init__(self, weight: str, version: int) -> None:
+        self.weight, self.version = weight, version
+
+    def snapshot(self, copied: bool) -> Snapshot:
+        weight = self.weight
+        return Snapshot(
+            lambda directory: (directory / "weights").write_text(weight) and None, 4, {"version": self.version}
+        )
+
+    def load(self, directory: Path, state: Any) -> None:
+        self.weight = (directory / "weights").read_text()
+        if state is not None:
+            self.version = state["version"]
+
+
+def parts(policy: Weights, critic: Weights, place: dict[str, int]) -> dict[str, Any]:
+    return {
+        "learner": policy,
+        "tokenizer": Files(lambda directory: (directory / "vocabulary").write_text("a b") and None),
+        "critic": Subdirectory("critic", {"learner": critic}),
+        "place": JsonPart(lambda: place, place.update),
+    }
+
+
+def test_parts_come_back_as_they_were(tmp_path: Path) -> None:
+    place = {"at": 7}
+    taken = snapshot_parts(parts(Weights("p", 3), Weights("c", 5), place), copied=True)
+    place["at"] = 8  # what happens between the snapshot and its writing is not in it
+    assert taken.size == 8
+    taken.write(tmp_path)
+    assert json.loads((tmp_path / "state.json").read_text()) == {"learner": {"version": 3}, "place": {"at": 7}}
+    assert (tmp_path / "vocabulary").read_text() == "a b"
+    policy, critic, place = Weights("", 0), Weights("", 0), {"at": 0}
+    load_parts(tmp_path, parts(policy, critic, place))
+    assert (policy.weight, policy.version, critic.weight, critic.version, place) == ("p", 3, "c", 5, {"at": 7})
+    assert (saved_version(tmp_path), saved_version(tmp_path / "critic")) == (3, 5)
+
+
+def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+    snapshot_parts({"learner": Weights("p", 1)}, copied=False).write(tmp_path)
+    with pytest.raises(UserError, match=r"state\.json: holds nothing of this run's focus"):
+        load_parts(tmp_path, {"learner": Weights("", 0), "focus": JsonPart(dict, lambda state: None)})

@@ -1,4 +1,4 @@
-"""Verifier training: what is trained on and what is held out, that it learns, and that it goes on number for number."""
+"""Verifier training: what is trained on and held out, that it learns, resumes exactly, and what changed since the start."""
 
 from __future__ import annotations
 
