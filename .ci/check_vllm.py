@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 from holding import hold
+from nmoe.learner.forward import batch_logprobs
 
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import batch_logprobs
 from nmoe.model.policy import load_policy
-from nmoe.runs.export import export_checkpoint
+from nmoe.runs.conversions import export_checkpoint
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer

@@ -32,7 +32,7 @@ from nmoe.model.gguf.tensors import GGUFTensors
 from nmoe.model.moe import RouterTrace
 from nmoe.model.ops.cpu import packing
 from nmoe.model.packed import PackedAttention
-from nmoe.runs.model_import import import_model
+from nmoe.runs.conversions import import_model
 from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message

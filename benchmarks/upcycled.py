@@ -43,10 +43,10 @@ from nmoe.model.checkpoint import load_model
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.upcycle import Upcycling
+from nmoe.runs.conversions import upcycle
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.report import mean_over_layers, write_report
 from nmoe.runs.storage import write_atomically
-from nmoe.runs.upcycle import upcycle
 from nmoe.speedrun.real_examination import QUESTIONS, RealExamination, examine, held_out_problems
 from nmoe.statistics import paired_difference
 from nmoe.text.tokenizer import Tokenizer

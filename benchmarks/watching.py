@@ -26,8 +26,7 @@ from nmoe.config.loader import load_run_with
 from nmoe.monitor.monitor import Monitor
 from nmoe.rl import update
 from nmoe.rl.launch import train
-from nmoe.runs.sinks.feed import Feed
-from nmoe.runs.sinks.sinks import Sinks
+from nmoe.runs.sinks.sinks import Feed, Sinks
 
 RESULTS = Path(__file__).parent / "results" / "watching.json"
 SINKS = ["csv", "tensorboard"]

@@ -42,7 +42,7 @@ from nmoe.envs.pools import Pool, Shard, build_pool
 from nmoe.envs.pools.generated import split_of
 from nmoe.recipes.pretrain import pretrain
 from nmoe.rl.launch import train
-from nmoe.runs.model_import import import_model
+from nmoe.runs.conversions import import_model
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message

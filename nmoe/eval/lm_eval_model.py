@@ -30,7 +30,7 @@ from nmoe.errors import UserError
 from nmoe.eval.likelihood import Continuation, likelihoods
 from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.policy import load_policy
-from nmoe.runs.export import generation_of
+from nmoe.runs.conversions import generation_of
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.types import Sampling
 

@@ -27,9 +27,9 @@ from nmoe.eval.evaluate import (
 )
 from nmoe.eval.outcomes import answers_of, outcomes_of
 from nmoe.rollout.collector import GradingError
-from nmoe.runs.answers import COMPLETIONS, bounded, how_ended
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.ledger import OUTSIDE
+from nmoe.runs.samples import COMPLETIONS, bounded, how_ended
 from nmoe.text.tokenizer import Tokenizer
 
 

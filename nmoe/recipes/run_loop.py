@@ -33,12 +33,11 @@ from nmoe.runs.checkpoint import Saver
 from nmoe.runs.directory import Resume, RunDirectory, flat_keys
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
-from nmoe.runs.places import claim_exports, place_records
 from nmoe.runs.progress import Progress
 from nmoe.runs.provenance import recorded_device, recorded_exports, recorded_schedule_steps
+from nmoe.runs.record_links import claim_exports, link_records
 from nmoe.runs.samples import CONSOLE_CHARACTERS, sample_lines
-from nmoe.runs.sinks.sink import Attempt
-from nmoe.runs.sinks.sinks import Sinks, refuse_unready
+from nmoe.runs.sinks.sinks import Attempt, Sinks, refuse_unready
 from nmoe.runs.state import Part, Subdirectory, load_parts
 from nmoe.runs.storage import how_to_resume
 
@@ -314,7 +313,7 @@ def _opened(start: tuple[Path, str, dict[str, Any], Resume], config: RunConfig) 
             before = recorded_exports(directory.path)
             claim_exports(directory.path, exports, before == config.checkpoint.export_directory)
         if directory.resumed_from is None:
-            place_records(directory.path, config.run)
+            link_records(directory.path, config.run)
     except BaseException:
         directory.abandon()
         raise

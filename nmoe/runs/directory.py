@@ -17,8 +17,8 @@ from nmoe.errors import StorageError, UserError
 from nmoe.parsing import toml_of
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
 from nmoe.runs.ledger import Ledger, read_lines
-from nmoe.runs.places import PLACED, is_lost, refuse_missing, remove_links
 from nmoe.runs.provenance import read_provenance
+from nmoe.runs.record_links import LINKED, is_lost, refuse_missing, remove_links
 from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
@@ -226,7 +226,7 @@ def _ended_before_its_first_step(path: Path) -> bool:
     if not all((path / name).exists() for name in (*SUBDIRECTORIES, "config.toml")):
         return False
     saved = any((path / "checkpoints").iterdir())
-    return not saved and not any(is_lost(path / name) for name in PLACED) and not _size(path / "metrics.jsonl")
+    return not saved and not any(is_lost(path / name) for name in LINKED) and not _size(path / "metrics.jsonl")
 
 
 def _size(file: Path) -> int:

@@ -31,7 +31,7 @@ from nmoe.model.peft_format import is_adapter
 from nmoe.model.shards import Shards, write_shards
 from nmoe.parsing import json_object, json_of
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.runs.whole import whole_directory
+from nmoe.runs.storage import whole_directory
 from nmoe.text.harmony import (
     CALL,
     CHANNEL,

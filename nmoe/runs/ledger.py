@@ -231,7 +231,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _cut_lines(path: Path, step: int | None) -> None:
     kept = b"".join(line for line, record in _whole_lines(path) if step is not None and record["step"] <= step)
     if len(kept) != path.stat().st_size:
-        write_atomically(path.resolve(), kept)  # it may be a link (`nmoe.runs.places`)
+        write_atomically(path.resolve(), kept)  # it may be a link (`nmoe.runs.record_links`)
 
 
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

@@ -11,13 +11,12 @@ from typing import Any
 from nmoe.errors import UserError
 from nmoe.runs.charts import COLOURS, Point, chart, text
 from nmoe.runs.comparison import NOT_COMPARED
-from nmoe.runs.looks import changed_keys
 from nmoe.runs.provenance import resumptions
 from nmoe.runs.record import RunRecord, interval_of, read_run
 from nmoe.runs.report import PLOTS
 from nmoe.runs.samples import heading_of, latest_samples, prompt_of, reasons, shortened
 from nmoe.runs.storage import write_atomically
-from nmoe.runs.summary import headline
+from nmoe.runs.summary import changed_keys, headline
 from nmoe.statistics import Interval
 
 _SAMPLE_CHARACTERS = 6000

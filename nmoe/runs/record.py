@@ -15,8 +15,8 @@ from nmoe.errors import UserError
 from nmoe.parsing import json_of, toml_of
 from nmoe.runs.directory import LOCK, flat_keys
 from nmoe.runs.ledger import read_lines
-from nmoe.runs.places import refuse_missing
 from nmoe.runs.provenance import read_provenance
+from nmoe.runs.record_links import refuse_missing
 from nmoe.statistics import Interval
 
 Status = Literal["running", "finished", "interrupted"]

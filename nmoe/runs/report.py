@@ -8,14 +8,13 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
-from nmoe.runs.answers import answer_lines, how_ended
+from nmoe.runs import CHARACTERS, PROBLEMS
 from nmoe.runs.charts import plot_curves
 from nmoe.runs.ledger import read_lines
-from nmoe.runs.places import refuse_missing
 from nmoe.runs.provenance import read_provenance, resumptions
 from nmoe.runs.record import interval_of, read_evaluations
-from nmoe.runs.sample_limits import CHARACTERS, PROBLEMS
-from nmoe.runs.samples import latest_samples, sample_lines
+from nmoe.runs.record_links import refuse_missing
+from nmoe.runs.samples import answer_lines, how_ended, latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import ends_of, headline
 

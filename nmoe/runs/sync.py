@@ -126,7 +126,7 @@ def _below(path: Path) -> str:
 
 
 def _rsync(to: _Target, names: Sequence[str], *options: str) -> str:
-    # Links to other disks (`nmoe.runs.places`) become what they lead to; those within a run, such as checkpoints/best, stay links.
+    # Links to other disks (`nmoe.runs.record_links`) are followed; those within a run, such as checkpoints/best, stay links.
     standing = ("--archive", "--checksum", "--relative", "--copy-unsafe-links", "--protect-args", "--exclude=.lock")
     return _run(["rsync", *standing, "--out-format=%n", *options, "--", *names, to.rsync], "rsync")
 

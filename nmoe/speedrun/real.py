@@ -16,8 +16,8 @@ from nmoe.monitor.mismatch import highest_mismatch
 from nmoe.plan.estimate import size_of
 from nmoe.preflight.resources import disk, memory
 from nmoe.recipes.setup import return_freed_memory
+from nmoe.runs.conversions import import_model
 from nmoe.runs.ledger import read_metrics
-from nmoe.runs.model_import import import_model
 from nmoe.runs.storage import write_atomically
 from nmoe.speedrun.promises import REAL_PROMISES
 from nmoe.speedrun.real_examination import RealExamination, examine

@@ -10,7 +10,7 @@ from typing import Any
 
 from nmoe.eval.lenient import Gain, part_gain
 from nmoe.parsing import json_object
-from nmoe.runs.model_import import RECORD
+from nmoe.runs.conversions import RECORD
 from nmoe.runs.report import fenced, markdown_table, markdown_text
 from nmoe.speedrun.real_examination import ROOM, Answer, RealExamination
 from nmoe.speedrun.report import Transcript, agreement, before_and_after, cost, curves, which_checkpoint, write_report

@@ -15,7 +15,7 @@ import nmoe
 from nmoe.errors import UserError
 from nmoe.model.fingerprint import fingerprint
 from nmoe.plan.estimate import parameters_of
-from nmoe.runs.export import export_checkpoint
+from nmoe.runs.conversions import export_checkpoint
 from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer
 from nmoe.text.tokenizer import Tokenizer
 

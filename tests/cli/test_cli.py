@@ -171,7 +171,7 @@ def test_the_other_verbs_hand_over_their_arguments(
         (Path("m"), 0.7, 256, 0, "Be brief.", "chat", "auto", "mxfp4", "bfloat16"),
     ]
 
-    calls = stand_in("nmoe.runs.export", "export_checkpoint")
+    calls = stand_in("nmoe.runs.conversions", "export_checkpoint")
     assert nmoe("export", "runs/a", "out") == 0
     assert nmoe("export", "a", "b", "--format=peft", "--dtype", "bfloat16") == 0
     assert calls == [(Path("runs/a"), Path("out"), None, "hf"), (Path("a"), Path("b"), "bfloat16", "peft")]

@@ -14,7 +14,7 @@ from nmoe.errors import UserError
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
-from nmoe.runs.export import export_checkpoint
+from nmoe.runs.conversions import export_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
 TASK = """

@@ -26,7 +26,7 @@ from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
-from nmoe.runs.export import export_checkpoint
+from nmoe.runs.conversions import export_checkpoint
 
 MakeModel = Callable[..., Transformer]
 

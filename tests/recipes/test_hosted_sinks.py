@@ -21,7 +21,7 @@ from test_run_loop import Counting
 from test_run_sinks import follow
 
 from nmoe.runs.ledger import read_metrics
-from nmoe.runs.sinks.sink import scalars_of
+from nmoe.runs.sinks.sinks import scalars_of
 
 pytestmark = pytest.mark.extras
 

@@ -23,9 +23,9 @@ from nmoe.model.checkpoint import load_model
 from nmoe.recipes.pretrain import document_batch, pretrain
 from nmoe.runs.comparison import diff_runs
 from nmoe.runs.ledger import read_lines, read_metrics
-from nmoe.runs.looks import show_run
 from nmoe.runs.provenance import recorded_threads
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.summary import show_run
 from nmoe.text.tokenizer import Tokenizer
 
 SHORT = ("--run.steps=1", "--optimizer.warmup_steps=0", "--eval=[]", "--data.tokens_per_step=64")

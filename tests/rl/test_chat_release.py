@@ -13,7 +13,7 @@ import nmoe
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
-from nmoe.runs.export import export_checkpoint
+from nmoe.runs.conversions import export_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
 SHAPE = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "intermediate_size": 64}

@@ -29,7 +29,7 @@ from nmoe.model.policy import load_policy
 from nmoe.recipes import setup
 from nmoe.recipes.pretrain import pretrain
 from nmoe.rl import policy as rl_policy
-from nmoe.runs.export import export_checkpoint
+from nmoe.runs.conversions import export_checkpoint
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer

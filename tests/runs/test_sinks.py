@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 
 from nmoe.errors import UserError
-from nmoe.runs.sinks.feed import Feed
-from nmoe.runs.sinks.sink import Attempt, scalars_of
-from nmoe.runs.sinks.sinks import Sinks, refuse_without_packages
+from nmoe.runs.sinks.sinks import Attempt, Feed, Sinks, refuse_without_packages, scalars_of
 
 ROWS: list[dict[str, Any]] = [
     {"step": 1, "loss": 0.1, "groups": 8},

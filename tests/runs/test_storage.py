@@ -1,4 +1,4 @@
-"""Files that are written whole."""
+"""Whole writes and whole directories, and full disks told from other errors: raised by hand, and met for real on a small tmpfs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ import pytest
 from safetensors import SafetensorError
 
 from nmoe.errors import StorageError, UserError
-from nmoe.runs.storage import append_whole, make_directory, remove_partials, storage_errors, write_atomically
-from nmoe.runs.whole import whole_directory
+from nmoe.runs.storage import (
+    append_whole,
+    make_directory,
+    remove_partials,
+    storage_errors,
+    whole_directory,
+    write_atomically,
+)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ def test_a_failure_leaves_nothing_not_even_the_directories_above(tmp_path: Path)
 def test_two_processes_do_not_write_one_directory(tmp_path: Path) -> None:
     out = tmp_path / "one"
     second = (
-        "import sys; from pathlib import Path; from nmoe.runs.whole import whole_directory\n"
+        "import sys; from pathlib import Path; from nmoe.runs.storage import whole_directory\n"
         f"with whole_directory(Path(sys.argv[1]), {OTHER!r}) as partial: (partial / 'other').write_text('other')"
     )
     with whole_directory(out, OTHER) as partial:

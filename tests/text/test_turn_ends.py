@@ -18,7 +18,7 @@ from nmoe.generation import sampling_notes
 from nmoe.model.checkpoint import load_model, save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
-from nmoe.runs.export import export_checkpoint
+from nmoe.runs.conversions import export_checkpoint
 from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.conversation import ChatMessage
 from nmoe.text.renderers import IGNORED, ChatRenderer, HarmonyRenderer, PlainRenderer, Round

@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 
-from nmoe.runs.sinks.sink import Attempt, scalars_of
+from nmoe.runs.sinks.sinks import Attempt, scalars_of
 from nmoe.runs.storage import append_whole, write_atomically
 
 

@@ -9,7 +9,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from nmoe.runs.sinks.sink import Attempt, scalars_of
+from nmoe.runs.sinks.sinks import Attempt, scalars_of
 
 
 class TensorBoardSink:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import trackio
 
-from nmoe.runs.sinks.sink import Attempt, scalars_of
+from nmoe.runs.sinks.sinks import Attempt, scalars_of
 
 
 class TrackioSink:

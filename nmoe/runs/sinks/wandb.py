@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from nmoe.runs.sinks.sink import Attempt, scalars_of
+from nmoe.runs.sinks.sinks import Attempt, scalars_of
 
 
 class WandbSink:

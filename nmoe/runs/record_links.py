@@ -15,7 +15,7 @@ from nmoe.runs.provenance import read_provenance
 from nmoe.runs.storage import make_directory, storage_errors, write_atomically
 
 _MARKER = ".run.json"
-PLACED = ("metrics.jsonl", "samples", "spikes.jsonl")
+LINKED = ("metrics.jsonl", "samples", "spikes.jsonl")
 """The records of a run that may lie elsewhere."""
 VARIABLES = {
     "metrics_directory": "METRICS_LOG_DIR",
@@ -25,7 +25,7 @@ VARIABLES = {
 """The keys of [run], and the environment variable that stands for each where it is not given."""
 
 
-def place_records(path: Path, settings: RunSection, variables: Mapping[str, str] = os.environ) -> None:
+def link_records(path: Path, settings: RunSection, variables: Mapping[str, str] = os.environ) -> None:
     """Makes the links of a new run at `path`, which has an empty samples/. An empty variable is as good as none, and where the
     place is the run's own directory no link is needed. Links that a run has already, since it was killed before its first
     checkpoint, stay.
@@ -76,7 +76,7 @@ def claim_exports(run: Path, exports: Path, exported_before: bool) -> None:
 
 def refuse_missing(path: Path) -> None:
     """Raises UserError where a record of the run lies in a place that is not there now."""
-    for name in PLACED:
+    for name in LINKED:
         if is_lost(link := path / name):
             raise UserError(f"{link}: leads to {link.readlink()}, which is not there; mount its disk, or put it back")
 
@@ -89,7 +89,7 @@ def is_lost(link: Path) -> bool:
 def remove_links(path: Path) -> None:
     """Removes the links of a run that has trained nothing, and the emptied records where they lead: it may begin again with
     others."""
-    for name in PLACED:
+    for name in LINKED:
         if not (link := path / name).is_symlink():
             continue
         target = link.resolve()

@@ -10,9 +10,9 @@ import pytest
 from nmoe.config.tables.run import RunSection
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.places import VARIABLES, claim_exports, place_records
 from nmoe.runs.provenance import recorded_exports
 from nmoe.runs.record import read_run
+from nmoe.runs.record_links import VARIABLES, claim_exports, link_records
 
 CONFIG = '[run]\nname = "one"\nsteps = 2\n'
 
@@ -21,7 +21,7 @@ def started(path: Path, settings: RunSection, variables: dict[str, str], resume:
     run = RunDirectory.create(path, CONFIG, {"argv": ["nmoe", "sft", "x"]}, resume=resume)
     try:
         if run.resumed_from is None:
-            place_records(path, settings, variables)
+            link_records(path, settings, variables)
     except BaseException:
         run.abandon()
         raise
