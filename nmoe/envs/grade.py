@@ -166,7 +166,7 @@ class Grader:
         of 0. Exceptions of `task.verify` propagate: a grader with a bug must stop the run, not teach that the answer was wrong.
         """
         task = TASKS[problem.task_type]
-        if session is not None:
+        if session is not None and session.access is not None:
             await session.lift()
         reading = self.read(problem, turns, exchanges)
         tokens = sum(len(turn.sample.token_ids) for turn in turns)

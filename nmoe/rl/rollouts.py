@@ -8,7 +8,6 @@ Where samples are compared within groups, a group with equal rewards carries no 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,16 +19,15 @@ from nmoe.envs.pools.pool import Drawn
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.text import OpenTask
 from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.errors import InfrastructureError
 from nmoe.learner.learner import Learner
 from nmoe.recipes.setup import model_identity
 from nmoe.rl.group_rewards import GroupRewards, RewardedGroup, judged
 from nmoe.rollout.collector import Collector, GradingError
-from nmoe.rollout.recorder import ReplayRecorder
+from nmoe.rollout.recorder import FailureRecords, ReplayRecorder
 from nmoe.runs.directory import RunDirectory
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group, Trajectory
-from nmoe.types import Failure, Sampling, TrainerState
+from nmoe.types import Sampling, TrainerState
 
 # The lowest share of a source's problems that is drawn, however well it is solved.
 LEAST = 0.1
@@ -153,7 +151,7 @@ class RolloutSampler:
                     key,
                     positions,
                     state=state,
-                    given=self._environment.prompts.given_ids,
+                    give_start=True,
                 )
             except GradingError as error:
                 self._failures.write(step, [error.trajectory])
@@ -255,34 +253,3 @@ class Focus:
     def metrics(self) -> dict[str, float]:
         """`focus/NAME`: the share of each source's problems that the next step draws."""
         return {f"focus/{source}": self.share(source) for source in sorted(self.rates)}
-
-
-class FailureRecords:
-    """Records the failed trajectories of a run in failures.jsonl, and writes replay bundles."""
-
-    def __init__(self, run: RunDirectory, tokenizer: Tokenizer, replays: ReplayRecorder) -> None:
-        self._run, self._tokenizer, self._replays = run, tokenizer, replays
-
-    def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Records each trajectory that the infrastructure lost, the first with each other failure, of its own or of a tool call,
-        and the step's replay bundles."""
-        seen: set[Failure] = {"ok"}
-        for trajectory in trajectories:
-            failures = {trajectory.grade.failure, *(event.failure for event in trajectory.tool_events)}
-            if not trajectory.trainable or not failures <= seen:
-                self._run.ledger.failure(trajectory.record(step, self._tokenizer.decode(trajectory.token_ids)))
-            seen |= failures
-        self._replays.write(step, trajectories)
-
-    def refuse_total_loss(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Raises InfrastructureError where the infrastructure lost every trajectory."""
-        if any(trajectory.trainable for trajectory in trajectories):
-            return
-        counts = Counter(trajectory.grade.failure for trajectory in trajectories)
-        reasons = Counter(trajectory.grade.reason for trajectory in trajectories if trajectory.grade.reason)
-        why = "".join(f" ({reason})" for reason, _ in reasons.most_common(1))
-        raise InfrastructureError(
-            f"step {step}: every sample was lost to the infrastructure, none to the policy: "
-            + ", ".join(f"{count} {name}" for name, count in counts.most_common())
-            + f"{why}; the reasons are in {self._run.path / 'failures.jsonl'}"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import RewardError
-from nmoe.envs.rewards.rewards import opened, rated
+from nmoe.envs.rewards.rewards import rated
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError
@@ -105,20 +105,20 @@ class Collector:
         positions: Sequence[int] | None = None,
         on_group: Callable[[Group], None] | None = None,
         state: TrainerState | None = _AT_THE_START,
-        given: tuple[int, ...] = (),
+        give_start: bool = False,
     ) -> Collected:
         """Samples and grades a group of `samples` trajectories for each problem; fills in stop tokens and seeds.
 
         Seeds depend only on `key` and the problem's position. Without `positions`, that is its index in `problems`, which
-        suffices for a list that is sampled once. `state` is what `[[rewards]]` are told about the run; None means that they
-        are not asked, as in evaluations of correctness. `given` is the start of the answer that each sample goes on from, as a
-        stage of the curriculum gives it in training. `on_group` is called with each finished group, in a thread of the
-        engine.
+        suffices for a list that is sampled once. `state` is the position in the run that `[[rewards]]` see; None leaves them
+        out, as in evaluations of correctness. With `give_start`, each sample continues the start of the answer that the stage of
+        the curriculum gives in training. `on_group` is called with each finished group, in a thread of the engine.
 
         Raises UserError for a prompt that does not fit the context and GradingError if a grader raises. Any exception or
         interrupt ends all running tools.
         """
         began, self._grade_s = time.perf_counter(), 0.0
+        given = self._environment.prompts.given_ids if give_start else ()
         named = list(zip(range(len(problems)) if positions is None else positions, problems, strict=True))
         groups = self._engine.run(self._collect(named, samples, sampling, key, on_group, state, given))
         return Collected(groups, time.perf_counter() - began, self._grade_s)
@@ -139,7 +139,9 @@ class Collector:
                 on_group(done)
             return done
 
-        async with opened([] if state is None else self._environment.rewards):
+        async with AsyncExitStack() as stack:
+            for reward in () if state is None else self._environment.rewards:
+                await stack.enter_async_context(reward.opened())
             return await all_or_none([group(position, problem) for position, problem in named])
 
     async def _group(

@@ -1,20 +1,24 @@
-"""Selects the trajectories that become replay bundles: a random share, and the first few of each failure class per step."""
+"""Records the failed trajectories of a run, and selects those that become replay bundles: a random fraction, and the first few of
+each failure class per step."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.order import stable_hash
+from nmoe.errors import InfrastructureError
 from nmoe.rollout.bundle import remove, write_bundle
+from nmoe.runs.directory import RunDirectory
 from nmoe.runs.storage import step_name
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
+from nmoe.types import Failure
 
 TOKENIZER = "tokenizer"
 SAMPLED = "sampled"
@@ -94,6 +98,37 @@ class ReplayRecorder:
             remove(partial)
             self._tokenizer.save(partial)
             os.rename(partial, final)
+
+
+class FailureRecords:
+    """Records the failed trajectories of a run in failures.jsonl, and writes replay bundles."""
+
+    def __init__(self, run: RunDirectory, tokenizer: Tokenizer, replays: ReplayRecorder) -> None:
+        self._run, self._tokenizer, self._replays = run, tokenizer, replays
+
+    def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Records each trajectory that the infrastructure lost, the first with each other failure, of its own or of a tool call,
+        and the step's replay bundles."""
+        seen: set[Failure] = {"ok"}
+        for trajectory in trajectories:
+            failures = {trajectory.grade.failure, *(event.failure for event in trajectory.tool_events)}
+            if not trajectory.trainable or not failures <= seen:
+                self._run.ledger.failure(trajectory.record(step, self._tokenizer.decode(trajectory.token_ids)))
+            seen |= failures
+        self._replays.write(step, trajectories)
+
+    def refuse_total_loss(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Raises InfrastructureError where the infrastructure lost every trajectory."""
+        if any(trajectory.trainable for trajectory in trajectories):
+            return
+        counts = Counter(trajectory.grade.failure for trajectory in trajectories)
+        reasons = Counter(trajectory.grade.reason for trajectory in trajectories if trajectory.grade.reason)
+        why = "".join(f" ({reason})" for reason, _ in reasons.most_common(1))
+        raise InfrastructureError(
+            f"step {step}: every sample was lost to the infrastructure, none to the policy: "
+            + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+            + f"{why}; the reasons are in {self._run.path / 'failures.jsonl'}"
+        )
 
 
 def _safe(name: str) -> str:

@@ -86,7 +86,7 @@ def test_max_examples_makes_a_generated_pool_finite(make_pool: MakePool) -> None
 
 
 def test_a_split_without_a_question_is_an_error(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nmoe.envs.pools.generated.split_of", lambda *problem: "train")
+    monkeypatch.setattr("nmoe.envs.pools.generated._split", lambda *problem: "train")
     with pytest.raises(UserError, match="no sort problem of difficulty 1 to 1 is in the split 'eval'; raise"):
         make_pool({"type": "generated", "task_type": "sort", "difficulty": [1, 1], "split": "eval"})
 

@@ -51,9 +51,7 @@ def played(
     engine = ScriptedEngine(lambda _, index: tokenizer.encode(texts[index], control_tokens=True))
     collector = Collector(engine, environment, 400)  # type: ignore[arg-type]
     sampling = Sampling(limit * 10, temperature=1.0)
-    (group,) = collector.collect(
-        [PROBLEM], len(texts), sampling, (0, "train"), given=environment.prompts.given_ids
-    ).groups
+    (group,) = collector.collect([PROBLEM], len(texts), sampling, (0, "train"), give_start=True).groups
     (request,) = engine.requests
     return request, list(group.trajectories)
 

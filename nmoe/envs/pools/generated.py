@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
-from nmoe.envs.tasks import TASKS, OwnTask, generated_task
+from nmoe.envs.tasks import TASKS, GeneratedTask, OwnTask, generated_task
 from nmoe.errors import UserError
 from nmoe.types import Message, Metadata, Problem
 
@@ -25,10 +25,13 @@ _MAX_DIFFICULTY = 200
 
 def split_of(task_type: str, question: str, metadata: Metadata = MappingProxyType({})) -> str:
     """Returns the split of a question: "train", "validation" or "eval"."""
+    return _split(generated_task(task_type), task_type, question, metadata)
+
+
+def _split(task: GeneratedTask, task_type: str, question: str, metadata: Metadata) -> str:
     # Beside the question, the parts of a user's task that it does not show: messages before it, and the state of an episode.
     hidden = [str(metadata[key]) for key in ("messages", "state") if key in metadata]
-    key = "\n".join([question, *hidden]) if hidden else generated_task(task_type).split_key(question)
-    return split_by(task_type, key)
+    return split_by(task_type, "\n".join([question, *hidden]) if hidden else task.split_key(question))
 
 
 class Generated:
@@ -103,7 +106,7 @@ class Generated:
         for _ in range(_MAX_ATTEMPTS):
             difficulty = rng.randint(easiest, hardest)
             question, gold, metadata = self._task.pose_new(rng, difficulty)
-            if split in ("all", split_of(settings.task_type, question, metadata)):
+            if split in ("all", _split(self._task, settings.task_type, question, metadata)):
                 return Problem(
                     id=f"{self.name}/{position}",
                     task_type=settings.task_type,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nmoe.config.tables.rewards import (
@@ -41,15 +40,6 @@ def _load(settings: RewardConfig) -> Reward:
             return VerifierReward(settings)
         case RewardModelRewardConfig():
             return RewardModelReward(settings)
-
-
-@asynccontextmanager
-async def opened(rewards: Sequence[Reward]) -> AsyncIterator[None]:
-    """Holds the rewards' resources open while a batch is rated."""
-    async with AsyncExitStack() as stack:
-        for reward in rewards:
-            await stack.enter_async_context(reward.opened())
-        yield
 
 
 async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:

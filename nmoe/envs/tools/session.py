@@ -38,7 +38,7 @@ class ToolSession:
         self.sandboxes = sandboxes
         self._files = files or {}
         self._workspace = workspace
-        self._access = access
+        self.access = access
         self._opening = asyncio.Lock()
 
     async def prepare(self) -> None:
@@ -60,7 +60,7 @@ class ToolSession:
 
     async def lift(self) -> None:
         """Lifts the limits of `access` after the policy's last call, so that the verifier can restore and read what it needs."""
-        if self._access is not None and self.opened is not None and not self.lost:
+        if self.opened is not None and not self.lost:
             with suppress(SandboxFileError):  # a sandbox that is gone needs no lifting
                 await self.opened.restrict(Access())
 
@@ -70,9 +70,9 @@ class ToolSession:
             try:
                 for path, content in self._files.items():
                     await sandbox.write(path, content)
-                if self._access is not None:
+                if self.access is not None:
                     # After the files: a path that does not exist yet would become a directory.
-                    await sandbox.restrict(self._access)
+                    await sandbox.restrict(self.access)
             except BaseException:
                 await sandbox.close()
                 raise
