@@ -1,6 +1,6 @@
-"""Linear layers and norms: the modules that own a weight and apply it by one operation."""
+"""Linear layers, norms and dense feed-forward blocks."""
 
-# Shapes: N rows, D inputs, F outputs.
+# Shapes: N rows, T tokens, D inputs or width, F outputs or hidden units.
 
 from __future__ import annotations
 
@@ -45,3 +45,31 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         return ops_for(x_ND).rms_norm(x_ND, self.factors, self.eps)
+
+
+class SwiGLU(nn.Module):
+    """A dense SwiGLU block; gate and up are one matrix, in that order."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(width, 2 * intermediate)
+        self.down_proj = Linear(intermediate, width)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj
+        if gate_up.adapter is None and gate_up.bias is None:
+            hidden_TF = ops_for(x_TD, gate_up.exact).swiglu_linear(x_TD, gate_up.weight)
+        else:
+            gate_up_TF = gate_up(x_TD)
+            hidden_TF = ops_for(gate_up_TF, gate_up.exact).swiglu(gate_up_TF)
+        out_TD: Tensor = self.down_proj(hidden_TF)
+        return out_TD
+
+
+class GeGLU(SwiGLU):
+    """The same with GELU, by its approximation with tanh, in the place of SiLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_up_TF = self.gate_up_proj(x_TD)
+        out_TD: Tensor = self.down_proj(ops_for(gate_up_TF, self.gate_up_proj.exact).geglu(gate_up_TF))
+        return out_TD

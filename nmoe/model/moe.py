@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
 from nmoe.model.expert_profile import ProfiledExperts
-from nmoe.model.linear import Linear
+from nmoe.model.linear import Linear, SwiGLU
 from nmoe.model.low_rank import ExpertsLowRank
 from nmoe.model.mxfp4 import PackedExperts
 from nmoe.model.ops.table import ops_for
@@ -134,90 +135,106 @@ class Dispatcher(Protocol):
     def sent(self) -> Any: ...
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
-ExpertsWay = Callable[[Tensor, Tensor, ExpertWeights], Tensor]
+class ExpertComputation(ABC):
+    """Runs the experts of a layer, and their adapters, on rows sorted by expert; `counts_E` has the number of rows of each expert.
+    A subclass says how rows are multiplied by their experts' weights."""
 
+    def __init__(self, x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> None:
+        self.x_RD, self.counts_E, self.weights = x_RD, counts_E, weights
+        self.ops = ops_for(x_RD, weights.exact)
 
-def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """Runs the experts one after another, each on its own rows. Rows are sorted by expert; `counts_E` has the number of rows of
-    each."""
-    counts, offsets_E = counts_E.tolist(), counts_E.cumsum(0, dtype=torch.int32)
-    ops = ops_for(x_RD, weights.exact)
+    def run(self) -> Tensor:
+        """`down(swiglu(gate_up(x)))` of each row by its expert, `[R, D]`."""
+        return self.feed_forward(self.x_RD)
 
-    def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
-        return ops.linear_by_group(rows_RD, weight_EDF, counts)
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The same for rows in the layout of `product`."""
+        weights = self.weights
+        hidden = self._layer(x, weights.gate_up_EDF, weights.gate_up_bias_EF, weights.gate_up_adapter)
+        hidden = self.ops.swiglu(hidden, weights.limit)
+        return self._layer(hidden, weights.down_EFD, weights.down_bias_ED, weights.down_adapter)
 
-    def narrow(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
-        if weights.exact:
-            return ops.linear_by_group(rows_RD, weight_EDF, counts)
-        # Not by oneDNN, as `low_rank` says.
-        if rows_RD.shape[0] and grouped_mm_fits(rows_RD, weight_EDF.shape[-1]):
-            return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
-        return torch.cat([part @ weight for part, weight in zip(rows_RD.split(counts), weight_EDF, strict=True)])
-
-    return _through(product, narrow, _row_by_row(counts_E, x_RD.shape[0]), x_RD, weights)
-
-
-def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """The same as one grouped matrix product per projection. In bf16 on CUDA neither forward nor backward waits for the device,
-    and a group may have any number of rows; only the bytes of a row must be aligned."""
-    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
-
-    def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
-        return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
-
-    return _through(product, product, _row_by_row(counts_E, x_RD.shape[0]), x_RD, weights)
-
-
-def experts_by_padding(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """The same as one batched product per projection, with every expert's rows padded to the number of the busiest."""
-    experts, longest = weights.gate_up_EDF.shape[0], int(counts_E.max())
-    first_E = counts_E.cumsum(0) - counts_E
-    shift_E = torch.arange(experts, device=x_RD.device) * longest - first_E
-    place_R = torch.arange(x_RD.shape[0], device=x_RD.device) + shift_E.repeat_interleave(counts_E)
-    padded = x_RD.new_zeros(experts * longest, x_RD.shape[1]).index_copy(0, place_R, x_RD)
-
-    def spread(bias_EF: Tensor) -> Tensor:
-        return bias_EF.unsqueeze(1)
-
-    out = _through(torch.bmm, torch.bmm, spread, padded.view(experts, longest, -1), weights)
-    return out.flatten(0, 1).index_select(0, place_R)
-
-
-def _row_by_row(counts_E: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
-    """Repeats each expert's bias for its rows."""
-
-    def spread(bias_EF: Tensor) -> Tensor:
-        return bias_EF.repeat_interleave(counts_E, 0, output_size=rows)
-
-    return spread
-
-
-def _through(
-    product: Product, narrow: Product, spread: Callable[[Tensor], Tensor], x: Tensor, weights: ExpertWeights
-) -> Tensor:
-    """Applies to each row its expert's weights and, if there are adapters, that expert's updates, whose products are `narrow`.
-    `spread` aligns biases with the rows."""
-
-    own = weights.own
-
-    def update(rows: Tensor, weight_E: Tensor) -> Tensor:
-        return narrow(rows, weight_E if own is None else own(weight_E))
-
-    def layer(x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, adapter: ExpertsLowRank | None) -> Tensor:
-        out = product(x if weights.rows is None else weights.rows(x), weight_EDF)
+    def _layer(self, x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, adapter: ExpertsLowRank | None) -> Tensor:
+        rows = self.weights.rows
+        out = self.product(x if rows is None else rows(x), weight_EDF)
         if adapter is not None:
-            out = out + adapter(x, update)
-        return out if bias_EF is None else out + spread(bias_EF)
+            out = out + adapter(x, self._update)
+        return out if bias_EF is None else out + self.spread(bias_EF)
 
-    hidden = layer(x, weights.gate_up_EDF, weights.gate_up_bias_EF, weights.gate_up_adapter)
-    hidden = ops_for(hidden, weights.exact).swiglu(hidden, weights.limit)
-    return layer(hidden, weights.down_EFD, weights.down_bias_ED, weights.down_adapter)
+    def _update(self, x: Tensor, weight_E: Tensor) -> Tensor:
+        own = self.weights.own
+        return self.narrow_product(x, weight_E if own is None else own(weight_E))
+
+    @abstractmethod
+    def product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
+        """Each row times its expert's weight."""
+
+    @abstractmethod
+    def narrow_product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
+        """The same for the narrow weights of adapters."""
+
+    def spread(self, bias_EF: Tensor) -> Tensor:
+        """Each expert's bias, repeated for its rows."""
+        return bias_EF.repeat_interleave(self.counts_E, 0, output_size=self.x_RD.shape[0])
+
+
+class ExpertsByLoop(ExpertComputation):
+    """One expert after another, each on its rows."""
+
+    def __init__(self, x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> None:
+        super().__init__(x_RD, counts_E, weights)
+        self.counts, self.offsets_E = counts_E.tolist(), counts_E.cumsum(0, dtype=torch.int32)
+
+    def product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
+        return self.ops.linear_by_group(x, weight_EDF, self.counts)
+
+    def narrow_product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
+        if self.weights.exact:
+            return self.product(x, weight_EDF)
+        # Not by oneDNN, as `low_rank` says.
+        if x.shape[0] and grouped_mm_fits(x, weight_EDF.shape[-1]):
+            return F.grouped_mm(x, weight_EDF, offs=self.offsets_E)
+        return torch.cat([part @ weight for part, weight in zip(x.split(self.counts), weight_EDF, strict=True)])
+
+
+class ExpertsByGroupedMM(ExpertComputation):
+    """One grouped matrix product per projection. In bf16 on CUDA neither forward nor backward waits for the device, and a group may
+    have any number of rows; only the bytes of a row must be aligned."""
+
+    def __init__(self, x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> None:
+        super().__init__(x_RD, counts_E, weights)
+        self.offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+
+    def product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
+        return F.grouped_mm(x, weight_EDF, offs=self.offsets_E)
+
+    narrow_product = product
+
+
+class ExpertsByPadding(ExpertComputation):
+    """One batched product per projection, with every expert's rows padded to the number of the busiest: `[E, longest, D]`."""
+
+    def run(self) -> Tensor:
+        x_RD, counts_E = self.x_RD, self.counts_E
+        experts, longest = self.weights.gate_up_EDF.shape[0], int(counts_E.max())
+        first_E = counts_E.cumsum(0) - counts_E
+        shift_E = torch.arange(experts, device=x_RD.device) * longest - first_E
+        row_R = torch.arange(x_RD.shape[0], device=x_RD.device) + shift_E.repeat_interleave(counts_E)
+        padded = x_RD.new_zeros(experts * longest, x_RD.shape[1]).index_copy(0, row_R, x_RD)
+        return self.feed_forward(padded.view(experts, longest, -1)).flatten(0, 1).index_select(0, row_R)
+
+    def product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
+        return torch.bmm(x, weight_EDF)
+
+    narrow_product = product
+
+    def spread(self, bias_EF: Tensor) -> Tensor:
+        return bias_EF.unsqueeze(1)
 
 
 def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:
     """Whether `grouped_mm` is worth using. It needs row strides that are multiples of 16 bytes. It is slow in fp16 on a CPU,
-    and on CUDA it has a kernel for bf16 only: other types run one group after another, as in `experts_by_loop`. `widths` are
+    and on CUDA it has a kernel for bf16 only: other types run one group after another, as in `ExpertsByLoop`. `widths` are
     those of the experts and the ranks of their adapters."""
     row = 16 // x_RD.element_size()
     dtypes = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16)
@@ -236,17 +253,22 @@ _LITTLE_PADDING = 1.25
 _MEDIUM_PRODUCT = 2**24
 
 
-def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> ExpertsWay:
-    """The fastest way on this device; with exact numerics, the one that gives a row the same bits in any batch."""
+def compute_experts(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
+    """Runs the experts by the fastest method, `[R, D]`."""
+    return fastest_computation(x_RD, counts_E, weights)(x_RD, counts_E, weights).run()
+
+
+def fastest_computation(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> type[ExpertComputation]:
+    """The fastest method on this device; with exact numerics, the one that gives a row the same bits in any batch."""
     if weights.exact or x_RD.shape[0] == 0:  # grouped and batched products refuse to have no row
-        return experts_by_loop
+        return ExpertsByLoop
     ranks = [a.rank for a in (weights.gate_up_adapter, weights.down_adapter) if a is not None]
     fits = grouped_mm_fits(x_RD, weights.down_EFD.shape[1], *ranks)
-    grouped = experts_by_grouped_mm if fits else experts_by_loop
+    grouped: type[ExpertComputation] = ExpertsByGroupedMM if fits else ExpertsByLoop
     if x_RD.device.type != "cpu":
         return grouped
     if x_RD.dtype not in (torch.float32, torch.bfloat16):
-        return experts_by_loop
+        return ExpertsByLoop
     experts, longest = counts_E.shape[0], int(counts_E.max())
     _, width, hidden = weights.gate_up_EDF.shape
     product, share = longest * width * hidden, 0.0
@@ -255,8 +277,8 @@ def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Exper
     elif product <= _MEDIUM_PRODUCT and x_RD.dtype == torch.bfloat16:
         share = _LITTLE_PADDING
     if experts * longest <= share * x_RD.shape[0]:
-        return experts_by_padding
-    return experts_by_loop if ops_for(x_RD).loops_over_experts(x_RD, longest, width, hidden) else grouped
+        return ExpertsByPadding
+    return ExpertsByLoop if ops_for(x_RD).loops_over_experts(x_RD, longest, width, hidden) else grouped
 
 
 def _elsewhere(dispatcher: Dispatcher, rows_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
@@ -270,7 +292,7 @@ def _elsewhere(dispatcher: Dispatcher, rows_RD: Tensor, counts_E: Tensor, weight
         down_bias_ED=None if down_bias is None else own(down_bias),
         own=own,
     )
-    return dispatcher.combine(experts_way(rows_SD, counts_e, weights)(rows_SD, counts_e, weights), handle)
+    return dispatcher.combine(compute_experts(rows_SD, counts_e, weights), handle)
 
 
 class MoE(nn.Module):
@@ -377,35 +399,7 @@ class MoE(nn.Module):
             rows=self._quantise_rows(x_TD.dtype),
         )
         if self.dispatcher is None:
-            out_RD = experts_way(rows_RD, counts_E, weights)(rows_RD, counts_E, weights)
+            out_RD = compute_experts(rows_RD, counts_E, weights)
         else:
             out_RD = _elsewhere(self.dispatcher, rows_RD, counts_E, weights)
         return ops_for(out_RD, self.exact).combine(out_RD, weights_TK, row_TK)
-
-
-class SwiGLU(nn.Module):
-    """A dense SwiGLU block; gate and up are one matrix, in that order."""
-
-    def __init__(self, width: int, intermediate: int) -> None:
-        super().__init__()
-        self.gate_up_proj = Linear(width, 2 * intermediate)
-        self.down_proj = Linear(intermediate, width)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj
-        if gate_up.adapter is None and gate_up.bias is None:
-            hidden_TF = ops_for(x_TD, gate_up.exact).swiglu_linear(x_TD, gate_up.weight)
-        else:
-            gate_up_TF = gate_up(x_TD)
-            hidden_TF = ops_for(gate_up_TF, gate_up.exact).swiglu(gate_up_TF)
-        out_TD: Tensor = self.down_proj(hidden_TF)
-        return out_TD
-
-
-class GeGLU(SwiGLU):
-    """The same with GELU, by its approximation with tanh, in the place of SiLU (Shazeer 2020, arXiv:2002.05202)."""
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        gate_up_TF = self.gate_up_proj(x_TD)
-        out_TD: Tensor = self.down_proj(ops_for(gate_up_TF, self.gate_up_proj.exact).geglu(gate_up_TF))
-        return out_TD

@@ -25,9 +25,9 @@ from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
 from nmoe.model.config import ModelConfig, Numerics, RopeScaling
 from nmoe.model.delta import GatedDeltaNet
 from nmoe.model.device import kind_of
-from nmoe.model.linear import Linear, RMSNorm
+from nmoe.model.linear import GeGLU, Linear, RMSNorm, SwiGLU
 from nmoe.model.logprobs import head_product
-from nmoe.model.moe import GeGLU, MoE, Router, RouterTrace, SwiGLU
+from nmoe.model.moe import MoE, Router, RouterTrace
 from nmoe.model.rope import rope_table
 from nmoe.parallel.ranks import keep_part
 

@@ -16,7 +16,7 @@ from nmoe.model.config import LatentAttention
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.lora import Lora, LoraSettings, Site, choose, sites
 from nmoe.model.low_rank import ExpertsLowRank, LowRank
-from nmoe.model.moe import ExpertWeights, RouterTrace, experts_by_grouped_mm, experts_by_loop, experts_by_padding
+from nmoe.model.moe import ExpertsByGroupedMM, ExpertsByLoop, ExpertsByPadding, ExpertWeights, RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 
@@ -109,10 +109,10 @@ def test_experts_in_one_product_or_one_by_one() -> None:
     torch.testing.assert_close(
         first.merged(gate_up)[2], gate_up[2] + 0.5 * first.a_EDr[2] @ first.b_ErF[2], rtol=1e-6, atol=1e-6
     )
-    expected = experts_by_loop(x, counts, merged)
-    torch.testing.assert_close(experts_by_loop(x, counts, weights), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(experts_by_grouped_mm(x, counts, weights), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(experts_by_padding(x, counts, weights), expected, rtol=1e-4, atol=1e-4)
+    expected = ExpertsByLoop(x, counts, merged).run()
+    torch.testing.assert_close(ExpertsByLoop(x, counts, weights).run(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ExpertsByGroupedMM(x, counts, weights).run(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ExpertsByPadding(x, counts, weights).run(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_where_the_projections_lie(tiny_model: Make) -> None:

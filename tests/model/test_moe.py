@@ -10,14 +10,14 @@ from torch import Tensor
 
 from nmoe.model.config import ModelConfig
 from nmoe.model.moe import (
+    ExpertsByGroupedMM,
+    ExpertsByLoop,
+    ExpertsByPadding,
     ExpertWeights,
     MoE,
     Router,
     RouterTrace,
-    experts_by_grouped_mm,
-    experts_by_loop,
-    experts_by_padding,
-    experts_way,
+    fastest_computation,
     grouped_mm_fits,
 )
 
@@ -154,7 +154,7 @@ def test_rows_are_padded_where_that_is_fast(dtype: torch.dtype, width: int, coun
     weights = ExpertWeights(
         torch.zeros(shape, dtype=dtype), torch.zeros(len(counts), width, width, dtype=dtype), None, None
     )
-    assert (experts_way(x_RD, torch.tensor(counts), weights) is experts_by_padding) == padded
+    assert (fastest_computation(x_RD, torch.tensor(counts), weights) is ExpertsByPadding) == padded
 
 
 COUNTS = [[3, 0, 4, 1, 2], [0, 0, 10, 0, 0], [10, 0, 0, 0, 0], [0, 0, 0, 0, 10], [2] * 5]
@@ -168,9 +168,9 @@ def test_the_ways_of_experts_are_equal_in_values_and_gradients(counts: list[int]
     inputs = [torch.randn(shape, generator=generator) for shape in shapes]
     upstream = torch.randn(10, 8, generator=generator)
     results = []
-    for experts in (experts_by_grouped_mm, experts_by_loop, experts_by_padding):
+    for experts in (ExpertsByGroupedMM, ExpertsByLoop, ExpertsByPadding):
         tensors = [t.clone().requires_grad_() for t in inputs]
-        out = experts(tensors[0], torch.tensor(counts), ExpertWeights(*tensors[1:], limit=limit))
+        out = experts(tensors[0], torch.tensor(counts), ExpertWeights(*tensors[1:], limit=limit)).run()
         out.backward(upstream)
         results.append((out.detach(), *(t.grad for t in tensors)))
     for grouped, loop, padded in zip(*results, strict=True):
