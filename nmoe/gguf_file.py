@@ -37,6 +37,9 @@ class StoredTensor:
     offset: int  # of its first byte in the file
 
 
+_NEEDED: Any = object()
+
+
 @dataclass(frozen=True)
 class GGUFFile:
     """The header of one file."""
@@ -58,6 +61,17 @@ class GGUFFile:
         if key not in self.metadata:
             raise UserError(f"{self.path}: the file lacks {key}; it is not a whole language model")
         return self.get(key, kind)
+
+    def own(self, key: str, kind: type, default: Any = _NEEDED) -> Any:
+        """A value of the model's keys, such as `block_count`, which the file has as `llama.block_count`. Raises UserError where it
+        has another type, or no default and is absent."""
+        name = f"{self.architecture}.{key}"
+        return self.need(name, kind) if default is _NEEDED else self.get(name, kind, default)
+
+    def own_real(self, key: str, default: Any = _NEEDED) -> Any:
+        """A number of the model's keys in fp32, as it was written before it was rounded: 1e-05 and not 9.999999747378752e-06."""
+        value = self.own(key, float, default)
+        return value if value is None else float(f"{value:.7g}")
 
     @property
     def architecture(self) -> str:

@@ -27,7 +27,7 @@ class RopeScaling:
     `truncate` rounds the two bounds to whole dimensions. `linear` divides all by `factor`. `longrope` divides each pair by a
     factor of its own, one of `short_factors` if the model's context is no longer than the original, else of `long_factors`,
     with cosines and sines times `attention_factor` (Ding et al. 2024, arXiv:2402.13753). `dynamic` changes nothing within the
-    original context; how it goes beyond, `nmoe.model.context` says.
+    original context; how it goes beyond, `nmoe.model.rope.extended` says.
     """
 
     kind: Literal["llama3", "yarn", "linear", "dynamic", "longrope"]

@@ -8,9 +8,8 @@ import torch
 
 from nmoe.errors import UserError
 from nmoe.gguf_file import is_gguf
-from nmoe.model.checkpoint import load_model, stored_dtype
+from nmoe.model.checkpoint import fingerprint, load_model, stored_dtype
 from nmoe.model.device import choose_device, dtype_for, kind_of
-from nmoe.model.fingerprint import fingerprint
 from nmoe.model.lora import Lora
 from nmoe.model.peft_format import BASE, base_notes, is_adapter, read_adapter, read_base
 from nmoe.model.transformer import Transformer

@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model.config import RopeScaling
+from nmoe.errors import UserError
+from nmoe.model.config import ModelConfig, RopeScaling
 
 
 def rope_frequencies(context_tokens: int, dimensions: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
@@ -68,3 +70,39 @@ def rope_table(
     factor = scaling.attention_factor if scaling is not None and scaling.kind in ("yarn", "longrope") else 1.0
     cos, sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
     return F.pad(cos, (0, unturned // 2), value=1.0), F.pad(sin, (0, unturned // 2))
+
+
+def extended(config: ModelConfig, context_tokens: int) -> ModelConfig:
+    """The decoder with a context of this many tokens.
+
+    Frequencies as they were trained, or stretched by YaRN already, are stretched by YaRN (arXiv:2309.00071), as transformers does
+    with `rope_scaling = {"rope_type": "yarn", "factor": context_tokens / original}`. Where the checkpoint asks for `dynamic`, they
+    are those that transformers computes for a sequence of `context_tokens`, for sequences of any length: a larger base. Raises
+    UserError for fewer tokens than the checkpoint has, and for a scaling that says nothing about more.
+    """
+    scaling, trained = config.rope_scaling, config.context_tokens
+    if context_tokens < trained:
+        raise UserError(f"context_tokens = {context_tokens} is less than the {trained} that the checkpoint has")
+    if context_tokens == trained:
+        return config
+    changes: dict[str, object] = {"context_tokens": context_tokens}
+    # DeepSeek's `mscale_all_dim`: a scale of all attention logits that was made for the present factor.
+    sharpened = config.latent is not None and config.attention_scale > 0
+    if scaling is None:
+        factor = context_tokens / trained
+        changes["rope_scaling"] = RopeScaling("yarn", factor, trained, attention_factor=yarn_mscale(factor))
+    elif scaling.kind == "yarn" and scaling.attention_factor == yarn_mscale(scaling.factor) and not sharpened:
+        factor = context_tokens / scaling.original_context_tokens
+        changes["rope_scaling"] = replace(scaling, factor=factor, attention_factor=yarn_mscale(factor))
+    elif scaling.kind == "dynamic" and config.rope_dim > 2:
+        grown = scaling.factor * context_tokens / scaling.original_context_tokens - (scaling.factor - 1)
+        changes |= {
+            "rope_theta": config.rope_theta * grown ** (config.rope_dim / (config.rope_dim - 2)),
+            "rope_scaling": None,
+        }
+    else:
+        raise UserError(
+            f"context_tokens = {context_tokens}: the checkpoint's {trained} are stretched by {scaling.kind} with factors of their "
+            "own, which say nothing about more"
+        )
+    return config.model_copy(update=changes)

@@ -23,12 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from nmoe.errors import UserError
 from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
 from nmoe.model.config import ModelConfig, Numerics, RopeScaling
-from nmoe.model.delta import GatedDeltaNet
 from nmoe.model.device import kind_of
 from nmoe.model.linear import GeGLU, Linear, RMSNorm, SwiGLU
 from nmoe.model.logprobs import head_product
 from nmoe.model.moe import MoE, Router, RouterTrace
-from nmoe.model.rope import rope_table
+from nmoe.model.recurrence import GatedDeltaNet
+from nmoe.model.rope import extended, rope_table
 from nmoe.parallel.ranks import keep_part
 
 
@@ -142,6 +142,11 @@ class Transformer(nn.Module):
             self._set_table("window_rope", self.config.window_rope_theta, None)
             self.window_rope_cos: Tensor
             self.window_rope_sin: Tensor
+
+    def extend_context(self, tokens: int) -> None:
+        """Gives the model a longer context, and rotary tables for it. Raises UserError as `extended` does."""
+        self.config = extended(self.config, tokens)
+        self.reset_tables()
 
     def _set_table(self, name: str, theta: float, scaling: RopeScaling | None) -> None:
         config, device = self.config, self.embedding.weight.device

@@ -19,12 +19,10 @@ from nmoe.config.tables.model import ExpertProfile, ModelSection, OptimizerSecti
 from nmoe.cores import choose_threads
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner, share_model
-from nmoe.model.checkpoint import load_model, new_model
+from nmoe.model.checkpoint import fingerprint, load_model, new_model
 from nmoe.model.config import ModelConfig
-from nmoe.model.context import extend
 from nmoe.model.device import choose_device, dtype_for, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
-from nmoe.model.fingerprint import fingerprint
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
@@ -286,7 +284,7 @@ def build_model(
     model = load_model(directory, dtype, device, settings.expert_weights, share)
     if settings.context_tokens is not None:
         try:
-            extend(model, settings.context_tokens)
+            model.extend_context(settings.context_tokens)
         except UserError as error:
             raise UserError(f"{settings.path}: model.{error}") from None
     if tokenizer.vocab_size > model.config.vocab_size:

@@ -16,8 +16,7 @@ from nmoe.cores import choose_threads
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.errors import UserError
 from nmoe.learner.passes import batch_logprobs
-from nmoe.model.context import extend
-from nmoe.model.fingerprint import fingerprint
+from nmoe.model.checkpoint import fingerprint
 from nmoe.model.peft_format import is_adapter
 from nmoe.model.policy import load_policy
 from nmoe.model.precision import set_expert_profile
@@ -140,7 +139,7 @@ def rescored(bundle: Bundle, trajectory: Trajectory, directory: Path) -> Check:
     model = load_policy(directory, getattr(torch, recorded.precision))[0].set_numerics(recorded.numerics)
     set_expert_profile(model, recorded.expert_profile)
     if recorded.context_tokens is not None:
-        extend(model, recorded.context_tokens)
+        model.extend_context(recorded.context_tokens)
     batch = policy_batch([trajectory], torch.zeros(1), "token", 1)
     now = batch_logprobs(model, batch, batch.tokens, trajectory.sampling.temperature).double()
     places = [place for place, sampled in enumerate(trajectory.mask) if sampled]

@@ -29,10 +29,9 @@ from nmoe.monitor.update import spikes_in
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step
 from nmoe.recipes.setup import describe
 from nmoe.rl.advantages import Advantages
-from nmoe.rl.metrics import rollout_metrics, shown
+from nmoe.rl.metrics import rollout_metrics, routing_by_source, routing_metrics, shown
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.spikes import spike_record
-from nmoe.rl.task_routing import routing_by_source, routing_metrics
 from nmoe.rl.update import PolicyUpdate
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint

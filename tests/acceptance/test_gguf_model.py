@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import nmoe
 from nmoe.errors import UserError
-from nmoe.model.fingerprint import fingerprint
+from nmoe.model.checkpoint import fingerprint
 from nmoe.plan.estimate import parameters_of
 from nmoe.runs.conversions import export_checkpoint
 from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer

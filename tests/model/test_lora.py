@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from nmoe.errors import UserError
-from nmoe.model.checkpoint import save_model
+from nmoe.model.checkpoint import fingerprint, save_model
 from nmoe.model.config import LatentAttention
-from nmoe.model.fingerprint import fingerprint
 from nmoe.model.lora import Lora, LoraSettings, Site, choose, sites
 from nmoe.model.low_rank import ExpertsLowRank, LowRank
 from nmoe.model.moe import ExpertsByGroupedMM, ExpertsByLoop, ExpertsByPadding, ExpertWeights, RouterTrace

@@ -17,12 +17,11 @@ from nmoe.config.tables.model import ModelSection
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import export_model, load_model
 from nmoe.model.config import ModelConfig, RopeScaling
-from nmoe.model.context import extended
 from nmoe.model.families import FAMILIES, qwen2
 from nmoe.model.moe import RouterTrace
 from nmoe.model.ops.torch import TorchOps
 from nmoe.model.packed import PackedAttention
-from nmoe.model.rope import rope_frequencies, rope_table
+from nmoe.model.rope import extended, rope_frequencies, rope_table
 from nmoe.recipes.setup import build_model
 from nmoe.text.tokenizer import Tokenizer
 

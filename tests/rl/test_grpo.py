@@ -20,8 +20,8 @@ from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.probes import HeldOutProblems
 from nmoe.learner.batch import Batch
 from nmoe.rl import update
+from nmoe.rl.metrics import divergence
 from nmoe.rl.replay import ReplayDifferenceError, replay_command
-from nmoe.rl.task_routing import divergence
 from nmoe.rollout.collector import GradingError
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint

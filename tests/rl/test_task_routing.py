@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from nmoe.rl.task_routing import divergence, routing_by_source, routing_metrics
+from nmoe.rl.metrics import divergence, routing_by_source, routing_metrics
 from nmoe.trajectory import Trajectory
 from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 

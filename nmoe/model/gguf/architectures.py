@@ -10,10 +10,8 @@ from typing import Any
 
 from nmoe.errors import UserError, shown
 from nmoe.gguf_file import GGUFFile, StoredTensor
-from nmoe.model.gguf.keys import own_key, own_real
 from nmoe.model.gguf.rope_scaling import rope_scaling
-from nmoe.model.gguf.sources import Experts, PackedExperts, Source, Turned, Whole
-from nmoe.model.gguf.values import check_extent, kind_of, part_of
+from nmoe.model.gguf.sources import Experts, PackedExperts, Source, Turned, Whole, check_extent, kind_of, part_of
 
 Sources = Iterator[tuple[str, Source]]
 Config = dict[str, Any]
@@ -43,15 +41,15 @@ def architecture_of(file: GGUFFile) -> Architecture:
 def _shared(file: GGUFFile, model_type: str, name: str, theta: float = 10_000.0, truncate: bool = True) -> Config:
     """The keys of `config.json` that all families have. `theta` is the base of frequencies where the file names none, `truncate`
     whether the family rounds the bounds of YaRN's ramp."""
-    theta = own_real(file, "rope.freq_base", theta)
-    heads, width = own_key(file, "attention.head_count", int), own_key(file, "embedding_length", int)
+    theta = file.own_real("rope.freq_base", theta)
+    heads, width = file.own("attention.head_count", int), file.own("embedding_length", int)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"{file.path}: token_embd.weight is missing; it is not a whole language model")
-    turned = own_key(file, "rope.dimension_count", int, width // max(heads, 1))
-    head_dim = own_key(file, "attention.key_length", int, turned)
+    turned = file.own("rope.dimension_count", int, width // max(heads, 1))
+    head_dim = file.own("attention.key_length", int, turned)
     for key, value in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
-        if (found := own_key(file, key, int, value)) != value:
+        if (found := file.own(key, int, value)) != value:
             raise UserError(
                 f"{file.path}: {file.architecture}.{key} = {found} is not read, only {value}, the width of a head"
             )
@@ -60,13 +58,13 @@ def _shared(file: GGUFFile, model_type: str, name: str, theta: float = 10_000.0,
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
-        "intermediate_size": own_key(file, "feed_forward_length", int, None),
-        "num_hidden_layers": own_key(file, "block_count", int),
+        "intermediate_size": file.own("feed_forward_length", int, None),
+        "num_hidden_layers": file.own("block_count", int),
         "num_attention_heads": heads,
-        "num_key_value_heads": own_key(file, "attention.head_count_kv", int, heads),
+        "num_key_value_heads": file.own("attention.head_count_kv", int, heads),
         "head_dim": head_dim,
-        "max_position_embeddings": own_key(file, "context_length", int),
-        "rms_norm_eps": own_real(file, "attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": file.own("context_length", int),
+        "rms_norm_eps": file.own_real("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -76,8 +74,8 @@ def _shared(file: GGUFFile, model_type: str, name: str, theta: float = 10_000.0,
 
 
 def _llama(file: GGUFFile) -> Config:
-    if experts := own_key(file, "expert_count", int, 0):
-        mixture = {"num_local_experts": experts, "num_experts_per_tok": own_key(file, "expert_used_count", int)}
+    if experts := file.own("expert_count", int, 0):
+        mixture = {"num_local_experts": experts, "num_experts_per_tok": file.own("expert_used_count", int)}
         return _shared(file, "mixtral", "MixtralForCausalLM") | mixture
     return _shared(file, "llama", "LlamaForCausalLM") | {"mlp_bias": False}
 
@@ -89,9 +87,9 @@ def _qwen(file: GGUFFile, model_type: str, name: str) -> Config:
 def _qwen3_moe(file: GGUFFile) -> Config:
     dense = [layer for layer in _layers(file) if f"blk.{layer}.ffn_gate.weight" in file.tensors]
     return _qwen(file, "qwen3_moe", "Qwen3MoeForCausalLM") | {
-        "num_experts": own_key(file, "expert_count", int),
-        "num_experts_per_tok": own_key(file, "expert_used_count", int),
-        "moe_intermediate_size": own_key(file, "expert_feed_forward_length", int),
+        "num_experts": file.own("expert_count", int),
+        "num_experts_per_tok": file.own("expert_used_count", int),
+        "moe_intermediate_size": file.own("expert_feed_forward_length", int),
         "mlp_only_layers": dense,
         "decoder_sparse_step": 1,
         # llama.cpp does so for every file of this architecture.
@@ -107,7 +105,7 @@ _GEMMA_27B_LAYERS = 62
 def _gemma3(file: GGUFFile) -> Config:
     shared = _shared(file, "gemma3_text", "Gemma3ForCausalLM", theta=1_000_000.0)
     del shared["hidden_act"]
-    layers, window = shared["num_hidden_layers"], own_key(file, "attention.sliding_window", int, 0)
+    layers, window = shared["num_hidden_layers"], file.own("attention.sliding_window", int, 0)
     pattern = file.get("gemma3.attention.sliding_window_pattern", (int, list), _GEMMA_PERIOD)
     if isinstance(pattern, int):
         pattern = [bool((layer + 1) % max(pattern, 1)) for layer in range(layers)]
@@ -119,9 +117,9 @@ def _gemma3(file: GGUFFile) -> Config:
         "query_pre_attn_scalar": scalar,
         "layer_types": [_KINDS[bool(window and windowed)] for windowed in pattern],
         "sliding_window": window or None,
-        "rope_local_base_freq": own_real(file, "rope.freq_base_swa", 10_000.0),
-        "final_logit_softcapping": own_real(file, "final_logit_softcapping", None) or None,
-        "attn_logit_softcapping": own_real(file, "attn_logit_softcapping", None) or None,
+        "rope_local_base_freq": file.own_real("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": file.own_real("final_logit_softcapping", None) or None,
+        "attn_logit_softcapping": file.own_real("attn_logit_softcapping", None) or None,
     }
 
 
@@ -133,11 +131,11 @@ def _gpt_oss(file: GGUFFile) -> Config:
     in_mxfp4 = any(kind_of(one, file) == "MXFP4" for name, one in file.tensors.items() if "_exps.weight" in name)
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     return shared | {
-        "intermediate_size": own_key(file, "expert_feed_forward_length", int),
-        "num_local_experts": own_key(file, "expert_count", int),
-        "num_experts_per_tok": own_key(file, "expert_used_count", int),
+        "intermediate_size": file.own("expert_feed_forward_length", int),
+        "num_local_experts": file.own("expert_count", int),
+        "num_experts_per_tok": file.own("expert_used_count", int),
         "swiglu_limit": 7.0,  # of both releases; not in the file
-        "sliding_window": own_key(file, "attention.sliding_window", int),
+        "sliding_window": file.own("attention.sliding_window", int),
         "layer_types": [_KINDS[layer % 2 == 0] for layer in _layers(file)],
         "rope_scaling": shared["rope_scaling"] or {"rope_type": "default"},
         **({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}} if in_mxfp4 else {}),
@@ -167,7 +165,7 @@ _GPT_OSS_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "p
 
 
 def _layers(file: GGUFFile) -> range:
-    layers = own_key(file, "block_count", int)
+    layers = file.own("block_count", int)
     if layers > len(file.tensors):
         raise UserError(
             f"{file.path}: {file.architecture}.block_count = {shown(layers)}, and it has {len(file.tensors)} tensors"
@@ -197,8 +195,8 @@ def _plain(file: GGUFFile, layers: dict[str, str]) -> Sources:
 
 
 def _llama_sources(file: GGUFFile) -> Sources:
-    heads = own_key(file, "attention.head_count", int)
-    turned = {"attn_q": heads, "attn_k": own_key(file, "attention.head_count_kv", int, heads)}
+    heads = file.own("attention.head_count", int)
+    turned = {"attn_q": heads, "attn_k": file.own("attention.head_count_kv", int, heads)}
     for theirs, source in _plain(file, _NORMS | _ATTENTION | _SWIGLU | {"block_sparse_moe.gate": "ffn_gate_inp"}):
         (stored,) = source.stored
         count = turned.get(stored.name.split(".")[-2], 0)

@@ -20,8 +20,7 @@ from torch import Tensor
 from nmoe.errors import UserError
 from nmoe.gguf_file import GGUFFile
 from nmoe.model.config import RopeScaling
-from nmoe.model.gguf.keys import own_key, own_real
-from nmoe.model.gguf.values import check_extent, read_rows
+from nmoe.model.gguf.sources import check_extent, read_rows
 from nmoe.model.rope import rope_frequencies, yarn_mscale
 
 # Of no use as a tensor: the configuration has what it says.
@@ -33,11 +32,11 @@ def rope_scaling(file: GGUFFile, head_dim: int, theta: float, truncate: bool) ->
     ramp. Raises UserError for one that none of nmoe's kinds is."""
 
     def value(key: str, default: float) -> float:
-        return own_real(file, f"rope.scaling.{key}", default)
+        return file.own_real(f"rope.scaling.{key}", default)
 
     kind, factor = _kind_and_factor(file)
-    context = own_key(file, "context_length", int)
-    original = own_key(file, "rope.scaling.original_context_length", int, 0) or context
+    context = file.own("context_length", int)
+    original = file.own("rope.scaling.original_context_length", int, 0) or context
     # 0 means the default, as in `config.json`.
     fast, slow = value("yarn_beta_fast", 32.0) or 32.0, value("yarn_beta_slow", 1.0) or 1.0
     yarn = RopeScaling("yarn", factor, original, beta_fast=fast, beta_slow=slow, truncate=truncate)
@@ -77,7 +76,7 @@ def rope_scaling(file: GGUFFile, head_dim: int, theta: float, truncate: bool) ->
 def _kind_and_factor(file: GGUFFile) -> tuple[str, float]:
     kind = file.get(f"{file.architecture}.rope.scaling.type", str, None)
     # As llama.cpp has it: older files have a factor of their own, and one without a type is linear.
-    factor = own_real(file, "rope.scaling.factor", 0.0) or own_real(file, "rope.scale_linear", 0.0)
+    factor = file.own_real("rope.scaling.factor", 0.0) or file.own_real("rope.scale_linear", 0.0)
     if kind is None:
         kind = "linear"
     if kind not in ("none", "linear", "yarn"):

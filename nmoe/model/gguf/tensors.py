@@ -12,8 +12,7 @@ from torch import Tensor
 from nmoe.gguf_file import read_header
 from nmoe.model.gguf.architectures import architecture_of
 from nmoe.model.gguf.rope_scaling import ROPE_FACTORS
-from nmoe.model.gguf.sources import Source, Whole
-from nmoe.model.gguf.values import FLOATS, check_extent, kind_of
+from nmoe.model.gguf.sources import FLOATS, Source, Whole, check_extent, kind_of
 
 
 def hf_config(path: Path) -> dict[str, Any]:
