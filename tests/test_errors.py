@@ -50,7 +50,7 @@ def test_sources_that_were_never_installed_are_installed(monkeypatch: pytest.Mon
 
 
 def test_no_advice_asks_pypi_for_nmoe() -> None:
-    """A path stands before the name, as in README: `pip install "./nmoe[report]"`."""
+    """A path stands before the name, as in docs/guides/operations.md: `pip install "./nmoe[report]"`."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
     advised = 0

@@ -248,14 +248,15 @@ def extended_run_repeated() -> Result:
     return f"{line}; schedule_steps {scheduled}; runs diff {'tells it' if told else 'is silent'}", same and told
 
 
-@check(31, "pip with the extra trackio and constraints.txt; README's own line", "resolved; with the tested versions")
+@check(31, "pip with the extra trackio and constraints.txt; the documented line", "resolved; with the tested versions")
 def trackio_and_constraints() -> Result:
     import nmoe
 
     tree = Path(nmoe.__file__).parents[1]
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "-c", str(tree / "constraints.txt")]
     code = subprocess.run([*command, "trackio>=0.43"], capture_output=True, check=False).returncode
-    constrained = '-c nmoe/constraints.txt "./nmoe[report]"' in (tree / "README.md").read_text()
+    pages = [tree / "README.md", tree / "docs/guides/operations.md"]
+    constrained = any('-c nmoe/constraints.txt "./nmoe[report]"' in page.read_text() for page in pages)
     line = (
         f"{'resolved' if code == 0 else 'no solution'}; with {'the tested' if constrained else 'the newest'} versions"
     )
