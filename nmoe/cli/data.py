@@ -189,7 +189,7 @@ def download(
     Example, some of its files:
       nmoe data download AI-MO/NuminaMath-1.5 --files '*.parquet' --revision main
     """
-    from nmoe.data.copies import download
+    from nmoe.data.hub import download
 
     typer.echo(download(name, files or (), revision))
 
@@ -218,8 +218,7 @@ def export_data(
     Example, columns with other names:
       nmoe data export questions.csv masked.jsonl --column prompt=question --column completion=answer
     """
-    from nmoe.data.masked import export_masked
-    from nmoe.data.show import dataset_settings
+    from nmoe.data.show import dataset_settings, export_masked
     from nmoe.runs.resolve import resolve_tokenizer
 
     settings = dataset_settings(file, kind, column or [], subset, split)

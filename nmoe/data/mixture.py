@@ -1,9 +1,11 @@
-"""Sequences of several sources, mixed by weight and taken up to a token budget."""
+"""Training examples in an order that follows from the seed, taken up to a token budget: of one source, or of several by weight."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 
 class Mixture:
@@ -64,3 +66,36 @@ class Mixture:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._orders[source] = (epoch, order)
         return self._orders[source][1]
+
+
+T = TypeVar("T")
+
+
+class ExampleStream(Generic[T]):
+    """Examples in an order that is a pure function of (seed, epoch). `position` counts those handed out; `fingerprint` is a
+    digest of what all of them say, by their `repr`."""
+
+    def __init__(self, examples: Sequence[T], tokens: Sequence[int], seed: int) -> None:
+        """`tokens` are what each example takes of a budget."""
+        self._examples, self._tokens, self._seed = examples, tokens, seed
+        digest = hashlib.sha256()
+        for example in examples:
+            digest.update(repr(example).encode())
+        self.fingerprint = digest.hexdigest()
+        self._epoch, self._order = -1, list[int]()
+        self.position = 0
+
+    def take(self, tokens: int) -> list[T]:
+        """The next examples: as many as fit into `tokens`, at least one."""
+        taken: list[T] = []
+        while True:
+            epoch, place = divmod(self.position, len(self._examples))
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, list(range(len(self._examples)))
+                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+            index = self._order[place]
+            if taken and self._tokens[index] > tokens:
+                return taken
+            taken.append(self._examples[index])
+            tokens -= self._tokens[index]
+            self.position += 1

@@ -12,8 +12,7 @@ from itertools import chain
 from typing import Any, get_args
 
 from nmoe.config.tables.recipes import DatasetSettings, Kind
-from nmoe.data.layouts import plain_columns
-from nmoe.data.messages import listed, read_messages, read_tools, text_of, text_or_messages
+from nmoe.data.layouts import listed, plain_columns, read_messages, read_tools, text_of, text_or_messages
 from nmoe.data.rows import Row, read_rows
 from nmoe.errors import UserError, shown
 from nmoe.text.conversation import ChatMessage, ToolDefinition

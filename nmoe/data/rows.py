@@ -5,7 +5,7 @@ A path names one of these, and the first that exists is read:
   1. a file: JSON lines (.jsonl), JSON (.json: an array of objects, or lines all the same), Parquet (.parquet), CSV (.csv, all
      fields texts), the texts among them also compressed (.jsonl.gz); or several, by a pattern (`data/train-*.parquet`);
   2. a directory of such files as a hub repository has them, or as `Dataset.save_to_disk` writes them;
-  3. either of these below $NMOE_DATASETS, where local copies of hub datasets are kept under their names (`nmoe.data.copies`):
+  3. either of these below $NMOE_DATASETS, where local copies of hub datasets are kept under their names (`nmoe.data.hub`):
      `hendrycks/competition_math`, which has left the hub, is then `$NMOE_DATASETS/hendrycks/competition_math/`;
   4. a dataset on the hub, or on the mirror that $HF_ENDPOINT names; what was downloaded once is found without a network.
 
@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from nmoe.config.base import Slice, rows_of, split_name, split_path
-from nmoe.data.copies import how_to_fetch, kept_datasets
-from nmoe.data.hub import hub_or_cache
-from nmoe.data.messages import json_word
+from nmoe.data.hub import how_to_fetch, hub_or_cache, kept_datasets
+from nmoe.data.layouts import json_word
 from nmoe.errors import MissingInputError, StorageError, UserError, cut
 from nmoe.parsing import json_of
 

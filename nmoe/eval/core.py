@@ -20,7 +20,7 @@ import torch
 
 from nmoe.config.listing import columns
 from nmoe.cores import choose_threads
-from nmoe.data.copies import kept_datasets
+from nmoe.data.hub import kept_datasets
 from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
 from nmoe.eval.likelihood import Continuation, Likelihood, common_prefix, likelihoods

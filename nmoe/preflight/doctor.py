@@ -308,7 +308,7 @@ def caches() -> Finding:
     import datasets.config
     from huggingface_hub import constants
 
-    from nmoe.data.copies import kept_datasets
+    from nmoe.data.hub import kept_datasets
     from nmoe.envs.golds import golds_directory
     from nmoe.model.ops.cpu import library
 

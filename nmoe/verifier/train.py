@@ -16,9 +16,9 @@ from typing import Any
 
 from nmoe.config.commands import VerifierConfig
 from nmoe.config.tables.recipes import VerifierSection
+from nmoe.data.mixture import ExampleStream
 from nmoe.data.prm import LabelledSteps, StepDataset, read_source
 from nmoe.data.prm.labelled import prefix_keys
-from nmoe.data.stream import ExampleStream
 from nmoe.envs.pools.order import stable_hash
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation

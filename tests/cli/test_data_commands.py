@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from nmoe import cli
-from nmoe.data import copies
+from nmoe.data import hub
 from nmoe.text.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
@@ -58,7 +58,7 @@ def test_prepare(nmoe: Nmoe, tmp_path: Path) -> None:
 
 
 def test_prepare_without_its_data(nmoe: Nmoe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "why_not_asked", lambda: None)
+    monkeypatch.setattr(hub, "why_not_asked", lambda: None)
 
     def snapshot_download(*_: object, **__: object) -> str:
         raise ConnectionError("offline")
@@ -88,7 +88,7 @@ def test_download(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(copies, "why_not_asked", lambda: None)
+    monkeypatch.setattr(hub, "why_not_asked", lambda: None)
     code, out, _ = nmoe("data", "download", "openai/gsm8k", "--revision", "main")
     assert (code, out.strip()) == (0, str(tmp_path / "kept/openai/gsm8k"))
     assert "openai/gsm8k main" in (tmp_path / "kept/openai/gsm8k/train.jsonl").read_text()

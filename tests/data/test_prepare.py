@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from nmoe.config.loader import load_preparation
 from nmoe.config.preparation import OWN_FILES, PreparationSettings
-from nmoe.data.prepare.contamination import Contamination
-from nmoe.data.prepare.lengths import PERCENTILES, Lengths
 from nmoe.data.prepare.prepare import prepare, report
-from nmoe.data.prepare.problems import digest, ends_in_box, integer
+from nmoe.data.prepare.problems import Contamination, digest, ends_in_box, integer
+from nmoe.data.prepare.survivors import PERCENTILES, Lengths
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 

@@ -15,7 +15,7 @@ from test_preflight import SHAPE, TABLES, pretraining, rl
 from nmoe.config.commands import COMMANDS, RLConfig
 from nmoe.config.loader import load_run_with
 from nmoe.data import hub as hub_module
-from nmoe.data.copies import download
+from nmoe.data.hub import download
 from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
 from nmoe.grading import gym

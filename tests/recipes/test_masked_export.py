@@ -10,7 +10,7 @@ import torch
 
 from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.examples import read_examples
-from nmoe.data.masked import export_masked
+from nmoe.data.show import export_masked
 from nmoe.errors import UserError
 from nmoe.recipes.sft import example_batch
 from nmoe.text.renderers import RenderFormat, make_renderer

@@ -1,10 +1,19 @@
-r"""A problem as others compare it, an integer answer, and a solution that ends in it."""
+r"""Compare problems: digests, integer answers, and contamination, which is problems of an evaluation set in a training set.
+
+A problem is contaminated if its text is the same as that of an evaluated one, or if both have a run of words in common.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Literal
 
+from nmoe.config.preparation import GivenSetSection
+from nmoe.data.rows import Row, read_rows
+from nmoe.errors import UserError
 from nmoe.text.question import question_key
 
 INTEGER = r"^\s*\$?\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))\s*\$?\s*$"
@@ -48,3 +57,108 @@ def ends_in_box(solution: str, label: str) -> str | None:
     if formula is not None and before.endswith(formula[1]) and before.count("$") % 2 == len(formula[1]) % 2:
         return before.removesuffix(formula[1]) + box
     return f"{solution.rstrip()}\n\n{box}"
+
+
+Match = Literal["exact", "ngram"]
+
+PROBLEM_FIELDS = ("problem", "question", "context", "prompt", "input")
+_WORD = re.compile(r"\w+")
+
+
+class Contamination:
+    """An index of the problems of given sets. Equal are two problems with one digest; overlapping, two that share a run of `ngram`
+    words, without case and punctuation (Brown et al. 2020, appendix C)."""
+
+    def __init__(self, ngram: int) -> None:
+        self._ngram = ngram
+        self.names: list[str] = []
+        self._digests: dict[bytes, int] = {}  # a bit for each set
+        self._runs: dict[str, int] = {}
+        self._counts: defaultdict[str, Counter[Match]] = defaultdict(Counter)
+        self._by_source: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._problems: Counter[str] = Counter()
+
+    def add(self, name: str, problem: str) -> None:
+        """Adds a problem of the set `name`."""
+        if name not in self.names:
+            self.names.append(name)
+        bit = 1 << self.names.index(name)
+        self._problems[name] += 1
+        hashed = digest(problem)
+        self._digests[hashed] = self._digests.get(hashed, 0) | bit
+        for run in _runs(problem, self._ngram):
+            self._runs[run] = self._runs.get(run, 0) | bit
+
+    def find(self, problem: str, hashed: bytes) -> dict[str, Match]:
+        """The sets that have the problem, whose digest is `hashed`, or share a run of words with it."""
+        if not self.names:
+            return {}
+        exact, overlapping = self._digests.get(hashed, 0), 0
+        for run in _runs(problem, self._ngram):
+            if run in self._runs:
+                overlapping |= self._runs[run]
+        if not exact | overlapping:
+            return {}
+        found: dict[str, Match] = {}
+        for index, name in enumerate(self.names):
+            if exact >> index & 1:
+                found[name] = "exact"
+            elif overlapping >> index & 1:
+                found[name] = "ngram"
+        return found
+
+    def count(self, found: dict[str, Match], source: str) -> None:
+        """Counts what `find` found in a row of this source."""
+        for name, match in found.items():
+            self._counts[name][match] += 1
+            self._by_source[name][source] += 1
+
+    def summary(self) -> dict[str, object]:
+        """`{"gsm8k.jsonl": {"problems": 1319, "exact": 2, "ngram": 7, "by_source": {"orca_math": 9}}}`."""
+        return {
+            name: {
+                "problems": self._problems[name],
+                "exact": self._counts[name]["exact"],
+                "ngram": self._counts[name]["ngram"],
+                "by_source": dict(sorted(self._by_source[name].items())),
+            }
+            for name in self.names
+        }
+
+
+def given_problems(settings: GivenSetSection) -> Iterator[tuple[Row, str]]:
+    """The rows of a given set, each with its problem's text. Raises UserError for a row without one, and for a set without rows."""
+    empty = True
+    for where, row in read_rows(settings.path, subset=settings.subset, split=settings.split):
+        empty = False
+        yield (where, row), field_of((where, row), settings.problem_field, PROBLEM_FIELDS, "problem")
+    if empty:
+        raise UserError(f"{settings.path}: no problems")
+
+
+def field_of(row: Row, named: str | None, usual: tuple[str, ...], what: str) -> str:
+    """The text of a field: the one that is `named`, else the first of the `usual` ones. Raises UserError where there is none."""
+    where, fields = row
+    name = named or next((one for one in usual if fields.get(one) is not None), None)
+    value = None if name is None else fields.get(name)
+    if value is None or isinstance(value, list | dict):
+        there = ", ".join(map(repr, fields)) or "none"
+        missing = repr(named) if named else " or ".join(map(repr, usual))
+        raise UserError(f"{where}: no text {missing} for the {what}; the fields are {there}; name it in {what}_field")
+    return str(value)
+
+
+def _runs(problem: str, ngram: int) -> Iterator[str]:
+    """Each run of `ngram` words, one space between two."""
+    words = _WORD.findall(question_key(problem))
+    if len(words) < ngram:
+        return
+    text = " ".join(words)
+    start, ends = 0, []
+    for word in words:
+        start += len(word) + 1
+        ends.append(start)
+    begin = 0
+    for first in range(len(words) - ngram + 1):
+        yield text[begin : ends[first + ngram - 1] - 1]
+        begin = ends[first]

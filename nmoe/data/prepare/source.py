@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nmoe.data.copies import download, is_hub_name
+from nmoe.data.hub import download, is_hub_name
 from nmoe.data.rows import is_pattern, local_copy, matching
 from nmoe.errors import UserError
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from nmoe.config.base import split_name
 from nmoe.config.tables.recipes import DatasetSettings
-from nmoe.data.copies import not_given
-from nmoe.data.hub import hub_or_cache, why_not_asked
+from nmoe.data.hub import hub_or_cache, not_given, why_not_asked
 from nmoe.data.prm.labelled import LabelledSteps, StepDataset, settle
 from nmoe.data.prm.math_shepherd import is_math_shepherd, read_math_shepherd
 from nmoe.data.prm.prm800k import is_prm800k, read_prm800k

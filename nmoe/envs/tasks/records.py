@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nmoe.data.messages import held, json_word, read_messages, text_or_messages
+from nmoe.data.layouts import held, json_word, read_messages, text_or_messages
 from nmoe.errors import UserError, shown
 from nmoe.text.conversation import ChatMessage
 from nmoe.types import Message

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from nmoe.data import copies, hub
-from nmoe.data.copies import download, kept_datasets
+from nmoe.data import hub
+from nmoe.data.hub import download, kept_datasets, why_not_asked
 from nmoe.data.prepare.source import parquet_files
 from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
@@ -40,7 +40,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, files: dict[str, list[int]], fails_af
         return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(copies, "why_not_asked", lambda: None)
+    monkeypatch.setattr(hub, "why_not_asked", lambda: None)
     return calls
 
 
@@ -76,7 +76,7 @@ def test_a_name_is_fetched_where_no_copy_is_kept(monkeypatch: pytest.MonkeyPatch
 
 def test_offline_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = serve(monkeypatch, {"a.parquet": [1]})
-    monkeypatch.setattr(copies, "why_not_asked", hub.why_not_asked)
+    monkeypatch.setattr(hub, "why_not_asked", why_not_asked)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="did not give it: HF_HUB_OFFLINE is set; fetch it where there is a network"):
         download("some/numbers")
