@@ -1,4 +1,4 @@
-"""Errors that end a command with one clear message: what was wrong, where, and what to do about it."""
+"""Errors that end a command with one clear message: the fault, its place and the remedy."""
 
 
 def shown(value: object, characters: int = 80) -> str:
@@ -55,6 +55,6 @@ class RunStoppedError(UserError):
 
 
 class ShortfallError(UserError):
-    """Everything ran, and a figure is not what was promised: the exit code is 1."""
+    """Everything ran, and a figure misses its promise: the exit code is 1."""
 
     exit_code = 1

@@ -11,7 +11,7 @@
 | losses, paired | `paired_mean_difference` | Student's t of the differences |
 | two unpaired results | `newcombe`, `welch` | Newcombe 1998, method 10; Welch 1947 |
 
-All are 95%. Intervals of shares lie within [0, 1], and those of their differences within [-1, 1]. Values without bounds have no
+All are 95%. Intervals of shares lie within [0, 1], and intervals of their differences within [-1, 1]. Values without bounds have no
 interval (None) where fewer than `FEWEST` values, or equal ones, leave their spread unknown. `benchmarks/interval_coverage.py`
 simulates how often each holds the truth.
 """
@@ -86,12 +86,12 @@ def binomial_interval(successes: int, total: int) -> Interval:
 def share_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Interval:
     """The 95% interval of the mean of a share per problem, such as the part of its samples that are right, or its pass@k.
 
-    With `weights`, such as the number of steps of each solution, it is that of the weighted mean: the share of all steps.
+    With `weights`, such as the number of steps of each solution, it is for the weighted mean: the share of all steps.
 
     It is the exact interval of the number of independent outcomes that would have the mean's standard error (Korn and Graubard
     1998, "Confidence intervals for proportions with small expected number of positive counts estimated from survey data"). Near 0
-    and 1 few problems show the spread, so a quarter of a problem at each end is added to the variance, up to that of as many
-    outcomes as there are problems: one right sample of a thousand says more than none of ten. Wilson's interval at that number
+    and 1 few problems show the spread, so a quarter of a problem at each end is added to the variance, up to the variance of as
+    many outcomes as there are problems: one right sample of a thousand says more than none of ten. Wilson's interval at that number
     holds pass@4 of ten problems at 99% in 92.7% (`benchmarks/interval_coverage.py`). A single problem shows no spread: 0 to 1.
     Raises ValueError for a value outside [0, 1] or none.
     """
@@ -111,7 +111,7 @@ def share_interval(values: Sequence[float], weights: Sequence[float] | None = No
 
 def outcomes_interval(outcomes: Sequence[bool], clusters: Sequence[Hashable]) -> Interval:
     """The 95% interval of the share of true outcomes that are independent only between clusters: pairs of one prompt, steps of one
-    solution. The exact one where each cluster has a single outcome, else that of `share_interval` over clusters."""
+    solution. The exact one where each cluster has a single outcome, else `share_interval` over clusters."""
     shares, counts = by_cluster(list(map(float, outcomes)), clusters)
     return binomial_interval(sum(outcomes), len(outcomes)) if max(counts) == 1 else share_interval(shares, counts)
 
@@ -155,9 +155,9 @@ def mean_interval(values: Sequence[float], weights: Sequence[float] | None = Non
     """The mean of independent values, with Student's t interval.
 
     With `weights`, such as the tokens of each sequence, it is the weighted mean, a ratio of two means. Its standard error is the
-    jackknife's (Cochran, Sampling Techniques, 1977, section 6.17), and its degrees of freedom are those of the effective number of
-    values (Kish 1965), because few long sequences show less of the spread than their number says. With equal weights both are
-    those of the ordinary t interval. Raises ValueError for no value.
+    jackknife's (Cochran, Sampling Techniques, 1977, section 6.17), and its degrees of freedom follow from the effective number of
+    values (Kish 1965), because few long sequences show less of the spread than their number says. With equal weights both equal
+    the ordinary t interval's. Raises ValueError for no value.
     """
     sample, weights_ = np.asarray(values, dtype=np.float64), _relative(values, weights)
     count, mean = len(sample), float((weights_ * sample).mean())
@@ -203,11 +203,11 @@ def paired_difference(
 ) -> PairedDifference:
     """The mean of b - a over problems, with its 95% interval; `a[i]` and `b[i]` are shares between 0 and 1 on problem i.
 
-    The difficulty that they share cancels, so the interval is narrower than that of two separate means. It is Bonett and Price's
+    The difficulty that they share cancels, so the interval is narrower than for two separate means. It is Bonett and Price's
     adjusted Wald interval (2012, "Adjusted Wald Confidence Interval for a Difference of Binomial Proportions Based on Paired
     Data"), with two more problems, one that only a solves and one that only b solves, and Student's quantile: with the normal
     one few problems without a change say too much. Outcomes need not be 0 or 1: shares of several samples have the variance of
-    their differences. Ten problems without a change bound it to 27 points. One problem says nothing: -1 to 1.
+    their differences. Ten problems without a change bound it to 27 points. One problem gives no information: -1 to 1.
 
     With `weights`, such as the steps of each solution, it is the weighted mean's, at the effective number of problems (Kish 1965).
     Raises ValueError for lengths that differ or no problem.

@@ -28,7 +28,7 @@ ConfigAndOverrides = Annotated[
     list[str],
     typer.Argument(
         metavar="CONFIG [--section.key=value]",
-        help="The run's TOML file or a packaged name, and values that replace those of the file; --require-clean stands for "
+        help="The run's TOML file or a packaged name, and values that override the file's; --require-clean stands for "
         "--run.require_clean=true.",
         show_default=False,
     ),
@@ -89,8 +89,8 @@ Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random 
 
 @contextmanager
 def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
-    """Loads the CONFIG among the arguments of a training verb, refuses what cannot go well (`nmoe preflight`), and prints what it
-    will take of memory. An error of the block that says that an input is missing gets the place that names the input."""
+    """Loads the CONFIG of a training command, raises UserError for a run that cannot succeed (`nmoe preflight`), and prints its
+    memory. If the block raises because an input is missing, the error gains the file and line that name the input."""
     config = read_configuration(arguments, schema)
     from nmoe.config.loader import located
     from nmoe.config.packaged import find_configuration
@@ -102,7 +102,7 @@ def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
         run = Path(config.run.directory) / config.run.name
         if config.run.resume == "auto" and not (run / "config.toml").exists():
             typer.echo(f"{run}: no run to resume yet, so it starts from the beginning")
-        with suppress(UserError):  # the run itself tells of a checkpoint that is missing
+        with suppress(UserError):  # the run itself reports a missing checkpoint
             config = settled(config)
             for line in said_at_the_start(config):
                 typer.echo(line)

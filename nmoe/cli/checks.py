@@ -15,7 +15,7 @@ def doctor(
 ) -> None:
     """Show what this machine offers, and what would make runs faster or safer.
 
-    Processor, GPUs, free cores, kernels, compiler, sandbox, packages and caches. Exits with 1 if nmoe lacks what it needs.
+    Processor, GPUs, free cores, kernels, compiler, sandbox, packages and caches. Exits with 1 if something required is missing.
 
     \b
     Example:

@@ -250,7 +250,7 @@ def run(command: typer.Typer, program: str) -> None:
     """Runs `command` on the process's arguments and exits with its code.
 
     0: all went well. 1: the disk is full. 2: bad input. 130: Ctrl-C. A UserError is printed without its traceback; any
-    other exception is a defect and keeps it. Under torchrun rank 0 runs the command, and the others do what it tells them.
+    other exception is a defect and keeps it. Under torchrun rank 0 runs the command, and the others follow it.
     """
     from nmoe.runs.output import of_a_command
 

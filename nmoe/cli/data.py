@@ -134,7 +134,7 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="CONFIG [--section.key=value]",
-            help="The preparation's TOML file or a packaged name, and values that replace those of the file.",
+            help="The preparation's TOML file or a packaged name, and values that override the file's.",
             show_default=False,
         ),
     ],
@@ -149,7 +149,7 @@ def prepare(
       nmoe data prepare numina
     Example, local files and a smaller pool:
       nmoe data prepare numina --source.path='numina/*.parquet' --splits.rl_pool=10000 --directory=data/small
-    Example, with two probes and an evaluation set to keep out, as a file of one's own from nmoe config show numina:
+    Example, with two probes and an evaluation set to keep out, in a file copied from nmoe config show numina:
       nmoe data prepare mine.toml
     """
     from nmoe.config.loader import load_preparation

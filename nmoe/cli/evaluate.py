@@ -24,7 +24,7 @@ def evaluate(
         typer.Argument(
             metavar="CHECKPOINT... BENCHMARK...",
             help="Runs or checkpoints, then environments: TOML files, directories, or packaged names. With --format-check one "
-            "checkpoint, and the default environment is that of the run.",
+            "checkpoint, and the default environment is the run's.",
             show_default=False,
         ),
     ],
@@ -42,7 +42,7 @@ def evaluate(
         typer.Option(
             metavar="MODE",
             help="greedy_pass@1, sampling_pass@N (the majority of N), nondet_proxy_pass@N or, of multiple choice, "
-            "likelihood_letter or likelihood_text; default: that of --samples and --temperature.",
+            "likelihood_letter or likelihood_text; default: from --samples and --temperature.",
             show_default=False,
         ),
     ] = None,
@@ -232,7 +232,7 @@ def chat(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="The system message; default: that of the environment that the run was trained on.",
+            help="The system message; default: the one of the run's training environment.",
             show_default=False,
         ),
     ] = None,

@@ -97,10 +97,10 @@ def train_tokenizer(
         int | None, typer.Option(metavar="N", min=1, help="Stop reading after so many characters; default: read all.")
     ] = None,
 ) -> None:
-    """Train a byte-level BPE tokenizer on texts of your own.
+    """Train a byte-level BPE tokenizer on your texts.
 
-    Any text is encoded and decoded without loss. Harmony's control tokens are part of the vocabulary, and each digit is a token of
-    its own. The same texts give the same tokenizer.
+    Any text is encoded and decoded without loss. Harmony's control tokens are part of the vocabulary, and each digit is a separate
+    token. The same texts give the same tokenizer.
 
     \b
     Example:
@@ -124,8 +124,8 @@ def harmonize(
     embeddings: Annotated[
         Literal["like", "mean"],
         typer.Option(
-            help="like: each new token has the embedding of a token that means the like, such as a turn's end; mean: that of all "
-            "tokens' mean."
+            help="like: each new token has the embedding of a similar token, such as a turn's end; mean: the mean of all"
+            " embeddings."
         ),
     ] = "like",
 ) -> None:

@@ -62,7 +62,7 @@ def check(
 
 
 def list_environments() -> None:
-    """List the named environments: those of nmoe and of installed packages.
+    """List the named environments of nmoe and of installed packages.
 
     \b
     Example:
@@ -94,7 +94,7 @@ def gc(
 ) -> None:
     """Remove workspaces that are incomplete, too old or over quota.
 
-    Age and quota are those of each environment. Workspaces lie in $NMOE_WORKSPACES, by default ~/.cache/nmoe/workspaces.
+    Each environment sets its age and quota. Workspaces lie in $NMOE_WORKSPACES, by default ~/.cache/nmoe/workspaces.
 
     \b
     Example:

@@ -25,7 +25,7 @@ def list_runs(
 
 
 def show_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
-    """Show a run: what was configured, provenance, evaluations, alerts.
+    """Show a run: configuration, provenance, evaluations, alerts.
 
     \b
     Example:
@@ -44,13 +44,13 @@ def samples(
         typer.Option(
             metavar="N",
             min=1,
-            help="All samples that this step recorded, which are those of its first problem; default: samples of the last steps.",
+            help="All recorded samples of this step, which answer its first problem; default: samples of the last steps.",
             show_default=False,
         ),
     ] = None,
     of_evaluation: Annotated[
         bool,
-        typer.Option("--eval", help="Answers of an evaluation, that of --step or the last, the wrong ones first."),
+        typer.Option("--eval", help="Answers of the evaluation at --step, or of the last one; the wrong ones first."),
     ] = False,
     problems: Annotated[
         int,
@@ -147,7 +147,7 @@ def attempt(
         list[str],
         typer.Argument(
             metavar="NAME [--section.key=value]",
-            help="A short description, such as higher-lr, and the values that the attempt replaces those of the file by.",
+            help="A short description, such as higher-lr, and the values with which the attempt overrides the file's.",
             show_default=False,
         ),
     ],

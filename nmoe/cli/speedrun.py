@@ -43,7 +43,7 @@ def speedrun(
         bool,
         typer.Option(
             "--replace",
-            help="Delete what is in the way in OUT: what no speedrun made or you have changed, and what --full would extend.",
+            help="Delete obstacles in OUT: files that no speedrun made or that you changed, and runs that --full would extend.",
         ),
     ] = False,
     device: Device = "auto",

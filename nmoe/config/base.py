@@ -40,7 +40,7 @@ class FromFile:
 class DataPath:
     """Marks a string that is a path to data: `path: Annotated[str, DataPath()]`. In the file of a section with `own_file` a
     relative one starts from that file's directory, so that file and data can be moved together; everywhere else from the
-    working directory. With `may_be_name` it is a path only where something lies there, and otherwise stays what it is.
+    working directory. With `may_be_name` it is a path only where a file or directory exists there, and otherwise stays unchanged.
     """
 
     may_be_name: bool = False
@@ -48,8 +48,8 @@ class DataPath:
 
 @dataclass(frozen=True)
 class NameIn:
-    """Marks a string that names a part of a registry: `loss: Annotated[str, NameIn(LOSSES)]`. `among` are the names that fit where
-    not all do; those of packages, of the program and of modules always may.
+    """Marks a string that names a part of a registry: `loss: Annotated[str, NameIn(LOSSES)]`. `among` limits nmoe's names to some;
+    names of packages, of the program and of modules are always accepted.
     """
 
     registry: Registry
@@ -96,7 +96,7 @@ class Section(BaseModel):
     """Whether a file that holds this section alone is the start of the paths in it: see `DataPath`."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields every combination of values that cannot work. A section adds its own to those of its bases."""
+        """Yields every combination of values that cannot work. A section's are added to its bases'."""
         yield from ()
 
     @model_validator(mode="after")
@@ -121,7 +121,7 @@ class Section(BaseModel):
                     yield Conflict(name, refusal)
 
     def _numbers_of_nothing(self) -> Iterator[Conflict]:
-        """Integers beyond what can be meant, of fields without a bound of their own."""
+        """Integers above any sensible value, in fields that set no bound."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             bounded = any(hasattr(mark, "le") or hasattr(mark, "lt") for mark in field.metadata)

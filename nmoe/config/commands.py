@@ -147,7 +147,7 @@ class SupervisedConfig(AdaptableConfig):
 
     @property
     def allows_trained_on(self) -> bool:
-        """Whether the held-out examples may ask what is trained on."""
+        """Whether held-out examples may repeat questions from the training data."""
         tables = (self.eval[number] for number in self.held_out_tables)
         return any(isinstance(one, HeldOutEvalSection) and one.allow_trained_on for one in tables)
 

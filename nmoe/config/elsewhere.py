@@ -1,4 +1,4 @@
-"""What TRL, verl and OpenRLHF call our keys, values and commands, so that a habit from there is answered with the name here.
+"""Names of keys, values and commands in TRL, verl and OpenRLHF, so that an error can answer a habit from there with our name.
 
 A key is looked up by its last names, longest first, in lower case and with underscores: verl's `actor_rollout_ref.rollout.n` by
 `rollout.n`. Several keys of ours in one line are for different commands: the first that the command has is meant.
@@ -30,7 +30,7 @@ _REWARDS = ("environment.rewards",)
 _EVERY = ("eval.0.every_steps",)
 
 KEYS: Mapping[str, Sequence[str]] = {
-    # how much of what is in a step
+    # the size of a step
     **dict.fromkeys(("num_generations", "rollout.n", "n_samples_per_prompt", "n_samples", "num_samples"), ("batch.group_size",)),
     **dict.fromkeys(("train_batch_size", "rollout_batch_size", "per_device_train_batch_size", "batch_size"), _PROMPTS),
     "generation_batch_size": _PROMPTS,
@@ -208,7 +208,7 @@ def value_meant(key: str, value: str) -> str | None:
 
 
 def closest(value: str, choices: Sequence[str], key: str = "") -> str | None:
-    """The choice that is meant: what another framework calls so, else the one spelled most alike, whatever its case."""
+    """The most likely choice: another framework's name for it, else the closest spelling, regardless of case."""
     plain = value.lower().replace("-", "_")
     same = {choice.lower().replace("-", "_"): choice for choice in choices}
     if (meant := value_meant(key, value)) in choices:

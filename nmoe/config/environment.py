@@ -153,7 +153,7 @@ def held_out(
 
 
 def reseeded(settings: EnvironmentSettings, seed: int) -> EnvironmentSettings:
-    """The same environment with `seed` added to that of every pool, so that a run's seed decides which problems it meets."""
+    """The same environment with `seed` added to the seed of every pool, so that the run's seed decides its problems."""
 
     def moved(pool: TaskPool) -> TaskPool:
         update: dict[str, object] = {"seed": (pool.seed + seed) % (MAX_SEED + 1)}

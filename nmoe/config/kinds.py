@@ -21,13 +21,13 @@ _KINDS: Mapping[str, type[Section]] = {
 
 
 def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
-    """The command that a configuration is written for, by its tables: the one that knows most of them and misses fewest of its own,
-    the first of `COMMANDS` where several do. Raises UserError for a file that cannot be read."""
+    """The command that a configuration is written for: its schema has the fewest unknown and missing tables, the first of
+    `COMMANDS` at a tie. Raises UserError for a name that does not exist."""
     path = find_configuration(str(path))
     try:
         tables = set(toml_of(path.read_text()))
     except (OSError, ValueError):
-        tables = set()  # loading it says what is wrong
+        tables = set()  # loading it raises the error
     tables |= {str(override[0][0]) for text in overrides if (override := read_override(text)) is not None}
 
     def misfit(command: str) -> int:
@@ -41,7 +41,7 @@ def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
 def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str], schema: type[Section]) -> str | None:
     """Says what the file `path` is instead of a file for `schema`, and where it belongs; None if it may be one.
 
-    `tables` is the file's document, and `keys` are its keys at the top with those of overrides. The file is of another kind if
+    `tables` is the file's document, and `keys` are its top-level keys and the overrides'. The file is of another kind if
     `schema` knows none of its keys and the other most of them, or if `schema` lacks a required table that the other does not
     know, and the other lacks none.
     """

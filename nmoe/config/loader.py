@@ -31,7 +31,7 @@ _SYNTAX_PLACE = re.compile(r"(.*) \(at line (\d+), column (\d+)\)", re.DOTALL)
 def load(path: Path, schema: type[S], overrides: Sequence[str] = ()) -> S:
     """Reads the TOML file `path` and lays `overrides` ("--section.key=value", the last one wins) over it.
 
-    Sections that lie in files of their own (`FromFile`) are read and checked with it. Raises ConfigError with all
+    Sections in separate files (`FromFile`) are read and checked with it. Raises ConfigError with all
     mistakes: a file that cannot be read, TOML syntax, malformed overrides, unknown keys, wrong types and values,
     missing keys, conflicts.
     """
@@ -47,8 +47,8 @@ def places(path: Path, schema: type[Section], overrides: Sequence[str] = ()) -> 
 
 
 def located(error: UserError, path: Path, overrides: Sequence[str], schema: type[Section]) -> UserError:
-    """The error, with the place in the file `path`, or the override, that names the missing input which it tells of; with all of
-    them where several do. The error itself where it tells of none, or where no place names it, such as a default."""
+    """The error with the lines of the file `path`, and the overrides, that name its missing input. Returns the error itself if it
+    reports no missing input, or if nothing names it, because it is a default."""
     missing: BaseException | None = error
     while missing is not None and not isinstance(missing, MissingInputError):
         missing = missing.__cause__ or missing.__context__
@@ -81,7 +81,7 @@ def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
 def _laid_over(
     path: Path, schema: type[Section], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Locator, list[Mistake]]:
-    """The file's document with the overrides over it, and what is wrong with these."""
+    """The file's document with the overrides over it, and the mistakes in these."""
     problems = [Mistake(Place(text, is_override=True), _no_override(text, schema)) for text in malformed(overrides)]
     try:
         data, where = _read(path, schema)
@@ -276,7 +276,7 @@ def _exists(path: Path) -> bool:
 
 
 def _no_override(text: str, schema: type[Section]) -> str:
-    """What is wrong with an argument that is no override, and the override that it is most likely meant as."""
+    """The message for an argument that is no override, with the override that was most likely meant."""
     bare = text.lstrip("-")
     if not malformed([f"--{bare}"]):
         return f"not an override; did you mean --{bare}?"
@@ -316,8 +316,8 @@ def _in_directory(path: Path) -> str:
 
 
 def _read(path: Path, schema: type[Section], named_at: str = "") -> tuple[dict[str, Any], Locator]:
-    """The document in the file `path`, of which `schema` says what it should hold. `named_at` is the place that named the file,
-    unless a user did."""
+    """The document in the file `path`, which should fit `schema`. `named_at` is the file and line that name it, unless a user
+    did."""
     place = Place(str(path))
     by = f" (named at {named_at})" if named_at else ""
     if path.suffix in _DATA_SUFFIXES and path.is_file():

@@ -36,7 +36,7 @@ class Place:
 
 @dataclass
 class Locator:
-    """The place of every value of a document, by key path. Values without a place of their own have their table's."""
+    """The place of every value of a document, by key path. A value whose place is unknown has its table's."""
 
     root: Place
     places: dict[KeyPath, Place] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class _Scanner:
         parts = self._key()
         self._literally("]")
         table = self._enter((), parts)
-        # A header may come after those of tables below it; the table's own line is that of its header.
+        # A header may come after the headers of tables below it; the table's line is its header's.
         self.lines[table] = self.line
         return table
 

@@ -1,4 +1,4 @@
-"""The modes of evaluation: how completions are sampled and what of them counts. Results of different modes are not comparable.
+"""The modes of evaluation: how completions are sampled and how they count. Results of different modes are not comparable.
 
 - `greedy_pass@1`: one completion at temperature 0;
 - `sampling_pass@n`: the majority answer of n completions at a temperature above 0 (self-consistency; Wang et al. 2022,
@@ -6,7 +6,7 @@
 - `nondet_proxy_pass@n`: whether any of n completions at temperature 0 is right. They differ only as far as the engine's
   arithmetic does, so this is a diagnostic of it and no figure to quote.
 
-Multiple choice by likelihood (`nmoe.eval.choices`) samples nothing and has modes of its own, LIKELIHOOD_MODES.
+Multiple choice by likelihood (`nmoe.eval.choices`) samples nothing; its modes are LIKELIHOOD_MODES.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _mode_of_sampling(samples: int, temperature: float) -> Mode:
 
 
 def why_not_comparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
-    """Why the difference of two results, as records, says nothing: another mode, or the same with other sampling settings. None
-    where they may be compared. A result without settings was written before they were kept."""
+    """Why two results, as records, cannot be compared: another mode, or the same with other sampling settings; None if they can.
+    A result without settings was written before they were kept."""
     if a["mode"] != b["mode"]:
         return f"{a['mode']} and {b['mode']} are different modes, which are never compared: evaluate both in one"
     left, right = a.get("sampling"), b.get("sampling")

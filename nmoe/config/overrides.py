@@ -32,8 +32,8 @@ def read_value(text: str) -> Any:
 
 
 def indexed(path: KeyPath, schema: type[Section], data: Any) -> KeyPath | str:
-    """The path of an override with the numbers of tables in arrays as such, `("eval", 0, "every_steps")`; or what is wrong with it.
-    The number behind an array's last table, as it stands in `data`, begins another."""
+    """The path of an override with indices of array tables as integers, `("eval", 0, "every_steps")`; or an error message. The
+    index behind the array's last table in `data` begins another table."""
     found: KeyPath = ()
     annotation: Any = schema
     for place, key in enumerate(path):
@@ -115,5 +115,5 @@ def joined(arguments: Sequence[str]) -> list[str]:
 
 
 def malformed(overrides: Sequence[str]) -> list[str]:
-    """Those of `overrides` that are not of the form `--section.key=value`."""
+    """The overrides that do not have the form `--section.key=value`."""
     return [text for text in overrides if _OVERRIDE.fullmatch(text) is None]

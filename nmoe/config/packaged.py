@@ -1,5 +1,5 @@
-"""What has a name: the environments, configurations and preparations of data in `nmoe/packaged`, and those that installed packages
-offer under the entry point groups `nmoe.environments`, `nmoe.configs` and `nmoe.preparations`.
+"""Finds environments, configurations and data preparations by name: in `nmoe/packaged`, and in installed packages, which offer them
+under the entry point groups `nmoe.environments`, `nmoe.configs` and `nmoe.preparations`.
 
 A package offers the environment NAME by a line of its metadata whose value says where in the package it lies:
 
@@ -50,7 +50,7 @@ class Packaged:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Environments, configurations or preparations: where those of nmoe lie, and the file that stands for a directory of them."""
+    """Environments, configurations or preparations: the directory of nmoe's, and the file that stands for a whole directory."""
 
     noun: str
     directory: Path
@@ -95,7 +95,7 @@ class _Kind:
         )
 
     def packaged(self, named: str) -> Path:
-        """The file of the packaged one, whatever lies in the current directory."""
+        """The packaged file of this name; the current directory is not searched."""
         known, name = self.all(), named.removesuffix(".toml")
         found = [one for one in known if one.name == name]
         if not found:
@@ -162,17 +162,17 @@ _PREPARATION = _Kind("preparation", PREPARATIONS, "preparation.toml", "nmoe conf
 
 
 def packaged_environments() -> list[Packaged]:
-    """All of them, those of nmoe first, each kind in the order of its names."""
+    """All of them by name: first nmoe's, then the installed packages'."""
     return _ENVIRONMENT.all()
 
 
 def packaged_configurations() -> list[Packaged]:
-    """All of them, those of nmoe first, each kind in the order of its names."""
+    """All of them by name: first nmoe's, then the installed packages'."""
     return _CONFIGURATION.all()
 
 
 def packaged_preparations() -> list[Packaged]:
-    """All of them, those of nmoe first, each kind in the order of its names."""
+    """All of them by name: first nmoe's, then the installed packages'."""
     return _PREPARATION.all()
 
 
@@ -191,8 +191,8 @@ def find_environment(named: str, directory: Path = Path()) -> Path:
 
 
 def find_configuration(named: str) -> Path:
-    """The TOML file that `named` means: a file, or else a packaged configuration's name, `sft`; what is neither is treated as
-    in `find_environment`.
+    """The TOML file that `named` means: a file, or else a packaged configuration's name, `sft`; anything else is treated as in
+    `find_environment`.
 
     A directory does not stand in a name's way: beside a folder `sft`, too, `sft` means the packaged one.
     """
@@ -207,7 +207,7 @@ def find_preparation(named: str) -> Path:
 
 
 def packaged_environment(named: str) -> Path:
-    """The TOML file of the packaged environment of this name, whatever lies in the current directory. Raises UserError unless there
+    """The TOML file of the packaged environment of this name; the current directory is not searched. Raises UserError unless there
     is exactly one."""
     return _ENVIRONMENT.packaged(named)
 

@@ -89,7 +89,7 @@ class ProbeSection(GivenSetSection):
 
 
 class ContaminationSection(Section):
-    """[contamination]: problems of given evaluation sets among those of the source."""
+    """[contamination]: problems of the source that are also in given evaluation sets."""
 
     action: Literal["remove", "report"] = "remove"
     """what becomes of a problem that a given set has, or shares an n-gram with"""

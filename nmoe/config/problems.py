@@ -1,4 +1,4 @@
-"""Describes each problem of a configuration in one line: its place, the value, what is wrong, and what would be right."""
+"""Describes each problem of a configuration in one line: file and line, the value, the fault and the remedy."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,8 +202,7 @@ def _as_written(place: Place, path: KeyPath, key: tuple[str, ...]) -> str:
 def _from_elsewhere(
     place: Place, path: KeyPath, below: Sequence[KeyPath], schema: type[Section], commands: Mapping[str, type[Section]]
 ) -> str | None:
-    """Our keys for those of another framework: for one key, or for each that is known of a table of theirs, whose values are those
-    `below`."""
+    """The message that names our keys for another framework's: for one key, or for each known key `below` a table of theirs."""
     said = {}
     whole = tuple(map(str, path))
     leaves = [leaf for leaf in (tuple(map(str, one)) for one in below) if keys_meant(leaf)]
@@ -226,7 +225,7 @@ def key_meant(path: tuple[str, ...], schema: type[Section]) -> tuple[str, ...] |
 
 
 def _path_in(schema: type[Section], key: str) -> tuple[str, ...] | None:
-    """The path of a key of ours in a schema, which may be that of an environment alone; None if it has none."""
+    """The path of one of our keys in a schema, which may be an environment's; None if the schema lacks it."""
     paths = set(paths_of(schema, in_arrays=True))
     for candidate in (key, key.removeprefix("environment.")):
         whole = tuple(candidate.split("."))

@@ -33,7 +33,7 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 # Objects of this process that have no module to be imported from, or are not the module's own: name -> object.
 _handed_over: dict[str, Any] = {}
-# Those of the call of the API that is running, where there is one: another thread may have handed over others of the same names.
+# The objects of the running API call, if there is one: another thread may have passed others under the same names.
 _of_this_call: ContextVar[dict[str, Any] | None] = ContextVar("_of_this_call", default=None)
 
 
@@ -41,14 +41,14 @@ class Registry:
     """The parts of one kind, by name. Its methods raise UserError for a name that has no part, or more than one."""
 
     def __init__(self, kind: str, group: str, own: Mapping[str, str] = _NOTHING, key: str = "") -> None:
-        """`kind`, such as "task", names the parts in messages; `group`, such as `nmoe.tasks`, is that of entry points. `own` has
-        the parts of nmoe: name -> `module:attribute`. `key` is the setting that names one, where other frameworks have names of
-        their own for its values (`nmoe.config.elsewhere`)."""
+        """`kind`, such as "task", names the parts in messages; `group`, such as `nmoe.tasks`, is the group of entry points. `own`
+        has nmoe's parts: name -> `module:attribute`. `key` is the setting that names one, if other frameworks call its values by
+        other names (`nmoe.config.elsewhere`)."""
         self.kind, self.group, self.own, self.key = kind, group, own, key
         self._registered: dict[str, Any] = {}
 
     def names(self) -> list[str]:
-        """All names that need no module: nmoe's own first, then those registered, then those of packages."""
+        """All names that need no module: first nmoe's, then registered names, then those that packages offer."""
         return list(dict.fromkeys([*self.own, *self._registered, *self._offered]))
 
     def __contains__(self, name: str) -> bool:
@@ -159,7 +159,7 @@ def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:
 
     An object is called as in its module, an instance as its class. Of several parts with one name, and of those whose name is in
     `beside`, the later ones get a number; a later call may take a name over, as a notebook does when it defines a function again.
-    Within `names_of_one_call` a name keeps its object, whatever other threads do.
+    Within `names_of_one_call` a name keeps its object, even if other threads register the same name.
     """
     of_this_call = _of_this_call.get()
     names: list[str] = []
@@ -179,7 +179,7 @@ def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:
 @contextmanager
 def names_of_one_call() -> Iterator[None]:
     """In the block, names that `hand_over` gives mean the same objects to its end: in this thread, and in those that run in a copy
-    of its context. So two runs in two threads may each have a function `reward` of their own."""
+    of its context. So two runs in two threads may each have another function `reward`."""
     token = _of_this_call.set(dict(_of_this_call.get() or {}))
     try:
         yield

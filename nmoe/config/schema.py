@@ -1,6 +1,6 @@
 """Walks a settings schema along a key path, to know which keys were possible where an error happened.
 
-Unions of sections are told apart by their `type` key, whose value is a literal in each member.
+The members of a union of sections differ in their `type` key, whose value is a literal in each.
 """
 
 import ast
@@ -132,8 +132,7 @@ def _documented(module: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def paths_of(schema: type[Section], in_arrays: bool = False) -> Iterator[tuple[str, ...]]:
-    """The path of every key of the schema, tables included. With `in_arrays` those of the tables in arrays, too, without
-    their numbers."""
+    """The path of every key of the schema, tables included. With `in_arrays` also the keys of tables in arrays, without indices."""
     for key, known in schema.model_fields.items():
         yield (key,)
         items = sections_of(item_of(known.annotation, 0)) if in_arrays else ()

@@ -1,7 +1,7 @@
 """Best-of-n: compares a scorer's choice among n samples with one greedy sample, the mean sample, the majority and an oracle.
 
 The scorer is a reward model (Stiennon et al. 2020, arXiv:2009.01325, section 4.3) or a verifier (Cobbe et al. 2021,
-arXiv:2110.14168, section 4.2). The majority is that of self-consistency (Wang et al. 2022, arXiv:2203.11171, section 2).
+arXiv:2110.14168, section 4.2). The majority vote is self-consistency (Wang et al. 2022, arXiv:2203.11171, section 2).
 """
 
 from __future__ import annotations

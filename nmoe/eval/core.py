@@ -56,7 +56,7 @@ class CoreSet:
 
 
 _ANSWER = "\nAnswer: "
-# The order is that of nanochat's table.
+# In the order of nanochat's table.
 CORE = (
     CoreSet("hellaswag_zeroshot", "hellaswag", "multiple_choice", 0, 0.25),
     CoreSet("jeopardy", "jeopardy_all", "language_modeling", 10, 0.0, _ANSWER),
@@ -139,7 +139,7 @@ def decisions(
     items: Sequence[Item],
     count: Callable[[int], None] = lambda _: None,
 ) -> list[bool]:
-    """Whether the model is right, item by item; `count` is told how many are done."""
+    """Whether the model is right, item by item; `count` receives the number of items done."""
     right = []
     for item, scored in zip(items, scores(model, tokenizer, one, items), strict=True):
         right.append(_is_right(one, item, scored))
@@ -161,7 +161,7 @@ def scores(model: Transformer, tokenizer: Tokenizer, one: CoreSet, items: Sequen
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
-    """The token that begins a document: the tokenizer's own, else the one that ends documents; none where it has neither."""
+    """The token that begins a document: the tokenizer's BOS token, else its end of text; empty if it has neither."""
     for name in (tokenizer.named_tokens.get("bos_token"), END_OF_TEXT):
         if name is not None and tokenizer.has_special(name):
             return [tokenizer.special_id(name)]
@@ -194,7 +194,7 @@ def _solved(one: CoreSet, item: Item) -> str:
 
 
 def continuations(one: CoreSet, sequences: Sequence[Sequence[int]]) -> list[Continuation]:
-    """What is scored of the tokens of an item's texts."""
+    """The tokens to score in an item's texts."""
     if one.kind == "schema":
         suffix = common_prefix([sequence[::-1] for sequence in sequences])
         return [Continuation(sequence, max(1, len(sequence) - suffix)) for sequence in sequences]
@@ -205,7 +205,7 @@ def continuations(one: CoreSet, sequences: Sequence[Sequence[int]]) -> list[Cont
 
 
 def cut(found: Continuation, context: int) -> Continuation:
-    """Keeps the end of what is longer than the model's context."""
+    """Cuts the beginning of a text that is longer than the model's context."""
     beyond = max(0, len(found.token_ids) - context)
     return Continuation(found.token_ids[beyond:], max(1, found.start - beyond))
 

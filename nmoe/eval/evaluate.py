@@ -230,7 +230,7 @@ def share_of(mode: str, dataset: str, outcomes: Sequence[bool]) -> Evaluation:
 
 @dataclass(frozen=True)
 class Asked:
-    """The mode, how many problems, and the seed. `max_tokens` and `reasoning_effort` replace those of context and environment;
+    """The mode, how many problems, and the seed. `max_tokens` and `reasoning_effort` override context and environment;
     `best_of` is a scorer that chooses among the samples. `allow_trained_on` permits problems that a model was trained on."""
 
     mode: Mode
@@ -252,7 +252,7 @@ def sampling_record(mode: Mode, max_tokens: int | None, effort: str | None) -> d
 
 
 def effortful(settings: EnvironmentSettings, effort: str | None) -> EnvironmentSettings:
-    """The environment with this reasoning effort in place of its own. Raises UserError for a format without a place for it."""
+    """The environment with this reasoning effort instead. Raises UserError for a format that has no such setting."""
     if effort is None:
         return settings
     if settings.format == "boxed":

@@ -179,7 +179,7 @@ def _advice(greedy: Sequence[Trajectory], sampled: Sequence[Group]) -> str:
     interval = binomial_interval(formed, count)
     open_ = interval.low < ENOUGH <= interval.high
     if formed / count >= ENOUGH:
-        doubt = f"; {count} problems leave a rate below {ENOUGH:.0%} possible, more --problems tell" if open_ else ""
+        doubt = f"; {count} problems leave a rate below {ENOUGH:.0%} possible, more --problems decide" if open_ else ""
         if solved is not None and solved < TOO_HARD:
             return (
                 f"advice     not RL yet: the form is there in {formed / count:.1%}, but only {solved:.1%} of samples are right, "
@@ -193,7 +193,7 @@ def _advice(greedy: Sequence[Trajectory], sampled: Sequence[Group]) -> str:
             )
         rate = "" if solved is None else f", and {solved:.1%} of samples are right"
         return f"advice     go straight to RL: the form is there in {formed / count:.1%}, at least {ENOUGH:.0%}{rate}{doubt}"
-    doubt = f"; {count} problems leave {ENOUGH:.0%} possible, more --problems tell" if open_ else ""
+    doubt = f"; {count} problems leave {ENOUGH:.0%} possible, more --problems decide" if open_ else ""
     cut = sum(trajectory.grade.failure == "truncated" for trajectory in greedy)
     longer = f"more --max-tokens first, since {cut} of {count} were cut; else " if 2 * cut > count else ""
     mixed = _mixed([list(map(_is_formed, group.trajectories)) for group in sampled])

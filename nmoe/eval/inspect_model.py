@@ -39,7 +39,7 @@ from nmoe.text.renderers import RENDERERS, natural_format
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Sample, Sampling
 
-# Settings that would change what is sampled, and that the engine does not have.
+# Settings that would change the sampled tokens, and that the engine lacks.
 _REFUSED = ("stop_seqs", "best_of", "frequency_penalty", "presence_penalty", "logit_bias", "num_choices", "logprobs")
 _SEQUENCES = 256
 
@@ -76,7 +76,7 @@ class NmoeAPI(ModelAPI):
         found: Future[Sample] = Future()
         with self._lock:
             self._asked[prompt] += 1
-            # The epochs of a problem differ, in whatever order requests come.
+            # The epochs of a problem differ, in any order of requests.
             seed = stable_hash(config.seed or 0, prompt, self._asked[prompt])
             sampling = Sampling(
                 min(config.max_tokens or room, room),

@@ -1,7 +1,7 @@
 """Lenient grading: the answer wherever it stands in a completion, whether or not it ended or has the form asked for.
 
 A base model often knows an answer and says it in a sentence, or goes on writing after it. Graded strictly, a model that learned
-the form alone then seems to have learned the task. `part_gain` tells the two apart.
+the form alone then seems to have learned the task. `part_gain` separates the two.
 """
 
 from __future__ import annotations

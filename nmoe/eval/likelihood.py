@@ -1,6 +1,6 @@
 """Log-probabilities of given continuations, many in one pass: packed, and a beginning that a group shares computed once."""
 
-# Shapes: T tokens of all sequences, S distinct rows among them, N tokens of continuations, n those of a piece, V vocabulary.
+# Shapes: T tokens of all sequences, S distinct rows among them, N tokens of continuations, n tokens of a piece, V vocabulary.
 
 from __future__ import annotations
 

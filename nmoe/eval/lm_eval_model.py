@@ -4,7 +4,7 @@
     from nmoe.eval.lm_eval_model import NmoeLM
     lm_eval.simple_evaluate(model=NmoeLM("runs/base"), tasks=["arc_easy"])
 
-Numbers equal those of `--model hf` on the exported checkpoint: the same tokenizer, the same windows, fp32 on a CPU.
+Numbers equal the results of `--model hf` on the exported checkpoint: the same tokenizer, the same windows, fp32 on a CPU.
 """
 
 from __future__ import annotations

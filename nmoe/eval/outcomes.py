@@ -18,8 +18,8 @@ from nmoe.types import Problem
 class Outcome:
     """One problem's: `Outcome("5f2c01d9a7b3e846", "gsm8k", (), correct=(True, False, True), voted=0)`.
 
-    key: what is asked, the same in every run and process. groups: such as "level=Level 5". voted: the index of the majority's
-    sample. scores: a scorer's, of each sample. failures: how each sample ended, "ok" or a class of failure.
+    key: identifies the question, the same in every run and process. groups: such as "level=Level 5". voted: the index of the
+    majority's sample. scores: a scorer's, of each sample. failures: how each sample ended, "ok" or a class of failure.
     """
 
     key: str

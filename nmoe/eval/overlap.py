@@ -2,7 +2,7 @@
 
 Problems that are trained on are refused, before a run begins and by `nmoe eval`, unless `allow_trained_on` of their [[eval]] or
 `--allow-trained-on` permits them; then their results say so. Questions are compared as `nmoe.text.question` has them. Problems that
-are generated without end are told apart by their splits.
+are generated without end are separated by their splits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Problem
 
 QuestionAt = tuple[str, str]
-"""What is asked, as it is compared with others, and where: a file and line, or the problem's id."""
+"""A question, normalised for comparison, and its origin: a file and line, or the problem's id."""
 _SHOWN = 60
 
 
@@ -54,7 +54,7 @@ class Questions:
 
 
 class TrainedOn:
-    """What the run that `who` names was asked in training; `directory` is that of its checkpoint, with the tokenizer."""
+    """The training questions of the run that `who` names; `directory` is its checkpoint's, with the tokenizer."""
 
     def __init__(self, who: Path, directory: Path) -> None:
         self.who, self._directory = who, directory
@@ -71,7 +71,7 @@ class TrainedOn:
 
 
 def overlap_of(problems: Iterable[Sequence[QuestionAt]], training: Questions) -> Overlap:
-    """The overlap of evaluated problems, each with the ways in which it could be asked, and of what is trained on."""
+    """The overlap of evaluated problems, each with all its phrasings, with the training questions."""
     known = training.digests
     common, count, first = 0, 0, None
     for ways in problems:

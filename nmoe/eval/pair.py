@@ -38,7 +38,7 @@ class SweepInterruptedError(UserError):
 
 @dataclass(frozen=True)
 class Pair:
-    """One model and benchmark, with its file: a line that says what was asked, one for each problem, and one at the end."""
+    """One model and benchmark, with its file: a line with the settings, one for each problem, and one at the end."""
 
     results: Path
     checkpoint: Path
@@ -49,7 +49,7 @@ class Pair:
 
     @property
     def file(self) -> Path:
-        """The name ends in a digest of what was asked, so that another seed or other weights have a file of their own."""
+        """The name ends in a digest of the settings, so that another seed or other weights have another file."""
         name = f"{self.checkpoint}__{self.settings.env_id}__{self.asked.mode.name}"
         plain = re.sub(r"[^\w.@+=-]+", "_", name).strip("_.")
         return self.results / f"{plain}__{hashlib.blake2b(_line(self.header()), digest_size=4).hexdigest()}.jsonl"
@@ -76,7 +76,7 @@ class Pair:
         return sampling_precision(self.directory, choose_device(self.asked.device, "--device"), self.asked.precision)
 
     def records(self) -> list[dict[str, Any]]:
-        """The records of the problems in the file, none where there is no file. A line torn by a kill is removed."""
+        """The records of the problems in the file, if there is one. A line torn by a kill is removed."""
         if not self.file.exists():
             return []
         *lines, torn = self.file.read_bytes().split(b"\n")
@@ -142,7 +142,7 @@ class Pair:
             except KeyboardInterrupt as error:
                 raise SweepInterruptedError(
                     f"interrupted at {self.checkpoint} on {self.settings.env_id} after {len(found):,} of "
-                    f"{self.asked.problems:,} problems; {self.results} keeps what is done, and the same command goes on"
+                    f"{self.asked.problems:,} problems; {self.results} keeps the finished ones, and the same command goes on"
                 ) from error
         append_whole(self.file, _line({"complete": len(found)}))
         return found

@@ -94,7 +94,7 @@ class Probes:
         seed: int,
         tools: ToolRuntime | None = None,
     ) -> None:
-        """`steps` is the number of the last step. `tools` are those of the training environment; runtimes of a probe's own are
+        """`steps` is the number of the last step. `tools` are the training environment's; other runtimes of probes are
         closed with `stack`. Problems whose prompts do not fit the context of the model are left out."""
         self._steps, self._tokenizer, self._context_tokens = steps, tokenizer, context_tokens
         self._asked, self.provenance = list[tuple[Probe, HeldOutProblems]](), dict[str, str]()

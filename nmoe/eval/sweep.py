@@ -1,6 +1,6 @@
 """A sweep: several models on several benchmarks in one mode, as a table with paired tests against the first model.
 
-One model on one benchmark is a sweep of a single pair, of which all results are told.
+One model on one benchmark is a sweep of a single pair, whose results are all printed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def sweep(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked,
     """Evaluates every model on every benchmark; what the files in `results` hold already is not done again.
 
     Raises UserError for what cannot be loaded, before anything is sampled; for a file of other settings; for a benchmark that a
-    model was trained on. At Ctrl-C raises SweepInterruptedError; what is done is kept.
+    model was trained on. At Ctrl-C raises SweepInterruptedError; finished problems are kept.
     """
     pairs = _pairs(checkpoints, benchmarks, asked, results)
     done = _finish(pairs)
@@ -70,7 +70,7 @@ def sweep(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked,
 
 
 def _pairs(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked, results: Path) -> list[Pair]:
-    directories = [resolve_checkpoint(one) for one in checkpoints]  # told of before a missing benchmark is
+    directories = [resolve_checkpoint(one) for one in checkpoints]  # reported before a missing benchmark
     settings = [effortful(load_environment(one), asked.reasoning_effort) for one in benchmarks]
     if len({one.env_id for one in settings}) < len(settings):
         raise UserError(f"two benchmarks have the same env_id: {', '.join(one.env_id for one in settings)}")
@@ -209,7 +209,7 @@ def sweep_command(
 
 
 def _single(pair: Pair, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """The JSON of one model on one benchmark: what was asked, the results, and an entry for each problem."""
+    """The JSON of one model on one benchmark: the settings, the results, and an entry for each problem."""
     shown = ("id", "question", "gold", "answers", "correct", "failures")
     answers = sorted(pair.records(), key=lambda record: record["key"])
     return {

@@ -40,8 +40,8 @@ class DiskRule(Rule[DiskSection]):
 
 
 class SlowDiskRule(Rule[SlowDiskSection]):
-    """Compares the seconds that a save held the run up with those of the steps since the save before. A save is written while
-    training goes on, so that it holds the run up where the one before is not yet on the disk."""
+    """Compares the seconds by which a save delayed the run with the seconds of the steps since the last save. A save is written
+    while training goes on, so that it holds the run up where the one before is not yet on the disk."""
 
     name = "slow_disk"
     source = "training guidelines, checkpoints: disk"
@@ -101,7 +101,7 @@ class Pauses:
 
     def look(self, now: float) -> None:
         """Asks the device whether it is at work, `now` being the time in seconds of any clock that only advances. A device that
-        cannot tell counts as at work."""
+        cannot say counts as at work."""
         busy = kind_of(self._device).is_busy(self._device)
         with self._lock:
             if busy is False:
@@ -117,7 +117,7 @@ class Pauses:
 
 
 class IdleRule(Rule[IdleSection]):
-    """Looks at the device from its own thread, and reports at the end of a step what was seen during it."""
+    """Observes the device from a separate thread, and reports its observations at the end of each step."""
 
     name = "idle"
     source = "training guidelines, monitoring: a device idle for minutes"

@@ -68,7 +68,7 @@ class MismatchRule(Rule[MismatchSection]):
             return None
         entropy = metrics.get("entropy_mean", 1.0)
         if not (math.isfinite(mean) and math.isfinite(entropy)):
-            # No rounding does this: it is reported at once, and the level stays that of the steps that measured something.
+            # No rounding does this: it is reported at once, and the level ignores this step.
             return f"engine and learner differ by {mean:.2g} a token at an entropy of {entropy:.2g}"
         said = self._excess(mean, entropy)
         self._bad = 0 if said is None else self._bad + 1

@@ -33,14 +33,14 @@ class Rule(ABC, Generic[S]):
     """Whether it is one of the training guidelines' early smoke-test criteria, which `[monitor] first_steps` is about."""
 
     looks_around: ClassVar[bool] = False
-    """Whether it looks at the machine as it is now, which says nothing of a recorded step."""
+    """Whether it looks at the present state of the machine, which cannot be compared with a recorded step."""
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
 
     @abstractmethod
     def symptom(self, metrics: Metrics) -> str | None:
-        """What is wrong in this step, as the beginning of a sentence; None if nothing is, or the metric is not there."""
+        """The symptom in this step, as the beginning of a sentence; None if there is none, or the metric is missing."""
 
 
 class Recent:
@@ -112,7 +112,7 @@ class Monitor:
         return self._alerts(self._watched, metrics, probe)
 
     def recall(self, metrics: Mapping[str, Any], probe: Mapping[str, float] | None = None) -> None:
-        """Shows the rules a step of before the run was resumed, whose alerts are told already."""
+        """Shows the rules a step from before the resumption, whose alerts were raised then."""
         self._alerts([one for one in self._watched if not one.rule.looks_around], metrics, probe)
 
     def _alerts(
@@ -132,7 +132,7 @@ def _observe(watched: _Watched, metrics: Mapping[str, Any], stops: bool) -> Aler
     if watched.raised and watched.calm >= CALM_STEPS:
         watched.raised = False
         return Alert(rule.name, "warn", f"the alert of {rule.name} is over: {CALM_STEPS} steps without its symptom")
-    # A rule over stretches or evaluations counts them itself: what it says holds at once.
+    # A rule over stretches or evaluations counts them itself, so that its first symptom fires.
     needed = 1 if rule.counts_itself else settings.steps
     if said is None or watched.raised or watched.bad < needed:
         return None

@@ -1,4 +1,4 @@
-"""Rules about what is rewarded: a reward that does not rise, is stuck, or is earned without being right."""
+"""Rules about rewards: a reward that does not rise, is stuck, or is earned by wrong answers."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class FlatRule(Rule[FlatSection]):
     source = "training guidelines, tuning playbook: flat learning; early smoke-test criteria, flat after 5 episodes"
     counts_itself = True
     remedies = (
-        "check grad_norm (0: nothing moves), truncated and has_boxed: these have rules of their own",
+        "check grad_norm (0: nothing moves), truncated and has_boxed: other rules watch these",
         "raise batch.group_size, then optimizer.learning_rate, one at a time; lower algorithm.kl_coef",
-        "improve the signal: easier problems or a curriculum, a reward that tells right answers apart",
+        "improve the signal: easier problems or a curriculum, a reward that separates right answers from wrong ones",
     )
 
     def __init__(self, settings: FlatSection) -> None:
@@ -128,9 +128,9 @@ class WrongRewardRule(RewardHackingRule):
     source = "training guidelines, overfitting: high_reward_but_wrong is only relevant with a judge, not with pure exact match"
     counts_itself = True
     remedies = (
-        "end the run: what it learns from is not what its environment says",
+        "end the run: its rewards contradict its environment",
         "find such a sample in samples/, and grade its answer with `nmoe env check` or `nmoe replay`",
-        "report it, if the task and the grader are those of nmoe",
+        "report it, if both the task and the grader come from nmoe",
     )
 
     def symptom(self, metrics: Metrics) -> str | None:

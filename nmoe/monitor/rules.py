@@ -1,4 +1,4 @@
-"""Which rules watch a run: those of every recipe, and those of reinforcement learning."""
+"""The list of rules that watch a run: some in every recipe, the others in reinforcement learning alone."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ def rewards_right_answers_alone(environment: EnvironmentSettings) -> bool:
 
 def asks_for_box(environment: EnvironmentSettings) -> bool:
     """Whether answers belong in a box: in plain text, and where a system message says so."""
-    told = (environment.system, *environment.system_by_format.model_dump().values())
-    return environment.format == "boxed" or any(r"\boxed" in text for text in told if text)
+    systems = (environment.system, *environment.system_by_format.model_dump().values())
+    return environment.format == "boxed" or any(r"\boxed" in text for text in systems if text)

@@ -106,7 +106,7 @@ class ReferenceRule(Rule[ReferenceSection]):
     name = "reference"
     source = "training guidelines, tier 2: ppo_kl from the reference policy; tails: log_ratio_raw_max of policy against reference"
     remedies = (
-        "compare correctness with that of the first steps: where it fell, go back to a checkpoint before",
+        "compare correctness with the first steps: where it fell, go back to a checkpoint before",
         "lower optimizer.learning_rate",
         "raise algorithm.kl_coef",
     )

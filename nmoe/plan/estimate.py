@@ -30,8 +30,8 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Size:
-    """A model that a run trains: its shape, where and in which precision it computes, its parameters, and those of them that are
-    trained, or those of its adapter. `adapts` says which."""
+    """A model that a run trains: shape, device, precision, the number of its parameters, and the number of trained ones, which are
+    the adapter's if it `adapts`."""
 
     shape: ModelConfig
     device: torch.device
@@ -57,7 +57,7 @@ class Size:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of one checkpoint: what is trained, and its optimizer."""
+        """Bytes of one checkpoint: trained weights and their optimizer."""
         return self.trained * self.dtype.itemsize + self.optimizer
 
 
@@ -116,7 +116,7 @@ _PROGRAM = 300 * 2**20
 
 
 def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[str, int]:
-    """Bytes by part, of a process that trains alone. By default the `work` of a step is what it is at most. Frozen models of
+    """Bytes by part, of a process that trains alone. By default the `work` of a step is its upper bound. Frozen models of
     rewards and judges are not counted."""
     shape, width, on_host = size.shape, size.dtype.itemsize, kind_of(size.device).on_host
     work = work or work_of(config, shape.context_tokens)
@@ -185,7 +185,7 @@ def _other_models(config: RLConfig, size: Size) -> int:
 
 
 def activation_bytes(shape: ModelConfig, work: Work, width: int, checkpointing: bool, on_host: bool) -> int:
-    """Bytes of a forward and backward pass over `work`: what is kept for the backward pass, and what it needs beside that: the
+    """Bytes of a forward and backward pass over `work`: activations kept for the backward pass, and its temporary needs: the
     gradients of one layer, and pieces of logits."""
     layer = max(_layers(shape, work)) * width
     if on_host and is_wide(shape.vocab_size):  # whose kernel keeps no logits

@@ -62,7 +62,7 @@ def plan(config: RunConfig, world: int, per_node: int, prompts: Prompts | None =
 
 
 def with_offload(config: C, world: int, per_node: int, memory: int) -> C:
-    """The configuration with parallel.offload = "auto" as what it comes to where the GPU of a rank has so many bytes of memory.
+    """The configuration with parallel.offload = "auto" resolved for a rank whose GPU has so many bytes of memory.
     Raises UserError as `plan` does."""
 
     def offloading(offload: Offload) -> C:
@@ -160,8 +160,8 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
 
 
 def _sent(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -> dict[str, int]:
-    """Bytes that a rank sends for one optimizer step, at the most tokens that a step can have. A ring sends (n - 1) / n of what it
-    gathers or scatters, and twice as much of what it sums."""
+    """Bytes that a rank sends for one optimizer step, at the most tokens that a step can have. A ring sends (n - 1) / n of the
+    bytes that it gathers or scatters, and twice as much for a sum."""
     if world == 1:
         return {}
     width, tokens = size.dtype.itemsize, math.ceil(tokens_of_step(config) / world)
@@ -206,7 +206,7 @@ def tokens_of_step(config: RunConfig) -> int:
 
 
 def _remedies(config: RunConfig, size: Size, axes: Axes) -> list[str]:
-    """What makes a rank's part smaller, in the order of what it costs."""
+    """Settings that make a rank's part smaller, the cheapest first."""
     found = []
     if size.dtype == torch.float32 and size.device.type == "cuda":
         found.append('model.precision = "bfloat16"')

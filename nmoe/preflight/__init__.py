@@ -1,1 +1,1 @@
-"""What is known before anything runs: what this machine offers, and whether a configuration can do what it says."""
+"""Checks before a run starts: what this machine offers, and whether it can run a configuration."""

@@ -101,7 +101,7 @@ def examine() -> list[Finding]:
 
 
 def packages() -> Finding:
-    """The versions of Python, nmoe and what it needs. What is missing or too old is needed."""
+    """The versions of Python, nmoe and its requirements. Missing and outdated packages are listed as needed."""
     versions = {"python": platform.python_version(), "nmoe": _version("nmoe")}
     versions |= {name: _version(name) for name in _SHOWN}
     lacking = [one for one in requirements() if not _is_met(one)]
@@ -267,7 +267,7 @@ def kernels() -> Finding:
 
 
 def sandbox() -> Finding:
-    """The strongest level that holds, tested by attacks from inside, and what it lacks."""
+    """The strongest level that holds, tested by attacks from inside, and its gaps."""
     refused = {}
     for level in ("bubblewrap", "landlock"):
         try:

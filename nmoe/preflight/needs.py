@@ -79,8 +79,8 @@ def services(config: RunConfig) -> Check:
 
 
 def hub(config: RunConfig) -> Check:
-    """What is read from the Hugging Face hub, and whether it may be asked. Raises UserError where it cannot be and the cache lacks
-    something."""
+    """The data and models of the Hugging Face hub, and whether it may be asked. Raises UserError where it cannot be and the cache
+    lacks something."""
     named = list(dict.fromkeys(chain(*named_on_hub(config))))
     if not named:
         return Check("hub", "ok", "nothing is read from it")
@@ -95,7 +95,7 @@ def hub(config: RunConfig) -> Check:
 
 
 def lacking_of_hub(config: RunConfig) -> dict[str, str]:
-    """What a run reads from the hub where that cannot be asked and the cache lacks it, by name, each with what is missing of it:
+    """The data and models of the hub which the cache lacks and which cannot be fetched, by name, each with its missing parts:
     `{"someone/sums": "someone/sums"}`."""
     model, data = named_on_hub(config)
     if not (model or data) or why_not_asked() is None:
@@ -185,7 +185,7 @@ def environments_of(config: RunConfig) -> Iterator[EnvironmentSettings]:
 
 
 def _on_hub(name: str) -> bool:
-    """Whether a name is one of the hub's, as `resolve_checkpoint` tells it: not a path, nor what a command here would make."""
+    """Whether a name belongs to the hub, as in `resolve_checkpoint`: it is neither a path nor the output of a command here."""
     path = Path(_plain(name))
     return len(path.parts) == 2 and not path.exists() and not path.parent.exists() and not maker_of(path)
 

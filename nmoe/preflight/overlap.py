@@ -1,4 +1,4 @@
-"""Whether a run is evaluated on what it is trained on."""
+"""Checks that no problem of an evaluation is trained on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENDLESS = "not compared: a pool without an end; splits of one generated pool ne
 
 
 def overlap(config: RecordsConfig | RLConfig) -> Check:
-    """The problems or prompts that training and evaluation share, by what is asked. Raises UserError for unreadable data."""
+    """The problems or prompts that training and evaluation share, compared by question. Raises UserError for unreadable data."""
     checks = list(_of_rl(config) if isinstance(config, RLConfig) else _of_records(config))
     if not checks:
         return Check(_NAME, "ok", "nothing is evaluated during the run")

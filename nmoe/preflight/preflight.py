@@ -25,8 +25,8 @@ from nmoe.sandbox.api import SandboxSetupError
 
 
 def preflight(config: RunConfig) -> Iterator[Check]:
-    """Yields the result of each check as soon as it is known. A check that fails ends none of the others, but for those that need
-    what it could not read."""
+    """Yields the result of each check as soon as it is known. After a failed check the others go on, unless they need what that one
+    failed to read."""
     readable = True
     for check in data(config):
         readable = readable and check.status == "ok"

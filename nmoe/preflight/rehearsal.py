@@ -110,10 +110,10 @@ def template(environment: Environment, tokenizer: Tokenizer, problem: Problem, m
     read = environment.grader.answer_text(ids)
     if read is None or right.strip() not in read or ids[-1] not in environment.renderer.stop_ids:
         said = f"the right answer {right[:40]!r} to {problem.id} is read as {(read or '')[:40]!r}"
-        return Check(name, "fail", f"{said}: environment.format is not that of the tokenizer")
+        return Check(name, "fail", f"{said}: environment.format does not fit the tokenizer")
     said = f"a prompt of {len(prompt)} tokens, its right answer {len(ids)}"
     if environment.renderer.default_system and not environment.settings.system and not problem.history:
-        said = f"{said}; the template adds a system message of its own, which the environment's `system` would replace"
+        said = f"{said}; the template adds a system message, which the environment's `system` would replace"
     if len(ids) > limit:
         return Check(name, "warn", f"{said}, and completions end at {limit}: raise sampling.max_new_tokens")
     return Check(name, "ok", said)

@@ -25,7 +25,7 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def memory(config: RunConfig) -> Check:
-    """The plan of a rank, which is one process without torchrun, against the memory that it has, and what of that is free."""
+    """Compares the plan of a rank (one process without torchrun) with its total and free memory."""
     planned = plan(settled(config), gang().size, gang().local_size, prompts_of(config))
     total, free = memory_of_rank(planned)
     said = f"about {parts(planned)}"
@@ -48,8 +48,8 @@ def memory_alone(config: RunConfig) -> Check:
 
 
 def weights_fit(config: RunConfig, size: Size) -> Check:
-    """Whether the least that a rank holds fits all the memory that it has, whatever is free now: its weights and, where they are
-    trained, their gradients and optimizer. Raises UserError as `plan` does."""
+    """Whether the minimum that a rank holds fits its total memory: its weights and, where they are trained, their gradients and
+    optimizer. Raises UserError as `plan` does."""
     held = {"weights": size.weights, "gradients": size.gradients, "optimizer": size.optimizer}
     # Of several ranks each may hold a part, which is counted where the whole does not fit.
     total, _ = memory_of(size.device)
@@ -81,7 +81,7 @@ def said_at_the_start(config: RunConfig) -> list[str]:
 
 
 def settled(config: C) -> C:
-    """The configuration with parallel.offload = "auto" as what it comes to here. Raises UserError as `plan` does."""
+    """The configuration with parallel.offload = "auto" resolved for this machine. Raises UserError as `plan` does."""
     device = choose_device(config.model.device)
     if kind_of(device).on_host:
         return config
@@ -125,7 +125,7 @@ _SPARE = 5 * 2**30
 def disk(
     config: RunConfig, size: Size, remedy: str = "make room, lower checkpoint.keep, or choose another run.directory"
 ) -> Check:
-    """The checkpoints that lie side by side at the most, against what is free where they are written; `remedy` ends a failure."""
+    """Compares the space of the most checkpoints that exist at once with the free space; `remedy` ends a failure."""
     at_once = checkpoints_at_once(config)
     needed, place = at_once * size.checkpoint, existing(run_path(config))
     free = shutil.disk_usage(place).free
@@ -139,7 +139,7 @@ def disk(
 
 
 def room(config: RunConfig) -> Check:
-    """What is free on the disk, where the model whose checkpoints go there is not known."""
+    """The free space on the disk, for a run whose model, and so the size of its checkpoints, is not known."""
     place = existing(run_path(config))
     free = shutil.disk_usage(place).free
     said = f"{gib(free)} free on the disk of {place}; what checkpoints take is not known without the model"

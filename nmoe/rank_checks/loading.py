@@ -27,7 +27,7 @@ from nmoe.parallel.ranks import Ranks, like, local
 from nmoe.rank_checks.twins import FAMILIES
 
 SPARE = 5 * 2**20
-"""Bytes beside the parts and the largest weight: a piece of a stored tensor, 4 MiB at most, and what is small."""
+"""Bytes beside the parts and the largest weight: a piece of a stored tensor, 4 MiB at most, and small objects."""
 
 _WIDE: dict[str, Any] = {"hidden_size": 256, "layers": 4, "vocab_size": 4096}
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def loads(config: ModelConfig, directory: Path) -> Iterator[tuple[str, Load]]:
 
 def check_loading() -> str:
     """New models and checkpoints of three families: a rank's peak while loading is at most its part, the largest weight and
-    `SPARE`; every value is that of one process."""
+    `SPARE`; every value equals one process's."""
     world, largest, count = dist.get_world_size(), 0.0, 0
     for family, changes in _SHAPES.items():
         config = ModelConfig(**(FAMILIES[family] | changes))

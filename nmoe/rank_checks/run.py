@@ -27,8 +27,8 @@ CHECKS: dict[str, Callable[[bool], str]] = {
     "loading": lambda brief: loading.check_loading(),
     "checkpoints": training.check_checkpoints,
 }
-"""By name: functions that all ranks of the default group call together, with less work if the argument is true. Each returns what
-it found, in words, and raises ShortfallError where something is not as in one process."""
+"""By name: functions that all ranks of the default group call together, with less work if the argument is true. Each returns its
+findings, in words, and raises ShortfallError where something differs from one process."""
 
 DEADLINE_S = 300.0
 

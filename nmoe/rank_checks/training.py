@@ -78,7 +78,7 @@ def along(
 
 
 def check_families(brief: bool) -> str:
-    """Gradients, clipped AdamW steps and metrics of five families on all axes are those of one process, in fp64. In brief the
+    """Gradients, clipped AdamW steps and metrics of five families on all axes equal one process's, in fp64. In brief the
     families take turns on the axes."""
     world, worst, pairs, steps = dist.get_world_size(), 0.0, 0, 2 if brief else STEPS
     for number, family in enumerate(FAMILIES):
@@ -105,7 +105,7 @@ def check_single_precision(brief: bool) -> str:
 
         for pair in along(some_axes(brief), make, f"fp32, {kind}", ROUNDED):
             pair.ours.forward_backward(batch, cross_entropy).result()
-            pair.alone.told("a loss", lambda learner: learner.forward_backward(batch, cross_entropy).result().loss)
+            pair.alone.result("a loss", lambda learner: learner.forward_backward(batch, cross_entropy).result().loss)
             pair.all_gradients()
             worst = max(worst, pair.worst())
     return f"gradients off by at most {worst:.0e} of their norm"
@@ -119,7 +119,7 @@ def _crowded(model: Transformer) -> Transformer:
 
 
 def check_balance(brief: bool) -> str:
-    """The routers' biases and auxiliary loss are those of the whole batch, from recorded routes without a second forward pass."""
+    """The routers' biases and auxiliary loss come from the whole batch, by recorded routes without a second forward pass."""
     worst = 0.0
     for replayed in (False, True):
         for pair in along(some_axes(brief), lambda ranks: learner_of(_balanced(), ranks), "balance"):
@@ -266,7 +266,7 @@ def export_both(pair: Twins, directory: Path) -> None:
 
     pair.ours.export(directory / "exported")
     dist.barrier()  # rank 0 writes
-    mine, other = values(directory / "exported"), pair.alone.told("exported files", alone)
+    mine, other = values(directory / "exported"), pair.alone.result("exported files", alone)
     pair.equal("the exported tensors", *({name: dtype for name, (dtype, _) in one.items()} for one in (mine, other)))
     pair.near(*((f"the exported {name}", mine[name][1], other[name][1]) for name in sorted(mine)))
 
@@ -344,8 +344,8 @@ def shared_directory() -> Iterator[Path]:
 
 
 def check_profiles(brief: bool) -> str:
-    """Experts in each profile learn on ranks as in one process, are resumed, and are exported to the same bytes. What is gathered
-    for a pass is quantised anew: after a step it has other values in the same place."""
+    """Experts in each profile learn on ranks as in one process, are resumed, and are exported to the same bytes. Weights gathered
+    for a pass are quantised anew: after a step the same memory has other values."""
     world, worst = dist.get_world_size(), 0.0
     steps = batches(brief, 4)
     axes = [all_axes(world)[0], some_axes(True)[-1]] if brief else all_axes(world)

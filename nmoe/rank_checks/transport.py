@@ -47,7 +47,7 @@ def check_meshes() -> str:
         meshes = make_meshes(axes, "cpu")
         if make_meshes(replace(axes, said="asked again"), "cpu") is not meshes:
             raise ShortfallError(
-                f"{axes.dp_replicate} x {axes.efsdp} x {axes.ep}: a second model gets process groups of its own"
+                f"{axes.dp_replicate} x {axes.efsdp} x {axes.ep}: a second model gets other process groups"
             )
         replica = rank // axes.dp_shard
         _equal(

@@ -113,35 +113,35 @@ def with_routes(batch: Batch, model: Transformer, seed: int) -> Batch:
 
 T = TypeVar("T")
 
-# What is smaller is compared as if it had this norm: a difference of values that are zero but for rounding means nothing.
+# Smaller tensors are compared as if they had this norm: differences of values that are zero but for rounding mean nothing.
 _SMALL = 1e-3
 
 
 class OneProcess:
-    """A learner of rank 0's process alone. It computes once what all ranks are then told, and told again after `rewound`."""
+    """A learner in rank 0's process alone. It computes each result once and broadcasts it; after `rewound` results are repeated."""
 
     def __init__(self, make: Callable[[], Learner]) -> None:
         self._make = make
         self._learner: Learner | None = None
-        self._told: list[tuple[str, Any]] = []
-        self._heard = 0
+        self._results: list[tuple[str, Any]] = []
+        self._next = 0
 
-    def told(self, name: str, compute: Callable[[Learner], T]) -> T:
-        """What this function finds of the learner, on all ranks, which all call this. The result is not to be changed."""
-        if self._heard == len(self._told):
+    def result(self, name: str, compute: Callable[[Learner], T]) -> T:
+        """The result of `compute` on the learner, on all ranks, which call this together. Do not modify it."""
+        if self._next == len(self._results):
             # Rank 0 keeps a copy: its gradients and weights change.
             found: list[Any] = [copy.deepcopy(compute(self.learner())) if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(found)
-            self._told.append((name, found[0]))
-        before, result = self._told[self._heard]
+            self._results.append((name, found[0]))
+        before, result = self._results[self._next]
         if name != before:
             raise ValueError(f"asked for {name}, where {before} was asked for the first time")
-        self._heard += 1
+        self._next += 1
         return cast(T, result)
 
     def rewound(self) -> OneProcess:
-        """The same, from its start: whoever makes the same calls hears the same, which is not computed again."""
-        self._heard = 0
+        """The same learner, from its first result: the same calls return the same results, which are not computed again."""
+        self._next = 0
         return self
 
     def learner(self) -> Learner:
@@ -161,7 +161,7 @@ class Twins:
     def worst(self) -> float:
         """The largest relative difference met so far, on any rank. All ranks call this together. Raises ShortfallError where one
         is above the bound."""
-        # Nothing is larger than what is no number. Once for all comparisons: ranks that outnumber their cores meet slowly.
+        # A NaN counts as infinite. One reduction for all comparisons: ranks that outnumber their cores meet slowly.
         found = torch.stack([torch.where(one.isnan(), torch.inf, one.detach()).cpu() for _, one in self._compared])
         dist.all_reduce(found, dist.ReduceOp.MAX)
         for (name, _), difference in zip(self._compared, found.tolist(), strict=True):
@@ -172,8 +172,8 @@ class Twins:
         return max(found.tolist())
 
     def near(self, *compared: tuple[str, Tensor, Tensor]) -> None:
-        """Compares tensors, by name `(mine, other)`: the norm of their difference, relative to that of `other`. Each rank compares
-        its part of a sharded tensor; the largest difference of all ranks counts."""
+        """Compares tensors, by name `(mine, other)`: the norm of their difference, relative to the norm of `other`. Each rank
+        compares its part of a sharded tensor; the largest difference of all ranks counts."""
         for name, mine, other in compared:
             if mine.shape != other.shape:
                 raise ShortfallError(
@@ -188,12 +188,12 @@ class Twins:
 
     def both(self, name: str, compute: Callable[[Learner], Tensor]) -> None:
         """Compares what a function finds of each."""
-        self.near((name, compute(self.ours), self.alone.told(name, compute)))
+        self.near((name, compute(self.ours), self.alone.result(name, compute)))
 
     def forward_backward(self, batch: Batch, objective: Objective) -> PassResult:
         """Compares losses, statistics by token and the routers' figures."""
         mine = self.ours.forward_backward(batch, objective).result()
-        other = self.alone.told(
+        other = self.alone.result(
             f"a pass over sequences of {batch.lengths}",
             lambda learner: learner.forward_backward(batch, objective).result(),
         )
@@ -210,7 +210,7 @@ class Twins:
 
     def gradients(self) -> None:
         """Compares the gradients so far, summed over ranks."""
-        others, compared = self.alone.told("gradients", _gradients), []
+        others, compared = self.alone.result("gradients", _gradients), []
         self.equal("the set of gradients", sorted(self.ours.optimizer.names), sorted(others))
         for name, own in zip(self.ours.optimizer.names, self.ours.optimizer.parameters, strict=True):
             gradient = self._summed(own)
@@ -222,7 +222,7 @@ class Twins:
 
     def all_gradients(self) -> None:
         """Compares all gradients so far as one vector."""
-        others, differences, squares = self.alone.told("gradients", _gradients), [], []
+        others, differences, squares = self.alone.result("gradients", _gradients), [], []
         for name, own in zip(self.ours.optimizer.names, self.ours.optimizer.parameters, strict=True):
             gradient, other = self._summed(own), others[name]
             part, its = _parts(gradient, torch.zeros(own.shape) if other is None else other)
@@ -231,19 +231,19 @@ class Twins:
         self._compared.append(("the gradient", total_norm(differences) / max(sum(squares) ** 0.5, _SMALL)))
 
     def _summed(self, parameter: Tensor) -> Tensor:
-        """FSDP sums the gradients of sharded parameters; an optimizer step those of the others."""
+        """FSDP sums the gradients of sharded parameters; an optimizer step sums the others."""
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return gradient if is_sharded(gradient) else self.ours.ranks.sum(gradient.clone())
 
     def step(self) -> None:
         """Compares what an optimizer step reports."""
         mine = self.ours.optim_step().result().metrics()
-        other = self.alone.told("a step", lambda learner: dict(learner.optim_step().result().metrics()))
+        other = self.alone.result("a step", lambda learner: dict(learner.optim_step().result().metrics()))
         self.near(*((name, torch.tensor(mine[name]), torch.tensor(value)) for name, value in other.items()))
 
     def weights(self) -> None:
-        """Compares all weights and buffers, the routers' biases among them, and those of a head."""
-        others, mine = self.alone.told("weights", _weights), _modules(self.ours)
+        """Compares all weights and buffers, with the routers' biases, and the head's."""
+        others, mine = self.alone.result("weights", _weights), _modules(self.ours)
         self.near(
             *(
                 (name, tensor, theirs[name])

@@ -1,7 +1,7 @@
 """Reward model: the trunk of a language model with a scalar head on the last token, trained on preference pairs. `nmoe reward
 CONFIG`
 
-Bradley-Terry, as in Ouyang et al. 2022 (arXiv:2203.02155, section 3.5). A checkpoint is that of the model plus
+Bradley-Terry, as in Ouyang et al. 2022 (arXiv:2203.02155, section 3.5). A checkpoint is the model's plus
 `head.safetensors`; `nmoe.verifier.scorers` scores answers with it.
 """
 

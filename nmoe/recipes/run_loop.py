@@ -54,7 +54,7 @@ class Step:
 class HeldOut:
     """The result of one evaluation on held-out data.
 
-    metrics: joined to those of the step.
+    metrics: joined to the step's.
     note: the line to print.
     results: for eval/ (`nmoe.runs.ledger.Ledger.evaluation`); the first decides which checkpoint is the best.
     record: anything else to keep in the same file.
@@ -106,7 +106,7 @@ class Recipe(ABC):
 
 
 class Run:
-    """A run in progress: its directory, and what is told to whoever watches."""
+    """A run in progress: its directory, and the lines on its console."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Run:
         if self._moved is not None:
             self.note(self._moved)
         saver.resume(checkpoint, self.ledger.is_best(first))
-        # Only where the step was evaluated: the run went on after any other, whatever its last evaluation or the baseline said.
+        # Only where the step was evaluated: the run went on after any other step, despite its last evaluation and the baseline.
         if self.ledger.has_evaluation(first) and (reason := recipe.reason_to_end()) is not None:
             self.note(f"step {first}: ended here, since {reason}")
             return self._steps
@@ -349,14 +349,14 @@ def default_keys(config: RunConfig) -> set[str]:
 
 class Interruptible:
     """Makes Ctrl-C a request: in the `with` block the first SIGINT or SIGTERM sets `requested`; a second SIGINT interrupts at
-    once. Python tells only its main thread of signals: a run in another thread leaves them to the program."""
+    once. Python delivers signals to its main thread alone: a run in another thread leaves them to the program."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def __enter__(self) -> Interruptible:
-        told = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if told else ()
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
         self._previous = {number: signal.signal(number, self._note) for number in numbers}
         return self
 

@@ -104,7 +104,7 @@ def write_solve_rates(
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
 ) -> str:
-    """Writes the records of the environment's pool, in their order, with the share of right samples as `solve_rate`; those of the
+    """Writes the records of the environment's pool, in their order, with the share of right samples as `solve_rate`; records of the
     first `problems` problems that the pool draws, or of all. Returns a line that says how many, and their mean.
 
     Raises UserError for a pool that is not a JSONL file, and for problems without a right answer. After Ctrl-C the records of
@@ -141,7 +141,8 @@ def write_solve_rates(
 
 
 def with_rates(records: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """The record of each group's problem, in the order of the records. A problem that several have is that of the first."""
+    """The record of each group's problem, in the order of the records. A problem that several records share belongs to the
+    first."""
     rates = {
         int(group.problem.metadata["record"]): sum(map(is_correct, group.trajectories)) / len(group.trajectories)
         for group in groups

@@ -26,7 +26,7 @@ class SequenceLosses:
 
     @classmethod
     def of(cls, batch: Batch, logprobs_N: Tensor, keys: Sequence[str]) -> SequenceLosses:
-        """Those of a batch's sequences, which `keys` name."""
+        """The losses of a batch's sequences, which `keys` name."""
         losses_T = torch.zeros(batch.tokens, dtype=torch.float64)
         losses_T[batch.scored_T] = -logprobs_N.double().cpu()
         lengths = list(batch.lengths)

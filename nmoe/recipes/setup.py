@@ -197,7 +197,7 @@ class Start:
 class ModelIdentity(BaseModel):
     """The model that a run samples from, as its trajectories record it. `start` is the fingerprint of the `checkpoint` that the run
     started from, or the seed of a new model; the weight version of each token says how far it was trained since. `context_tokens`
-    is the longer context that the run gave the checkpoint, and `expert_profile` what it computed routed experts in."""
+    is the longer context that the run gave the checkpoint, and `expert_profile` is the precision of its routed experts."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -304,7 +304,7 @@ def refuse_other_weights(directory: Path, ranks: Ranks) -> None:
     for rank, theirs in enumerate(found):
         if theirs and theirs != found[0]:
             raise UserError(
-                f"{directory}: the machine of rank {rank} has another model there than that of rank 0 (fingerprints {theirs[:12]} "
+                f"{directory}: the machine of rank {rank} has another model there than rank 0 (fingerprints {theirs[:12]} "
                 f"and {found[0][:12]}); give all machines the same files"
             )
 

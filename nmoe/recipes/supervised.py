@@ -55,7 +55,7 @@ def _save_nothing(directory: Path) -> None:
 
 @dataclass
 class Supervised(Recipe):
-    """What is special to a recipe.
+    """The parts in which supervised recipes differ.
 
     source: the name of the data in errors.
     next_batch: returns the batch of the next step; it moves `examples`.
@@ -171,8 +171,8 @@ class Probing:
         return cls(probes, sampling_engine(learner, config.engine.max_sequences, config.engine.cache_mb))
 
     def sample(self, step: int, learner: Learner, run: Run) -> list[dict[str, Any]]:
-        """The results of the probes that are due at a step, as records for eval/. The learner keeps its version: nothing is trained
-        on what is sampled, and a checkpoint is that of a run without probes."""
+        """The results of the probes that are due at a step, as records for eval/. The learner keeps its version: no
+        sample is trained on, and a checkpoint equals one of a run without probes."""
         learner.hand_over(self.engine)
         return self.probes.evaluate(step, self.engine, run.directory)
 

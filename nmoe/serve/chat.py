@@ -1,6 +1,6 @@
 """Chat with a checkpoint in the terminal: `nmoe chat RUN`.
 
-Format and system message are those of the environment that the run was trained on; without one, the tokenizer decides.
+Format and system message come from the run's training environment; without one, the tokenizer decides.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class History:
         return prompt_ids, forgotten
 
     def answered(self, token_ids: Sequence[int]) -> None:
-        """Takes what was sampled into the history; an answer that says nothing, or was never given, leaves its question out."""
+        """Adds the sampled answer to the history; an empty answer is left out, and its question with it."""
         assert self._asked is not None, "an answer follows a question"
         _, said = self._renderer.said(token_ids)
         if said.strip():

@@ -186,7 +186,7 @@ CALLING = 0.5
 # Share of documents in which the tool says a number that is no sum, and the answer is that number. Where the output is the sum
 # that was asked for, as in whole conversations, a model can come near it by arithmetic, and learns that instead of reading.
 READING = 0.25
-# Shares of the others; what is left is guessed without a call.
+# Shares of the others; the rest is guessed without a call.
 RIGHT, CARELESS, IGNORED, BROKEN, UNKNOWN = 0.15, 0.05, 0.15, 0.15, 0.15
 GUESS_IS_RIGHT = 0.1
 _CALLS_PER_DEFINITION = 10

@@ -63,7 +63,7 @@ class Real(Pipeline):
         )
 
     def stages(self) -> list[Stage]:
-        # Beside a full one, the tasks are others: what is measured and learned is done again.
+        # A full run has other tasks: measuring and learning are done again.
         tasks = self._rl.environment.env_id
         return [
             Stage("importing the model", self.model, ("model",)),
@@ -99,7 +99,8 @@ class Real(Pipeline):
         return figures
 
     def trained(self) -> Figures:
-        # The directory stands for RL's best checkpoint by its own validation problems: what is examined is what `nmoe chat` loads.
+        # The directory stands for RL's best checkpoint by its own validation problems: the examined model is the one that `nmoe
+        # chat` loads.
         return self._examine("trained", self._out, _AFTER)
 
     def report(self, done: Sequence[StageRecord]) -> Figures:

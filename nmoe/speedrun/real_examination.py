@@ -1,6 +1,6 @@
 """The examination of a released model and of what RL made of it: the same held-out problems, greedy, graded leniently.
 
-Each task has as many problems as the others, whatever its weight in training. There is room to end, and the answer counts
+All tasks have equally many problems, regardless of their weights in training. There is room to end, and the answer counts
 wherever it stands (`nmoe.eval.lenient`), so that a gain is not brevity alone. Beside it stands whether a completion ends by
 itself and can be read.
 """
@@ -85,7 +85,7 @@ class RealExamination:
     """What one model did.
 
     chance: by task, what a guess reaches (`guessed`). talk: each of `QUESTIONS` with the model's words. lambada: the loss of each
-    passage's last word in nats, or why it was not measured. step: that of the examined checkpoint; the base has none.
+    passage's last word in nats, or why it was not measured. step: the examined checkpoint's; the base has none.
     """
 
     answers: list[Answer]
@@ -101,7 +101,7 @@ class RealExamination:
 
 def examine(who: str, path: Path, config: RLConfig, seed: int) -> RealExamination:
     """Examines the model that a path names on held-out problems of the configuration's environment, in the precision in which RL
-    trains. What it prints begins with `who`."""
+    trains. Its lines on the console begin with `who`."""
     config, _ = settle(config)
     directory = resolve_checkpoint(path)
     tokenizer = Tokenizer.load(directory)

@@ -70,16 +70,16 @@ class Result:
         figures = self.figures()
         before, after = figures[f"base_{self.task}"], figures[f"trained_{self.task}"]
         parts = {} if self.parts is None else dict(zip(_PARTS, vars(self.parts).values(), strict=True))
-        told = "".join(f", {name} {_points(value)}" for name, value in parts.items())
+        shown = "".join(f", {name} {_points(value)}" for name, value in parts.items())
         return (
             f"{self.task}: {before:.1%} -> {after:.1%} right (chance {self.chance:.1%}), "
-            f"{_points(self.gain.value)} points {_between(self.gain)}{told}"
+            f"{_points(self.gain.value)} points {_between(self.gain)}{shown}"
         )
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The trained model's perplexity over the base's on the same passages, with its 95% interval; and that of each."""
+    """The trained model's perplexity over the base's on the same passages, with its 95% interval; and each model's perplexity."""
 
     value: float
     low: float
@@ -136,7 +136,7 @@ def write_real_report(
         "Problems are held out: training met none of them. Both models answered the same problems, greedily, with room for "
         f"{ROOM} tokens. An answer counts wherever it stands, also in a completion that does not end. Brackets are 95% "
         "intervals, of differences paired by problem.\n",
-        "## What was learned\n",
+        "## What the model learned\n",
         markdown_table(
             ["task", "problems", "chance", "base", "trained", "gain in points"],
             [_row(one, summary) for one in found],

@@ -49,9 +49,7 @@ def which_checkpoint(step: int | None, steps: int) -> str:
     """Which checkpoint of reinforcement learning was examined as the trained model; nothing where that was not noted."""
     if step is None:
         return ""
-    best = (
-        f"The trained model is the checkpoint that solved the most validation problems, that of step {step} of {steps}"
-    )
+    best = f"The trained model is the checkpoint that solved the most validation problems, from step {step} of {steps}"
     return f"{best}." if step == steps else f"{best}: the last one may solve fewer."
 
 
@@ -108,7 +106,7 @@ def cost(
     sampled_tokens = sum(row["time_rollout_s"] * row["tokens_per_second"] for row in metrics)
     return [
         markdown_table(
-            ["stage", "what it came to", "seconds"],
+            ["stage", "result", "seconds"],
             [[stage.name, _figures(stage), round(stage.seconds, 1)] for stage in stages],
         ),
         f"{summary['wall_s'] / 60:.1f} minutes in all, {summary['cpu_s'] / 60:.1f} CPU minutes, "

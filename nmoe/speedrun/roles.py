@@ -1,7 +1,7 @@
 """Conversations that teach a small model the three roles of self-play: their format, a generator that makes errors, weak reviewers,
 and sound checks of single claims.
 
-The solutions are those of `nmoe.speedrun.steps` whose only errors are wrong sums. The roles are weak on purpose, like the
+The solutions are the ones in `nmoe.speedrun.steps` whose only errors are wrong sums. The roles are weak on purpose, like the
 speedrun's corpus, so that there is something to improve:
 
 - the generator makes an error in half of its solutions, and misses it in most of its self-evaluations;
@@ -74,8 +74,8 @@ def write_sums(path: Path, seed: int, count: int) -> None:
 
 
 def write_checks(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations. Every other one tells right sums from wrong ones, rightly and without instructions; the rest
-    are those of `write_sums`, so that adding is not forgotten."""
+    """Writes `count` conversations. Every other one distinguishes right sums from wrong ones, correctly and without instructions;
+    the rest come from `write_sums`, so that adding is not forgotten."""
     rng = random.Random(f"checks/{seed}")
     with path.open("w") as file:
         for number in range(count):
@@ -83,7 +83,7 @@ def write_checks(path: Path, seed: int, count: int) -> None:
 
 
 def write_roles(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations, half of them those of the meta-verifier, which has to be sound."""
+    """Writes `count` conversations, half of them for the meta-verifier, which has to be sound."""
     rng, source = random.Random(f"roles/{seed}"), slips(seed, "train")
     with path.open("w") as file:
         for number in range(count):

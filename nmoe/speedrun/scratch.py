@@ -178,7 +178,8 @@ class Scratch(Pipeline):
         return figures | ({"scores that an oracle agrees with": sum(agreed) / len(agreed)} if agreed else {})
 
     def evaluation(self) -> Figures:
-        # The directory stands for RL's best checkpoint by its own validation problems: what is examined is what `nmoe chat` loads.
+        # The directory stands for RL's best checkpoint by its own validation problems: the examined model is the one that `nmoe
+        # chat` loads.
         before, after = (
             examine(who, path, self._rl, ENVIRONMENTS / "skills_longer.toml", self._seed)
             for who, path in (("base", self._out / "base"), ("trained", self._out))

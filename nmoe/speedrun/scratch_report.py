@@ -40,7 +40,7 @@ LONGER_PROBLEMS = 600
 
 @dataclass(frozen=True)
 class Examination:
-    """Results by kind. The first of each list is over all skills, the others are by skill. `step` is that of the examined
+    """Results by kind. The first of each list is over all skills, the others are by skill. `step` belongs to the examined
     checkpoint; an examination from before it was noted has none."""
 
     sampled: list[Evaluation]
@@ -79,8 +79,8 @@ class Examination:
 
 
 def examine(who: str, path: Path, config: RLConfig, longer: Path, seed: int) -> Examination:
-    """Examines the model that a path names on the held-out split of the configuration's environment and on longer problems. What it
-    prints begins with `who`."""
+    """Examines the model that a path names on the held-out split of the configuration's environment and on longer problems. Its
+    lines on the console begin with `who`."""
     directory = resolve_checkpoint(path)
     tokenizer = Tokenizer.load(directory)
     device, dtype = device_and_dtype(config.model)
@@ -135,7 +135,7 @@ def _mean(groups: Sequence[Group], name: str) -> float:
 
 
 def _transcripts(groups: Sequence[Group], tokenizer: Tokenizer) -> list[Transcript]:
-    """The first problem of each skill, whatever its result."""
+    """The first problem of each skill, right or wrong."""
     first: dict[str, Group] = {}
     for group in groups:
         first.setdefault(group.problem.source, group)
@@ -169,7 +169,7 @@ def write_scratch_report(
         "Problems are held out: no stage met any of them. "
         "Longer ones have a digit more than any that reinforcement learning trained on; the base has met their length, not their "
         "questions. Brackets are 95% intervals.\n",
-        "## What was learned\n",
+        "## What the model learned\n",
         markdown_table(["skill", "mode", "base", "trained"], _rows(before, after)),
         f"On the same problems, sampled, the trained model is right {100 * gain.value:.1f} points more often "
         f"[{100 * gain.interval.low:.1f}, {100 * gain.interval.high:.1f}], paired.\n",

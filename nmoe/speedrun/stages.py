@@ -49,7 +49,7 @@ class Stage:
 
     work: does it, and returns its figures. An earlier attempt may have interrupted it at any point.
     makes: the names of the files and runs that it makes in the directory.
-    start: what it starts from. A stage that is done is done again where it would start from something else.
+    start: its inputs. A finished stage is done again if its inputs change.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Stage:
 
 class StageRecord(BaseModel):
     """Example: `StageRecord(name="reinforcement learning", start="base", seconds=212.4, cpu_s=398.0, peak_memory_mb=2508.0,
-    attempts=1, figures={"correctness of the last step": 0.97}, made={"rl": "0f3a..."})`. Times are those of the attempt that ended
+    attempts=1, figures={"correctness of the last step": 0.97}, made={"rl": "0f3a..."})`. Times are of the attempt that ended
     it; `made` has the fingerprint of each file and run at the end of the stage."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -104,8 +104,8 @@ class Stages:
     reports: the names of the files that `report` writes.
 
     Without `resume`, an earlier pipeline there is replaced; one that `full` would extend is replaced only with `replace`, or with
-    the user's consent in a terminal. What it did not make, or the user has changed since, is deleted only where a stage is to make
-    a file of its name, and only with the same consent. A stage whose files are gone or changed is done again.
+    the user's consent in a terminal. Files that it did not make, or the user has changed since, are deleted only where a stage is
+    to make a file of its name, and only with the same consent. A stage whose files are gone or changed is done again.
 
     Raises UserError, with nothing deleted, where `out` is no directory of a pipeline, where another process writes it or a run that
     is to be replaced, where the consent is missing, and where there is no pipeline with these settings to resume; StorageError when
@@ -187,7 +187,7 @@ class Stages:
             with resumed_by(_RESUME):
                 figures = stage.work()
         except KeyboardInterrupt as interrupt:
-            if not interrupt.args:  # else the run has said what is saved
+            if not interrupt.args:  # else the run has named its checkpoint
                 print(f"interrupted: {stage.name} is not done; go on with {_RESUME}", flush=True)
             raise
         seconds = time.perf_counter() - began
@@ -218,7 +218,7 @@ class Stages:
         own = [name for name, mark in made.items() if self._is_own(name, mark)]
         self._whole = {stage.name for stage in self._record.done if stage.made.keys() <= set(own)}
         to_come = [stage for stage in self._plan if not self._is_done(stage)]
-        # A stage that was interrupted goes on with what it has, unless it would start from something else now.
+        # A stage that was interrupted goes on with its files, unless its inputs have changed.
         making = self._record.making if resume else []
         if making and any(set(making) == set(one.makes) and one.start != self._record.making_from for one in to_come):
             making = []
@@ -242,7 +242,7 @@ class Stages:
                 "--replace",
                 replace,
             )
-        # Of an extended pipeline a stage keeps what it has until the stage that replaces it begins.
+        # In an extended pipeline a stage keeps its files until the stage that replaces it begins.
         delete([*others, *now], _ELSEWHERE)
         self._record.settings = settings
         self._write()
@@ -346,7 +346,7 @@ class Pipeline(ABC):
             stages.run()
             summary = stages.report(lambda: self.report(stages.done))
         if missed := shortfalls(self.promises, summary, str(self._out)):
-            raise ShortfallError("\n".join(["this speedrun fell short of what it promises:", *missed]))
+            raise ShortfallError("\n".join(["this speedrun fell short of its promises:", *missed]))
         print(f"all {len(self.promises)} promises are kept (nmoe/speedrun/promises.py)")
 
     def _learn(self, config: RLConfig) -> Figures:

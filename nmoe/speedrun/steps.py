@@ -6,8 +6,8 @@ A problem is a sum (`nmoe.envs.tasks.numeric`), a solution adds one number a ste
                      4+7=11   11+2=13              unfinished:  no wrong step, score 0.5
                      4+7=11   12+2=14   14+5=19    planted:     the second step is wrong, score 0
 
-After a planted error the solution goes on from what it wrote, as a model would. A problem belongs to the train or the eval split by
-its numbers (`nmoe.envs.pools.generated.split_of`): no seed brings one, in whatever order, into both.
+After a planted error the solution goes on from its wrong value, as a model would. A problem belongs to the train or the eval split
+by its numbers (`nmoe.envs.pools.generated.split_of`): no seed brings one, in any order, into both.
 """
 
 from __future__ import annotations
@@ -127,12 +127,12 @@ def solutions(
             steps = steps[:at] + _planted(rng, numbers, at)
         elif draw < wrong + unfinished:
             steps = steps[: rng.randrange(1, len(steps))]
-        told: list[str] = []
+        written: list[str] = []
         for index, step in enumerate(steps):
-            told.append(step)
+            written.append(step)
             if (at is None or index < at) and restated and rng.random() < restated:
-                told.append(f"{step.partition('=')[2]} so far")
-        yield Solution(question, gold, tuple(told), first_wrong(question, told), score(question, told))
+                written.append(f"{step.partition('=')[2]} so far")
+        yield Solution(question, gold, tuple(written), first_wrong(question, written), score(question, written))
 
 
 def sum_problem(rng: random.Random, split: Split, additions: tuple[int, int] = (SHORTEST, LONGEST)) -> tuple[str, str]:

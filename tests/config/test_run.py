@@ -92,13 +92,13 @@ def test_a_resolved_configuration_reloads_to_an_equal_one(config: Write, tmp_pat
         (
             "[[eval]]\n",
             ("--eval.1.problems=5",),
-            " [eval[1]]: its results could not be told from those of [eval[0]]: both are greedy_pass@1 on sort; choose "
+            " [eval[1]]: its results look like those from [eval[0]]: both are greedy_pass@1 on sort; choose "
             "another mode, or give its environment another env_id",
         ),
         (
             '[[eval]]\nrole = "out_of_distribution"\n',
             (),
-            " [eval[0]] environment: is required: other problems than those of the training environment",
+            " [eval[0]] environment: is required: problems from outside the training environment",
         ),
         (
             '[[eval]]\nmode = "greedy_pass@1"\ntemperature = 0.5\n',
@@ -354,7 +354,7 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         (
             ["--algorithm.advantage=gae", "--critic.path=c", "--critic.shared=true", "--critic.warmup_steps=1"],
             [
-                "--critic.path=c: a shared critic is a head on the policy's trunk and has no checkpoint of its own",
+                "--critic.path=c: a shared critic is a head on the policy's trunk and has no separate checkpoint",
                 "--critic.warmup_steps=1: training a shared critic changes the policy; only a separate critic has a warm-up",
             ],
         ),

@@ -92,7 +92,7 @@ def test_the_line_is_drawn_at_95_percent(
     bad = answered(demo, tokenizer.encode("42"))
     *_, last = report(demo, [good] * formed + [bad] * (count - formed))
     assert advice in last
-    assert ("more --problems tell" in last) == open_
+    assert ("more --problems decide" in last) == open_
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(pairing, "append_whole", broken)
-    with pytest.raises(SweepInterruptedError, match="keeps what is done, and the same command goes on"):
+    with pytest.raises(SweepInterruptedError, match="keeps the finished ones, and the same command goes on"):
         sweep(models, benchmarks, DRAWN, tmp_path / "parts")
     gc.collect()
     assert not caplog.records, "asyncio logs the error of a task that nothing awaited once the task is collected"

@@ -54,7 +54,7 @@ def check(name: str) -> list[str]:
         except ShortfallError as error:
             said.append(f"{number}: {error}")
     try:
-        pair.alone.rewound().told("something else", lambda learner: None)
+        pair.alone.rewound().result("something else", lambda learner: None)
     except ValueError as error:
         said.append(str(error))
     return said

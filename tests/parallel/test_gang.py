@@ -78,7 +78,7 @@ def test_machines_with_other_weights_under_one_name_are_refused(tmp_path: Path) 
     assert [code for code, _, _ in alike] == [0, 0], alike
     (code, _, err), (other, _, _), (third, _, _) = ranks(*[f"reads {tmp_path}"] * 3)
     assert (code, other, third) == (2, 2, 2), err
-    assert f"error: {tmp_path / '0'}: the machine of rank 2 has another model there than that of rank 0" in err
+    assert f"error: {tmp_path / '0'}: the machine of rank 2 has another model there than rank 0" in err
 
 
 def test_an_environment_without_a_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,9 @@ def test_a_template_that_reads_another_answer(tmp_path: Path, monkeypatch: pytes
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(config.environment, tokenizer)
     monkeypatch.setattr(environment.grader, "answer_text", lambda ids: "something else")
-    assert template(environment, tokenizer, environment.pool.order.at(0), 40).text.endswith("not that of the tokenizer")
+    assert template(environment, tokenizer, environment.pool.order.at(0), 40).text.endswith(
+        "does not fit the tokenizer"
+    )
 
 
 def with_reward(tmp_path: Path, replay: bool) -> dict[str, Any]:

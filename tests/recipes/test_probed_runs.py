@@ -210,7 +210,7 @@ def test_dpo_and_pretraining_ask_them_too(configure: Configure, workshop: Path, 
         (["--eval.3.every_steps=5"], r"eval\[3\].*one set, evaluated in one way; leave out all \[\[eval\]\] but one"),
         (
             ["--eval.2.environment.env_id=reverse", "--eval.2.temperature=0.5"],
-            r"could not be told from those of \[eval\[1\]\]",
+            r"its results look like those from \[eval\[1\]\]",
         ),
         (["--eval.1.reasoning_effort=low", "--eval.1.environment.format=boxed"], "plain text has no place for it"),
         (["--records.held_out=0.0"], r"\[eval\[0\]\] every_steps = 3: nothing to evaluate on"),

@@ -85,7 +85,7 @@ def report(out: Path, step: int | None) -> str:
 
 def test_the_report_names_the_checkpoint_and_the_reasons(tmp_path: Path) -> None:
     text = report(tmp_path, 2)
-    assert "checkpoint that solved the most validation problems, that of step 2 of 3: the last one may" in text
+    assert "checkpoint that solved the most validation problems, from step 2 of 3: the last one may" in text
     assert "base, wrong (not in the required format, so that no answer counts):\n" in text
     assert "trained, correct:\n" in text, "an examination from before there were reasons"
     assert "validation problems" not in report(tmp_path, None)

@@ -76,7 +76,7 @@ class BatchSection(GroupBatchSection):
             )
 
 
-# The bounds of each loss if clip_low and clip_high are not given: those of its paper (docs/guides/algorithms.md).
+# The default bounds of each loss, from its paper (docs/guides/algorithms.md).
 CLIP_DEFAULTS = {
     "clip": (0.2, 0.2),
     "dual_clip": (0.2, 0.2),
@@ -170,7 +170,7 @@ class AlgorithmSection(PolicyLossSection):
     step_reward_coef: float = Field(default=1.0, ge=0)
     """weight of a verifier's rewards for the steps of an answer"""
     step_baseline: StepBaseline = "leave_one_out"
-    """what is taken off the sum of a token's later steps. leave_one_out: the mean sum of the group's other samples; none:
+    """the baseline of a token's sum of later step rewards. leave_one_out: the mean sum of the group's other samples; none:
     nothing; normalised: each step's reward is normalised over the steps of its group, which is biased (DeepSeekMath's process
     supervision)"""
     kl_coef: float = Field(default=0.0, ge=0)
@@ -229,7 +229,7 @@ class CriticSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.shared and self.path is not None:
-            yield Conflict("path", "a shared critic is a head on the policy's trunk and has no checkpoint of its own")
+            yield Conflict("path", "a shared critic is a head on the policy's trunk and has no separate checkpoint")
         if self.shared and self.warmup_steps:
             yield Conflict(
                 "warmup_steps", "training a shared critic changes the policy; only a separate critic has a warm-up"

@@ -23,7 +23,7 @@ class PeriodSection(Section):
 
 
 class CountedEvalSection(PeriodSection):
-    """[[eval]] of a verifier, which takes what it is evaluated on out of its training data."""
+    """[[eval]] of a verifier, whose held-out problems are removed from its training data."""
 
     problems: int = Field(default=200, gt=0)
     """held-out problems per evaluation"""
@@ -44,7 +44,7 @@ class ProbeSection(CountedEvalSection, HeldOutEvalSection):
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = None
     """held-out environment, or its `path`; default: in RL a split of the training environment, elsewhere the examples held out"""
     mode: str | None = None
-    """mode; default: that of `samples` and `temperature`, greedy_pass@1 without them (docs/guides/evaluation.md)"""
+    """mode; default: from `samples` and `temperature`, greedy_pass@1 without them (docs/guides/evaluation.md)"""
     samples: int | None = Field(default=None, gt=0)
     """completions per problem; default: the mode's, or 1"""
     temperature: float | None = Field(default=None, ge=0)
@@ -91,7 +91,7 @@ class RLEvalSection(ProbeSection):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.environment is None and self.role == "out_of_distribution":
-            yield Conflict("environment", "is required: other problems than those of the training environment")
+            yield Conflict("environment", "is required: problems from outside the training environment")
         if self.environment is None and self.allow_trained_on:
             yield Conflict(
                 "allow_trained_on",
@@ -146,7 +146,7 @@ def confusable(probes: Mapping[int, ProbeSection], training: str = "") -> Iterat
         if kind in first:
             yield Conflict(
                 f"eval.{index}",
-                f"its results could not be told from those of [eval[{first[kind]}]]: both are {kind[1]} on {name}; choose "
+                f"its results look like those from [eval[{first[kind]}]]: both are {kind[1]} on {name}; choose "
                 "another mode, or give its environment another env_id",
             )
         first.setdefault(kind, index)

@@ -98,7 +98,7 @@ class ModelSection(Section):
     shape: ModelShape | None = None
     """the shape of a new model"""
     context_tokens: int | None = Field(default=None, gt=1)
-    """a longer context than that of `path`: its rotary frequencies are stretched by YaRN, or as its `dynamic` asks"""
+    """a longer context than the checkpoint's: its rotary frequencies are stretched by YaRN, or as its `dynamic` asks"""
     numerics: Literal["fast", "exact"] = "fast"
     """exact: engine and learner compute the same bits (float32), somewhat slower"""
     device: str = "auto"
@@ -186,7 +186,7 @@ class LoraSection(Section):
             "experts.down_proj",
         ]
     ] = ()
-    """projections to adapt; default: those of attention and, in a dense model, of the MLP"""
+    """projections to adapt; default: the projections of attention and, in a dense model, of the MLP"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.path is not None:

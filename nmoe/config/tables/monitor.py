@@ -74,7 +74,7 @@ class SlowDiskSection(RuleSection):
     steps: int = Field(default=1, gt=0)
     """saves in a row that show the symptom before the rule fires"""
     share: float = Field(default=0.5, gt=0)
-    """seconds a save held the run up, over those of the steps before it"""
+    """seconds by which a save delayed the run, over the seconds of the steps before it"""
     seconds: float = Field(default=10.0, gt=0)
     """and at least this long"""
 

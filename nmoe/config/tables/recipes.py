@@ -107,7 +107,7 @@ class RecordsSection(DatasetSettings):
     held_out: float = Field(default=0.0, ge=0)
     """records held out for evaluation: a share below 1, or from 1 on their number; records with the same prompt stay together"""
     held_out_path: Annotated[str | None, DataPath(may_be_name=True)] = Field(default=None, min_length=1)
-    """separate records to evaluate on, read like those of `path`"""
+    """separate records to evaluate on, read like the records of `path`"""
     held_out_split: str | None = Field(default=None, min_length=1)
     """split to evaluate on, of `held_out_path` if given, else of `path`"""
 
@@ -129,7 +129,7 @@ class RecordsSection(DatasetSettings):
 
     @property
     def held_out_dataset(self) -> DatasetSettings | None:
-        """The records to evaluate on, where they are other ones than those of `path` and `split`."""
+        """The records to evaluate on, if they come from another path or split."""
         if self.held_out_path is None and self.held_out_split is None:
             return None
         where: dict[str, object] = {} if self.held_out_path is None else {"path": self.held_out_path, "data_files": ()}
@@ -173,7 +173,7 @@ class SFTRecordsSection(RecordsSection):
 
 
 class PreferenceSection(Section):
-    """[preference]: the loss of DPO and its kin."""
+    """[preference]: the loss of DPO and its variants."""
 
     loss: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo"] = "sigmoid"
     """sigmoid: DPO; sigmoid_norm: DPO with mean log-ratios over tokens; robust: unbiased if labels flip; hinge; ipo: the squared
@@ -247,11 +247,11 @@ class VerifierSection(Section):
 
 
 class SelfplaySection(Section):
-    """[selfplay]: how often a proof is judged, and what is trained on the judgements."""
+    """[selfplay]: how often a proof is judged, and which models train on the judgements."""
 
     problem_source: str | None = Field(default=None, min_length=1)
-    """prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH; default: that of
-    [environment]"""
+    """prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH; default: the
+    source in [environment]"""
     problem_field: str | None = Field(default=None, min_length=1)
     """the field with the problem's text; default: the first of problem, question, prompt and input that exists"""
     max_problems: int = Field(default=1000, gt=0)

@@ -82,7 +82,7 @@ class CurriculumSettings(Section):
     window_steps: int = Field(default=4, ge=1)
     """number of steps that a gate's rate is averaged over"""
     order: Literal["leading", "strict", "any"] = "leading"
-    """what is required: leading: gates in the order of capabilities, correctness not the largest weight before a gate on the
+    """leading: gates in the order of capabilities, correctness not the largest weight before a gate on the
     format, no weight on efficiency before one on correctness; strict: no weight on correctness either; any: nothing"""
     stages: Array[StageSettings]
     """the stages in order, as [[curriculum.stages]]"""

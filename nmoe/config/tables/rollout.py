@@ -15,8 +15,8 @@ class EngineSection(Section):
     max_sequences: int = Field(default=256, gt=0)
     """maximum number of sequences generated at once"""
     cache_mb: int = Field(default=0, ge=0)
-    """memory of the key-value cache; 0: enough for max_sequences, at most 4096 on a CPU and, on a GPU, 0.4 of what is free beside
-    training and 0.85 without"""
+    """memory of the key-value cache; 0: enough for max_sequences, at most 4096 on a CPU and, on a GPU, 0.4 of the free memory
+    beside training and 0.85 without"""
 
 
 class SamplingSection(Section):
@@ -44,11 +44,11 @@ class SandboxSettings(Section):
     warm: int = Field(default=2, ge=0, le=256)
     """number of sandboxes that are started in advance"""
     first_uid: int = Field(default=1_900_000_000, ge=1000, le=2**31 - 2)
-    """as root, each live sandbox has its own uid, from this one on; nobody else may have them"""
+    """as root, each live sandbox has its own uid, from this one on; no other user may have them"""
     cgroup: Literal["auto", "required", "off"] = "auto"
     """`required` refuses to start without cgroup v2 limits; `auto` uses them where the host delegates a cgroup"""
     cgroup_directory: str | None = None
-    """a delegated cgroup v2 directory to make the sandboxes' cgroups in; without it, that of this process's own"""
+    """a delegated cgroup v2 directory to make the sandboxes' cgroups in; default: the cgroup of this process"""
     cpus: float | None = Field(default=None, gt=0)
     """the CPUs that one sandbox may use at a time, such as 1.5, by its cgroup; needs one"""
 
@@ -124,7 +124,7 @@ class WorkspaceSettings(Section):
     target_commit: str | None = Field(default=None, min_length=1)
     """commit with the requested change; only recorded"""
     bootstrap: Literal["none", "pip", "uv", "requirements"] = "none"
-    """what is installed into .packages beforehand. pip, uv: the project; requirements: requirements.txt"""
+    """installed into .packages beforehand. pip, uv: the project; requirements: requirements.txt"""
     bootstrap_wall_s: float = Field(default=600.0, gt=0)
     """seconds that the bootstrap may take"""
     keep: Literal["never", "failed", "always"] = "never"

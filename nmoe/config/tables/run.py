@@ -56,7 +56,7 @@ class SamplingRunSection(RunSection):
     """[run] of a command whose policy writes."""
 
     show_sample_every: int = Field(default=25, ge=0)
-    """steps between samples on the console, beside that of the first step: prompt, completion, reward, why; 0: none"""
+    """steps between samples on the console, after the first step's: prompt, completion, reward, why; 0: none"""
 
 
 class RLRunSection(SamplingRunSection):
