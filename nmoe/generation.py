@@ -71,8 +71,8 @@ def ends_in(directory: Path) -> tuple[int, ...]:
 
 
 def sampling_notes(directory: Path, temperature: float, top_p: float = 1.0, top_k: int = 0) -> list[str]:
-    """A line that says where the authors of a checkpoint sample in another way than this; none where they do not, and where their
-    file says nothing of sampling."""
+    """A line that names the settings in which a checkpoint's authors sample differently; none if they do not, or if their file does
+    not say."""
     path = directory / FILE
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""An engine whose sampling is a function of the user's: `generate_fn(request, engine) -> list[Sample]`."""
+"""An engine that samples by a user's function: `generate_fn(request, engine) -> list[Sample]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GenerateFunction = Callable[[Request, Engine], "list[Sample] | Awaitable[list[Sa
 
 
 class FunctionEngine:
-    """Hands every request to the function, and everything else to the engine that the function may use.
+    """Gives every request to the function, and forwards all other calls to the engine, which the function may use.
 
     What the function returns is checked: one sample for each that was asked for, with a log-probability and a weight
     version for every token. Arrays and tensors are taken for lists. Raises UserError for anything else.
@@ -27,8 +27,8 @@ class FunctionEngine:
     def __init__(
         self, engine: Engine, function: GenerateFunction, version: Callable[[], int], model: ModelConfig
     ) -> None:
-        """`version` tells the version of the weights, for samples whose `versions` are empty: a function that samples by
-        the engine's weights need not know it. `model` says which tokens and experts there are."""
+        """`version` returns the version of the weights, for samples whose `versions` are empty: a function that samples by the
+        engine's weights need not know it. `model` says which tokens and experts there are."""
         self._engine, self._function, self._version, self._model = engine, function, version, model
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fault(sample: Any, request: Request, model: ModelConfig) -> str | None:
-    """What is wrong with a sample, if anything is."""
+    """The fault of a sample, if it has one."""
     if not isinstance(sample, Sample):
         return f"is {shown(sample)}, not a Sample"
     for name in ("token_ids", "logprobs", "versions"):
@@ -104,7 +104,7 @@ def _fault(sample: Any, request: Request, model: ModelConfig) -> str | None:
     if sample.finish_reason not in get_args(FinishReason):
         return f"has the finish reason {sample.finish_reason!r}, not one of {', '.join(get_args(FinishReason))}"
     kept = sample.kept_ids
-    # The learner scores a token over what was kept at its place.
+    # The learner scores a token over the kept set of its position.
     if kept is not None and not (
         isinstance(kept, list)
         and len(kept) == count

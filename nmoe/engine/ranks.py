@@ -27,7 +27,7 @@ from nmoe.parallel.ranks import release, whole
 from nmoe.types import Sample
 
 R = TypeVar("R")
-# How many finished samples the expected length is the mean of.
+# The expected length is the mean over this many finished samples.
 _RECENT = 512
 
 
@@ -39,8 +39,8 @@ class Trained(Protocol):
 
 
 def sampling_engine(learner: Trained, max_sequences: int, cache_mb: int = 0) -> NativeEngine | RanksEngine:
-    """The engine that samples the model of a learner: on all of its ranks, or in this process. `max_sequences` and `cache_mb` are
-    those of each rank."""
+    """The engine that samples the model of a learner: on all of its ranks, or in this process. `max_sequences` and `cache_mb` hold
+    for each rank."""
     if gang().size == 1:
         return NativeEngine(learner.model, max_sequences, cache_mb)
     return RanksEngine(everywhere(RankSampler, learner, max_sequences, cache_mb))
@@ -59,7 +59,7 @@ class _Aborted:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """One sample of a request; or its end, with what was wrong with it."""
+    """One sample of a request, or its end, with the error if there was one."""
 
     number: int
     sample: tuple[int, Sample] | None = None
@@ -194,7 +194,7 @@ class RanksEngine:
         return result
 
     def _end(self) -> None:
-        """Tells members that this was all, and drops what they still send."""
+        """Ends the members' service, and drops their late messages."""
         self._serving, self._stats = False, []
         for rank in range(1, self._gang.size):
             self._gang.tell(rank, None)

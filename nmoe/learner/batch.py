@@ -4,8 +4,8 @@ A sequence of tokens `x[0..n]` has n predicting positions: position t reads `x[t
 never read, so that it does not run through the model.
 """
 
-# Shapes: T predicting positions over all sequences, n those of one sequence, S those that run, B sequences, N scored positions, M
-# largest kept set, Y layers, K experts.
+# Shapes: T predicting positions over all sequences, n of one sequence, S that run, B sequences, N scored positions, M largest kept
+# set, Y layers, K experts.
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Batch:
     `pairs` gives for each sequence its pair and whether it is the preferred one: `((0, True), (0, False))`. Both sequences of a
     pair run in one micro-batch, because the loss of a pair is not a sum over its sequences.
 
-    `old_logprobs_T` and `old_values_T` are those of the learner before the first of several updates on the same samples.
-    `returns_T` and `labels_T` are the targets of a head. Where a head judges steps of several tokens, `steps_T` numbers the step of
-    each judged token, and `label_weights_T` is the weight of its step's label, beside the weight of the token in `weights_T`.
+    `old_logprobs_T` and `old_values_T` come from the learner before the first of several updates on the same samples. `returns_T`
+    and `labels_T` are the targets of a head. Where a head judges steps of several tokens, `steps_T` numbers the step of each judged
+    token, and `label_weights_T` is the weight of its step's label, beside the weight of the token in `weights_T`.
     """
 
     lengths: tuple[int, ...]
@@ -252,8 +252,8 @@ def alike(a: Sequence[int], b: Sequence[int]) -> int:
 
 def common_prefixes(inputs: Sequence[np.ndarray], shortest: int = 32) -> tuple[tuple[int, int], ...]:
     """The `prefixes` of a batch with these inputs, `[n]` each. Sequences with the same first `shortest` inputs are a group, and
-    share the longest prefix that all of them have. The last input of a sequence is never shared, so that each runs something of its
-    own.
+    share the longest prefix that all of them have. The last input of a sequence is never shared, so that each sequence runs at
+    least one row.
 
     `common_prefixes([[5, 6, 7, 8], [5, 6, 9], [4, 4]], shortest=2)` is `((0, 2), (0, 2), (2, 0))`.
     """

@@ -107,10 +107,10 @@ class Learner:
     of one that `share_model` sharded, and makes the same calls, runs a part of every batch, holds a part of the weights, and
     returns what one process would. Adapter and head are whole on every rank.
 
-    `tokens_per_microbatch` bounds the memory of a pass and never changes a gradient. `temperature` is that of sampling, so that
-    log-probabilities are those of the distribution that was sampled from. With `head_only` no pass computes the vocabulary, which
-    separate critics, reward models and classifiers do not need. With a `head_learning_rate` the head
-    learns at that rate, without weight decay.
+    `tokens_per_microbatch` bounds the memory of a pass and never changes a gradient. `temperature` is the sampling temperature, so
+    that log-probabilities belong to the distribution that was sampled from. With `head_only` no pass computes the vocabulary, which
+    separate critics, reward models and classifiers do not need. With a `head_learning_rate` the head learns at that rate, without
+    weight decay.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Learner:
     ) -> None:
         refuse_packed(model, "trained")
         assert head is not None or not head_only, "a learner of a head alone has one"
-        assert lora is None or lora.model is model, "the adapter is that of the model that is trained"
+        assert lora is None or lora.model is model, "the adapter belongs to the trained model"
         self.model, self.lora, self.head, self.head_only = model, lora, head, head_only
         make_ready(model.device)
         if head is not None:
@@ -214,8 +214,8 @@ class Learner:
         engine.run(engine.update_weights(self.lora or self.model, self.version))
 
     def save(self, directory: Path) -> dict[str, int]:
-        """Writes what is trained, a head included, and its optimizer into an existing directory. An adapter comes with a reference
-        to its base, not with the base. Returns the rest of the state, for `load`."""
+        """Writes the trained weights, a head included, and their optimizer into an existing directory. An adapter comes with a
+        reference to its base, not with the base. Returns the rest of the state, for `load`."""
         snapshot = self.snapshot(copied=False)
         snapshot.start(directory / ".parts")
         if self.ranks.rank == 0:
@@ -227,8 +227,9 @@ class Learner:
 
     @command
     def snapshot(self, copied: bool) -> Snapshot:
-        """What `save` would write and return now. With `copied` it is a copy in host memory, to be written while training goes on.
-        Every rank has to call this and then the snapshot's `start`, which a controller calls for all; the first one its `write`."""
+        """The state that `save` would write and return now. With `copied` it is a copy in host memory, to be written while training
+        goes on. Every rank has to call this and then the snapshot's `start`, which a controller calls for all; the first one its
+        `write`."""
         state = {"version": self.version}
         if self._files is not None:
             release(self.model)
@@ -286,8 +287,8 @@ class Learner:
 
     @command
     def load(self, directory: Path, state: Mapping[str, int] | None = None) -> None:
-        """Takes what is trained, its optimizer and, with the `state` that `save` returned, the version. Raises UserError if the
-        base is no longer the one that the adapter was trained beside."""
+        """Loads the trained weights, their optimizer and, with the `state` that `save` returned, the version. Raises UserError if
+        the base is no longer the one that the adapter was trained beside."""
         if self.lora is not None:
             resume_adapter(self.lora, directory)
         else:

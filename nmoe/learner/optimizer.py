@@ -77,7 +77,7 @@ class AdamW:
 # The files of its state.
 TENSORS, SETTINGS = "optimizer.safetensors", "optimizer.json"
 
-# Those of torch.amp.GradScaler.
+# As in torch.amp.GradScaler.
 FIRST_LOSS_SCALE = 2.0**16
 GROWTH_STEPS = 2000
 
@@ -104,9 +104,8 @@ class StepResult:
 
 class Optimizer:
     """Steps the trainable parameters of a model and of its head; `steps` counts the optimizer steps taken. The schedule has
-    `total_steps` unless the settings have a length of their own. With a
-    `head_learning_rate` the head learns at that rate, without weight decay. A loss has to be multiplied by `loss_scale` before its
-    backward pass."""
+    `total_steps` unless the settings name another length. With a `head_learning_rate` the head learns at that rate, without weight
+    decay. A loss has to be multiplied by `loss_scale` before its backward pass."""
 
     def __init__(
         self,
@@ -216,7 +215,7 @@ class Optimizer:
         self.snapshot(copied=False).write(directory)
 
     def snapshot(self, copied: bool) -> Snapshot:
-        """What `save` would write now. With `copied` later steps do not change it. No part of it is sharded."""
+        """The state that `save` would write now. With `copied` later steps do not change it. No part of it is sharded."""
         held, size = hold(self.tensors(), copied)
         settings = self.settings_snapshot()
 
@@ -238,7 +237,7 @@ class Optimizer:
         return tensors
 
     def settings_snapshot(self) -> Snapshot:
-        """The state that is no tensor, as it is now."""
+        """The state that is not a tensor."""
         state = {
             "steps": self.steps,
             "loss_scale": self.loss_scale,
@@ -285,7 +284,7 @@ class Optimizer:
             self.adamw.state[mine] = {key: local(value) for key, value in states.items()}
 
     def _all(self) -> Iterable[tuple[str, Tensor, Tensor, Tensor]]:
-        """Name, parameter, what is stepped for it, and this rank's part of that."""
+        """Name, parameter, the tensor that is stepped for it, and this rank's part of that tensor."""
         return zip(self.names, self.parameters, self.masters, self.stepped, strict=True)
 
 

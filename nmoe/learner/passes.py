@@ -56,7 +56,7 @@ class PassResult:
 
 @dataclass
 class RankResult:
-    """The sums and per-token columns of one rank's micro-batches; `joined` makes a `PassResult` of those of all ranks."""
+    """The sums and per-token columns of one rank's micro-batches; `joined` makes one `PassResult` of all ranks' results."""
 
     routing: RoutingStatistics | None
     loss: float = 0.0

@@ -1,4 +1,4 @@
-"""The learning-rate schedule, and that of a run that is resumed with another length."""
+"""The learning-rate schedule, and how a run that is resumed with another length continues it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Schedule:
         return learning_rate_factor(step, self.total_steps, self.warmup_steps, self.min_lr_ratio)
 
     def record(self) -> dict[str, int]:
-        """What a checkpoint keeps: `{"total_steps": 20, "warmup_steps": 5}`. The rest is configuration that may not change."""
+        """The part that a checkpoint keeps: `{"total_steps": 20, "warmup_steps": 5}`. The rest is configuration that may not
+        change."""
         return {"total_steps": self.total_steps, "warmup_steps": self.warmup_steps}
 
 
@@ -43,8 +44,8 @@ def resumed_schedule(
     if asked:
         now, before = (peak * schedule.factor(done) for schedule in (planned, began))
         return planned, (
-            f"learning rate: from here on that of {planned.total_steps:,} optimizer steps, as optimizer.schedule_steps asks, where "
-            f"the run began with {began.total_steps:,}; the next step takes {now:.3g} in place of {before:.3g}"
+            f"learning rate: from here on the schedule of {planned.total_steps:,} optimizer steps, by optimizer.schedule_steps "
+            f"(the run began with {began.total_steps:,}); the next step takes {now:.3g} in place of {before:.3g}"
         )
     return began, (
         f"learning rate: goes on as it began, falling until optimizer step {began.total_steps:,}, and stays at "

@@ -39,9 +39,9 @@ class LatentAttend(Protocol):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Query, key and value weights are one matrix,
-    in that order, because a small product costs more to launch than to compute. Where there is a gate on what is read (Qiu et al.
-    2025, arXiv:2505.06708), its rows come before those of the queries."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Query, key and value weights are one matrix, in that order,
+    because a small product costs more to launch than to compute. The rows of an output gate (Qiu et al. 2025, arXiv:2505.06708), if
+    there is one, come before the queries' rows."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return ops_for(qkv_TNC).norm_and_rotate(qkv_TNC, norms, cos_T1c, sin_T1c, self.heads, self.kv_heads)
 
 
-# DeepSeek's release and transformers use this for latents, whatever rms_norm_eps says.
+# DeepSeek's release and transformers use this for latents, and ignore rms_norm_eps.
 _LATENT_NORM_EPS = 1e-6
 
 
@@ -128,7 +128,7 @@ class LatentAttentionBlock(nn.Module):
         return torch.cat([k_nope_THC, k_rope_TC.unsqueeze(1).expand(-1, self.heads, -1)], -1), v_THU
 
     def to_latents(self, q_THC: Tensor) -> Tensor:
-        """Queries `[T, H, L]` whose products with latents equal those of `q` with the keys that `expanded` makes."""
+        """Queries `[T, H, L]` whose products with latents equal the products of `q` with the keys that `expanded` makes."""
         q_nope_THC, q_rope_THC = q_THC.split([self.latent.nope_dim, self.latent.rope_dim], -1)
         keys_HCR = self._expansion()[:, : self.latent.nope_dim]
         q_THR = torch.bmm(q_nope_THC.transpose(0, 1).to(keys_HCR.dtype), keys_HCR).transpose(0, 1)

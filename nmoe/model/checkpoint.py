@@ -52,7 +52,7 @@ def load_model(
     With `expert_weights = "mxfp4"` experts that are stored in MXFP4 stay in it, and are dequantised for each product: such a
     model computes what the dequantised one does in about a quarter of bf16's memory, but cannot be trained or exported.
 
-    `share` is that of `new_model`: ranks that share the model hold their parts of it and one whole weight at a time.
+    `share` is as in `new_model`: ranks that share the model hold their parts of it and one whole weight at a time.
 
     Raises UserError, naming file and tensor, for a missing or damaged file, an unknown architecture, and weights that do not
     fit the configuration or are not finite. Peak memory is the model and its largest stored tensor, of tables and stacked experts
@@ -184,7 +184,7 @@ def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
 
 
 def sharded_model(model: Transformer, shard_bytes: int = SHARD_BYTES) -> tuple[dict[str, dict[str, Tensor]], Snapshot]:
-    """The files that `save_model` would write, with tensors that ranks may hold parts of; and the rest of what it writes."""
+    """The tensors that `save_model` would write, by file, of which ranks may hold parts; and its other files."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
     files = files_of(sizes, shard_bytes)
@@ -235,7 +235,7 @@ def export_model(
 
 
 def _own_state(model: Transformer) -> dict[str, Tensor]:
-    """The state of a model without that of an adapter."""
+    """The state of a model without its adapter's."""
     with torch.device("meta"):
         names = Transformer(model.config).state_dict()
     state = model.state_dict()
@@ -257,7 +257,7 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
     path, raw = _configuration(directory)
     model_type = raw.get("model_type")
     known = FAMILIES.names()
-    # Only a name: `module:object`, which registries also take, would let a checkpoint choose what is imported.
+    # Only a name: `module:object`, which registries also take, would let a checkpoint choose an import.
     if model_type not in known:
         theirs = [name for name in known if name != native.MODEL_TYPE]
         nearest = difflib.get_close_matches(str(model_type), theirs, n=1, cutoff=0)[0]
@@ -314,7 +314,7 @@ def write_checkpoint(
 def _tensors(
     state: dict[str, Tensor], family: Family, config: ModelConfig, gather: Callable[[str], Tensor] | None
 ) -> Iterator[Written]:
-    """The tensors of a checkpoint, experts in their profile if they have one; nmoe's own format keeps what is trained."""
+    """The tensors of a checkpoint, experts in their profile if they have one; nmoe's format keeps the trained weights."""
     if family is native or config.expert_profile is None:
         return tensors_of(state, family.entries(config), gather)
     return stored_tensors(state, family, config, gather)

@@ -21,13 +21,13 @@ Numerics = Literal["fast", "exact"]
 class RopeScaling:
     """How rotary frequencies are stretched beyond the context of pretraining, `original_context_tokens`.
 
-    `llama3`: frequencies below `low_freq_factor` turns per original context are divided by `factor`, those above
-    `high_freq_factor` stay, between them the two are blended (Llama 3.1's release). `yarn`: the same idea by dimension, from
-    `beta_fast` to `beta_slow` turns, with cosines and sines times `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
-    `truncate` rounds the two bounds to whole dimensions. `linear` divides all by `factor`. `longrope` divides each pair by a
-    factor of its own, one of `short_factors` if the model's context is no longer than the original, else of `long_factors`,
-    with cosines and sines times `attention_factor` (Ding et al. 2024, arXiv:2402.13753). `dynamic` changes nothing within the
-    original context; how it goes beyond, `nmoe.model.rope.extended` says.
+    `llama3`: frequencies below `low_freq_factor` turns per original context are divided by `factor`, those above `high_freq_factor`
+    stay, between them the two are blended (Llama 3.1's release). `yarn`: the same idea by dimension, from `beta_fast` to
+    `beta_slow` turns, with cosines and sines times `attention_factor` (Peng et al. 2023, arXiv:2309.00071). `truncate` rounds the
+    two bounds to whole dimensions. `linear` divides all by `factor`. `longrope` divides each pair by a factor from `short_factors`
+    if the model's context is no longer than the original, else of `long_factors`, with cosines and sines times `attention_factor`
+    (Ding et al. 2024, arXiv:2402.13753). `dynamic` changes nothing within the original context; how it goes beyond,
+    `nmoe.model.rope.extended` says.
     """
 
     kind: Literal["llama3", "yarn", "linear", "dynamic", "longrope"]
@@ -92,12 +92,11 @@ class ModelConfig(ModelShape):
     plus their weight. `scale_embedding` multiplies embeddings by the root of their width (Gemma, arXiv:2403.08295).
 
     Attention: `windows` gives each layer's sliding window in tokens, itself included (0: everything before; empty: 0 in all
-    layers); `window_rope_theta` is the base of the rotary frequencies of layers with a window (0: that of the others, and
-    scaled like them). `sinks` adds to each head's softmax one learned logit that takes part in the sum alone.
-    `attention_scale = 0` stands for `head_dim ** -0.5`. `rotary_dim` dimensions of a head are turned by its position (0: all of
-    them). `latent` replaces grouped-query attention; `head_dim` is then `nope_dim + rope_dim`. `attention_gate` multiplies what
-    each head reads by a sigmoid of the hidden state. `recurrent_layers` names the layers that have `delta` in the place of
-    attention.
+    layers); `window_rope_theta` is the base of the rotary frequencies of layers with a window (0: the same as the others', scaled
+    alike). `sinks` adds to each head's softmax one learned logit that takes part in the sum alone. `attention_scale = 0` stands for
+    `head_dim ** -0.5`. `rotary_dim` dimensions of a head are turned by its position (0: all of them). `latent` replaces
+    grouped-query attention; `head_dim` is then `nope_dim + rope_dim`. `attention_gate` multiplies what each head reads by a sigmoid
+    of the hidden state. `recurrent_layers` names the layers that have `delta` in the place of attention.
 
     Routing: K of E by score plus a balancing bias that moves the choice alone. `router_bias_rate > 0` moves that bias by this
     rate after each optimizer step (Wang et al. 2024, arXiv:2408.15664). With `router_groups > 1` the choice is limited to the
@@ -248,7 +247,7 @@ class ModelConfig(ModelShape):
 
     @property
     def routed_experts(self) -> int:
-        """The number of experts in each MoE layer; 0 if all layers are dense, whatever `experts` says."""
+        """The number of experts in each MoE layer; 0 if all layers are dense, even with `experts` set."""
         return self.experts if self.moe_layers else 0
 
     def window(self, layer: int) -> int:

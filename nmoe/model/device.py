@@ -66,8 +66,8 @@ _CPU_CACHE_BYTES = 4 * 2**30
 # Instructions that multiply bfloat16: without one it is slower than float32.
 _BF16_PRODUCTS = {"avx512_bf16", "amx_bf16"}
 
-# The share of an accelerator's free memory that an engine's cache takes by default: what is left is for the activations and
-# logits of training, or where nothing is trained for those of one step of the engine.
+# The share of an accelerator's free memory that an engine's cache takes by default. The rest is for the activations and logits of
+# training or, where nothing is trained, of one step of the engine.
 _SHARE_BESIDE_TRAINING, _SHARE_ALONE = 0.4, 0.85
 
 

@@ -25,7 +25,7 @@ from nmoe.errors import UserError
 
 BLOCK = 16
 _LARGEST_E4M3, _LARGEST_E2M1 = 448.0, 6.0
-# Keeps scales normal numbers: what is smaller becomes 0.
+# Keeps scales normal numbers: smaller ones become 0.
 _SMALLEST_SCALE, _SMALLEST_AMAX = 2.0**-126, 2.0**-100
 
 # The magnitudes of E2M1, and what separates them. Of a number halfway the one whose code is even is taken (IEEE 754's rule).
@@ -87,7 +87,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(x: Tensor, quantised: Tensor) -> Tensor:
-    """`quantised`, whose gradient becomes that of x."""
+    """`quantised`, whose gradient goes to x."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return quantised
     out: Tensor = _StraightThrough.apply(x, quantised)
@@ -98,7 +98,7 @@ class ProfiledExperts:
     """The experts of one layer in a profile. Each weight is quantised once for each of its states, however many passes of sampling
     and training read it, and is kept dequantised beside it, in its dtype.
 
-    A change in place shows in the weight's version. That of a fused optimizer does not, so that `expire` has to follow it.
+    A change in place shows in the weight's version. A fused optimizer's change does not, so that `expire` has to follow it.
     """
 
     def __init__(self, profile: ExpertProfile) -> None:

@@ -25,8 +25,8 @@ WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 
 
 class Head(nn.Module):
-    """`x @ weight.T + bias` in fp32, whatever the precision of the model. It begins at zero, so every output is 0. Its own
-    gradient is not zero there; the model's gradient is zero in the first step only."""
+    """`x @ weight.T + bias` in fp32, in every precision of the model. It begins at zero, so every output is 0. Its own gradient is
+    not zero there; the model's gradient is zero in the first step only."""
 
     def __init__(self, hidden_size: int, outputs: int, kind: HeadKind) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x_ND: Tensor, exact: bool = False) -> Tensor:
-        """Outputs `[N, K]` of normalised final hidden states; `exact` is that of `ops_for`."""
+        """Outputs `[N, K]` of normalised final hidden states; `exact` is as in `ops_for`."""
         x_ND = x_ND.to(self.weight.dtype)
         return (
             ops_for(x_ND, exact).linear(x_ND, self.weight, self.bias)

@@ -123,7 +123,7 @@ def find_runtime() -> Libgomp | None:
 
 
 def _libraries() -> Iterator[ctypes.CDLL]:
-    """The whole process, and torch's library, in whose dependencies a name is looked for that is not among those of the process."""
+    """The whole process, and torch's library, whose dependencies are searched for names that the process lacks."""
     try:
         yield ctypes.CDLL(None)
         yield from (ctypes.CDLL(str(file)) for file in Path(torch.__file__).parent.glob("lib/libtorch_cpu.so"))
@@ -134,7 +134,7 @@ def _libraries() -> Iterator[ctypes.CDLL]:
 class IdleThreads:
     """How the idle threads of this process wait.
 
-    runtime: what is steered; None if nothing can be, and after a failure.
+    runtime: the OpenMP runtime that is steered; None if none can be, and after a failure.
     own: the user's own setting, such as `GOMP_SPINCOUNT=1000`, which stays; None without one.
     sleeping: whether idle threads sleep now.
     why: what the last look found, such as "other processes use 1.4 cores".
@@ -220,6 +220,6 @@ class IdleThreads:
 
 
 IDLE = IdleThreads(find_runtime())
-"""Those of this process: there is one OpenMP runtime, whatever runs in it."""
+"""The idle threads of this process, which has one OpenMP runtime."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=IDLE.leave)

@@ -116,7 +116,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _WideHeadLogprobs(torch.autograd.Function):
-    """The same by the kernels of a wide vocabulary, over the whole of it. Exact log-probabilities are those of the sampler's
+    """The same by the kernels of a wide vocabulary, over the whole of it. Exact log-probabilities come from the sampler's
     operations."""
 
     @staticmethod
@@ -139,7 +139,7 @@ class _WideHeadLogprobs(torch.autograd.Function):
         grad_N, entropy_grad_N = (
             torch.zeros_like(total_N) if grad is None else grad / ctx.temperature for grad in grads
         )
-        # The gradient of a logit l, -p (grad + entropy_grad * (H + log p)), by what is known of log p = l - largest - log total.
+        # The gradient of a logit l, -p (grad + entropy_grad * (H + log p)), with log p = l - largest - log total.
         slope_N = -entropy_grad_N / total_N
         factor_N = -grad_N / total_N + slope_N * (entropy_N - total_N.log())
         given = (x_ND, weight_VD, targets_N, ctx.temperature, largest_N, factor_N, slope_N, grad_N)
@@ -180,7 +180,7 @@ def _in_pieces(
 
 
 def _plus_weight_gradient(sum_VD: Tensor | None, x_nD: Tensor, grad_nV: Tensor, dtype: torch.dtype) -> Tensor:
-    """Adds a piece's gradient of the head to those of earlier pieces, in `dtype`. With a wide vocabulary the gradient is as
+    """Adds a piece's gradient of the head to the gradients of earlier pieces, in `dtype`. With a wide vocabulary the gradient is as
     large as the head, so it is added to in place if possible, in the head's layout, which saves a copy."""
     if is_wide(grad_nV.shape[-1]) and grad_nV.dtype == dtype:
         return grad_nV.t() @ x_nD if sum_VD is None else sum_VD.addmm_(grad_nV.t(), x_nD)
@@ -258,7 +258,7 @@ def head_logprobs(
     """`log softmax(x @ weight.T / temperature)[target]` and the entropy in nats of that distribution, both `[N]` in fp32 and with
     gradient.
 
-    `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is that of `ops_for`.
+    `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is as in `ops_for`.
     """
     if kept_NM is None and is_wide(weight_VD.shape[0]) and ops_for(x_ND).takes_head(x_ND, weight_VD):
         logprobs_N, entropy_N = _WideHeadLogprobs.apply(x_ND, weight_VD, targets_N, temperature, exact)

@@ -85,7 +85,7 @@ class Site:
     target: str  # as settings name it
     theirs: str  # the module in a Hugging Face checkpoint, or the parameter where it is one of the experts'
     ours: str  # the module in ours; a MoE layer where the target is one of the experts'
-    span: tuple[int, int]  # its outputs among those of our weight
+    span: tuple[int, int]  # its outputs among our weight's
 
 
 def sites(model: Transformer) -> list[Site]:
@@ -140,7 +140,7 @@ def sites(model: Transformer) -> list[Site]:
 
 
 def choose(model: Transformer, targets: tuple[str, ...]) -> list[Site]:
-    """The sites of these targets. Without targets: those of attention and, in a dense model, of the MLP. Raises UserError, with
+    """The sites of these targets. Without targets: the sites of attention and, in a dense model, of the MLP. Raises UserError, with
     the closest name, for a target that the model does not have."""
     known = sites(model)
     names = {site.target for site in known}

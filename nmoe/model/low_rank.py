@@ -40,7 +40,7 @@ class LowRank(nn.Module):
         self.b_Sr = nn.Parameter(torch.zeros(outputs, rank, dtype=like.dtype, device=like.device))
 
     def forward(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, exact: bool = False) -> Tensor:
-        """The whole layer, frozen weight and updates, `[N, F]`; `exact` is that of `ops_for`."""
+        """The whole layer, frozen weight and updates, `[N, F]`; `exact` is as in `ops_for`."""
         if torch.is_grad_enabled():
             out_NF: Tensor = _LinearWithUpdates.apply(x_ND, weight_FD, bias_F, self.a_GD, self.b_Sr, self, exact)
             return out_NF
@@ -130,7 +130,7 @@ class ExpertsLowRank(nn.Module):
         self.b_ErF = nn.Parameter(torch.zeros(experts, rank, outputs, dtype=like.dtype, device=like.device))
 
     def forward(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What to add to `product(x, weight_EDF)`, which multiplies each row by its expert's weight."""
+        """The update of `product(x, weight_EDF)`, which multiplies each row by its expert's weight."""
         return self.scale * product(product(x, self.a_EDr), self.b_ErF)
 
     @torch.no_grad()

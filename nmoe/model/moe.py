@@ -25,8 +25,8 @@ class RouterTrace:
     """Records the routers of one forward pass, layer by layer: their own picks (`chosen_TK`), the scores with gradient
     (`scores_TE`), and the biases added to the scores for the choice (`biases_E`).
 
-    With `replay` (`[T, layers, K]`), each layer uses those picks instead of its own, so that a learner recomputes exactly what
-    the engine ran even if two scores are equal up to rounding. Its own picks are still recorded for comparison.
+    With `replay` (`[T, layers, K]`), each layer uses those picks and not its own, so that a learner recomputes exactly the engine's
+    pass even if two scores are equal up to rounding. Its own picks are still recorded for comparison.
 
     Not a dataclass, because FSDP2 would pass the module a copy with new lists.
     """
@@ -107,7 +107,7 @@ class Router(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a layer. Biases are `[E, 2F]` and `[E, D]` or absent; `limit` is that of `swiglu`, `exact` of `ops_for`."""
+    """The experts of a layer. Biases are `[E, 2F]` and `[E, D]` or absent; `limit` is as in `swiglu`, `exact` as in `ops_for`."""
 
     gate_up_EDF: Tensor
     down_EFD: Tensor
@@ -233,9 +233,9 @@ class ExpertsByPadding(ExpertComputation):
 
 
 def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:
-    """Whether `grouped_mm` is worth using. It needs row strides that are multiples of 16 bytes. It is slow in fp16 on a CPU,
-    and on CUDA it has a kernel for bf16 only: other types run one group after another, as in `ExpertsByLoop`. `widths` are
-    those of the experts and the ranks of their adapters."""
+    """Whether `grouped_mm` is worth using. It needs row strides that are multiples of 16 bytes. It is slow in fp16 on a CPU, and on
+    CUDA it has a kernel for bf16 only: other types run one group after another, as in `ExpertsByLoop`. `widths` are the experts'
+    widths and the ranks of their adapters."""
     row = 16 // x_RD.element_size()
     dtypes = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16)
     return x_RD.dtype in dtypes and all(width % row == 0 for width in (x_RD.shape[-1], *widths))
@@ -282,8 +282,8 @@ def fastest_computation(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) 
 
 
 def _elsewhere(dispatcher: Dispatcher, rows_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """Runs each row on the rank that owns its expert. The two projections in `weights` are those of this rank's experts, biases and
-    adapters those of all; each rank uses its own."""
+    """Runs each row on the rank that owns its expert. The two projections in `weights` belong to this rank's experts, biases and
+    adapters to all experts; each rank uses its part."""
     rows_SD, counts_e, handle = dispatcher.dispatch(rows_RD, counts_E)
     own, gate_up_bias, down_bias = dispatcher.own, weights.gate_up_bias_EF, weights.down_bias_ED
     weights = replace(
@@ -344,7 +344,7 @@ class MoE(nn.Module):
 
     def _projections(self, chosen_TK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Gate and up `[E, D, 2F]`, and down `[E, F, D]`, of this rank's experts, in their profile if there is one; packed ones are
-        dequantised for this pass alone, and what is gathered is quantised for this pass alone."""
+        dequantised, and gathered ones quantised, for this pass alone."""
         if self.gate_up_packed is not None and self.down_packed is not None:
             return self.gate_up_packed(chosen_TK, dtype), self.down_packed(chosen_TK, dtype)
         assert self.gate_up is not None

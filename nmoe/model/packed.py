@@ -91,8 +91,8 @@ _BLOCK = 16  # positions, of attention.cpp
 
 class ExactAttention:
     """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `order_free` is used where the
-    kernel cannot run. Gradients are those of `differentiable`, the same attention by torch's operations; their bits may depend
-    on the batch."""
+    kernel cannot run. Gradients come from `differentiable`, the same attention by torch's operations; their bits may depend on the
+    batch."""
 
     def __init__(self, lengths: Sequence[int], order_free: Attend, differentiable: Attend) -> None:
         self.order_free, self.differentiable = order_free, differentiable

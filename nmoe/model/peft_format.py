@@ -1,6 +1,6 @@
 """Reads and writes adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Names are those of the base's Hugging Face checkpoint. The experts' weights are parameters there, `mlp.experts.gate_up_proj` and
+Names come from the base's Hugging Face checkpoint. The experts' weights are parameters there, `mlp.experts.gate_up_proj` and
 `mlp.experts.down_proj`. PEFT adapts them by wrapping their module once for each, so the update of the one wrapped first has
 `base_layer` in its name. An adapter written by nmoe also has `base.json`, the base's fingerprint.
 """

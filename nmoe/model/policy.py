@@ -64,8 +64,8 @@ def load_policy_on(
 
 
 def sampling_precision(directory: Path, device: torch.device, asked: Precision | None = None) -> Precision:
-    """The precision in which a checkpoint is sampled: the one asked for, else bfloat16 on a GPU, and on a CPU that of the stored
-    weights, if it is bfloat16 and the processor multiplies it, else float32. Raises UserError for a broken checkpoint."""
+    """The precision in which a checkpoint is sampled: the one asked for, else bfloat16 on a GPU, and on a CPU bfloat16 if the
+    weights are stored in it and the processor multiplies it, else float32. Raises UserError for a broken checkpoint."""
     if asked is not None:
         return asked
     return kind_of(device).sampling_precision(stored_dtype(base_of(directory) if is_adapter(directory) else directory))

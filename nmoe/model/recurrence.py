@@ -27,15 +27,15 @@ from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.table import ops_for
 from nmoe.parallel.ranks import keep_part
 
-# A bucket ends at the first sequence shorter than this share of its longest one. Steps of the scan then are at most twice those of
-# the longest sequence, and padded tokens at most as many as the others.
+# A bucket ends at the first sequence shorter than this share of its longest one. The scan then takes at most twice as many steps as
+# the longest sequence alone, and at most half of the tokens are padding.
 _BUCKET_SHARE = 0.5
 _NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """What runs a recurrent layer: its number in the model, its shape, and the convolution's weights `[W, K]`."""
+    """A recurrent layer: its number in the model, its shape, and the convolution's weights `[W, K]`."""
 
     index: int
     delta: DeltaNet
@@ -44,8 +44,8 @@ class RecurrentLayer:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """Where sequences stand in a layer: the last K - 1 inputs of the convolution, `[S, K - 1, W]`, and the memories `[S, H, C, U]`,
-    in fp32 (in fp64 where the model is)."""
+    """The states of sequences in a layer: the last K - 1 inputs of the convolution, `[S, K - 1, W]`, and the memories `[S, H, C,
+    U]`, in fp32 (in fp64 where the model is)."""
 
     inputs_SKW: Tensor
     memory_SHCU: Tensor
@@ -114,8 +114,8 @@ def run(
     state: RecurrentState | None,
     exact: bool,
 ) -> tuple[Tensor, RecurrentState]:
-    """What the tokens read, `[T, H, U]`, and where their sequences stand then. `x_TW` are queries, keys and values before the
-    convolution, `decay_TH` logarithms. Without a state sequences start from nothing."""
+    """The values that tokens read, `[T, H, U]`, and the states of their sequences afterwards. `x_TW` are queries, keys and values
+    before the convolution, `decay_TH` logarithms. Without a state sequences start from nothing."""
     delta, ops = layer.delta, ops_for(x_TW, exact)
     wide = memory_dtype(x_TW.dtype)
     if state is None:
@@ -163,17 +163,17 @@ def _normed(x_TGC: Tensor) -> Tensor:
 
 @runtime_checkable
 class RecurrentAttend(Protocol):
-    """An `Attend` that runs recurrent layers, too: it knows which tokens follow each other, and where their sequences stand."""
+    """An `Attend` that runs recurrent layers, too: it knows which tokens follow each other, and the states of their sequences."""
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor: ...
 
     def recur(self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
-        """What each token reads, `[T, H, U]`: `nmoe.model.recurrence.run`."""
+        """The value that each token reads, `[T, H, U]`, as `run` computes it."""
 
 
 class GatedDeltaNet(nn.Module):
-    """A layer in the place of attention. The rows of `in_proj` are queries, keys, values and output gates, each head by head, those
-    of `gate_proj` strengths and decays. No rotary turn: the convolution and the decay tell positions apart."""
+    """A recurrent layer instead of attention. The rows of `in_proj` are queries, keys, values and output gates, each head by head;
+    the rows of `gate_proj` are strengths and decays. No rotary turn: the convolution and the decay tell positions apart."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ def rope_frequencies(context_tokens: int, dimensions: int, theta: float, scaling
     """Radians per token of each pair, `[dimensions / 2]`, in fp64, of a model with this context.
 
     They are the same for sequences of any length, as in vLLM: were they to change while a sequence grows, as they do in
-    transformers for `longrope`, cached keys would be those of another model, and learner and sampler would differ.
+    transformers for `longrope`, cached keys would belong to another model, and learner and sampler would differ.
     """
     frequencies_c = theta ** (-torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions)
     if scaling is None or scaling.kind == "dynamic":

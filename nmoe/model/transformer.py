@@ -50,14 +50,14 @@ class Block(nn.Module):
 
 
 def _attention(config: ModelConfig, layer: int) -> Attention | LatentAttentionBlock | GatedDeltaNet:
-    """What mixes the tokens of this layer."""
+    """The token mixer of this layer."""
     if layer in config.recurrent_layers:
         return GatedDeltaNet(config, layer)
     return Attention(config, layer) if config.latent is None else LatentAttentionBlock(config, layer)
 
 
 class SandwichBlock(Block):
-    """The same with a norm of what attention and feed-forward add, as well (Gemma 2, arXiv:2408.00118, section 2)."""
+    """A block that also normalises the outputs of attention and feed-forward (Gemma 2, arXiv:2408.00118, section 2)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -80,7 +80,7 @@ def _plain(
 
 
 def _separate_inductor_caches() -> None:
-    """Gives each CPU capability an inductor cache of its own, unless the user chose one by TORCHINDUCTOR_CACHE_DIR.
+    """Gives each CPU capability a separate inductor cache, unless the user chose one by TORCHINDUCTOR_CACHE_DIR.
 
     Inductor does not key its cache by capability. Code cached under AVX-512 and loaded under ATEN_CPU_CAPABILITY=avx2 gives
     wrong values without an error.
@@ -124,7 +124,7 @@ class Transformer(nn.Module):
         self.generation: dict[str, Any] = {}
         # The run or checkpoint that `nmoe.load_model` was asked for; None for a model that was built in another way.
         self.origin: Path | None = None
-        # Its own first values would not be kept, and on the device meta they cost the import of torch's compiler.
+        # Its initial values would be overwritten, and on the device meta they cost the import of torch's compiler.
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
         self.embedding = nn.Embedding.from_pretrained(empty_VD, freeze=False)
         block = SandwichBlock if config.output_norms else Block
@@ -179,7 +179,7 @@ class Transformer(nn.Module):
     def _by_two_tables(
         self, x_TD: Tensor, positions_T: Tensor, others: tuple[Tensor, Tensor], run: Callable[..., Tensor]
     ) -> Tensor:
-        """The rest of `forward` where layers with a window turn by a table of their own."""
+        """The rest of `forward` where layers with a window have a separate rotary table."""
         cos_T1c = self.window_rope_cos.index_select(0, positions_T).unsqueeze(1)
         sin_T1c = self.window_rope_sin.index_select(0, positions_T).unsqueeze(1)
         for layer, block in enumerate(self.blocks):
@@ -227,7 +227,7 @@ class Transformer(nn.Module):
         )
         torch.use_deterministic_algorithms(repeats, warn_only=warns)
         for block in self.blocks:
-            assert isinstance(block, Block), "what the constructor put there"
+            assert isinstance(block, Block), "the constructor made blocks"
             block.ffn.compile(dynamic=True)
         return self
 

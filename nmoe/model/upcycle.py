@@ -40,7 +40,7 @@ _BECOMES = "llama and mistral, which become mixtral, and qwen3, which becomes qw
 class Upcycling:
     """How a dense model becomes a mixture: `top_k` of `experts` run for each token.
 
-    noise: standard deviation of what is added to each copy's weights, in standard deviations of the weight (0: equal copies).
+    noise: standard deviation of the noise added to each copy's weights, in standard deviations of the weight (0: equal copies).
     shared_expert: one more copy that every token passes through. It and the routed ones give half of the output each.
     seed: of router and noise.
     """

@@ -1,7 +1,7 @@
 """The axes along which the ranks of a run divide a model: how many replicas, shards and ranks to an expert group.
 
-The ranks of a replica are consecutive, and so are those of an expert group within it: rank r of 8 with dp_replicate = 2 and ep = 2
-is in replica r // 4 and in the expert group {r // 2 * 2, r // 2 * 2 + 1}.
+The ranks of a replica are consecutive, and so are the ranks of an expert group within it: rank r of 8 with dp_replicate = 2 and ep
+= 2 is in replica r // 4 and in the expert group {r // 2 * 2, r // 2 * 2 + 1}.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _common_divisors(dp_shard: int, experts: int) -> list[int]:
 
 
 def _places(ep: int, per_node: int) -> tuple[Literal["single", "ipc", "hybrid"], int]:
-    """How the ranks of an expert group lie, and in how many nodes. Groups that begin at a multiple of `ep` either lie within
-    a node each or are made up of whole nodes; where neither holds they are treated as ranks of nodes of their own."""
+    """How the ranks of an expert group lie, and in how many nodes. Groups that begin at a multiple of `ep` either lie within a node
+    each or are made up of whole nodes; where neither holds they are treated as ranks of separate nodes."""
     if ep == 1:
         return "single", 1
     if per_node % ep == 0:

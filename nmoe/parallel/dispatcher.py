@@ -64,7 +64,7 @@ class _Exchange(torch.autograd.Function):
 def differentiable_exchange(
     rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup, meter: Meter
 ) -> Tensor:
-    """`exchange` with a gradient: that of the rows that were sent travels back the same way. The meter counts both."""
+    """`exchange` with a gradient, which travels back the same way. The meter counts both."""
     rows_SD: Tensor = _Exchange.apply(rows_RD, send, receive, group, meter)
     return rows_SD
 
@@ -90,8 +90,8 @@ class Handle:
 class Dispatcher:
     """Dispatch and combine over the ranks that share a layer's experts. The backward pass of each is the other.
 
-    `groups` are those of the hops, the first hop that between nodes. The ranks of the expert group count up along the last group
-    first. `rank` is this process's place in the expert group.
+    `groups` are the process groups of the hops; the first hop goes between nodes. The ranks of the expert group count up along the
+    last group first. `rank` is this process's number in the expert group.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], rank: int) -> None:
@@ -108,14 +108,14 @@ class Dispatcher:
         return weight_E[self.rank * each : (self.rank + 1) * each]
 
     def sent(self) -> Traffic:
-        """What this rank sent, forward and backward, since this was asked last."""
+        """The traffic of this rank, forward and backward, since the last call."""
         return self._meter.taken()
 
     def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Handle]:
         """Sends rows, sorted by expert, to the experts' owners; `counts_E` has the number of rows of each expert. Returns the rows
         that came for this rank's experts, sorted by expert and within one by the rank they came from, and how many each has."""
         # The counts of the blocks that the rows lie in: one axis for each hop, which names the rank that the block goes to and,
-        # after the hop, the one it came from; the last axis is that of a rank's experts.
+        # after the hop, the one it came from; the last axis counts a rank's experts.
         counts = counts_E.view(*self.sizes, -1)
         axes = list(range(counts.dim()))
         lie = axes  # the order of the axes in which the blocks lie

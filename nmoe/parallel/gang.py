@@ -39,13 +39,13 @@ import torch.distributed as dist
 
 from nmoe.errors import UserError
 
-# What gloo says where another rank has left a collective.
+# gloo's messages where another rank has left a collective.
 _LEFT = re.compile(r"[Cc]onnection (closed|reset)|[Tt]imed out|Broken pipe|peer", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a member is to call and to do with the result; and the results that it can forget."""
+    """The function that a member calls, the use of its result, and the results that the member can forget."""
 
     number: int
     function: Callable[..., Any]
@@ -62,7 +62,7 @@ class End:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a member raised. "peer": what torch raises where another rank has left."""
+    """The error of a member. "peer": torch's error where another rank has left."""
 
     kind: Literal["user", "peer", "defect"]
     message: str
@@ -179,8 +179,8 @@ class Member(Gang):
 
     def _desert(self, exit_code: int) -> NoReturn:
         """Ends this process in the midst of a command. The others notice at once that it has left their collectives: its
-        connections are shut, because torch keeps process groups in caches of its own after they are destroyed, and rank 0 waited
-        for this one until torchrun ended it without a word."""
+        connections are shut, because torch caches process groups after they are destroyed, and rank 0 waited for this one until
+        torchrun ended it without a word."""
         for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
             if int(name) != self.connection.fileno():
                 with suppress(OSError):
@@ -325,7 +325,7 @@ class Controller(Gang):
         return [self.answer(rank) for rank in range(1, self.size)]
 
     def answer(self, rank: int) -> Any:
-        """The next answer of a member. Raises what it raised, and LostRankError if it does not come."""
+        """The next answer of a member. Raises the member's error, and LostRankError if no answer comes."""
         connection = self.connections[rank - 1]
         try:
             if not connection.poll(DEADLINE.total_seconds()):

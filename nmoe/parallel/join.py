@@ -25,7 +25,7 @@ from nmoe.errors import UserError
 from nmoe.parallel.gang import DEADLINE, Controller, Gang, Member, use
 
 SAVING = "save parts"
-"""The name of a thread that takes part in collectives of its own."""
+"""The name of a thread that takes part in separate collectives."""
 _PATIENCE_S, _ASKED_EVERY_S = 30.0, 0.05
 """How long rank 0 waits for the others before it names those that it waits for; and how often a rank looks."""
 
@@ -35,7 +35,8 @@ def join(arguments: Sequence[str]) -> Gang:
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns this process's view, which `gang` gives from then on.
 
     The group is NCCL's where each rank of this machine has its own GPU, else gloo's. Raises UserError where the environment
-    names no place, where the ranks do not all come, or run other code, versions or arguments."""
+    names no place, where the ranks do not all come, or run other code, versions or arguments.
+    """
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
@@ -80,7 +81,7 @@ def _number(name: str, default: int | None = None) -> int:
 
 def _meet(rank: int, size: int) -> dist.Store:
     """The store through which the ranks find each other, once all have come. Rank 0 keeps it, or torchrun. Raises UserError; of
-    ranks that have found rank 0 it alone says what is wrong, and the others end with its exit code."""
+    ranks that have found rank 0 it alone reports the error, and the others end with its exit code."""
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT")
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

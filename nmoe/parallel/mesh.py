@@ -89,7 +89,7 @@ def _made(axes: Axes, device: str, _: dist.ProcessGroup | None) -> Meshes:
 
 
 def _mesh(device: str, names: Sequence[str], sizes: Sequence[int], replicated: bool = False) -> DeviceMesh:
-    """A mesh of these axes, without that of the replicas if there is only one and it is not wanted."""
+    """A mesh of these axes, without the axis of replicas if there is only one and it is not `replicated`."""
     first = 0 if sizes[0] > 1 or replicated else 1
     ranks = torch.arange(dist.get_world_size()).view(*sizes[first:])
     groups = [_group_along(ranks, axis, "weights") for axis in range(ranks.ndim)]
@@ -97,8 +97,9 @@ def _mesh(device: str, names: Sequence[str], sizes: Sequence[int], replicated: b
 
 
 def _hops(axes: Axes) -> list[dist.ProcessGroup]:
-    """The groups that rows travel in: the expert group or, where it spans nodes, ranks of the same place in all nodes and then the
-    ranks of a node. Not those of weights, which are gathered meanwhile: NCCL carries out the calls of one group one by one."""
+    """The groups that rows travel in: the expert group or, where it spans nodes, the ranks with one index in all nodes and then the
+    ranks of a node. Weights, which are gathered meanwhile, have other groups: NCCL carries out the calls of one group one by
+    one."""
     in_node = axes.ep // axes.nodes
     if axes.nodes == 1 or in_node == 1:
         return [_group_along(torch.arange(dist.get_world_size()).view(-1, axes.ep), 1, "rows")]
@@ -107,7 +108,7 @@ def _hops(axes: Axes) -> list[dist.ProcessGroup]:
 
 
 def _group_along(ranks: Tensor, axis: int, carries: Literal["weights", "rows"]) -> dist.ProcessGroup:
-    """The process group of this rank along an axis of all ranks' places. All ranks call this, and make the groups of all."""
+    """The process group of this rank along an axis of the grid of ranks. All ranks call this, and make the groups of all."""
     rows = ranks.movedim(axis, -1).flatten(0, -2).tolist() if ranks.ndim > 1 else [ranks.tolist()]
     groups = [_group(tuple(row), carries, dist.group.WORLD) for row in rows]
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)

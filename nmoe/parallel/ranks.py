@@ -88,7 +88,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """This process only, whatever group there is."""
+        """This process only, even in a group."""
         ranks = cls()
         ranks.size, ranks.rank = 1, 0
         return ranks
@@ -137,8 +137,8 @@ class Ranks:
         return tensor
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Sums the gradients of parameters that each rank holds whole. A missing gradient counts as zero. Those of one dtype travel
-        together."""
+        """Sums the gradients of parameters that each rank holds whole. A missing gradient counts as zero. Gradients of one dtype
+        travel together."""
         if self.size == 1:
             return
         of_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -182,7 +182,7 @@ def offloads(parallel: ParallelSection, world: int, device: str) -> bool:
         return False
     if device == "cpu":
         raise UserError(
-            'parallel.offload = "cpu": the model is on a CPU, which has no memory of its own to save; set it to "none" or "auto"'
+            'parallel.offload = "cpu": the model is on a CPU, which has no separate memory to save; set it to "none" or "auto"'
         )
     if world == 1:
         raise UserError(
@@ -209,13 +209,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, which shares its memory. What is done to every number alone is done to that: operations on
-    sharded tensors are planned anew for each mesh, at a tenth of a second each."""
+    """This rank's part of a tensor, which shares its memory. Elementwise operations run on it, because operations on sharded
+    tensors are planned anew for each mesh, at a tenth of a second each."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """What an optimizer of this rank steps: its part of a sharded parameter, whose gradient it is given; a whole one itself."""
+    """The tensor that this rank's optimizer steps: its part of a sharded parameter, or the whole parameter."""
     return local(parameter.detach()).requires_grad_() if is_sharded(parameter) else parameter
 
 
@@ -241,7 +241,7 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups that one operation may take together: those of one mesh of ranks."""
+    """The tensors in groups that one operation may take together, one group for each mesh of ranks."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)

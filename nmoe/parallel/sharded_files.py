@@ -52,7 +52,7 @@ class ShardedFiles:
         changes. Returns the bytes of all whole tensors."""
         self._wait()
         if self._group is None:
-            # Of its own, on the host: collectives of a thread must not mix with those of training.
+            # A separate group on the host: collectives of a thread must not mix with training's.
             self._group = dist.new_group(backend="gloo", timeout=_DEADLINE)
         self._files = {file: list(tensors) for file, tensors in files.items()}
         held = {f"{file}/{name}": tensor.detach() for file, of in files.items() for name, tensor in of.items()}
@@ -60,7 +60,7 @@ class ShardedFiles:
         return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
     def start(self, place: Path) -> None:
-        """Begins to write what is held into a directory that all ranks share."""
+        """Begins to write the held tensors into a directory that all ranks share."""
         self._place = place
         self._thread = threading.Thread(target=self._write, name=SAVING, daemon=True)
         self._thread.start()

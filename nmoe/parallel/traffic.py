@@ -1,4 +1,4 @@
-"""What expert groups send: the bytes of the rows that leave a rank, and the time that their exchanges take."""
+"""The traffic of expert groups: the bytes of the rows that leave a rank, and the time that their exchanges take."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank or several: `sent_bytes` of rows that went to other ranks, forward and backward, and the `seconds` that the rank
-    which waited longest spent in the exchanges. On a GPU these are the seconds to start them."""
+    """The traffic of one rank or several: `sent_bytes` of rows that went to other ranks, forward and backward, and the `seconds`
+    that the rank which waited longest spent in the exchanges. On a GPU these are the seconds to start them."""
 
     sent_bytes: int = 0
     seconds: float = 0.0
 
     def beside(self, other: Traffic) -> Traffic:
-        """With that of another rank at the same time."""
+        """Adds the traffic of another rank at the same time."""
         return Traffic(self.sent_bytes + other.sent_bytes, max(self.seconds, other.seconds))
 
     def then(self, other: Traffic) -> Traffic:
-        """With that of a later time."""
+        """Adds the traffic of a later time."""
         return Traffic(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds)
 
 
@@ -40,6 +40,6 @@ class Meter:
         self._now = self._now.then(Traffic(sent_bytes, time.perf_counter() - began))
 
     def taken(self) -> Traffic:
-        """What was counted since the last call."""
+        """The traffic since the last call."""
         taken, self._now = self._now, Traffic()
         return taken

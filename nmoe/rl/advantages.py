@@ -65,7 +65,7 @@ class Advantages:
         self._estimate = estimator(algorithm, critic)
 
     def __call__(self, batch: Batch, groups: Sequence[RewardedGroup]) -> Experience | None:
-        """The batch with advantages; None where every sample was truncated and those are masked.
+        """The batch with advantages; None if every sample was truncated and truncated samples are masked.
 
         `batch` has one sequence for each branch of the groups' samples, in order, with the reference's log-probabilities where the
         divergence is a reward, the learner's own where there is a correction, and the critic's values where there is a critic.
@@ -333,9 +333,9 @@ def process_supervision(
       that is as good as the mean earns 0, so that more good steps are no better than few. A group with a single step has
       advantage 0.
 
-    `step_rewards_T` holds a step's reward at the position that decides on the step's last token, and NaN everywhere else.
-    `lengths` are those of samples, `[B]`: the branches of one sample follow one another, and what a later one earns is a return of
-    the earlier ones.
+    `step_rewards_T` holds a step's reward at the position that decides on the step's last token, and NaN everywhere else. `lengths`
+    are the samples' lengths, `[B]`: the branches of one sample follow one another, and rewards of a later branch are returns of the
+    earlier ones.
     """
     sample_T = sequence_of(lengths)
     if baseline == "normalised":
@@ -353,7 +353,7 @@ def divergence_rewards(
     logprobs_T: Tensor, reference_logprobs_T: Tensor, scored_T: Tensor, coef: float, estimator: KLEstimator = "k1"
 ) -> Tensor:
     """The divergence from a reference as a reward, `-coef * KL_t` at every scored position (Ziegler et al. 2019, arXiv:1909.08593,
-    eq. 2, which is k1). `logprobs_T` are those of the policy that sampled.
+    eq. 2, which is k1). `logprobs_T` come from the policy that sampled.
 
     With k1 the returns have the expected gradient of `E[r] - coef * KL(pi || ref)`; as a loss, k1 has no such gradient.
     Estimators over samples add the sum over a sample's tokens to its reward.
@@ -363,7 +363,7 @@ def divergence_rewards(
 
 
 def _reward_divergence(batch: Batch, algorithm: AlgorithmSection) -> Tensor | None:
-    """`divergence_rewards` of a batch, `[T]`; None where the divergence is no reward."""
+    """`divergence_rewards` of a batch, `[T]`; None if the divergence is not a reward."""
     if algorithm.kl_coef == 0 or algorithm.kl_in == "loss":
         return None
     behaviour_T = need(batch.behaviour_logprobs_T, "behaviour_logprobs")

@@ -69,21 +69,22 @@ def critic_learner(config: RLConfig, tokenizer: Tokenizer, vocab_size: int, cont
 
 
 class Critic:
-    """Estimates the values of the states that the policy acted in, and learns from the returns. It is a model of its own beside the
-    policy, or a head on the policy's trunk, which then learns together with the policy from the sum of both losses."""
+    """Estimates the values of the states that the policy acted in, and learns from the returns. It is a separate model, or a head
+    on the policy's trunk, which then learns together with the policy from the sum of both losses."""
 
     def __init__(self, section: CriticSection, policy: Learner, own: Learner | None) -> None:
         """`own` trains the critic's own model; None for a head on the policy's trunk."""
-        assert (own is None) == section.shared, "a critic of its own has a learner, and a shared one has none"
+        assert (own is None) == section.shared, "a separate critic has a learner, and a shared one has none"
         self.section, self._policy, self.own = section, policy, own
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
         self._steps: list[StepResult] = []
 
     @classmethod
     def build(cls, config: RLConfig, policy: Learner, tokenizer: Tokenizer) -> Critic | None:
-        """The critic of a run, None where there is none.
+        """The critic of a run, if it has one.
 
-        Raises UserError where its checkpoint cannot read everything that the policy writes, or has a head of another width."""
+        Raises UserError where its checkpoint cannot read everything that the policy writes, or has a head of another width.
+        """
         section = config.critic
         if section is None:
             return None
@@ -108,7 +109,7 @@ class Critic:
         return step <= self.section.warmup_steps
 
     def shared_objective(self) -> Objective | None:
-        """The value loss of a head on the policy's trunk, to be added to the policy's loss; None for a critic of its own."""
+        """The value loss of a head on the policy's trunk, to be added to the policy's loss; None for a separate critic."""
         return value_loss(self.section.clip, self.section.coef) if self.own is None else None
 
     def update(self, batch: Batch) -> None:

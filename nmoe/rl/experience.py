@@ -25,7 +25,7 @@ class Experience:
 
     advantages: those that metrics describe, before a correction: per sample, or per token where the estimator is
         one over tokens.
-    metrics: what was measured while the batch was made.
+    metrics: measurements taken while the batch was made.
     """
 
     batch: Batch

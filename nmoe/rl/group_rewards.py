@@ -132,7 +132,7 @@ def step_rewards(batch: Batch, samples: Sequence[Trajectory]) -> Tensor:
     rewards_T = torch.full(batch.scored_T.shape, torch.nan)
     start = 0
     for sample in samples:
-        # The position that predicts each of the sample's tokens; none predicts those of a prompt.
+        # The position that predicts each of the sample's tokens; no position predicts a prompt's tokens.
         positions: list[int | None] = []
         for branch in sample.branches:
             prompt, tokens = len(branch.prompt_ids), len(branch.token_ids)

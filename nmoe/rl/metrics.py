@@ -23,8 +23,8 @@ from nmoe.types import FAILURES
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards and rates over all judged samples of the step, including those of dropped groups; lengths and failures over all
-    samples. Raises RuntimeError where none was judged."""
+    """Rewards and rates over all judged samples of the step, dropped groups included; lengths and failures over all samples. Raises
+    RuntimeError if none was judged."""
     everything, trajectories = trajectories, [t for t in trajectories if t.trainable]
     failures = Counter(t.grade.failure for t in everything)
     if not trajectories:

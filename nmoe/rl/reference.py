@@ -1,5 +1,5 @@
-"""The reference policy that a divergence is measured from: the policy at the start of the run or, with
-`algorithm.reference_every_steps`, at the last such step."""
+"""The frozen policy for the KL penalty: the policy at the start of the run or, with `algorithm.reference_every_steps`, at the last
+such step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from nmoe.text.tokenizer import Tokenizer
 
 class Reference:
     """Gives log-probabilities under the reference, and renews it. A reference belongs in a checkpoint only where it is renewed: the
-    first one is what the run starts from."""
+    first one is the model that the run starts from."""
 
     def __init__(self, learner: Learner, model: Transformer | None, every_steps: int = 0) -> None:
-        """`model` is frozen, and sharded as the learner's is. It is None where an adapter is trained: the reference is then its
-        base with a copy of the adapter, and memory holds no second model. To be created before a resumed run loads its checkpoint.
-        """
+        """`model` is frozen, and sharded as the learner's is. It is None if an adapter is trained: the reference is then its base
+        with a copy of the adapter, and memory holds no second model. To be created before a resumed run loads its checkpoint."""
         assert (model is None) == (learner.lora is not None), "the reference of an adapter shares its base"
         if model is not None:
             share_model(model, learner.ranks)
@@ -43,7 +42,7 @@ class Reference:
 
     @classmethod
     def build(cls, config: RLConfig, learner: Learner, tokenizer: Tokenizer) -> Reference | None:
-        """The reference of a run; None where no divergence is measured."""
+        """The reference of a run; None if it has no KL penalty."""
         if config.algorithm.kl_coef == 0:
             return None
         model = None

@@ -100,7 +100,7 @@ def replay_command(
 
 
 class _Sandboxes:
-    """Sandboxes like those of the run, started when the first tool asks for one."""
+    """Sandboxes like the run's, started when the first tool asks for one."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle

@@ -132,7 +132,8 @@ class RolloutSampler:
     def sample(self, step: int) -> Rollouts:
         """Groups for one step. Those dropped are replaced by fresh prompts, at most `max_refills` times.
 
-        Raises GradingError with its sample saved, and InfrastructureError where every sample was lost."""
+        Raises GradingError with its sample saved, and InfrastructureError where every sample was lost.
+        """
         batch, pool, rollouts = self._batch, self._environment.pool, Rollouts()
         passed_over = pool.passed_over
         key, state = (self._run.seed, "train"), TrainerState(step - 1, self._run.steps)
@@ -192,7 +193,7 @@ class RolloutSampler:
 
 
 def solve_rate(group: Group) -> float | None:
-    """Mean correctness of the group's judged samples; None where there is none, or the problem has no right answer."""
+    """Mean correctness of the group's judged samples; None without any, or if the problem has no right answer."""
     rates = _outcomes(group)
     return sum(rates) / len(rates) if rates else None
 
@@ -205,7 +206,7 @@ def _outcomes(group: Group) -> list[float]:
 
 
 def unsolved(rate: float) -> float:
-    """What is left to learn of a source that is solved at this rate."""
+    """The share of a source that is still to be learned, if it is solved at this rate."""
     return 1 - rate
 
 

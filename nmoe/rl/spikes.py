@@ -52,7 +52,7 @@ def spike_record(
     largest log ratio, of the learner after the update to the sampler, in either direction.
     """
     batch = policy_batch(samples, None, "token", 0)
-    assert batch.behaviour_logprobs_T is not None, "a policy's batch has what it was sampled with"
+    assert batch.behaviour_logprobs_T is not None, "a policy's batch has behaviour logprobs"
     after_N = learner.logprobs(batch).result().double().cpu()
     ratios_N = after_N - batch.behaviour_logprobs_T[batch.scored_T].double()
     # Weights that are no numbers any more are as far as can be.

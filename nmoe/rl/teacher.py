@@ -30,8 +30,8 @@ from nmoe.text.tokenizer import Tokenizer
 
 def teacher_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, scored_T: Tensor, coef: float) -> Tensor:
     """`-coef * (log pi(x_t) - log teacher(x_t))` at every scored position, with a discount of 0 (Agarwal et al. 2024,
-    arXiv:2306.13649, with reverse KL; as a policy gradient: Lu 2025, "On-policy distillation"). `logprobs_T` are those of the
-    policy that sampled.
+    arXiv:2306.13649, with reverse KL; as a policy gradient: Lu 2025, "On-policy distillation"). `logprobs_T` come from the policy
+    that sampled.
 
     In expectation over the sampled token its policy gradient equals the gradient of `-coef * KL(pi || teacher)` at each state that
     the policy reached. In imitation, by contrast, the student learns from the states of the teacher.
@@ -49,16 +49,16 @@ class ScoringEngine(Protocol):
 
 
 class Teacher:
-    """A frozen model on an engine of its own."""
+    """A frozen model on a separate engine."""
 
     def __init__(self, section: DistillationSection, engine: ScoringEngine, temperature: float) -> None:
-        """`temperature` is that of the policy's sampling, so that a policy with the teacher's logits is optimal."""
+        """`temperature` is the policy's sampling temperature, so that a policy with the teacher's logits is optimal."""
         self._section, self._engine, self._temperature = section, engine, temperature
 
     @classmethod
     def build(cls, config: RLConfig, policy: ModelConfig, tokenizer: Tokenizer) -> Teacher | None:
-        """The teacher that the configuration names, None where it names none. Raises UserError where it has other tokens than the
-        policy, or a shorter context."""
+        """The teacher that the configuration names, if any. Raises UserError if it has other tokens than the policy, or a shorter
+        context."""
         section = config.distillation
         if section is None:
             return None
@@ -80,9 +80,8 @@ class Teacher:
         return cls(section, engine, config.sampling.temperature)
 
     def advise(self, batch: Batch) -> tuple[Batch, Tensor, dict[str, float]]:
-        """Adds the teacher's advantages to `reward_coef` times those of the batch. Returns the batch, the sums at the scored
-        tokens, `[N]`, and `teacher_kl`, the mean of `log pi - log teacher` over them. Needs `behaviour_logprobs` or
-        `old_logprobs`."""
+        """Adds the teacher's advantages to `reward_coef` times the batch's. Returns the batch, the sums at the scored tokens,
+        `[N]`, and `teacher_kl`, the mean of `log pi - log teacher` over them. Needs `behaviour_logprobs` or `old_logprobs`."""
         logprobs_T = batch.behaviour_logprobs_T if batch.old_logprobs_T is None else batch.old_logprobs_T
         assert logprobs_T is not None, "a batch of samples has their behaviour log-probabilities"
         assert batch.advantages_T is not None, "advantages from rewards come first"

@@ -62,7 +62,7 @@ class PolicyGradient(Recipe):
         self.experts = self.learner.model.config.routed_experts
         self.evaluate_every, self.evaluate_first = probes.every_steps, bool(probes)
         self._at = 0  # the step that was taken last
-        self._skipped = False  # whether the last step was, so that of several in a row the first is told
+        self._skipped = False  # whether the last step was skipped: only the first of several in a row raises an alert
 
     def step(self, step: int) -> Step:
         """Samples and grades a group of completions per prompt, turns their rewards into advantages, updates the policy, and

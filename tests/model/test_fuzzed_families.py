@@ -83,7 +83,7 @@ def test_an_odd_setting_is_read_as_transformers_reads_it(tmp_path: Path, family:
         ("glm4_moe", {"partial_rotary_factor": 0.01}, "partial_rotary_factor = 0.01 turns 0 of "),
         ("glm4_moe", {"head_dim": 8, "partial_rotary_factor": 0.4}, "= 0.4 turns 3 of 8 dimensions"),
         ("llama", {"partial_rotary_factor": 0.5}, "llama: partial_rotary_factor = 0.5 is not supported"),
-        ("llama", {"rope_parameters": {"full_attention": YARN}}, "rotary settings of their own for 'full_attention'"),
+        ("llama", {"rope_parameters": {"full_attention": YARN}}, "separate rotary settings for 'full_attention'"),
         ("llama", {"rope_parameters": YARN | {"factor": 0.0}}, "rotary factor = 0.0 is not positive"),
         (
             "llama",

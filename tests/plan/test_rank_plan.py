@@ -229,7 +229,7 @@ def test_offloading_reaches_fsdp(offload: Literal["cpu", "none"], monkeypatch: p
     if offload == "none":
         assert not offloads(parallel, 1, "cpu")
         return
-    with fake_ranks(2, 2), pytest.raises(UserError, match=r"parallel.offload = .*no memory of its own"):
+    with fake_ranks(2, 2), pytest.raises(UserError, match=r"parallel.offload = .*no separate memory"):
         Ranks(parallel).shard(torch.nn.Sequential(torch.nn.Linear(8, 8)), [])
     with pytest.raises(UserError, match=r"one process shards nothing"):
         offloads(parallel, 1, "cuda")

@@ -122,7 +122,7 @@ def test_a_run_that_is_extended_says_what_becomes_of_its_schedule(tmp_path: Path
 
     assert said(20) == "goes on as the run began"
     assert said(30).startswith("goes on as it began, falling until optimizer step 40, and stays at 0.0001 after it")
-    assert said(30, schedule_steps=30).startswith("from here on that of 60 optimizer steps")
+    assert said(30, schedule_steps=30).startswith("from here on the schedule of 60 optimizer steps")
     assert said(30, schedule_steps=20) == "goes on as the run began", "as the config.toml of the extended run has it"
     # While the critic warms up, the policy's schedule waits: 23 steps of the run are 20 of the policy.
     critic: dict[str, Any] = {"critic": {"warmup_steps": 3, "path": "critic"}, "algorithm": {"advantage": "gae"}}

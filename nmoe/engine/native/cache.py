@@ -226,7 +226,7 @@ class StateCache:
         self.memories[row].index_copy_(0, state_slots_B, state.memory_SHCU)
 
     def copy_blocks(self, sources_N: Tensor, targets_N: Tensor) -> None:
-        """Does nothing: a position leaves no trace of its own."""
+        """Does nothing: a state belongs to the sequence, not to its positions."""
 
     def copy_state_slots(self, sources_S: Tensor, targets_S: Tensor) -> None:
         for tensor in (self.inputs, self.memories):
@@ -238,7 +238,7 @@ class StateCache:
 
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """A tensor of zeros, since a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU the system hands out
-    pages as they are first written, so that a generous budget costs only what is used."""
+    pages as they are first written, so that a generous budget costs only the used part."""
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, device=device, dtype=dtype)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -246,7 +246,7 @@ def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
 
 
 Moves = Sequence[tuple[int, int]]
-"""What is copied: (source, target) each."""
+"""The (source, target) of each copy."""
 
 
 @dataclass(frozen=True)

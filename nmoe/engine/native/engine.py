@@ -1,7 +1,7 @@
 """The native engine: an asyncio interface to the synchronous engine, which runs on the training thread.
 
-`run` uses the calling thread for the engine's steps, while a coroutine (rollouts, tools, grading) runs on an event loop in a thread
-of its own, so that neither waits for the other. All torch work stays on one thread, because OpenMP keeps a thread pool per calling
+`run` uses the calling thread for the engine's steps, while a coroutine (rollouts, tools, grading) runs on an event loop in another
+thread, so that neither waits for the other. All torch work stays on one thread, because OpenMP keeps a thread pool per calling
 thread, and two pools compete for few cores: two-thread decoding of the speedrun's model ran at 22k tokens/s with a pool beside the
 learner's, and at 58k with one pool.
 
@@ -164,7 +164,7 @@ class NativeEngine:
             await samples
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, if it still runs. Its callers get what it has sampled, with the finish reason "abort"."""
+        """Ends a request, if it still runs. Its callers get the tokens sampled so far, with the finish reason "abort"."""
 
         def end() -> None:
             for group in self._engine.abort(request_id):
@@ -201,7 +201,8 @@ class NativeEngine:
     def _live(self, coroutine: Coroutine[Any, Any, R], outcome: Future[R], cancel: Future[Callable[[], None]]) -> None:
         """The event loop's thread. `cancel` receives a function that cancels the coroutine from another thread."""
 
-        # Of its own: asyncio ends the loop at an interrupt or an exit in any task, and prints what `main` raises after it.
+        # Not the task's own result: asyncio ends the loop at an interrupt or exit in any task, and prints an error that `main`
+        # raises later.
         ended: Future[R] = Future()
 
         async def main() -> None:

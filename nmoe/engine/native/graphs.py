@@ -1,9 +1,9 @@
 """Decode on a GPU: the forward pass of all running sequences as one recorded CUDA graph, replayed on new inputs.
 
 A decode step of a small model is a thousand launches of a few microseconds, more than the host can keep up with; a graph is one
-launch. A graph needs fixed addresses and shapes: batches are padded to a few sizes, block tables to a few widths, and inputs lie
-in buffers that each step overwrites. Padding writes to a block that nothing else uses. Weights, those of an adapter too, are read
-in place, so that an update in place needs no new recording; which modules have an adapter must not change.
+launch. A graph needs fixed addresses and shapes: batches are padded to a few sizes, block tables to a few widths, and inputs lie in
+buffers that each step overwrites. Padding writes to a block that nothing else uses. Weights, an adapter's included, are read in
+place, so that an update in place needs no new recording; which modules have an adapter must not change.
 """
 
 # Shapes: B sequences, M blocks of a sequence, P positions of a block, J key-value heads, D width, Y layers, K chosen experts.

@@ -211,7 +211,7 @@ class LLMEngine:
         self.scheduler.clear(self._manager(blocks.blocks, blocks.state_slots))
 
     def commit(self, version: int) -> None:
-        """Takes note that the weights have changed: what is sampled from now on carries `version`. Prompts whose sequences have not
+        """Takes note that the weights have changed: tokens sampled from now on carry `version`. Prompts whose sequences have not
         started are computed again and no earlier prefix is found, or sequences would start from the old weights under the new
         version. Running sequences go on with the keys that they have."""
         self.runner.weights_changed(version)

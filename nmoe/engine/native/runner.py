@@ -1,8 +1,5 @@
-"""The runner: what a step computes with the model. Chunks of prompts, the first tokens of sequences that start, and one token of
-every running sequence.
-
-It decides nothing: the scheduler says what is computed.
-"""
+"""The runner computes a step with the model: chunks of prompts, the first tokens of sequences that start, and one token of every
+running sequence. The scheduler decides which."""
 
 # Shapes: B slots, T packed tokens, L tokens to score, V vocabulary, D width, Y layers, K chosen experts.
 
@@ -63,7 +60,7 @@ class Runner:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Has what is computed inside use packed weights and, unless numerics are exact, the CPU kernels."""
+        """Makes computations inside use packed weights and, unless numerics are exact, the CPU kernels."""
         with (
             self._packs.active() if self._packs else nullcontext(),
             nullcontext() if self.model.exact else kernels_in_use(),
@@ -71,7 +68,7 @@ class Runner:
             yield
 
     def weights_changed(self, version: int) -> None:
-        """Notes the new version, and frees what was packed of the old weights."""
+        """Notes the new version, and frees the packed forms of the old weights."""
         self.version = version
         if self._packs:
             self._packs.clear()
@@ -80,7 +77,8 @@ class Runner:
         """Computes the chunks: keys, values and routes go to the cache, scores to the sequences that are scored. Returns the logits
         `[1, V]` after each prompt that is complete.
 
-        Chunks that replay routes run in a forward pass of their own, after the others."""
+        Chunks that replay routes run in a separate forward pass, after the others.
+        """
         logits: dict[Sequence, Tensor] = {}
         for replays in (False, True):
             part = [chunk for chunk in chunks if (chunk.sequence.routes_LYK is not None) == replays]

@@ -76,7 +76,7 @@ class Sequence:
 
     @property
     def started(self) -> bool:
-        """Whether it has sampled a token, and so has to keep what it has when its keys are computed again."""
+        """Whether it has sampled a token, and so has to keep its tokens when its keys are computed again."""
         return bool(self.token_ids)
 
     @property
@@ -179,7 +179,8 @@ class RunningBatch:
     On the host: the `position` that the last token will take, the number of tokens `generated` and their `limit`, the `table` of
     cache blocks, of which a sequence holds `held`, its `state_slot` there, and whether it is `plain` (temperature 1), `cuts` its
     support (top-k, top-p) or `streams` its tokens. On the device: `last_token`, the sampling settings, the `uniforms` drawn for
-    every token to come, and what was sampled: `tokens`, `logprobs`, `versions`."""
+    every token to come, and the samples: `tokens`, `logprobs`, `versions`.
+    """
 
     def __init__(self, slots: int, blocks: int, cache: PagedCache) -> None:
         self.slots, self.cache, self.device = slots, cache, cache.device

@@ -50,7 +50,7 @@ class Scored:
 
 class Objective(Protocol):
     """A loss: returns the weighted sum and statistics per token, `[N]` each and detached. The learner joins the statistics of all
-    micro-batches, so that a mean or a quantile is that of the whole batch."""
+    micro-batches, so that a mean or a quantile covers the whole batch."""
 
     def __call__(self, outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]: ...
 

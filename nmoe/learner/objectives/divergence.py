@@ -9,10 +9,9 @@ and because the gradient flows through rho too, the mean of its gradient is the 
 from pi. For k3 that gradient is rho d grad log pi. rho is a constant for k2, whose own gradient d grad log pi is the wanted one
 already; its value is another quantity. Weights are of single tokens: the states are still those that mu reached.
 
-Unweighted, rho = 1, the gradient flows through d alone and is right at tokens that pi drew: that of k2 is then the gradient of
-KL(pi || pi_ref) in expectation, that of k3 the gradient of KL(pi_ref || pi), which agrees near the reference, and that of k1 is
-zero, so that as a loss k1 measures and does not hold back. As a reward k1 is the right one:
-`nmoe.rl.advantages.divergence_rewards`.
+Unweighted, rho = 1, the gradient flows through d alone and is right at tokens that pi drew. In expectation, k2 then has the
+gradient of KL(pi || pi_ref), and k3 the gradient of KL(pi_ref || pi), which agrees near the reference. k1 has none: as a loss it
+measures and does not hold back. As a reward k1 is the right one: `nmoe.rl.advantages.divergence_rewards`.
 """
 
 # Shapes: N scored tokens of a micro-batch.

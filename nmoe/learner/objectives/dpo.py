@@ -1,5 +1,5 @@
-r"""Direct preference optimization and its kin: losses over how much more likely than under a reference policy the preferred
-completion y+ has become, compared with the other, y-.
+r"""Direct preference optimization and related losses. Relative to a reference policy, they raise the likelihood of the preferred
+completion y+ above the other, y-.
 
 With h = log pi(y+) / pi_ref(y+) - log pi(y-) / pi_ref(y-), summed over the completions' tokens, b = beta and s = label_smoothing:
 
@@ -19,7 +19,7 @@ With h = log pi(y+) / pi_ref(y+) - log pi(y-) / pi_ref(y-), summed over the comp
     loss = sum over pairs of w (L + sft_weight * -log pi(y+) / |y+|)
                   the second term: Pang et al. 2024, arXiv:2404.19733, eq. 1, where |y+| counts the completion alone
 
-The names are those of TRL's `loss_type`.
+The names are TRL's (`loss_type`).
 """
 
 # Shapes: N scored tokens of a micro-batch, B its sequences, P its pairs.

@@ -5,9 +5,9 @@
     L_t = max(-s_it A_t, -clip(s_it, 1 - clip_low, 1 + clip_high) A_t)                (eq. 13)
     loss = sum_t w_t L_t
 
-The value of s_it is s_i; its gradient is that of the token. The objective is a mean over sequences, so the weights have to be those
-of the aggregation "sequence": with a mean over tokens, long sequences, which have one ratio for all tokens, would count more.
-The bounds are on a geometric mean and should be close to 1: the paper takes 3e-4 below and 4e-4 above.
+The value of s_it is s_i; its gradient is the token's. The objective is a mean over sequences, so the weights need the aggregation
+"sequence": with a mean over tokens, long sequences, which have one ratio for all tokens, would count more. The bounds are on a
+geometric mean and should be close to 1: the paper takes 3e-4 below and 4e-4 above.
 """
 
 # Shapes: N scored tokens of a micro-batch.

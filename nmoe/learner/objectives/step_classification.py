@@ -23,9 +23,10 @@ def step_logprobs(logits_J2: Tensor, step_J: Tensor, steps: int) -> Tensor:
 
 
 def step_classification(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted cross-entropy of the steps' labels in nats, plus that of the tokens: a token may be both judged and predicted.
-    `labels_N` is 0 for a token of a wrong step, 1 for one of a right step and -1 where nothing is judged; no label says which token
-    of a wrong step is at fault. Reports the probability of each token's label or, where nothing is judged, of the token."""
+    """Weighted cross-entropy in nats of the steps' labels, plus the tokens' cross-entropy: a token may be both judged and
+    predicted. `labels_N` is 0 for a token of a wrong step, 1 for one of a right step and -1 where nothing is judged; no label says
+    which token of a wrong step is at fault. Reports the probability of each token's label or, where nothing is judged, of the
+    token."""
     logits_N2 = need(outputs.head_NK, "head")
     labels_N = need(scored.labels_N, "labels_T").long()
     judged_N = labels_N >= 0

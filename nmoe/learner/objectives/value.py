@@ -2,9 +2,9 @@
 
     loss = sum_t w_t coef / 2 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-V is the head's first output, R the target (`returns`, from `nmoe.rl.advantages.Gae`), V_old the critic before the
-first update of the batch. The clipped form is that of PPO's published code (Schulman et al. 2017, arXiv:1707.06347; Huang et al.
-2022, "The 37 implementation details of PPO", detail 9).
+V is the head's first output, R the target (`returns`, from `nmoe.rl.advantages.Gae`), V_old the critic before the first update of
+the batch. The clipped form follows PPO's published code (Schulman et al. 2017, arXiv:1707.06347; Huang et al. 2022, "The 37
+implementation details of PPO", detail 9).
 """
 
 # Shapes: N scored tokens of a micro-batch, K outputs of the head.

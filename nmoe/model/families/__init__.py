@@ -24,7 +24,7 @@ from nmoe.model.families import (
 )
 from nmoe.model.families.base import Family
 
-# Of two families with all features of a decoder, the earlier one is what it is exported as.
+# If two families have all features of a decoder, it is exported as the earlier one.
 _OWN = (
     native,
     llama,

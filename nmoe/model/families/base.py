@@ -122,7 +122,7 @@ def fill(
 
 
 def check_names(family: Family, config: ModelConfig, shards: StoredTensors) -> None:
-    """Raises UserError, as `fill` does, where a checkpoint's names, shapes and dtypes are not those of its configuration."""
+    """Raises UserError, as `fill` does, where a checkpoint's names, shapes or dtypes do not fit its configuration."""
     _compare(list(family.entries(config)), family, config, shards)
 
 
@@ -186,7 +186,7 @@ def _pieces(entry: Entry, names: tuple[str, ...], shards: StoredTensors) -> Iter
         yield None
         return
     count = entry.shape[0]
-    # What is packed is larger once it is unpacked.
+    # Packed weights are larger once they are unpacked.
     size = max(sum(shards.nbytes(name) for name in names), 4 * math.prod(entry.shape), 1)
     step = max(1, _PIECE_BYTES * count // size)
     for first in range(0, count, step):

@@ -49,7 +49,7 @@ def from_packed(packed_NH: Tensor, scales_NG: Tensor, factor: Tensor) -> Tensor:
 
 
 def refuse_stacked(family: Family, config: ModelConfig) -> None:
-    """Raises UserError if the experts have a profile, and the family stores those of a layer together."""
+    """Raises UserError if the experts have a profile, and the family stores a layer's experts together."""
     alone = all(
         entry.index and isinstance(entry.index[0], int) for entry in family.entries(config) if _is_expert(entry)
     )

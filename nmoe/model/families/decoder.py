@@ -123,7 +123,8 @@ def attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def _gates_first(config: ModelConfig) -> Tensor:
-    """The order that puts the rows of all gates before those of the queries. Releases save a head's queries and then its gates."""
+    """The order that puts the rows of all gates before the rows of the queries. Releases save a head's queries and then its
+    gates."""
     rows = torch.arange(2 * config.heads * config.head_dim).view(config.heads, 2, -1)
     queries = rows[:, 0]
     if config.rotary_dim:
@@ -171,7 +172,8 @@ def dense(config: ModelConfig) -> Iterator[Entry]:
 def experts_one_by_one(
     theirs: str, ours: str, config: ModelConfig, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Iterator[Entry]:
-    """Experts each saved as a SwiGLU block, `{theirs}{e}.gate_proj.weight` and so on; `names` are those of gate, up and down."""
+    """Experts each saved as a SwiGLU block, `{theirs}{e}.gate_proj.weight` and so on; `names` are the names of gate, up and
+    down."""
     width, intermediate = config.hidden_size, config.expert_width
     gate, up, down = names
     for e in range(config.experts):

@@ -35,7 +35,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     )
     fp8.check(settings)
     if "q_lora_rank" not in raw:
-        raise UserError("missing keys q_lora_rank, which is null where queries have no latent of their own")
+        raise UserError("missing keys q_lora_rank, which is null where queries have no latent")
     settings.only("attention_bias", False)
     settings.only("rope_interleave", True)
     settings.refuse_null("rope_interleave")

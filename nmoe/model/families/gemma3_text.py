@@ -1,5 +1,5 @@
 """Gemma 3, text: norms on both sides of attention and feed-forward that scale by one plus their weight, QK-norm, GeGLU, scaled
-embeddings, five layers with a window and rotary frequencies of their own to one without.
+embeddings, five layers with a window and separate rotary frequencies to one without.
 
 The larger releases also read images, under `model_type` gemma3; those are not read.
 """
@@ -70,8 +70,8 @@ _ROPE_KEYS = (
 
 
 def _rope(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rotary settings of layers without and with a window, merged as transformers merges them: those by kind of layer, which
-    it writes now, before those of released checkpoints."""
+    """The rotary settings of layers without and with a window, merged as transformers merges them: those by kind of layer, which it
+    writes now, before the keys of released checkpoints."""
     kinds = settings.section("rope_parameters")
     if other := sorted(kinds.raw.keys() - {_FULL, _SLIDING}):
         raise UserError(f"{MODEL_TYPE}: rope_parameters has {other[0]!r} beside {_FULL} and {_SLIDING}")

@@ -163,5 +163,5 @@ def _with_groups(conv_WK: Tensor) -> Tensor:
 
 
 def ignores(name: str, config: ModelConfig) -> bool:
-    """Ignores what is for multi-token prediction."""
+    """Ignores the weights of multi-token prediction."""
     return name.startswith("mtp.") or decoder.ignored_always(name, config)

@@ -11,7 +11,7 @@ from nmoe.model.rope import yarn_mscale
 
 _MISSING: Any = object()
 
-# Beyond these a `config.json` is damaged, and listing what it describes would not end: layers and experts each have tensors.
+# Beyond these a `config.json` is damaged, and listing its tensors would not end: layers and experts each have tensors.
 _LARGEST = 2**31 - 1
 _MOST = {"num_hidden_layers": 4096} | dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 65_536
@@ -129,7 +129,7 @@ class Settings:
         for place in () if partial else (self, settings):
             place.only("partial_rotary_factor", 1, 1.0)
         if nested := [key for key, value in settings.raw.items() if isinstance(value, dict)]:
-            raise UserError(f"{self.model_type}: rotary settings of their own for {nested[0]!r} are not supported")
+            raise UserError(f"{self.model_type}: separate rotary settings for {nested[0]!r} are not supported")
         kind = settings.raw.get("rope_type", settings.raw.get("type", "default"))
         theta = settings.real("rope_theta", self.real("rope_theta", default_theta))
         if theta <= 0 or (theta == 1 and kind == "yarn"):

@@ -1,5 +1,5 @@
 """The families that are read from GGUF: the `config.json` that a file's metadata stands for, and where each of its tensors comes
-from. Names of keys and tensors are those of llama.cpp (`gguf.constants` lists them)."""
+from. Names of keys and tensors are llama.cpp's (`gguf.constants` lists them)."""
 
 from __future__ import annotations
 

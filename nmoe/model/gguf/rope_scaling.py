@@ -23,7 +23,7 @@ from nmoe.model.config import RopeScaling
 from nmoe.model.gguf.sources import check_extent, read_rows
 from nmoe.model.rope import rope_frequencies, yarn_mscale
 
-# Of no use as a tensor: the configuration has what it says.
+# Not needed as a tensor: the configuration has its values.
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -75,7 +75,7 @@ def rope_scaling(file: GGUFFile, head_dim: int, theta: float, truncate: bool) ->
 
 def _kind_and_factor(file: GGUFFile) -> tuple[str, float]:
     kind = file.get(f"{file.architecture}.rope.scaling.type", str, None)
-    # As llama.cpp has it: older files have a factor of their own, and one without a type is linear.
+    # As in llama.cpp: older files have a separate factor, and one without a type is linear.
     factor = file.own_real("rope.scaling.factor", 0.0) or file.own_real("rope.scale_linear", 0.0)
     if kind is None:
         kind = "linear"

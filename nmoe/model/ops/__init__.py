@@ -11,8 +11,8 @@
 
 `table.ops_for(x, exact)` chooses the table, once for each call of a module. Nothing else asks which kernels there are.
 
-Exact numerics give a row the same bits whatever else is in the batch, so that engine and learner agree. Libraries cannot promise
-that: they take another kernel for another number of rows, and add in another order. So products and attention are our own kernels,
-which add in order, or sums in fp64 that are exact in any order. What stays torch's works element by element or row by row: norms,
-softmax, exponential, logarithm. `nmoe.model.exactness` tries all of it when a run starts.
+Exact numerics give a row the same bits in every batch, so that engine and learner agree. Libraries cannot promise that: they take
+another kernel for another number of rows, and add in another order. So products and attention are our own kernels, which add in
+order, or sums in fp64 that are exact in any order. What stays torch's works element by element or row by row: norms, softmax,
+exponential, logarithm. `nmoe.model.exactness` tries all of it when a run starts.
 """

@@ -20,7 +20,7 @@ BLOCK_QUERIES = 512
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What an `Attend` needs to know about the layer that calls it.
+    """The layer that calls an `Attend`.
 
     `window` tokens back, the query's own included, can be seen (0: all). `sinks_H` has a logit for each query head that counts
     in the softmax's sum only (Xiao et al. 2023, arXiv:2309.17453, as learned in gpt-oss).
@@ -35,8 +35,8 @@ class AttentionLayer:
 @dataclass(frozen=True)
 class Clusters:
     """Packed sequences that share rows, as kernels read them. A sequence is a triple of `spans_B3`: how many leading rows it shares
-    with the first one of its cluster, where its other rows begin, and how many they are. Those of cluster g are
-    `bounds_G[g]` to `bounds_G[g + 1]`, the first of them without shared rows. `longest` is the longest sequence."""
+    with the first one of its cluster, where its other rows begin, and how many they are. Cluster g has the sequences `bounds_G[g]`
+    to `bounds_G[g + 1]`, the first of them without shared rows. `longest` is the longest sequence."""
 
     spans_B3: Tensor
     bounds_G: Tensor

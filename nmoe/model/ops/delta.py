@@ -24,8 +24,9 @@ CHUNK = 32
 def scan(
     q_BLHC: Tensor, k_BLHC: Tensor, v_BLHU: Tensor, decay_BLH: Tensor, beta_BLH: Tensor, memory_BHCU: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What each token reads, `[B, L, H, U]`, and the memory after the last one, token by token. `decay_BLH` is the logarithm. A
-    sequence's numbers have the same bits wherever it is cut and whatever it runs beside: every sum is over one axis of its own."""
+    """The value that each token reads, `[B, L, H, U]`, and the memory after the last one, token by token. `decay_BLH` is the
+    logarithm. A sequence's numbers have the same bits wherever it is cut and beside any others: every sum is over one of its
+    axes."""
     out, kept_LBH11 = [], decay_BLH.exp().transpose(0, 1)[..., None, None]
     steps = (x.transpose(0, 1) for x in (q_BLHC, k_BLHC, v_BLHU, beta_BLH))
     for q_BHC, k_BHC, v_BHU, beta_BH, kept_BH11 in zip(*steps, kept_LBH11, strict=True):

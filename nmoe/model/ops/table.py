@@ -20,7 +20,7 @@ _EXACT, _ORDER_FREE, _ORDER_FREE_TRITON = ExactOps(), OrderFreeOps(), OrderFreeT
 
 
 class _Here(threading.local):
-    """What is in force in this thread."""
+    """Whether kernels are in use in this thread."""
 
     kernels = False
 
@@ -39,15 +39,15 @@ def kernels_in_use() -> Iterator[None]:
 
 
 def make_ready(device: torch.device) -> None:
-    """Compiles the C++ kernels for a CPU, with a line that says so, if no earlier process has. What needs them asks as it is made:
-    no step waits for a compiler."""
+    """Compiles the C++ kernels for a CPU, with a line that says so, if no earlier process has. Constructors of the objects that
+    need them call this, so that no step waits for a compiler."""
     if device.type == "cpu":
         library.library()
 
 
 def ops_for(x: Tensor, exact: bool = False) -> TorchOps:
     """The table for `x`. `exact` asks for bits that do not depend on the batch. It changes nothing in fp64, which tests compute in:
-    what depends on the batch is below all they show."""
+    differences between batches are below what they show."""
     on_gpu, double = x.is_cuda, x.dtype == torch.float64
     if exact and not double:
         if on_gpu:

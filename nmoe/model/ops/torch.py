@@ -194,12 +194,12 @@ class TorchOps:
         return grad_RD, grad_weights_TK
 
     def dispatch(self, x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
-        """Row r of the result is token `token_R[r]`'s. `row_TK` is the way back: where each token's K rows went."""
+        """Row r of the result is token `token_R[r]`'s. `row_TK` has the inverse: the rows of each token's K copies."""
         out: Tensor = _Dispatch.apply(self, x_TD, token_R, row_TK)
         return out
 
     def combine(self, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
-        """Each token's weighted sum over its own K rows, `[T, D]`: no token's sum depends on another's place."""
+        """Each token's weighted sum over its own K rows, `[T, D]`: no token's sum depends on another's position."""
         out: Tensor = _Combine.apply(self, y_RD, weights_TK, row_TK)
         return out
 
@@ -231,9 +231,9 @@ class TorchOps:
         table_BM: Tensor,
         lengths_B: Tensor,
     ) -> Tensor:
-        """What each row's query, that of its last position, sees of the row's first `lengths_B` positions, `[B, H, U]` in the
-        query's dtype. Position p of row b lies in block `table_BM[b, p // P]` at place `p % P`. Sums are in fp32 (in fp64 where the
-        cache is); a row of length 0 gets zeros."""
+        """Attention of each row's query, at its last position, to the row's first `lengths_B` positions, `[B, H, U]` in the query's
+        dtype. Position p of row b lies in block `table_BM[b, p // P]` at index `p % P`. Sums are in fp32 (in fp64 where the cache
+        is); a row of length 0 gets zeros."""
         return attention.paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, table_BM, lengths_B)
 
     def attend_in_blocks(
@@ -259,7 +259,7 @@ class TorchOps:
         beta_BLH: Tensor,
         memory_BHCU: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """What each token reads by the gated delta rule, `[B, L, H, U]`, and the memory after the last one."""
+        """The values that tokens read by the gated delta rule, `[B, L, H, U]`, and the memory after the last token."""
         one = q_BLHC.shape[1] == 1
         return (delta.scan if one else delta.by_chunks)(q_BLHC, k_BLHC, v_BLHU, decay_BLH, beta_BLH, memory_BHCU)
 

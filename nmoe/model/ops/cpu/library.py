@@ -4,8 +4,8 @@ They need Linux and a C++ compiler, `$CXX` or g++. They use the instructions tha
 architecture (`torch.backends.cpu.get_cpu_capability`, which the variable `ATEN_CPU_CAPABILITY` lowers). In fp32 AVX-512 and AVX2
 give the same bits. Without a compiler, torch's operations run instead, slower.
 
-With fast numerics the engine uses all kernels, and the learner those of attention and of the head over a wide vocabulary. With
-exact numerics both use those that give a row the same bits in any batch: products and attention.
+With fast numerics the engine uses all kernels, and the learner the kernels of attention and of the head over a wide vocabulary.
+With exact numerics both use the kernels that give a row the same bits in any batch: products and attention.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _compiled(compiler: Sequence[str], instructions: str) -> Path:
             checksum = hashlib.file_digest(file, "sha256").digest()
             file.write(checksum)
             file.flush()
-            os.fsync(file.fileno())  # a name must not reach the disk before what it names
+            os.fsync(file.fileno())  # a name must not reach the disk before its file
         out.replace(library)  # at once: another process may be doing the same
     return library
 
@@ -128,7 +128,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def _remove_left_behind(directory: Path) -> None:
-    """Deletes what compilers that were killed left; one that may still be running is let be."""
+    """Deletes the leftovers of compilers that were killed, but not of one that may still be running."""
     for left in directory.glob(_COMPILING + "*"):
         try:
             if time.time() - left.stat().st_mtime > 2 * _COMPILE_S:

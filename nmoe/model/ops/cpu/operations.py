@@ -184,7 +184,7 @@ def head_backward(
     of_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and of the weight, as far as they are asked for, in the inputs' dtype, to which they are rounded at the
-    end. That of a logit is `exp(shifted) * (factor + slope * shifted)`, with `shifted = logit - largest` and the logits of
+    end. A logit's gradient is `exp(shifted) * (factor + slope * shifted)`, with `shifted = logit - largest` and the logits of
     `head_forward`, and for the target `onehot` more."""
     x_ND = x_ND.contiguous()
     grad_x_ND = torch.empty(x_ND.shape) if of_x else None

@@ -43,7 +43,7 @@ class PackedWeights:
             _here.packed = outer
 
     def clear(self) -> None:
-        """Frees what is packed."""
+        """Frees all packed weights."""
         self._packed.clear()
 
     def of(self, weight: Tensor, packing: Packing) -> list[Tensor]:
@@ -61,7 +61,7 @@ class PackedWeights:
 
 
 class _Here(threading.local):
-    """What is in force in this thread."""
+    """The packed weights in use in this thread."""
 
     packed: PackedWeights | None = None
 
@@ -88,7 +88,7 @@ def can_pack_for_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def packed(weight: Tensor, packing: Packing) -> list[Tensor]:
-    """What is kept of a weight of which `can_pack` said that it is."""
+    """The packed forms of a weight for which `can_pack` holds."""
     assert _here.packed is not None, "the caller looked"
     return _here.packed.of(weight, packing)
 

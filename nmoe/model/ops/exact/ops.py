@@ -1,7 +1,7 @@
 """The tables of operations with exact numerics: a row has the same bits in any batch, with gradients and without.
 
-torch's sigmoid and silu differ by up to a unit in the last place at the end of a thread's piece of work, whose position depends
-on the batch and the threads. So the sigmoid is computed from the exponential. Gradients are those of fast numerics.
+torch's sigmoid and silu differ by up to a unit in the last place at the end of a thread's piece of work, whose position depends on
+the batch and the threads. So the sigmoid is computed from the exponential. Gradients are the same as with fast numerics.
 """
 
 # Shapes: see `nmoe.model.ops.torch`.
@@ -29,7 +29,7 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 
 
 class ExactSums(TorchOps, ABC):
-    """What all exact tables share. Subclasses define how weights are prepared and multiplied."""
+    """The common part of all exact tables. Subclasses define how weights are prepared and multiplied."""
 
     exact = True
 

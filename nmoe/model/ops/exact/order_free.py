@@ -11,8 +11,8 @@ multiples of 2^-44, because many small weights beside a large one add up. Values
 positions never rounds in any library. The exponential is torch's, element by element.
 """
 
-# Shapes: N rows, D inputs, d those of a piece, F outputs, B sequences, H query heads, J key-value heads, L queries, S keys, s those
-# of a piece, C key width, U value width, R = H / J * L.
+# Shapes: N rows, D inputs, d of a piece, F outputs, B sequences, H query heads, J key-value heads, L queries, S keys, s of a piece,
+# C key width, U value width, R = H / J * L.
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rounded(x: Tensor, step: Tensor | float) -> Tensor:
 
 
 def product(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
-    """`x @ weight.T` in fp64 of numbers on the grid; leading axes as those of `matmul`."""
+    """`x @ weight.T` in fp64 of numbers on the grid; leading axes as in `matmul`."""
     pieces = zip(x_ND.split(PIECE, -1), weight_FD.split(PIECE, -1), strict=True)
     products = [x_Nd @ weight_Fd.mT for x_Nd, weight_Fd in pieces]
     out_NF = products[0]
