@@ -18,7 +18,7 @@ from nmoe.config.tables.rollout import EngineSection, SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment, in_format
-from nmoe.envs.tasks.records import split_prompt
+from nmoe.envs.tasks.record_fields import split_prompt
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation

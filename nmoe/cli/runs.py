@@ -277,7 +277,7 @@ def replay(
     Example, with the weights that sampled it:
       nmoe replay runs/mine/replay/step_000011-sampled-sort_7-0-20c4 --checkpoint runs/mine/checkpoints/step_000010
     """
-    from nmoe.rl.replay import replay_command
+    from nmoe.rl.replay_bundle import replay_command
 
     for line in replay_command(bundle, checkpoint, tokenizer, allow_user_code=allow_user_code):
         typer.echo(line)

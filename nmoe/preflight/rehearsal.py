@@ -12,7 +12,7 @@ from nmoe.config.environment import reseeded
 from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.engine.api import Engine, Request
 from nmoe.engine.function import FunctionEngine
-from nmoe.engine.ranks import sampling_engine
+from nmoe.engine.rank_sampling import sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tasks import TASKS

@@ -17,7 +17,7 @@ from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import ProbedConfig, SupervisedConfig
 from nmoe.config.tables.recipes import RecordsSection
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.ranks import RanksEngine, sampling_engine
+from nmoe.engine.rank_sampling import RanksEngine, sampling_engine
 from nmoe.errors import UserError
 from nmoe.eval.early_stopping import since_baseline, since_start
 from nmoe.eval.probes import Probes, probes_of

@@ -10,7 +10,7 @@ from nmoe.config.commands import RLConfig
 from nmoe.config.environment import reseeded
 from nmoe.engine.api import Engine
 from nmoe.engine.function import FunctionEngine, GenerateFunction
-from nmoe.engine.ranks import sampling_engine
+from nmoe.engine.rank_sampling import sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tools.runtime import ToolRuntime

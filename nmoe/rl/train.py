@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import RLConfig
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.ranks import RanksEngine
+from nmoe.engine.rank_sampling import RanksEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.probes import Probes

@@ -1,7 +1,7 @@
 """Replays a recorded trajectory: prompt, parsing of every turn, tool results and grade must all come out the same.
 
-Each check says what it compared and locates the first difference. `nmoe.rl.replay` adds the log-probabilities, which need the
-model.
+Each check says what it compared and locates the first difference. `nmoe.rl.replay_bundle` adds the log-probabilities, which need
+the model.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from nmoe.config.modes import mode_of
 from nmoe.config.tables.pools import SelfplayPool
 from nmoe.config.tables.rewards import Rubric
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.ranks import RanksEngine, sampling_engine
+from nmoe.engine.rank_sampling import RanksEngine, sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import OpenProblems
 from nmoe.envs.tools.runtime import ToolRuntime
@@ -51,7 +51,7 @@ from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.runs.provenance import recorded_steps
 from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.selfplay.play import Judges, SelfPlay
-from nmoe.selfplay.records import metrics, record
+from nmoe.selfplay.stream_records import metrics, record
 from nmoe.selfplay.streams import Streams
 from nmoe.selfplay.training import RoundTraining, generator_algorithm
 from nmoe.text.tokenizer import Tokenizer

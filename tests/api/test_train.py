@@ -22,7 +22,7 @@ from nmoe.api.environments import environment_table, read_config
 from nmoe.config.registry import load_object
 from nmoe.engine.api import Engine, Request
 from nmoe.errors import UserError
-from nmoe.rl.replay import replay_command
+from nmoe.rl.replay_bundle import replay_command
 from nmoe.rollout.collector import UserCodeFailedError
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY
 from nmoe.types import Sample

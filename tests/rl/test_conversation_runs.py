@@ -13,7 +13,7 @@ from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State
 from nmoe.envs.tasks.digits import ReverseTask
 from nmoe.rl.experience import policy_batch
-from nmoe.rl.replay import replay_command
+from nmoe.rl.replay_bundle import replay_command
 from nmoe.rollout.bundle import read_bundle
 from nmoe.rollout.collector import GradingError
 from nmoe.runs.ledger import read_lines, read_metrics

@@ -21,7 +21,7 @@ from nmoe.eval.probes import HeldOutProblems
 from nmoe.learner.batch import Batch
 from nmoe.rl import update
 from nmoe.rl.metrics import divergence
-from nmoe.rl.replay import ReplayDifferenceError, replay_command
+from nmoe.rl.replay_bundle import ReplayDifferenceError, replay_command
 from nmoe.rollout.collector import GradingError
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
@@ -166,7 +166,7 @@ class FailingEngine(NativeEngine):
 def test_aborted_samples_are_masked_and_recorded(
     reinforce: Reinforce, batches: list[list[Trajectory]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nmoe.engine.ranks.NativeEngine", FailingEngine)
+    monkeypatch.setattr("nmoe.engine.rank_sampling.NativeEngine", FailingEngine)
     run = reinforce(*SMALL)
     lost = read_lines(run / "failures.jsonl")
     rows = read_metrics(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nmoe.errors import InfrastructureError, UserError
-from nmoe.rl.replay import replay_command
+from nmoe.rl.replay_bundle import replay_command
 from nmoe.runs.ledger import read_lines, read_metrics
 
 Reinforce = Callable[..., Path]

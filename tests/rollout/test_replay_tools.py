@@ -25,7 +25,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
-from nmoe.rl.replay import ReplayDifferenceError, replay_command
+from nmoe.rl.replay_bundle import ReplayDifferenceError, replay_command
 from nmoe.rollout.bundle import FILE, read_bundle
 from nmoe.rollout.collector import Collector
 from nmoe.rollout.recorder import ReplayRecorder

@@ -19,7 +19,7 @@ from nmoe.envs.tasks.score import CLOSING, OPENING
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
-from nmoe.rl.replay import replay_command
+from nmoe.rl.replay_bundle import replay_command
 from nmoe.runs.ledger import read_metrics
 from nmoe.selfplay.loop import Moment, Schedule, selfplay, selfplay_environment
 from nmoe.selfplay.training import dealt, evidence, groups

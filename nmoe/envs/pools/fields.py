@@ -19,7 +19,7 @@ from decimal import Decimal
 from typing import Any
 
 from nmoe.config.tables.pools import DatasetKeys
-from nmoe.envs.tasks.records import checked_text, split_prompt
+from nmoe.envs.tasks.record_fields import checked_text, split_prompt
 from nmoe.errors import UserError
 from nmoe.types import Message
 

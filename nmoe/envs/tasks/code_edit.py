@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from nmoe.envs.tasks.records import Record, files, text, texts
+from nmoe.envs.tasks.record_fields import Record, files, text, texts
 from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, RecordTask, SandboxTask, WorkspaceTask
 from nmoe.errors import UserError
 from nmoe.grading.code.extract import definitions, fenced_blocks, methods

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nmoe.envs.tasks.records import Record
+from nmoe.envs.tasks.record_fields import Record
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from nmoe.envs.tasks.records import Record, files, text
+from nmoe.envs.tasks.record_fields import Record, files, text
 from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, RecordTask, WorkspaceTask
 from nmoe.errors import UserError
 from nmoe.types import Metadata, Problem, Verdict

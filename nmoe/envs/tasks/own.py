@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State, plain_json
-from nmoe.envs.tasks.records import split_prompt
+from nmoe.envs.tasks.record_fields import split_prompt
 from nmoe.envs.tasks.task import AnswerForm, Attempt, GeneratedTask, Posed, QuestionTask, RecordTask
 from nmoe.errors import UserError
 from nmoe.types import Message, Problem, Verdict

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from nmoe.envs.tasks.contest import FIELDS, Contest, contest_of, memory_mb_of, seconds_of, tolerance_of
-from nmoe.envs.tasks.records import Record, text
+from nmoe.envs.tasks.record_fields import Record, text
 from nmoe.envs.tasks.solution import SolutionTask
 from nmoe.envs.tasks.task import RecordTask
 from nmoe.errors import UserError

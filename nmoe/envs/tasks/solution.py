@@ -6,7 +6,7 @@ import ast
 import json
 from abc import abstractmethod
 
-from nmoe.envs.tasks.records import Record, text, texts
+from nmoe.envs.tasks.record_fields import Record, text, texts
 from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, RecordTask, SandboxTask
 from nmoe.errors import UserError
 from nmoe.grading.code.extract import MAX_CODE_CHARS, after, code_of, definitions, methods, names_read
