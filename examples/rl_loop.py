@@ -3,7 +3,7 @@
     python examples/rl_loop.py              a few seconds on a core
 
 A new model over bytes reads "abc:" or "123:" and earns the share of its 16 tokens that are small letters, or digits. An
-advantage is the reward less the mean of its group, the loss that of REINFORCE. The reward rises from 0.07 to above 0.9.
+advantage is the reward less the mean of its group, the loss is REINFORCE's. The reward rises from 0.07 to above 0.9.
 """
 
 # Shapes: P prompts, G samples of each, B = P x G sequences of L + 1 tokens, T = B x L predicting positions.

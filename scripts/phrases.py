@@ -57,7 +57,7 @@ PHRASES = (
         "what (?:is|was)",
         "What is left of the budget",
         "The rest of the budget",
-        allow=("what is so", r"what is \d+ [-+*]"),
+        allow=("what is so", r"what is \d+ [-+*]", r"`what is [^`|]*\?", "what is the second letter"),
     ),
     Phrase("what it", "What it was sampled from", "The distribution that it was sampled from"),
     Phrase("what of", "Removes what of a group does not run", "Frees the blocks of sequences that are not running"),

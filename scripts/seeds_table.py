@@ -125,7 +125,7 @@ def _setting(records: Sequence[dict[str, Any]]) -> list[str]:
 def recipes_table(records: Sequence[dict[str, Any]]) -> str:
     """One line for each of RECIPES that was measured: median and worst over its seeds."""
     lines = [
-        "| command | what it trains | right on held-out problems | median | worst | seeds |",
+        "| command | training | right on held-out problems | median | worst | seeds |",
         "|---|---|---|---|---|---|",
     ]
     for command, trains, name, recipe, field in RECIPES:
