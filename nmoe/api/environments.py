@@ -15,7 +15,7 @@ from nmoe.config.tables.pools import DatasetKeys
 from nmoe.data.rows import read_rows
 from nmoe.envs.decorators import SETTINGS
 from nmoe.envs.environment import Environment
-from nmoe.envs.pools.fields import has_gold
+from nmoe.envs.pools.records import has_gold
 from nmoe.envs.rewards.function import check_signature
 from nmoe.envs.tasks.own import MultiTurnEnv, Task
 from nmoe.errors import UserError

@@ -48,8 +48,7 @@ from nmoe.envs.tasks.choice import MultipleChoiceTask
 from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.envs.tasks.task import RecordTask, SandboxTask
 from nmoe.envs.tasks.text import OpenTask
-from nmoe.envs.tools.builtin import sandbox_limits
-from nmoe.envs.tools.registry import check_source
+from nmoe.envs.tools.builtin import check_source, sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.user_code import find_definition
 from nmoe.errors import UserError, shown

@@ -17,14 +17,14 @@ from nmoe.config.tables.pools import task_types
 from nmoe.envs.curriculum import Curriculum
 from nmoe.envs.grade import Grader
 from nmoe.envs.pools import Shard, build_pool
-from nmoe.envs.pools.order import fingerprint_of, stable_hash
+from nmoe.envs.pools.pool import fingerprint_of, stable_hash
 from nmoe.envs.prompts import PromptBuilder
 from nmoe.envs.rewards.reward import Reward
 from nmoe.envs.rewards.rewards import load_rewards
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask
 from nmoe.envs.tasks.task import SandboxTask
-from nmoe.envs.tools.registry import load_tools
+from nmoe.envs.tools.builtin import load_tools
 from nmoe.errors import UserError
 from nmoe.sandbox.api import Access
 from nmoe.text.harmony import HarmonyTokenizer

@@ -25,8 +25,7 @@ from nmoe.config import registry as names
 from nmoe.config.tables.pools import DatasetKeys, GeneratedPool, MixturePool
 from nmoe.envs.environment import Environment
 from nmoe.envs.gather import all_or_none
-from nmoe.envs.pools.mixture import Mixture
-from nmoe.envs.pools.order import Order, stable_hash
+from nmoe.envs.pools.pool import Mixture, Order, stable_hash
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.task import SandboxTask
 from nmoe.envs.tasks.text import OpenTask

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from nmoe.envs.environment import Environment
-from nmoe.envs.scorer import Scorer
+from nmoe.envs.rewards.reward import Scorer
 from nmoe.eval.evaluate import Evaluation, share_of, summarise_outcomes
 from nmoe.eval.outcomes import Outcome
 from nmoe.runs.waiting import wait_for

@@ -31,7 +31,7 @@ from inspect_ai.model import (  # type: ignore[import-not-found]
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import in_format
-from nmoe.envs.pools.order import stable_hash
+from nmoe.envs.pools.pool import stable_hash
 from nmoe.errors import UserError
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.resolve import resolve_checkpoint, trained_on

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nmoe.envs.pools.order import stable_hash
+from nmoe.envs.pools.pool import stable_hash
 from nmoe.envs.tasks import TASKS
 from nmoe.runs.waiting import wait_for
 from nmoe.trajectory import Group, Trajectory

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.environment import EnvironmentSettings, held_out
-from nmoe.envs.pools.order import fingerprint_of
-from nmoe.envs.scorer import Scorer
+from nmoe.envs.pools.pool import fingerprint_of
+from nmoe.envs.rewards.reward import Scorer
 from nmoe.errors import UserError
 from nmoe.eval.best_of_n import UNANSWERED, score_groups
 from nmoe.eval.evaluate import Asked, Evaluation, refuse_open_problems, sampling_record, summarise_outcomes

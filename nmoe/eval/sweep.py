@@ -16,7 +16,7 @@ from nmoe.config.environment import held_out
 from nmoe.config.listing import columns
 from nmoe.config.loader import load_environment
 from nmoe.config.modes import mode_of, why_not_comparable
-from nmoe.envs.scorer import Scorer
+from nmoe.envs.rewards.reward import Scorer
 from nmoe.errors import UserError
 from nmoe.eval.best_of_n import best_of_n
 from nmoe.eval.evaluate import Asked, Evaluation, effortful

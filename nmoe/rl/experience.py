@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nmoe.config.tables.algorithm import BatchSection
-from nmoe.envs.pools.order import stable_hash
+from nmoe.envs.pools.pool import stable_hash
 from nmoe.learner.batch import Aggregation, Batch, token_weights
 from nmoe.trajectory import Branch, Trajectory
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from nmoe.config.commands import RLConfig
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
-from nmoe.envs.pools.order import stable_hash
-from nmoe.envs.pools.pool import Drawn
+from nmoe.envs.pools.pool import Drawn, stable_hash
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.text import OpenTask
 from nmoe.envs.tools.runtime import ToolRuntime

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nmoe.config.tables.algorithm import AlgorithmSection, BatchSection
 from nmoe.config.tables.rollout import SamplingSection
-from nmoe.envs.pools.order import stable_hash
+from nmoe.envs.pools.pool import stable_hash
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.envs.environment import Environment
-from nmoe.envs.pools.order import stable_hash
+from nmoe.envs.pools.pool import stable_hash
 from nmoe.errors import InfrastructureError
 from nmoe.rollout.bundle import remove, write_bundle
 from nmoe.runs.directory import RunDirectory

@@ -13,8 +13,7 @@ from fractions import Fraction
 
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS
-from nmoe.envs.tasks.proof import Proof, read_proof
-from nmoe.envs.tasks.score import UNKNOWN, WrittenEvaluation, read_evaluation, read_score
+from nmoe.envs.tasks.proofs import UNKNOWN, Proof, WrittenEvaluation, read_evaluation, read_proof, read_score
 from nmoe.rollout.collector import Collector
 from nmoe.selfplay.acceptance import Acceptance, Analysis, accept, generator_reward, meta_score, verifier_reward
 from nmoe.trajectory import Trajectory

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from nmoe.envs.tasks.score import read_score
+from nmoe.envs.tasks.proofs import read_score
 from nmoe.rollout.recorder import SAMPLED, ReplayRecorder
 from nmoe.selfplay.play import Attempted, JudgedEvaluation
 from nmoe.selfplay.streams import GENERATOR, META_VERIFIER, VERIFIER, Streams

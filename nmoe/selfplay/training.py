@@ -17,7 +17,7 @@ from typing import Any
 
 from nmoe.config.commands import SelfplayConfig
 from nmoe.config.tables.algorithm import AlgorithmSection
-from nmoe.envs.pools.order import stable_hash
+from nmoe.envs.pools.pool import stable_hash
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.rl.advantages import Advantages

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.envs.tasks import TASKS
-from nmoe.envs.tasks.proof import SELF_EVALUATION, SOLUTION
-from nmoe.envs.tasks.score import CLOSING, OPENING
+from nmoe.envs.tasks.proofs import CLOSING, OPENING, SELF_EVALUATION, SOLUTION
 from nmoe.speedrun.steps import Solution, Split, solutions, solve, sum_problem
 
 # Shares of errors that a verifier misses, of right steps that it calls wrong, and of errors that a generator admits.

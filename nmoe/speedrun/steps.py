@@ -23,7 +23,7 @@ from typing import Any, Literal
 from nmoe.envs.pools.generated import split_of
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.numeric import SumTask
-from nmoe.envs.tasks.score import CLOSING, OPENING
+from nmoe.envs.tasks.proofs import CLOSING, OPENING
 
 Split = Literal["train", "eval"]
 

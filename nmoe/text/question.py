@@ -4,7 +4,7 @@ and to drop duplicates.
 A question is what the user says, whatever system message, template or format stands around it. Unicode's compatible forms
 (NFKC), case and white space do not count: `What is  1 + 1?` and `what is １ + 1?` are one question.
 
-Generated problems are split by the text that their generator writes (`nmoe.envs.pools.order.split_by`), which has one form.
+Generated problems are split by the text that their generator writes (`nmoe.envs.pools.pool.split_by`), which has one form.
 """
 
 from __future__ import annotations

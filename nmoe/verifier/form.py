@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from nmoe.envs.tasks.prm import PrmSolutionTask, PrmStepTask
+from nmoe.envs.tasks.proofs import PrmSolutionTask, PrmStepTask
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, alike, token_weights
 from nmoe.text.harmony import CHANNEL, MESSAGE, RETURN, Harmony, HarmonyTokenizer

@@ -1,4 +1,4 @@
-"""Models as scorers: a reward model or verifier behind the protocols that rewards and best-of-n use (`nmoe.envs.scorer`).
+"""Models as scorers: a reward model or verifier behind the protocols that rewards and best-of-n use (`nmoe.envs.rewards.reward`).
 
 Concurrent questions to one model are answered in one forward pass.
 """
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from nmoe.data.pairs import render_answer
 from nmoe.data.prm import split_steps
-from nmoe.envs.scorer import Scorer, StepScorer
+from nmoe.envs.rewards.reward import Scorer, StepScorer
 from nmoe.errors import UserError
 from nmoe.learner.passes import batch_head_outputs
 from nmoe.model.device import choose_device

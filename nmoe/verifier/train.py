@@ -19,7 +19,7 @@ from nmoe.config.tables.recipes import VerifierSection
 from nmoe.data.mixture import ExampleStream
 from nmoe.data.prm import LabelledSteps, StepDataset, read_source
 from nmoe.data.prm.labelled import prefix_keys
-from nmoe.envs.pools.order import stable_hash
+from nmoe.envs.pools.pool import stable_hash
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation
 from nmoe.learner.objectives import Objective, classification, cross_entropy, step_classification

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nmoe.envs.pools.mixture import Mixture, floor_sum
-from nmoe.envs.pools.order import Shuffled, stable_hash
+from nmoe.envs.pools.pool import Mixture, Shuffled, floor_sum, stable_hash
 from nmoe.types import Problem
 
 

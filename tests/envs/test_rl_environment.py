@@ -18,7 +18,7 @@ from nmoe.config.problems import ConfigError
 from nmoe.envs import tasks
 from nmoe.envs.environment import Environment
 from nmoe.envs.grade import COMPONENTS
-from nmoe.envs.tasks.digits import SortTask
+from nmoe.envs.tasks.numeric import SortTask
 from nmoe.errors import UserError
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from nmoe.config.tables.rollout import BudgetSettings
 from nmoe.envs.tools import executor as executor_module
-from nmoe.envs.tools.builtin import builtin_tools, sandbox_limits
+from nmoe.envs.tools.builtin import builtin_tools, load_tools, sandbox_limits
 from nmoe.envs.tools.executor import AsyncToolExecutor
-from nmoe.envs.tools.registry import load_tools
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.tools.tool import ArgumentsError, Tool
 from nmoe.errors import UserError

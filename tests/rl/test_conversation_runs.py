@@ -11,7 +11,7 @@ import pytest
 
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State
-from nmoe.envs.tasks.digits import ReverseTask
+from nmoe.envs.tasks.numeric import ReverseTask
 from nmoe.rl.experience import policy_batch
 from nmoe.rl.replay_bundle import replay_command
 from nmoe.rollout.bundle import read_bundle

@@ -20,10 +20,10 @@ from scripted_engine import ScriptedEngine
 from nmoe.engine.api import Request
 from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
-from nmoe.envs.rewards.conversation import completion_of, samples_of
+from nmoe.envs.rewards.rewards import completion_of, samples_of
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import AssistantTurn, Response, State, plain_json
-from nmoe.envs.tasks.guess import GuessTask
+from nmoe.envs.tasks.numeric import GuessTask
 from nmoe.errors import UserError
 from nmoe.rollout.bundle import FILE, read_bundle
 from nmoe.rollout.collector import Collector, GradingError

@@ -21,8 +21,8 @@ import nmoe.selfplay.loop as recipe
 from nmoe.config.commands import SelfplayConfig
 from nmoe.config.loader import load_run
 from nmoe.engine.api import Request
-from nmoe.envs.pools.order import stable_hash
-from nmoe.envs.tasks.score import CLOSING, OPENING
+from nmoe.envs.pools.pool import stable_hash
+from nmoe.envs.tasks.proofs import CLOSING, OPENING
 from nmoe.model.transformer import Transformer
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer

@@ -25,8 +25,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.grade import Grader
 from nmoe.envs.pools.selfplay import open_problems
 from nmoe.envs.tasks import TASKS, Attempt
-from nmoe.envs.tasks.proof import Proof, read_proof
-from nmoe.envs.tasks.score import CLOSING, OPENING, WrittenEvaluation, read_evaluation
+from nmoe.envs.tasks.proofs import CLOSING, OPENING, Proof, WrittenEvaluation, read_evaluation, read_proof
 from nmoe.errors import UserError
 from nmoe.rollout.collector import Collector
 from nmoe.selfplay.acceptance import Acceptance, Analysis, accept, generator_reward, meta_score, verifier_reward

@@ -15,7 +15,7 @@ import pytest
 from nmoe.config.commands import SelfplayConfig
 from nmoe.config.loader import load_run
 from nmoe.config.problems import ConfigError
-from nmoe.envs.tasks.score import CLOSING, OPENING
+from nmoe.envs.tasks.proofs import CLOSING, OPENING
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer

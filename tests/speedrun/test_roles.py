@@ -9,8 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from nmoe.data.prm import split_steps
-from nmoe.envs.tasks.proof import read_proof
-from nmoe.envs.tasks.score import read_evaluation
+from nmoe.envs.tasks.proofs import read_evaluation, read_proof
 from nmoe.speedrun.roles import claim_is_true, review, slips, write_checks, write_roles, write_sums, write_verifications
 from nmoe.speedrun.steps import Solution, score
 

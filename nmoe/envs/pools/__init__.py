@@ -17,13 +17,10 @@ from nmoe.config.tables.pools import (
 )
 from nmoe.data.rows import read_rows
 from nmoe.envs.pools.generated import generated_order
-from nmoe.envs.pools.mixture import Mixture
-from nmoe.envs.pools.order import Order
-from nmoe.envs.pools.pool import Pool, Shard
+from nmoe.envs.pools.pool import Mixture, Order, Pool, Shard
 from nmoe.envs.pools.prm import prm_order
-from nmoe.envs.pools.python import called_rows
 from nmoe.envs.pools.reasoning_gym import reasoning_gym_order
-from nmoe.envs.pools.records import columns_of, record_order
+from nmoe.envs.pools.records import called_rows, columns_of, record_order
 from nmoe.envs.pools.selfplay import open_problems
 
 __all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]

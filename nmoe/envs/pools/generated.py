@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from nmoe.config.tables.pools import GeneratedPool
-from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
+from nmoe.envs.pools.pool import Order, Shuffled, fingerprint_of, split_by, stable_hash
 from nmoe.envs.tasks import TASKS, GeneratedTask, OwnTask, generated_task
 from nmoe.errors import UserError
 from nmoe.types import Message, Metadata, Problem

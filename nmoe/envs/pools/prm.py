@@ -15,7 +15,7 @@ from itertools import islice
 from nmoe.config.tables.pools import PrmPool
 from nmoe.data.prm import LabelledSteps, read_source
 from nmoe.data.prm.labelled import prefix_keys
-from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of
+from nmoe.envs.pools.pool import Order, Shuffled, fingerprint_of
 from nmoe.envs.tasks import TASKS
 from nmoe.errors import UserError
 from nmoe.types import Problem

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from nmoe.config.tables.pools import ReasoningGymPool
-from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
+from nmoe.envs.pools.pool import Order, Shuffled, fingerprint_of, split_by, stable_hash
 from nmoe.errors import UserError
 from nmoe.grading import gym
 from nmoe.grading.workers.pool import WorkerPool

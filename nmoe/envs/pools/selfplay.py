@@ -18,9 +18,9 @@ from typing import Any
 from nmoe.config.tables.pools import SelfplayPool
 from nmoe.data.prm import PRM800K, read_labelled
 from nmoe.data.rows import Row, read_rows
-from nmoe.envs.pools.order import Shuffled, fingerprint_of
+from nmoe.envs.pools.pool import Shuffled, fingerprint_of
 from nmoe.envs.tasks import TASKS
-from nmoe.envs.tasks.score import UNKNOWN
+from nmoe.envs.tasks.proofs import UNKNOWN
 from nmoe.errors import UserError
 from nmoe.text.question import question_key
 from nmoe.types import Problem

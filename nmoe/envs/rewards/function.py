@@ -20,8 +20,7 @@ from typing import Any
 
 from nmoe.config.registry import REWARDS
 from nmoe.config.tables.rewards import FunctionRewardConfig
-from nmoe.envs.rewards.reward import Rating, RewardError, Samples, UnavailableError
-from nmoe.envs.rewards.values import checked_values
+from nmoe.envs.rewards.reward import Rating, RewardError, Samples, UnavailableError, checked_values
 from nmoe.envs.user_code import in_thread, load_function
 from nmoe.errors import UserError
 

@@ -1,15 +1,37 @@
-"""The reward protocol: the samples that a reward receives and the ratings that it returns."""
+"""The protocols of rewards and scorers, the samples that a reward receives, and the ratings that it returns.
+
+A scorer is a reward model or a verifier that rates an answer, or each step of one, for rewards and best-of-n. It takes the
+conversation that the prompt showed, as messages, and the answer as text. Implementations of scorers are outside this room.
+"""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from nmoe.errors import UserError
+from nmoe.errors import UserError, shown
 from nmoe.trajectory import Trajectory
 from nmoe.types import Message, Problem, TrainerState
+
+
+class Scorer(Protocol):
+    """Scores whole answers: a reward model, or a verifier that reads a proof and grades it."""
+
+    async def score(self, messages: Sequence[Message], answer: str) -> float:
+        """Rates the answer; higher is better, on the scorer's own scale. Concurrent calls may share one forward pass."""
+
+
+class StepScorer(Protocol):
+    """Scores each step of an answer: a process reward model (Lightman et al. 2023, arXiv:2305.20050, section 2.6)."""
+
+    async def step_scores(self, messages: Sequence[Message], steps: Sequence[str]) -> list[float]:
+        """Returns for each step the probability that it is right, given the steps before it."""
+
 
 Prompt = str | list[dict[str, Any]]
 Completion = str | list[dict[str, Any]]
@@ -89,3 +111,55 @@ class UnavailableError(Exception):
 
     A reward function may raise it too: its group is then masked and counted as `grader_error`, and the run continues.
     """
+
+
+_shown = partial(shown, characters=200)
+# Advantages are computed in single precision, which can represent the square of this.
+LARGEST = 1e18
+
+
+def checked_values(who: str, returned: Any, count: int) -> list[float | None]:
+    """Converts what `who` returned for `count` completions to floats.
+
+    It may be a list or another iterable of numbers, tensors of one number and None. Raises RewardError, which says who
+    returned what.
+    """
+    try:
+        values = None if isinstance(returned, str | bytes | dict) else list(returned)
+    except TypeError:
+        values = None
+    if values is None:
+        raise RewardError(
+            f"{who} returned {_shown(returned)}, a {type(returned).__name__}, for {count} completions; it has to return a list "
+            "with a number or None for each"
+        )
+    if len(values) != count:
+        raise RewardError(
+            f"{who} returned {len(values)} values for {count} completions, {_shown(values)}; it has to return one for each"
+        )
+    return [_checked(who, value, place, count) for place, value in enumerate(values)]
+
+
+def _checked(who: str, value: Any, place: int, count: int) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+        with suppress(ValueError, RuntimeError, TypeError):
+            value = value.item()  # a tensor or an array of one number
+    where = f"as value {place + 1} of {count}"
+    if not isinstance(value, numbers.Real):
+        raise RewardError(
+            f"{who} returned {_shown(value)}, a {type(value).__name__}, {where}; a reward is a number, or None to leave it out",
+            place,
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise RewardError(
+            f"{who} returned {_shown(value)} {where}; a reward is finite and at most {LARGEST:g}, or None to leave it out of this "
+            "sample's score",
+            place,
+        )
+    return number

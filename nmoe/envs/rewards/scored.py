@@ -13,8 +13,7 @@ from typing import Any
 from nmoe.config.tables.rewards import RewardModelRewardConfig, VerifierRewardConfig
 from nmoe.data.prm import split_steps
 from nmoe.envs.gather import all_or_none
-from nmoe.envs.rewards.reward import Rating, Reward, Samples
-from nmoe.envs.scorer import Scorer, StepScorer
+from nmoe.envs.rewards.reward import Rating, Reward, Samples, Scorer, StepScorer
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -1,4 +1,5 @@
-"""A client for a network service: limits concurrent requests, gives each attempt a deadline, and retries with growing waits."""
+"""Rewards from a network service, and its client: limits concurrent requests, gives each attempt a deadline, and retries with
+growing waits."""
 
 from __future__ import annotations
 
@@ -6,17 +7,18 @@ import asyncio
 import os
 import random
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from nmoe.config.tables.rewards import ServiceKeys
-from nmoe.envs.rewards.reward import RewardError, UnavailableError
+from nmoe.config.tables.rewards import HttpRewardConfig, ServiceKeys
+from nmoe.envs.rewards.reward import Rating, RewardError, Samples, UnavailableError, checked_values
 from nmoe.errors import UserError, cut
 from nmoe.parsing import json_of
 
 if TYPE_CHECKING:
     import httpx2
+
 
 # Status codes after which a retry may succeed: timeout, conflict, too early, too many requests; server errors are retried too.
 _PASSING = frozenset({408, 409, 425, 429})
@@ -140,3 +142,38 @@ def _retry_after_s(response: httpx2.Response) -> float:
         return min(max(float(response.headers.get("retry-after", 0)), 0.0), _LONGEST_WAIT_S)
     except ValueError:
         return 0.0  # a date: the growing waits suffice
+
+
+class HttpReward:
+    """A reward that a service computes. One request covers one group:
+
+        POST url    {"prompts": ["Sort: 312", ...], "completions": ["123", ...], "columns": {"gold": ["123", ...], ...}}
+        200         {"rewards": [1.0, null, ...]}
+
+    Prompts and completions are strings or message lists, as for functions; null leaves the component out.
+    """
+
+    def __init__(self, settings: HttpRewardConfig, service: Service | None = None) -> None:
+        """Raises UserError if the token's environment variable is not set."""
+        self.name, self.weight = settings.name, settings.weight
+        self.only_if_correct = settings.only_if_correct
+        self._who = f"reward {settings.name!r} ({settings.url})"
+        self._service = service or Service(settings)
+
+    def opened(self) -> AbstractAsyncContextManager[Any]:
+        return self._service.opened()
+
+    async def rate(self, samples: Samples) -> Sequence[Rating]:
+        count = len(samples.completions)
+        content = {
+            "prompts": [samples.prompt] * count,
+            "completions": list(samples.completions),
+            "columns": {name: [value] * count for name, value in samples.columns.items()},
+        }
+        try:
+            answer = await self._service.post(content)
+        except UnavailableError as error:
+            return [Rating(None, f"reward {self.name!r}: {error}")] * count
+        if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), list):
+            raise RewardError(f'{self._who} answered {str(answer)[:200]!r}; it has to answer {{"rewards": [...]}}')
+        return [Rating(value) for value in checked_values(self._who, answer["rewards"], count)]

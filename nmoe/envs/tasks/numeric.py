@@ -1,9 +1,15 @@
-"""Tasks whose answer is a number, compared by value: 1,000 equals 1000.0, and a half equals 0.5."""
+"""Tasks over digits and numbers: rows of digits compared as text, numbers compared by value, and a guessed number.
+
+In tokenizers that nmoe trains each digit is one token, so that a row of digits has one spelling. By value, 1,000 equals 1000.0,
+and a half equals 0.5."""
 
 from __future__ import annotations
 
 import random
+import re
+from fractions import Fraction
 
+from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State
 from nmoe.envs.tasks.task import AnswerForm, Attempt, GeneratedTask, QuestionTask
 from nmoe.errors import UserError, shown
 from nmoe.grading.math.equivalence import settle
@@ -11,6 +17,51 @@ from nmoe.grading.math.normalization import normalize
 from nmoe.grading.math.numbers import read_number
 from nmoe.grading.math.policy import Policy
 from nmoe.types import Problem, Verdict
+
+_DIGITS = re.compile(r"[0-9]+")
+
+
+def random_digits(rng: random.Random, count: int) -> str:
+    return "".join(str(rng.randrange(10)) for _ in range(count))
+
+
+class DigitsTask(QuestionTask):
+    """Compares rows of digits as text: "0135" is not the number 135."""
+
+    answer_form: AnswerForm = "final"
+
+    def check_gold(self, problem: Problem) -> None:
+        if not _DIGITS.fullmatch(problem.gold):
+            raise UserError(
+                f"the gold answer of a {problem.task_type} problem is a row of digits, not {problem.gold!r}"
+            )
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, problem.gold + problem.gold[-1]
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        same = attempt.answer.strip() == problem.gold
+        return Verdict.of(same, "exact", "the same digits" if same else "other digits")
+
+
+class ReverseTask(DigitsTask, GeneratedTask):
+    """Reversing digits: "Reverse: 53914" -> "41935". The difficulty is the number of digits."""
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        digits = random_digits(rng, difficulty)
+        return f"Reverse: {digits}", digits[::-1]
+
+
+class SortTask(DigitsTask, GeneratedTask):
+    """Sorting digits: "Sort: 53914" -> "13459". The difficulty is the number of digits."""
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        digits = random_digits(rng, difficulty)
+        return f"Sort: {digits}", "".join(sorted(digits))
+
+    def split_key(self, question: str) -> str:
+        """Sorts the digits: "Sort: 312" held out and "Sort: 321" trained on, with the same answer, would be a leak."""
+        return "".join(sorted(question.removeprefix("Sort: ")))
 
 
 class NumericTask(QuestionTask):
@@ -100,3 +151,51 @@ class ArithmeticTask(NumericTask, GeneratedTask):
             else:
                 done, product = done + product, operand if operator == "+" else -operand
         return f"Compute: {expression}", str(done + product)
+
+
+_TRIES = re.compile(r"\b([1-9][0-9]{0,3}) tries\b")
+_NUMBER = re.compile(r"-?[0-9]{1,400}")
+# The number of tries if the question of a dataset's record names none.
+_DEFAULT_TRIES = 10
+
+
+class GuessTask(ConversationTask, NumericTask, GeneratedTask):
+    """Guessing a number by hints: "Guess: 40 to 47, 4 tries", then "higher" or "lower" until it is found or no tries are left.
+
+    There are 2**(difficulty + 1) numbers, and one try more than bisection needs.
+    """
+
+    answer_form: AnswerForm = "final"
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        numbers = 2 ** (difficulty + 1)
+        first = rng.randrange(1, max(1000, numbers) - numbers + 2)
+        hidden = rng.randrange(first, first + numbers)
+        return f"Guess: {first} to {first + numbers - 1}, {difficulty + 2} tries", str(hidden)
+
+    def check_gold(self, problem: Problem) -> None:
+        super().check_gold(problem)
+        if _value(problem.gold).denominator != 1:
+            raise UserError(f"the hidden number of a problem of type guess is a whole number, not {problem.gold!r}")
+
+    def start(self, problem: Problem) -> State:
+        named = _TRIES.search(problem.question)
+        return {"left": int(named[1]) if named else _DEFAULT_TRIES}
+
+    def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
+        left = {"left": state["left"] - 1}
+        guess = said.answer.strip()
+        if not _NUMBER.fullmatch(guess):
+            hint = "a number, please"
+        elif int(guess) == (hidden := _value(problem.gold)):
+            return Response(left, None, reward=1.0)
+        else:
+            hint = "higher" if int(guess) < hidden else "lower"
+        return Response(left, hint if left["left"] > 0 else None)
+
+
+def _value(gold: str) -> Fraction:
+    """The value of a gold, which a dataset may write as 1,000 or 43.0."""
+    number = read_number(normalize(gold))
+    assert number is not None, "check_gold refuses a gold that is no number"
+    return number.value
