@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nmoe.learner.learner import Learner
     from nmoe.text.tokenizer import Tokenizer
 
-_PLACES = {
+_MODULES = {
     "Completion": "nmoe.api.models",
     "Environment": "nmoe.envs.environment",
     "Learner": "nmoe.learner.learner",
@@ -67,9 +67,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'nmoe' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -115,4 +115,4 @@ class DocumentMixture(Mixture):
 
     def take(self, tokens: int) -> list[tuple[int, Document]]:
         """The next documents, each with the index of its source: as many as stay within `tokens` positions, at least one."""
-        return [(source, self._sources[source].documents[index]) for source, index in self.places(tokens)]
+        return [(source, self._sources[source].documents[index]) for source, index in self.next_indices(tokens)]

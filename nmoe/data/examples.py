@@ -20,7 +20,7 @@ from nmoe.text.renderers.base import end_of_text
 from nmoe.text.tokenizer import Tokenizer
 
 TRAINED_KINDS: tuple[Kind, ...] = ("messages", "prompt_completion", "text")
-_SHOWN_PLACES = 3
+_SHOWN_RECORDS = 3
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Examples:
             f"{self.records:,} records = {len(self):,} sequences of {sum(lengths):,} tokens, {self.learned:,} of them learned",
         ]
         if self.overlong:
-            places = ", ".join(self.overlong[:_SHOWN_PLACES]) + (", ..." if len(self.overlong) > _SHOWN_PLACES else "")
-            lines.append(f"left out, longer than the model's context: {len(self.overlong):,} sequences ({places})")
+            shown = ", ".join(self.overlong[:_SHOWN_RECORDS]) + (", ..." if len(self.overlong) > _SHOWN_RECORDS else "")
+            lines.append(f"left out, longer than the model's context: {len(self.overlong):,} sequences ({shown})")
         return lines
 
     def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
@@ -117,7 +117,7 @@ def split_together(sources: Sequence[Examples], share: float, seed: int) -> list
     """Each source as `Examples.split` does it, where a prompt that several sources have is held out of all or none."""
     records = [(index, record) for index, source in enumerate(sources) for record in source._prompts]
     prompts = [prompt for source in sources for prompt in source._prompts.values()]
-    drawn = {records[place] for place in held_out(prompts, share, seed)}
+    drawn = {records[index] for index in held_out(prompts, share, seed)}
     refuse_empty("records", len(records), len(drawn), share)
     return [
         source._parted({record for of_source, record in drawn if of_source == index})
@@ -137,7 +137,7 @@ class ExampleMixture(Mixture):
 
     def take(self, tokens: int) -> list[tuple[int, Example]]:
         """The next examples, each with the index of its source: as many as stay within `tokens` positions, at least one."""
-        return [(source, self._sources[source][index]) for source, index in self.places(tokens)]
+        return [(source, self._sources[source][index]) for source, index in self.next_indices(tokens)]
 
 
 def read_examples(

@@ -18,8 +18,8 @@ def prompt_of(record: Record) -> str:
             return question_key(record.text)
         case Conversation():
             said = record.messages
-            asked = next((place for place, message in enumerate(said) if message.role == "user"), len(said))
-            answered = (place for place in range(asked, len(said)) if said[place].role == "assistant")
+            asked = next((index for index, message in enumerate(said) if message.role == "user"), len(said))
+            answered = (index for index in range(asked, len(said)) if said[index].role == "assistant")
             return conversation_key(said[: next(answered, len(said))])
         case Prompt() | PromptCompletion() | Preference() | Stepwise():
             return conversation_key(record.prompt)
@@ -29,19 +29,19 @@ def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
     """The places of about a `share` of records, one at least, by the prompt of each; from 1 on `share` is their number. Prompts are
     taken whole, in the order of their hash with the seed: a record that is added or left out moves few others. None if all have
     one prompt."""
-    places: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        places.setdefault(prompt, []).append(place)
+    indices: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        indices.setdefault(prompt, []).append(index)
     order = sorted(
-        places, key=lambda prompt: hashlib.sha256(f"held out/{seed}/{prompt}".encode(errors="replace")).digest()
+        indices, key=lambda prompt: hashlib.sha256(f"held out/{seed}/{prompt}".encode(errors="replace")).digest()
     )
     wanted = max(1, round(share * len(prompts)) if share < 1 else round(share))
     drawn: set[int] = set()
     for prompt in order:
-        if len(drawn) + len(places[prompt]) <= wanted:
-            drawn.update(places[prompt])
-    if not drawn and len(places) > 1:
-        smallest: list[int] = min(places.values(), key=len)
+        if len(drawn) + len(indices[prompt]) <= wanted:
+            drawn.update(indices[prompt])
+    if not drawn and len(indices) > 1:
+        smallest: list[int] = min(indices.values(), key=len)
         drawn.update(smallest)
     return drawn
 

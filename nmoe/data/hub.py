@@ -65,15 +65,15 @@ def unreachable() -> str | None:
     except ValueError:
         return f"HF_ENDPOINT = {constants.ENDPOINT} names no valid port; a port is 1 to 65535"
     port = named_port or (443 if parts.scheme == "https" else 80)
-    place = parts.hostname if named_port is None else f"{parts.hostname}:{port}"
-    tried, why = _unreachable.get(place, (-_ASK_AGAIN_S, ""))
+    address = parts.hostname if named_port is None else f"{parts.hostname}:{port}"
+    tried, why = _unreachable.get(address, (-_ASK_AGAIN_S, ""))
     if time.monotonic() - tried < _ASK_AGAIN_S:
         return why
     try:
         socket.create_connection((parts.hostname, port), _CONNECT_S).close()
     except OSError as error:
-        why = f"{place} cannot be reached ({error.strerror or error})"
-        _unreachable[place] = time.monotonic(), why
+        why = f"{address} cannot be reached ({error.strerror or error})"
+        _unreachable[address] = time.monotonic(), why
         return why
     return None
 

@@ -40,18 +40,18 @@ class Mixture:
     def position(self, position: Sequence[int]) -> None:
         self._handed_out = list(position)
         for source, (lengths, handed_out) in enumerate(zip(self._lengths, position, strict=True)):
-            epoch, place = divmod(handed_out, len(lengths))
-            begun = sum(lengths[i] for i in self._order(source, epoch)[:place])
+            epoch, offset = divmod(handed_out, len(lengths))
+            begun = sum(lengths[i] for i in self._order(source, epoch)[:offset])
             self._tokens_handed_out[source] = epoch * self._totals[source] + begun
 
-    def places(self, tokens: int) -> list[tuple[int, int]]:
+    def next_indices(self, tokens: int) -> list[tuple[int, int]]:
         """The next sequences, each as its source and its place there: as many as stay within `tokens` positions, at least one."""
         taken: list[tuple[int, int]] = []
         budget = tokens
         while True:
             source = min(range(len(self._lengths)), key=lambda i: self._tokens_handed_out[i] / self._weights[i])
-            epoch, place = divmod(self._handed_out[source], len(self._lengths[source]))
-            index = self._order(source, epoch)[place]
+            epoch, offset = divmod(self._handed_out[source], len(self._lengths[source]))
+            index = self._order(source, epoch)[offset]
             length = self._lengths[source][index]
             if taken and length > budget:
                 return taken
@@ -89,11 +89,11 @@ class ExampleStream(Generic[T]):
         """The next examples: as many as fit into `tokens`, at least one."""
         taken: list[T] = []
         while True:
-            epoch, place = divmod(self.position, len(self._examples))
+            epoch, offset = divmod(self.position, len(self._examples))
             if epoch != self._epoch:
                 self._epoch, self._order = epoch, list(range(len(self._examples)))
                 random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-            index = self._order[place]
+            index = self._order[offset]
             if taken and self._tokens[index] > tokens:
                 return taken
             taken.append(self._examples[index])

@@ -19,15 +19,15 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     rooms: list[int] = []  # the free space of each pack, ascending
     packs_with: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = bisect_left(rooms, lengths[index])
-        if place == len(rooms):
+        at = bisect_left(rooms, lengths[index])
+        if at == len(rooms):
             pack, room = len(packs), capacity
             packs.append([])
         else:
-            room = rooms[place]
+            room = rooms[at]
             pack = packs_with[room].pop()
             if not packs_with[room]:
-                del packs_with[room], rooms[place]
+                del packs_with[room], rooms[at]
         packs[pack].append(index)
         room -= lengths[index]
         if room > 0:
@@ -65,11 +65,11 @@ class PackedStream:
 
     def take(self) -> list[int]:
         """The indices of the next step's sequences."""
-        epoch, place = divmod(self.position, self.steps_per_epoch)
+        epoch, at = divmod(self.position, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._steps = epoch, self._made(epoch)
         self.position += 1
-        return self._steps[place]
+        return self._steps[at]
 
     def _made(self, epoch: int) -> list[list[int]]:
         shuffle = random.Random(f"{self._seed}/{epoch}").shuffle
@@ -78,4 +78,4 @@ class PackedStream:
         packs = best_fit([self._lengths[index] for index in order], self._capacity // self._packs_per_step)
         shuffle(packs)
         steps = -(-len(packs) // self._packs_per_step)
-        return [[order[place] for pack in packs[step::steps] for place in pack] for step in range(steps)]
+        return [[order[at] for pack in packs[step::steps] for at in pack] for step in range(steps)]

@@ -141,12 +141,12 @@ def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, co
         else:
             pairs.append(pair)
     notes = [f"{records.described}: {len(pairs):,} pairs, as {renderer.name}"]
-    for places, why in (
+    for left_out, why in (
         (overlong, f"longer than the model's context of {context_tokens:,} tokens"),
         (alike, "with equal answers once reasoning is left out"),
     ):
-        if places:
-            notes.append(f"left out: {len(places):,} pairs {why}, the first at {places[0]}")
+        if left_out:
+            notes.append(f"left out: {len(left_out):,} pairs {why}, the first at {left_out[0]}")
     if not pairs:
         raise UserError(f"{settings.path}: no pair is left to train on; {'; '.join(notes[1:])}")
     return Pairs(pairs, notes)

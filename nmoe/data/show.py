@@ -121,17 +121,17 @@ def _shown(name: str, sequence: Rendered, tokenizer: Tokenizer) -> Iterator[str]
         text += "\n".join(f"{opening}{line}{closing}" for line in decoded.split("\n")) if learned else decoded
     yield from (f"  | {line}" for line in text.split("\n"))
     yield from token_table(sequence.ids, [int(label != IGNORED) for label in sequence.labels], tokenizer)
-    for place, (token_id, label) in enumerate(zip(sequence.ids, sequence.labels, strict=True)):
+    for position, (token_id, label) in enumerate(zip(sequence.ids, sequence.labels, strict=True)):
         if label not in (IGNORED, token_id):
-            yield f"{place:>5} learned as {tokenizer.decode([label])}, which the history shows as {tokenizer.decode([token_id])}"
+            yield f"{position:>5} learned as {tokenizer.decode([label])}, which the history shows as {tokenizer.decode([token_id])}"
 
 
 def _runs(sequence: Rendered) -> Iterator[tuple[list[int], bool]]:
     run: list[int] = []
-    for place, (token_id, label) in enumerate(zip(sequence.ids, sequence.labels, strict=True)):
+    for position, (token_id, label) in enumerate(zip(sequence.ids, sequence.labels, strict=True)):
         learned = label != IGNORED
         run.append(token_id)
-        if place + 1 == len(sequence.ids) or (sequence.labels[place + 1] != IGNORED) != learned:
+        if position + 1 == len(sequence.ids) or (sequence.labels[position + 1] != IGNORED) != learned:
             yield run, learned
             run = []
 

@@ -123,10 +123,10 @@ def import_model(source: str, out: Path | None = None, announce: Callable[[str],
 
 def check_room(model: Path, out: Path) -> None:
     """Raises UserError where the disk has no room for a model's copy."""
-    needed, place = GGUFTensors(model).copied_bytes, out.absolute()
-    while not place.exists():
-        place = place.parent
-    if (free := shutil.disk_usage(place).free) < needed:
+    needed, existing = GGUFTensors(model).copied_bytes, out.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if (free := shutil.disk_usage(existing).free) < needed:
         raise UserError(
             f"{out}: the model takes {needed:,} bytes, and {free:,} are free there; make room, name a directory of another disk "
             f"with --out, or name the file itself, which every command takes: {model}"

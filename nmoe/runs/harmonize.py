@@ -128,9 +128,9 @@ def _lines(given: Harmonized, embeddings: Embeddings) -> Iterator[str]:
 
 def _files(tokenizer: Tokenizer) -> dict[str, str]:
     """The tokenizer's files as it writes them, whatever format it was read from."""
-    with tempfile.TemporaryDirectory() as place:
-        tokenizer.save(Path(place))
-        return {path.name: path.read_text(encoding="utf-8") for path in Path(place).iterdir()}
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save(Path(scratch))
+        return {path.name: path.read_text(encoding="utf-8") for path in Path(scratch).iterdir()}
 
 
 def _rows(source: Path) -> int:

@@ -51,7 +51,7 @@ def lasting_loss(history: Sequence[Mapping[str, Any]], evaluations: int) -> Loss
     """The loss of the last result, if that many in a row have one; None for 0."""
     if not 0 < evaluations < len(history):
         return None
-    losses = [loss_of(history[: len(history) - place]) for place in range(evaluations)]
+    losses = [loss_of(history[: len(history) - skipped]) for skipped in range(evaluations)]
     return None if None in losses else losses[0]
 
 

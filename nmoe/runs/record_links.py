@@ -39,9 +39,9 @@ def link_records(path: Path, settings: RunSection, variables: Mapping[str, str] 
     with ExitStack() as undo:
         for key, (name, below) in targets.items():
             given, variable = getattr(settings, key), VARIABLES[key]
-            place = given or variables.get(variable)
-            if place and not (link := path / name).is_symlink():
-                target = Path(place).absolute() / below
+            directory = given or variables.get(variable)
+            if directory and not (link := path / name).is_symlink():
+                target = Path(directory).absolute() / below
                 if target.resolve() != link.resolve():
                     by_variable = "" if given else f"change the variable {variable}, or "
                     _link(link, target, f"{by_variable}choose another --run.{key}", undo)

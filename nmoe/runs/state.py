@@ -85,9 +85,9 @@ def snapshot_parts(parts: Mapping[str, Part], copied: bool) -> Snapshot:
     # As text, since a part may return what it changes later.
     state = json.dumps({name: one.state for name, one in taken.items() if one.state is not None}) + "\n"
 
-    def start(place: Path) -> None:
+    def start(path: Path) -> None:
         for name, one in taken.items():
-            one.start(place.with_name(f"{place.name}.{name}"))
+            one.start(path.with_name(f"{path.name}.{name}"))
 
     def write(directory: Path) -> None:
         for one in taken.values():

@@ -172,25 +172,25 @@ def whole_directory(out: Path, remedy: str) -> Iterator[Path]:
     read-only.
     """
     # A link to a directory that is empty or is yet to be made stands for that directory.
-    place = Path(os.path.realpath(out)) if out.is_symlink() else Path(os.path.abspath(out))
-    partial = place.with_name(f".{place.name}.partial")
-    made = [parent for parent in place.parents if not parent.exists()]
+    target = Path(os.path.realpath(out)) if out.is_symlink() else Path(os.path.abspath(out))
+    partial = target.with_name(f".{target.name}.partial")
+    made = [parent for parent in target.parents if not parent.exists()]
     with resumed_by(""), storage_errors(out):
         try:
             lock = _locked(partial, out, remedy)
             try:
                 # Only now: another process may have finished it in the meantime.
-                _refuse_taken(place, out, remedy)
+                _refuse_taken(target, out, remedy)
                 _clear(partial)
                 yield partial
-                _refuse_taken(place, out, remedy)
-                partial.replace(place)
+                _refuse_taken(target, out, remedy)
+                partial.replace(target)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
             finally:
                 os.close(lock)
-            (place / _LOCK).unlink(missing_ok=True)
+            (target / _LOCK).unlink(missing_ok=True)
         except BaseException:
             for parent in made:
                 with suppress(OSError):  # something else lies there by now
@@ -225,6 +225,6 @@ def _clear(directory: Path) -> None:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
-def _refuse_taken(place: Path, out: Path, remedy: str) -> None:
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+def _refuse_taken(target: Path, out: Path, remedy: str) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{out}: exists and is not an empty directory; {remedy}")

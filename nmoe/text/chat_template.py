@@ -156,14 +156,14 @@ class ChatTemplate:
             ended = ((start, end, self._end.match(text, end), index) for start, end, index in turns)
             turns = [(start, end if found is None else found.end(), index) for start, end, found, index in ended]
         pieces: list[tuple[list[int], int | None]] = []
-        place = 0
+        position = 0
         for start, end, index in turns:
             pieces += [
-                (self._guard.encode(text[place:start], breaker), None),
+                (self._guard.encode(text[position:start], breaker), None),
                 (self._guard.encode(text[start:end], breaker), index),
             ]
-            place = end
-        return [*pieces, (self._guard.encode(text[place:], breaker), None)]
+            position = end
+        return [*pieces, (self._guard.encode(text[position:], breaker), None)]
 
     def sampled(
         self, messages: Sequence[Mapping[str, Any]], reasoning: str, tools: Sequence[ToolDefinition] = ()

@@ -28,7 +28,7 @@ _NAME = 2
 _PARTS = 4 + _NAME
 
 
-def share_in_place(distance: float) -> float:
+def share_of_form(distance: float) -> float:
     """The share of the form that is in place: 1 for a well-formed answer, 5/6 where a control token is missing, 1/3 for a text
     without a letter of a name in its first words, and ever less for more that is out of place."""
     return 1 - distance / _PARTS if distance <= _PARTS - 1 else (_PARTS - 1) / _PARTS / distance
@@ -123,8 +123,8 @@ class HarmonyDistance:
         """Adds edges with these labels, control tokens or the pieces of one name; returns their last state."""
         named = not self._control_tokens.keys() & set(labels)
         price, lack = (1 / len(labels), _NAME / len(labels)) if named else (1.0, 1.0)
-        for place, label in enumerate(labels, 1):
-            following = self._state() if end is None or place < len(labels) else end
+        for index, label in enumerate(labels, 1):
+            following = self._state() if end is None or index < len(labels) else end
             self._edges.append((state, label, following, price, lack))
             state = following
         return state
@@ -137,8 +137,8 @@ class HarmonyDistance:
 def _edits(one: str, other: str) -> float:
     """The edit distance of two short texts (Levenshtein), where a letter in the other case costs half."""
     row = [float(length) for length in range(len(other) + 1)]
-    for place, letter in enumerate(one, 1):
-        diagonal, row[0] = row[0], place
+    for index, letter in enumerate(one, 1):
+        diagonal, row[0] = row[0], index
         for column, wanted in enumerate(other, 1):
             other_letter = 0.0 if letter == wanted else 0.5 if letter.casefold() == wanted.casefold() else 1.0
             least = min(row[column] + 1, row[column - 1] + 1, diagonal + other_letter)

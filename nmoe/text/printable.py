@@ -46,9 +46,9 @@ def token_table(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -
             used += widths[end] + 1
             end += 1
         for row, label in enumerate(("text", "id", "mask")):
-            place = str(first) if row == 0 else ""
+            number = str(first) if row == 0 else ""
             cells = " ".join(columns[at][row].rjust(widths[at]) for at in range(first, end))
-            yield f"{place:>5} {label:<5}{cells}"
+            yield f"{number:>5} {label:<5}{cells}"
         first = end
 
 

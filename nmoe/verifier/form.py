@@ -97,22 +97,22 @@ class DiscriminativeForm:
         # Steps without a label are not trained on: they may follow a wrong one.
         right = [label == self.classes[-1] for label in (labels if self.mode == "step" else list(labels) * len(spans))]
         language = [
-            place - 1
+            position - 1
             for (start, end), is_right in zip(spans, right, strict=True)
             if is_right
-            for place in range(start, end + 2)
+            for position in range(start, end + 2)
         ]
         # Beside a step that is judged as a whole, its tokens are predicted, too.
-        taken = {place for read, _ in judged for place in read} if self.reads == "last" else set()
+        taken = {position for read, _ in judged for position in read} if self.reads == "last" else set()
         # Nothing is read or predicted behind the last of these.
-        end = max((*language, *(place for read, _ in judged for place in read)), default=len(ids) - 1) + 1
+        end = max((*language, *(position for read, _ in judged for position in read)), default=len(ids) - 1) + 1
         return [
             Shown(
                 tuple(ids[:end]),
                 (*ids[1:], 0)[:end],
-                tuple(place for read, _ in judged for place in read),
+                tuple(position for read, _ in judged for position in read),
                 tuple(label for read, label in judged for _ in read),
-                tuple(place for place in language if place not in taken),
+                tuple(position for position in language if position not in taken),
                 self._counts([read for read, _ in judged]),
             )
         ]
@@ -123,8 +123,8 @@ class DiscriminativeForm:
         if not reads:
             return []
         ids = ids[: reads[-1][-1] + 1]
-        places = tuple(place for read in reads for place in read)
-        return [Shown(tuple(ids), (*ids[1:], 0), places, (0,) * len(places), counts=self._counts(reads))]
+        positions = tuple(position for read in reads for position in read)
+        return [Shown(tuple(ids), (*ids[1:], 0), positions, (0,) * len(positions), counts=self._counts(reads))]
 
     def _shown(self, messages: Sequence[Message], steps: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the tokens, and the first and last token of every step; a line break follows each step."""
@@ -250,12 +250,12 @@ def form_batch(groups: Sequence[Group], language_weight: float = 0.0) -> Batch:
     steps_T, steps = torch.full((len(labels_T),), -1), 0
     start = 0
     for shown in sequences:
-        places_N = torch.tensor(shown.scored, dtype=torch.int64) + start
-        judged_T[places_N] = True
+        positions_N = torch.tensor(shown.scored, dtype=torch.int64) + start
+        judged_T[positions_N] = True
         if shown.labels:
-            labels_T[places_N] = torch.tensor(shown.labels)
+            labels_T[positions_N] = torch.tensor(shown.labels)
         if shown.counts:
-            steps_T[places_N] = torch.arange(steps, steps + len(shown.counts)).repeat_interleave(
+            steps_T[positions_N] = torch.arange(steps, steps + len(shown.counts)).repeat_interleave(
                 torch.tensor(shown.counts)
             )
             steps += len(shown.counts)

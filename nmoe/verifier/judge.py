@@ -102,13 +102,13 @@ class Judge:
         context, classes = self.model.config.context_tokens, len(self.form.classes)
         groups = [self.form.question(messages, steps, context) for messages, steps in solutions]
         logits = self._logits([group for group in groups if group])
-        found, place = [], 0
+        found, position = [], 0
         for (_, steps), group in zip(solutions, groups, strict=True):
             judged = sum(len(shown.counts or shown.scored) for shown in group) if self.head else len(group) // classes
             said_MK = torch.zeros(len(steps) if self.form.mode == "step" else 1, classes)
             said_MK[:, 0] = 1.0
-            said_MK[:judged] = logits[place : place + judged].softmax(-1)
-            place += judged
+            said_MK[:judged] = logits[position : position + judged].softmax(-1)
+            position += judged
             found.append(said_MK)
         return found
 
@@ -231,8 +231,8 @@ def calibration(probabilities: Sequence[float], outcomes: Sequence[bool], bins: 
     p_N, y_N = np.asarray(probabilities, dtype=np.float64), np.asarray(outcomes, dtype=np.float64)
     bin_N = np.minimum((p_N * bins).astype(int), bins - 1)
     curve = []
-    for place in range(bins):
-        chosen_N = bin_N == place
+    for position in range(bins):
+        chosen_N = bin_N == position
         if chosen_N.any():
             curve.append((int(chosen_N.sum()), float(p_N[chosen_N].mean()), float(y_N[chosen_N].mean())))
     ece = sum(count * abs(mean - rate) for count, mean, rate in curve) / len(p_N)

@@ -118,10 +118,10 @@ def read_data(section: VerifierSection) -> tuple[StepDataset, StepDataset]:
     """The training data and the evaluation data, which share no problem. Where both come from one source, a problem's hash
     decides."""
     neutral_is = {"positive": "+", "negative": "-", "own": None}[section.neutral]
-    places = section.prm800k, section.math_shepherd
-    reading = read_source(section.prm_source, section.prm_split, *places, neutral_is)
+    paths = section.prm800k, section.math_shepherd
+    reading = read_source(section.prm_source, section.prm_split, *paths, neutral_is)
     if section.held_out_source is not None:
-        held_out = read_source(section.held_out_source, section.held_out_split, *places, neutral_is)
+        held_out = read_source(section.held_out_source, section.held_out_split, *paths, neutral_is)
         problems = {question_key(one.problem) for one in held_out.solutions}
         kept = [one for one in reading.solutions if question_key(one.problem) not in problems]
         dropped = reading.dropped + Counter(

@@ -34,7 +34,7 @@ def test_shares_epochs_and_continuation(lengths: list[list[int]], data: st.DataO
     mixture = Mixture(lengths, weights, seed, "")
     positions, steps = [mixture.position], []
     for _ in range(12):
-        steps.append(mixture.places(budget))
+        steps.append(mixture.next_indices(budget))
         positions.append(mixture.position)
     for step in steps:
         assert len(step) == 1 or sum(lengths[source][index] for source, index in step) <= budget
@@ -50,7 +50,7 @@ def test_shares_epochs_and_continuation(lengths: list[list[int]], data: st.DataO
     for at, ((before, after), step) in enumerate(zip(pairwise(positions), steps, strict=True)):
         again = Mixture(lengths, weights, seed, "")
         again.position = before
-        assert again.places(budget) == step, at
+        assert again.next_indices(budget) == step, at
         assert again.position == after
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from nmoe.text.harmony import CONTROL_TOKENS, Harmony
-from nmoe.text.harmony_distance import HarmonyDistance, share_in_place
+from nmoe.text.harmony_distance import HarmonyDistance, share_of_form
 from nmoe.text.renderers import HarmonyRenderer
 from nmoe.text.tokenizer import Tokenizer
 
@@ -113,7 +113,7 @@ def drawn(rng: random.Random, longest: int) -> tuple[str, ...]:
 def test_the_distance_is_the_fewest_edits(completion: str, distance: float) -> None:
     tokens = completion.split()
     assert DISTANCE(ids_of(tokens)) == pytest.approx(distance)
-    assert paid(tuple(tokens)) == pytest.approx(share_in_place(distance))
+    assert paid(tuple(tokens)) == pytest.approx(share_of_form(distance))
 
 
 def test_more_of_the_skeleton_is_paid_more() -> None:
@@ -141,7 +141,7 @@ def test_no_search_finds_an_invalid_sequence_that_pays_like_the_form() -> None:
         assert (paid(tokens) == 1) == is_valid(tokens), tokens
     # Nor among the nearest neighbours of the form itself.
     for tokens in edits(VALID):
-        assert paid(tokens) == 1 if is_valid(tokens) else paid(tokens) <= share_in_place(1 / 10)
+        assert paid(tokens) == 1 if is_valid(tokens) else paid(tokens) <= share_of_form(1 / 10)
     # What a farmer would try, against the nearest honest near miss, which lacks one token.
     honest = paid(VALID[:-1])
     for tokens in (

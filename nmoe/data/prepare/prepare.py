@@ -177,14 +177,14 @@ def _draw(settings: PreparationSettings, survivors: Survivors) -> dict[str, NDAr
 
 def _records(files: Sequence[Path], chosen: Mapping[str, NDArray[np.int64]]) -> dict[str, list[str]]:
     """The lines of each file, by a second pass over the source."""
-    place_of = {row: (name, place) for name, rows in chosen.items() for place, row in enumerate(rows.tolist())}
-    wanted = np.array(sorted(place_of), dtype=np.int64)
+    index_of = {row: (name, index) for name, rows in chosen.items() for index, row in enumerate(rows.tolist())}
+    wanted = np.array(sorted(index_of), dtype=np.int64)
     lines = {name: [""] * len(chosen[name]) for name in OWN_FILES if name in chosen}
     begin = 0
     for batch in read_batches(files, ("problem", "solution", "answer")):
         within = wanted[np.searchsorted(wanted, begin) : np.searchsorted(wanted, begin + len(batch))]
         for row, fields in zip(within.tolist(), batch.take(within - begin).to_pylist(), strict=True):
-            name, place = place_of[row]
+            name, index = index_of[row]
             label = integer(fields["answer"])
             assert label is not None, "it passed the filter"
             record = {"input": fields["problem"], "label": label}
@@ -192,7 +192,7 @@ def _records(files: Sequence[Path], chosen: Mapping[str, NDArray[np.int64]]) -> 
                 output = ends_in_box(fields["solution"], label)
                 assert output is not None, "only such solutions were drawn from"
                 record["output"] = output
-            lines[name][place] = _line(record)
+            lines[name][index] = _line(record)
         begin += len(batch)
     return lines
 

@@ -145,8 +145,8 @@ class Survivors:
         for mask in self._masks(batch):
             kept &= mask
             count(kept)
-        places = np.flatnonzero(kept)
-        for stayed in self._row_by_row(batch, places):
+        indices = np.flatnonzero(kept)
+        for stayed in self._row_by_row(batch, indices):
             mask = np.zeros(len(batch), dtype=np.bool_)
             mask[stayed] = True
             count(mask)
@@ -179,32 +179,32 @@ class Survivors:
                 valid &= one_of(f"{column}_is_valid", ("Yes",))
         yield valid
 
-    def _row_by_row(self, batch: pyarrow.RecordBatch, places: NDArray[np.int64]) -> tuple[list[int], ...]:
+    def _row_by_row(self, batch: pyarrow.RecordBatch, indices: NDArray[np.int64]) -> tuple[list[int], ...]:
         """The places that are first of their duplicates, those of them that are long enough, and those of these that stay."""
         filters, seed = self._settings.filters, self._settings.seed
         first, long_enough, stayed = list[int](), list[int](), list[int]()
-        chosen = batch.take(places)
+        chosen = batch.take(indices)
         columns = [chosen.column(name).to_pylist() for name in ("problem", "solution", "answer", "source")]
-        for place, problem, solution, answer, source in zip(places.tolist(), *columns, strict=True):
+        for index, problem, solution, answer, source in zip(indices.tolist(), *columns, strict=True):
             hashed = digest(problem)
             if hashed in self._seen:
                 continue
             self._seen.add(hashed)
-            first.append(place)
+            first.append(index)
             if (
                 len(problem.strip()) < filters.least_problem_chars
                 or len(solution.strip()) < filters.least_solution_chars
             ):
                 continue
-            long_enough.append(place)
+            long_enough.append(index)
             found = self._contamination.find(problem, hashed)
             self._contamination.count(found, source)
             if hashed in self._probes or (found and self._settings.contamination.action == "remove"):
                 continue
-            stayed.append(place)
+            stayed.append(index)
             label = integer(answer)
             assert label is not None, "Arrow and Python match one pattern"
-            self.rows.append(self._rows_read + place)
+            self.rows.append(self._rows_read + index)
             self.priorities.append(priority(hashed, seed))
             self.boxed.append(ends_in_box(solution, label) is not None)
         return first, long_enough, stayed

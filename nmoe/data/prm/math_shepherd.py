@@ -61,17 +61,17 @@ def _tagged(record: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
         raise ValueError(f"no step ends in the tag {TAG!r}")
     if tail.strip():
         raise ValueError(f"text behind the last tag: {tail.strip()[:60]!r}")
-    labels, place = [], 0
+    labels, position = [], 0
     for part in parts:
-        after = place + len(part)
-        if labelled[place:after] != part or labelled[after : after + 1] not in ("+", "-"):
+        after = position + len(part)
+        if labelled[position:after] != part or labelled[after : after + 1] not in ("+", "-"):
             raise ValueError(
-                f"`label` is not `input` with + or - in place of {TAG!r}: {labelled[place : after + 10]!r}"
+                f"`label` is not `input` with + or - in place of {TAG!r}: {labelled[position : after + 10]!r}"
             )
         labels.append(labelled[after])
-        place = after + 1
-    if labelled[place:].strip():
-        raise ValueError(f"`label` goes on behind the last step: {labelled[place : place + 60]!r}")
+        position = after + 1
+    if labelled[position:].strip():
+        raise ValueError(f"`label` goes on behind the last step: {labelled[position : position + 60]!r}")
     problem, marker, first = parts[0].partition(_FIRST_STEP)
     if not marker or not problem.strip():
         raise ValueError(f"no problem before {_FIRST_STEP!r}")

@@ -67,8 +67,8 @@ def _solutions(where: str, record: Mapping[str, Any], dropped: Counter[str]) -> 
     labels: list[str | None] = []
     alternatives: list[LabelledSteps] = []
     finished = reason == "solution"
-    for place, step in enumerate(written):
-        taken, others = _read_step(step, f"label.steps[{place}]")
+    for number, step in enumerate(written):
+        taken, others = _read_step(step, f"label.steps[{number}]")
         for completion in others:
             if _dropped(completion, dropped):
                 continue
@@ -84,7 +84,7 @@ def _solutions(where: str, record: Mapping[str, Any], dropped: Counter[str]) -> 
         labels.append(taken.label)
         if taken.label == "-":
             finished = False
-            dropped["steps after the first wrong one"] += len(written) - place - 1
+            dropped["steps after the first wrong one"] += len(written) - number - 1
             break
     rest: list[str] = []
     if labels and labels[-1] == "-":
@@ -112,21 +112,21 @@ def _dropped(completion: _Completion, dropped: Counter[str]) -> bool:
     return completion.flagged or not completion.text.strip()
 
 
-def _read_step(step: Any, place: str) -> tuple[_Completion | None, list[_Completion]]:
+def _read_step(step: Any, key: str) -> tuple[_Completion | None, list[_Completion]]:
     """The completion that the solution goes on from or ends in, and the others."""
-    listed = _object(step, place).get("completions") or []
+    listed = _object(step, key).get("completions") or []
     if not isinstance(listed, list):
-        raise _MalformedError(f"{place}.completions is not a list")
-    completions = [_read_completion(one, f"{place}.completions[{i}]") for i, one in enumerate(listed)]
+        raise _MalformedError(f"{key}.completions is not a list")
+    completions = [_read_completion(one, f"{key}.completions[{i}]") for i, one in enumerate(listed)]
     chosen, human = step.get("chosen_completion"), step.get("human_completion")
     if chosen is not None:
         if type(chosen) is not int or not 0 <= chosen < len(completions):
             raise _MalformedError(
-                f"{place}.chosen_completion is {chosen!r}, and there are {len(completions)} completions"
+                f"{key}.chosen_completion is {chosen!r}, and there are {len(completions)} completions"
             )
         return completions[chosen], completions[:chosen] + completions[chosen + 1 :]
     if human is not None:
-        written = _read_completion({"text": human} if isinstance(human, str) else human, f"{place}.human_completion")
+        written = _read_completion({"text": human} if isinstance(human, str) else human, f"{key}.human_completion")
         # A person wrote it because no completion was right, so it is right, though seldom rated.
         return replace(written, label=written.label or "+"), completions
     # If a wrong step ends the solution, no completion was chosen.
@@ -134,18 +134,18 @@ def _read_step(step: Any, place: str) -> tuple[_Completion | None, list[_Complet
     return wrong, [one for one in completions if one is not wrong]
 
 
-def _read_completion(completion: Any, place: str) -> _Completion:
+def _read_completion(completion: Any, key: str) -> _Completion:
     if not isinstance(completion, Mapping) or not isinstance(completion.get("text"), str):
-        raise _MalformedError(f"{place} has no text")
+        raise _MalformedError(f"{key} has no text")
     rating = completion.get("rating")
     if rating is not None and (type(rating) is not int or rating not in _LABEL_OF):
-        raise _MalformedError(f"{place}.rating is {rating!r}, not -1, 0, 1 or null")
+        raise _MalformedError(f"{key}.rating is {rating!r}, not -1, 0, 1 or null")
     return _Completion(
         completion["text"], None if rating is None else _LABEL_OF[rating], bool(completion.get("flagged"))
     )
 
 
-def _object(value: Any, place: str) -> Mapping[str, Any]:
+def _object(value: Any, key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _MalformedError(f"{place} is {type(value).__name__}, not an object")
+        raise _MalformedError(f"{key} is {type(value).__name__}, not an object")
     return value

@@ -23,7 +23,7 @@ PRM800K = "tasksource/PRM800K"
 # What copies of it are called, below $NMOE_DATASETS or here: of the mirror, and of the repository on GitHub.
 _COPIES = (PRM800K, "openai/prm800k", "prm800k")
 # Where the files of both phases lie below what a copy is called.
-_PLACES = ("", "data", "prm800k", "prm800k/data", "prm800k/prm800k/data")
+_FOLDERS = ("", "data", "prm800k", "prm800k/data", "prm800k/prm800k/data")
 _PHASES = ("phase1_{split}.jsonl", "phase2_{split}.jsonl")
 
 
@@ -127,7 +127,7 @@ def _fetched() -> str:
 def _phase_files(directory: Path, split: str) -> list[str]:
     named = split_name(split)
     names = [name.format(split=named[0]) for name in _PHASES] if named is not None else []
-    for place in _PLACES:
-        if found := [f"{place}/{name}".lstrip("/") for name in names if (directory / place / name).is_file()]:
+    for folder in _FOLDERS:
+        if found := [f"{folder}/{name}".lstrip("/") for name in names if (directory / folder / name).is_file()]:
             return found
     return []

@@ -64,9 +64,9 @@ def edit(workspace: str, path: str, old: bytes, new: bytes) -> Callable[[], None
         count = content.count(old)
         if count != 1:
             _end("tool_error", f"the text stands {count} times in {path}, not once")
-        place = content.index(old)
-        os.lseek(descriptor, place, os.SEEK_SET)
-        _write_all(descriptor, new + content[place + len(old) :])
+        offset = content.index(old)
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        _write_all(descriptor, new + content[offset + len(old) :])
         os.ftruncate(descriptor, len(content) - len(old) + len(new))
 
     return act

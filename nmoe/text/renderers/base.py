@@ -51,7 +51,7 @@ class Rendered:
 
     def until_learned(self) -> Rendered:
         """The sequence up to its last learned token, since nothing is predicted from what follows; empty where it learns none."""
-        end = max((place for place, label in enumerate(self.labels) if label != IGNORED), default=-1) + 1
+        end = max((index for index, label in enumerate(self.labels) if label != IGNORED), default=-1) + 1
         return Rendered(self.ids[:end], self.labels[:end])
 
     @property

@@ -64,7 +64,7 @@ class ChatRenderer:
 
     def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
         said, _ = self._read(token_ids)
-        return [_chat_call(body, f"{turn}/{place}") for place, body in enumerate(said.calls)]
+        return [_chat_call(body, f"{turn}/{position}") for position, body in enumerate(said.calls)]
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
         answers = [[ToolAnswer(self._known(one), one.output, one.call.call_id) for one in events] for events in rounds]
@@ -297,7 +297,7 @@ def read_turn(text: str, opened: bool = False) -> ChatTurn:
     else:
         rest = text
     content, calls, strays = _split_calls(rest)
-    if closings := [place for tag, place in strays if tag == END_THINK]:
+    if closings := [position for tag, position in strays if tag == END_THINK]:
         well_formed = False
         thought, rest = rest[: closings[-1]], rest[closings[-1] + len(END_THINK) :]
         reasoning = thought if reasoning is None else f"{reasoning}{END_THINK}{thought}"
@@ -314,12 +314,12 @@ def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]
 
     A body is one JSON value, in whose strings a tag closes nothing. Where it is none, it ends at the next closing tag.
     """
-    outside, calls, strays, place = list[str](), list[str](), list[tuple[str, int]](), 0
+    outside, calls, strays, position = list[str](), list[str](), list[tuple[str, int]](), 0
     while True:
-        start = text.find(CALL, place)
+        start = text.find(CALL, position)
         until = len(text) if start < 0 else start
-        outside.append(text[place:until])
-        strays += ((match[0], match.start()) for match in _THOUGHT.finditer(text, place, until))
+        outside.append(text[position:until])
+        strays += ((match[0], match.start()) for match in _THOUGHT.finditer(text, position, until))
         if start < 0:
             break
         start += len(CALL)
@@ -327,7 +327,7 @@ def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]
         calls.append(text[start:] if end < 0 else text[start:end])
         if end < 0:
             break
-        place = end + len(END_CALL)
+        position = end + len(END_CALL)
     return "".join(outside), tuple(calls), strays
 
 

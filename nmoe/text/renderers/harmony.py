@@ -10,7 +10,7 @@ from typing import Any
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage, ToolDefinition, split_reasoning
 from nmoe.text.harmony import END, RETURN, Harmony, HarmonyTokenizer
-from nmoe.text.harmony_distance import HarmonyDistance, share_in_place
+from nmoe.text.harmony_distance import HarmonyDistance, share_of_form
 from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools, turn_ends
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
@@ -131,7 +131,7 @@ class HarmonyRenderer:
     def _near_miss(self, token_ids: Sequence[int]) -> float:
         """The share of the form that is in place in a last turn which is not well-formed; always less than 1."""
         # A name in another spelling of tokens, or text that is blank only as a whole, is out of form at no distance.
-        return share_in_place(self._distance(token_ids) or 1.0)
+        return share_of_form(self._distance(token_ids) or 1.0)
 
     def _answer(self, event: ToolEvent) -> Message:
         # Another name, written by the policy as it liked, could read as a role.
@@ -295,7 +295,7 @@ def render_tools(tools: Sequence[ToolDefinition]) -> str:
 
 def declare_tools(messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[Message]:
     """Inserts a developer message that declares the tools, if there are any, after the system messages."""
-    first = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
+    first = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
     declared = [Message("developer", render_tools(tools))] if tools else []
     return [*messages[:first], *declared, *messages[first:]]
 
