@@ -22,7 +22,7 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MOST_DIMENSIONS = 8
 
-# Codes of the format to those of `struct`.
+# The format's codes of types, and the codes of `struct`.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -80,7 +80,7 @@ class GGUFFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, which stands for a checkpoint wherever one is named."""
+    """Whether a path names a GGUF file, which every command takes as a checkpoint."""
     return path.suffix == SUFFIX and path.is_file()
 
 

@@ -1,4 +1,4 @@
-"""Train a tokenizer on a corpus of one's own: texts of files in any format that is read here, one at a time."""
+"""Train a tokenizer on a corpus: texts from files of any format that nmoe reads, one text at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train_tokenizer(
     paths: Sequence[str], directory: Path, vocab_size: int, column: str | None = None, most_chars: int | None = None
 ) -> Iterator[str]:
     """Trains on the texts that the paths name, up to `most_chars` of them, and writes the tokenizer to `directory`. Yields lines
-    that say what was read and how well it is compressed.
+    about the texts read and their compression.
 
     Raises UserError for texts that cannot be read, for a corpus without any, and where `directory` has a tokenizer already.
     """

@@ -32,7 +32,7 @@ class Example:
 
 
 class Examples:
-    """A sequence of examples, with counts of what was left out."""
+    """A sequence of examples, with counts of the records left out."""
 
     def __init__(self) -> None:
         self._ids, self._labels = array("i"), array("i")
@@ -82,7 +82,7 @@ class Examples:
         return digest.hexdigest()
 
     def notes(self) -> list[str]:
-        """Lines that say what was read and what was left out."""
+        """Lines about the records read and left out."""
         lengths = self.lengths
         lines = [
             *self.described,
@@ -94,8 +94,8 @@ class Examples:
         return lines
 
     def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
-        """The examples of most records, and those of about a `share` of them, one at least, drawn by the seed, all of a prompt or
-        none. Raises UserError where one of the two would be empty."""
+        """The examples of the training records, and of the held-out ones: about a `share`, one at least, drawn by the seed, and
+        all records of a prompt or none. Raises UserError where one of the two would be empty."""
         return split_together([self], share, seed)[0]
 
     def _parted(self, drawn: set[int]) -> tuple[Examples, Examples]:
@@ -170,7 +170,8 @@ def read_examples(
 
 
 def render(record: Record, renderer: Renderer, tokenizer: Tokenizer) -> list[Rendered]:
-    """The sequences that a text, conversation or completion is trained as. Raises UserError, with the record's place."""
+    """Renders the sequences that a text, conversation or completion is trained as. Raises UserError, with file and line of the
+    record."""
     try:
         match record:
             case Text():

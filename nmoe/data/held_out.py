@@ -26,8 +26,8 @@ def prompt_of(record: Record) -> str:
 
 
 def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
-    """The places of about a `share` of records, one at least, by the prompt of each; from 1 on `share` is their number. Prompts are
-    taken whole, in the order of their hash with the seed: a record that is added or left out moves few others. None if all have
+    """The indices of about a `share` of records, one at least, by the prompt of each; from 1 on `share` is their number. Prompts
+    are taken whole, in the order of their hash with the seed: a record that is added or left out moves few others. None if all have
     one prompt."""
     indices: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -53,6 +53,6 @@ def refuse_empty(kind: str, count: int, drawn: int, share: float) -> None:
         raise UserError(f"of {count} {kind} {held} held out leaves none to train on")
     if drawn == 0:
         raise UserError(
-            f"all {count} {kind} have one prompt, which is trained on or evaluated on and not both; name data of its own to "
+            f"all {count} {kind} have one prompt, which is trained on or evaluated on and not both; name other data to "
             "evaluate on in records.held_out_path"
         )

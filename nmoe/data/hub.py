@@ -96,7 +96,7 @@ def is_hub_name(name: str) -> bool:
 def download(name: str, files: Sequence[str] = (), revision: str | None = None) -> Path:
     """Fetches a dataset's repository, or the files of it that match, and returns the directory of the copy.
 
-    What is interrupted goes on when it is called again; until all is there, no reader takes it for the dataset. Raises UserError
+    An interrupted download continues at the next call; no reader takes an unfinished one for the dataset. Raises UserError
     for a name that is none and where the hub does not give it.
     """
     from huggingface_hub import snapshot_download

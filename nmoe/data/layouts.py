@@ -27,7 +27,7 @@ _PRINTED_ROLE = re.compile(r"'(?:role|from)': '(?:system|user|human|assistant|gp
 
 
 def read_messages(value: object, column: str) -> tuple[ChatMessage, ...]:
-    """The messages of a list, which may be written as JSON text (as CSV has to). Raises UserError, without the record's place."""
+    """The messages of a list, which may be written as JSON text (as CSV has to). Raises UserError, without file and line."""
     if not isinstance(value, list | tuple | str):
         raise UserError(f"{column!r} holds {held(value)}, neither a text nor a list of messages")
     messages = listed(value, column)
@@ -55,7 +55,7 @@ def listed(value: object, column: str) -> Sequence[Any]:
 
 def text_or_messages(value: object, column: str) -> object:
     """The value, or the list of messages that it is the JSON text of. Raises UserError for such a list as Python prints it, which
-    pandas writes into a CSV: nobody means to train on that."""
+    pandas writes into a CSV: training on it is a mistake."""
     if not isinstance(value, str) or not _OBJECTS.fullmatch(value):
         return value
     try:

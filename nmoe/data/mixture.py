@@ -45,7 +45,7 @@ class Mixture:
             self._tokens_handed_out[source] = epoch * self._totals[source] + begun
 
     def next_indices(self, tokens: int) -> list[tuple[int, int]]:
-        """The next sequences, each as its source and its place there: as many as stay within `tokens` positions, at least one."""
+        """The next sequences, each as its source and its index there: as many as stay within `tokens` positions, at least one."""
         taken: list[tuple[int, int]] = []
         budget = tokens
         while True:

@@ -96,7 +96,7 @@ def _kept(package: str, version: str | None) -> dict[Version, Path]:
     found = {}
     for model in kept_models().glob(f"{package}-[0-9]*/*{SUFFIX}"):
         there = model.parent.name.removeprefix(f"{package}-")
-        # As `keep_model` writes it; that of `name-3` 11 is `name-3-11`, which could be read as a version 3-11 of `name`.
+        # As `keep_model` writes it: `name-3` of version 11 is `name-3-11`, which could be read as version 3-11 of `name`.
         if not _is_version(there) or str(Version(there)) != there:
             continue
         if version is None or Version(there) == Version(version):
@@ -148,7 +148,7 @@ def _check(path: Path, size: int, digest: str, of: str) -> None:
     if (found := path.stat().st_size) != size:
         raise UserError(f"{path}: {found:,} bytes, and the file of {of} has {size:,}; remove it and import again")
     if (there := sha256_of(path)) != digest:
-        raise UserError(f"{path}: its SHA-256 is {there}, and that of {of} is {digest}; remove it and import again")
+        raise UserError(f"{path}: its SHA-256 is {there}, and {of} has {digest}; remove it and import again")
 
 
 def _is_version(text: str) -> bool:
@@ -171,7 +171,7 @@ class _Beside:
             self.scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=self.directory))
         except OSError as error:
             raise StorageError(
-                f"{self.directory}: cannot be written: {error.strerror}; set XDG_CACHE_HOME to another place"
+                f"{self.directory}: cannot be written: {error.strerror}; set XDG_CACHE_HOME to another directory"
             ) from None
         return self.scratch
 
@@ -187,7 +187,7 @@ def _downloaded(wanted: str, directory: Path) -> Path:
     )
     if importlib.util.find_spec("pip") is None:
         raise MissingInputError(f"{wanted}: this Python has no pip to download it with; {by_hand}")
-    # Never a source distribution: to know what it holds, pip would run its code.
+    # Never a source distribution: pip would run its code to list its files.
     command = [
         sys.executable,
         "-m",

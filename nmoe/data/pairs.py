@@ -22,7 +22,7 @@ from nmoe.text.renderers import Rendered, Renderer
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sequences, the first preferred, with the place of their record and its prompt.
+    """Two sequences, the first preferred, with file and line of their record and its prompt.
 
     Example: `Pair("pairs.jsonl:1", Rendered([5, 6, 7, 2], [-100, -100, 7, 2]), Rendered([5, 6, 9, 2], [-100, -100, 9, 2]))`.
     """
@@ -49,7 +49,7 @@ MakePair = Callable[[Preference, Renderer], Pair | None]
 
 
 def completion_pair(record: Preference, renderer: Renderer) -> Pair:
-    """Prompt and whole completions; what the assistant says in them is learned. Raises UserError, with the record's place."""
+    """Prompt and whole completions; all messages of the assistant in them are learned. Raises UserError, with file and line."""
     pair = _pair(record, renderer, record.chosen, record.rejected)
     pair = replace(pair, chosen=pair.chosen.until_learned(), rejected=pair.rejected.until_learned())
     if pair.chosen == pair.rejected:
@@ -58,7 +58,7 @@ def completion_pair(record: Preference, renderer: Renderer) -> Pair:
 
 
 def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
-    """Prompt and answers without their reasoning; None if these are equal. Raises UserError, with the record's place."""
+    """Prompt and answers without their reasoning; None if these are equal. Raises UserError, with file and line."""
     chosen, rejected = (_answer(record.where, side) for side in (record.chosen, record.rejected))
     if chosen.content == rejected.content:
         return None
@@ -98,7 +98,7 @@ def _pair(record: Preference, renderer: Renderer, chosen: Messages, rejected: Me
 
 @dataclass(frozen=True)
 class Pairs:
-    """What was read of a dataset: its pairs, and lines that say what it was read as and what was left out."""
+    """The pairs of a dataset, and lines about its format and the pairs left out."""
 
     pairs: list[Pair]
     notes: list[str]

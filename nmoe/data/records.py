@@ -106,7 +106,7 @@ class _Format:
 
 
 class Records:
-    """The records of a dataset, read one at a time. `kind` is their format; `described` says what was read as what."""
+    """The records of a dataset, read one at a time. `kind` is their format; `described` says which column was read as which."""
 
     def __init__(self, kind: Kind, described: str, records: Iterator[Record]) -> None:
         self.kind = kind
@@ -231,8 +231,8 @@ def _records(rows: Iterator[Row], kind: Kind, settings: DatasetSettings) -> Iter
 
 
 class _ZeroLabels:
-    """Labels 0 and 1 alone may mean wrong and right, while among -1, 0 and 1 a 0 is neutral: which it is, only all labels of a
-    dataset together can tell."""
+    """Labels 0 and 1 alone may mean wrong and right, while among -1, 0 and 1 a 0 is neutral. Only all labels of a
+    dataset together decide."""
 
     def __init__(self) -> None:
         self._first_zero: str | None = None
@@ -361,7 +361,9 @@ def _asked(value: object, column: str) -> Messages:
         return (ChatMessage("user", text_of(value, column)),)
     messages = read_messages(value, column)
     if messages[-1].role == "assistant":
-        raise UserError(f"{column!r} ends in a message of the assistant, and should end in what it answers")
+        raise UserError(
+            f"{column!r} ends in a message of the assistant, and should end in the question that it answers"
+        )
     return messages
 
 

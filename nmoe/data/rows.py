@@ -7,13 +7,13 @@ A path names one of these, and the first that exists is read:
   2. a directory of such files as a hub repository has them, or as `Dataset.save_to_disk` writes them;
   3. either of these below $NMOE_DATASETS, where local copies of hub datasets are kept under their names (`nmoe.data.hub`):
      `hendrycks/competition_math`, which has left the hub, is then `$NMOE_DATASETS/hendrycks/competition_math/`;
-  4. a dataset on the hub, or on the mirror that $HF_ENDPOINT names; what was downloaded once is found without a network.
+  4. a dataset on the hub, or on the mirror that $HF_ENDPOINT names; a dataset downloaded once is found without a network.
 
 `data_files` picks files of a directory or of a hub dataset; with the path "json", "parquet" or "csv", as `load_dataset` has
 it, it picks local files. A part of the rows is taken by a slice behind the path, `train.jsonl@[:1024]`, or behind the split,
 `train[10%:]`; its rows count from 0, blank lines left out.
 
-A local copy in which subsets are not told apart (a file, a saved dataset, a directory without subsets) is that subset, and a
+A local copy that does not distinguish subsets (a file, a saved dataset, a directory without subsets) is that subset, and a
 file is the split that is asked for. Code that comes with a dataset is never run.
 """
 
@@ -69,8 +69,8 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows that `path` names, in order and one at a time.
 
-    `form` says what a file is whose name does not. Of a Parquet file `columns` and those of `optional` that are there are read
-    alone. Raises UserError for what cannot be read, with file and line or row, and StorageError when the disk is full.
+    `form` is the format of a file whose name does not say it. Of a Parquet file only `columns` are read, and the `optional` ones
+    that it has. Raises UserError for unreadable data, with file and line or row, and StorageError when the disk is full.
     """
     name, part = split_path(path)
     if data_files and name in _BUILDERS:
@@ -123,7 +123,7 @@ def _object(where: str, line: bytes) -> dict[str, object]:
         value = json_of(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8: {error}; convert the file") from error
-    except json.JSONDecodeError as error:  # its line would be that of the text, which is always 1
+    except json.JSONDecodeError as error:  # its line number counts within the text, and is always 1
         raise UserError(f"{where}: not JSON: {error.msg}, column {error.colno}; each line holds one object") from error
     except ValueError as error:
         raise UserError(f"{where}: not JSON: {error}; each line holds one object") from error
@@ -226,7 +226,7 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Row]:
 
 
 def _csv(path: Path, file: IO[bytes]) -> Iterator[Row]:
-    """Fields are texts: CSV has no types, and the answer 0135 is not the number 135. A row's place is its last line."""
+    """Fields are texts: CSV has no types, and the answer 0135 is not the number 135. A row is named by its last line."""
     csv.field_size_limit(_LONGEST_FIELD)
 
     reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
@@ -268,7 +268,7 @@ def _parquet(path: Path, columns: Sequence[str] | None, optional: Sequence[str])
 
 
 def _own_keys(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of Arrow without the keys that its objects have only because those of other rows do: their value is None."""
+    """A row of Arrow without the keys that are None: its objects have them only because objects of other rows do."""
     return {key: _pruned(value) for key, value in row.items()}
 
 
@@ -314,7 +314,7 @@ def _load_dataset(
             return datasets.load_dataset(name, subset, split=split, **options)
     # RuntimeError is how the library refuses a dataset that is a script.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        # "An error occurred while generating the dataset": what it was is in the cause.
+        # "An error occurred while generating the dataset": the cause says which.
         wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None
         reason = error.__cause__ if wrapped else error
         disk_full = isinstance(reason, OSError) and reason.errno == errno.ENOSPC

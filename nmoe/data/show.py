@@ -4,8 +4,8 @@ A line of an export:
 
 {"input_ids": [5, 6, 7, 2], "labels": [-100, -100, 7, 2], "loss_mask": [0, 0, 1, 1]}
 
-A label is the token to predict at its own place, as transformers has it: the model shifts. The first is never predicted, so it is
-never a label.
+A label is the token to predict at its own position, as in transformers, whose models shift. The first token is never predicted, so
+it is never a label.
 """
 
 from __future__ import annotations
@@ -182,15 +182,15 @@ _SLICE = re.compile(r"@\[[^]]*\]$")
 def export_masked(
     settings: DatasetSettings, out: Path, directory: Path | None, form: RenderFormat, context_tokens: int | None
 ) -> Iterator[str]:
-    """Writes a line for every sequence to `out`, with the tokenizer in `directory`; None: a byte tokenizer. Yields lines that say
-    what was read and what was left out: as in training, sequences longer than `context_tokens`, where that is given.
+    """Writes a line for every sequence to `out`, with the tokenizer in `directory`; None: a byte tokenizer. Yields lines about the
+    sequences read and left out: as in training, sequences longer than `context_tokens`, if given, are left out.
 
-    Raises UserError, with file and line, for a bad record, or for an `out` that is among what is read, and StorageError. `out` is
-    written whole or not at all.
+    Raises UserError, with file and line, for a bad record, or for an `out` among the files that are read, and StorageError. `out`
+    is written whole or not at all.
     """
     read = _SLICE.sub("", settings.path)
     if _is_read(out, read):
-        raise UserError(f"{out}: is among what is read, {read}; name another file to write")
+        raise UserError(f"{out}: is among the files that are read, {read}; name another file to write")
     tokenizer = Tokenizer.train((), SMALLEST_VOCABULARY) if directory is None else Tokenizer.load(directory)
     renderer = make_renderer(tokenizer, form)
     examples = read_examples(settings, renderer, tokenizer, context_tokens or sys.maxsize)

@@ -1,6 +1,6 @@
-"""Attempts: a branch, a tag and an entry of the research log for each experiment, so that one can return to any and none is untold.
+"""Attempts: a branch, a tag and an entry of the research log for each experiment, so that each is recorded and can be returned to.
 
-The discipline is that of the training guidelines: branch `attempt-07-lower-lr`, tag `attempt-07-start` on the commit that is
+The conventions: branch `attempt-07-lower-lr`, tag `attempt-07-start` on the commit that is
 trained from, one thing changed since the attempt before, and the results in the log afterwards.
 """
 
@@ -37,21 +37,21 @@ _NO_CHANGE = ("run.name", "run.directory", "run.resume")
 def start_attempt(
     description: str, config: Path, hypothesis: str, log: Path, overrides: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Creates the branch with a commit of the log's new entry, and the tag on it. Yields what was done. `overrides` are what the
-    attempt is trained with beside its file, such as `--optimizer.learning_rate=0.02`.
+    """Creates the branch with a commit of the log's new entry, and the tag on it. Yields lines about it. `overrides` are the keys
+    that the attempt sets beside its file, such as `--optimizer.learning_rate=0.02`.
 
     Raises UserError, with nothing changed, outside a git repository, in one without a commit or with changes that no commit holds,
-    for a `config` that is not one of its files or that its command would refuse, and for a description that can not stand in a
-    branch's name.
+    for a `config` that is not one of its files or that its command would refuse, and for a description that a branch's name cannot
+    hold.
     """
     top, log, config = _top(log), log.resolve(), config.resolve()
     hypothesis = " ".join(hypothesis.split())
     if not hypothesis:
         raise UserError("--hypothesis is empty; say what the attempt is to show")
     if run_git(top, "rev-parse", "--verify", "--quiet", "HEAD") is None:
-        raise UserError(f"{top} has no commit yet; commit what is to run")
+        raise UserError(f"{top} has no commit yet; commit the code and the configuration")
     if broken := [text for text in overrides if "\n" in text]:
-        raise UserError(f"{broken[0]!r}: an override of several lines can not stand in the log; write it into {config}")
+        raise UserError(f"{broken[0]!r}: the log cannot hold an override of several lines; write it into {config}")
     if (
         not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", description)
         or ".." in description
@@ -113,7 +113,7 @@ def finish_attempt(runs: Sequence[str], lesson: str, log: Path) -> Iterator[str]
     branch, and where the log has no such entry."""
     top, log = _top(log), log.resolve()
     if (branch := run_git(top, "symbolic-ref", "--short", "HEAD")) is None:
-        raise UserError(f"{top}: HEAD is on no branch; git switch to that of the attempt")
+        raise UserError(f"{top}: HEAD is on no branch; git switch to the attempt's branch")
     text = _read(log) or ""
     before, found, entry = text.partition(f"## {branch}\n")
     if not found:

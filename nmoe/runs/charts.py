@@ -13,7 +13,7 @@ from nmoe.errors import UserError
 from nmoe.extras import how_to_install
 from nmoe.runs.storage import storage_errors
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _WIDTH, _HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 28, 34
@@ -36,7 +36,8 @@ def chart(
     log: bool = False,
     bars: Mapping[int, Sequence[tuple[float, float, float]]] | None = None,
 ) -> str:
-    """An `<svg>` of curves over the steps, the curve `n` in the n-th colour; empty without a point. What is not finite is left out.
+    """An `<svg>` of curves over the steps, the curve `n` in the n-th colour; empty without a point. Values that are not finite are
+    left out.
 
     bars: intervals `(step, low, high)` of a curve's points. log: a logarithmic scale, where all values are positive. A curve of
     more than 400 points is drawn through the means of as many parts.

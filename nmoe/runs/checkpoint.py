@@ -1,4 +1,4 @@
-"""The checkpoints of a run: how they are written, in a thread of their own, checked, and found."""
+"""The checkpoints of a run: written by a thread, checked, and found."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def save_checkpoint(directory: Path, step: int, write: Callable[[Path], None], k
     checkpoints are removed, except those that `latest` and `best` name. A directory with the name of a checkpoint is whole
     even if the process is killed at any moment.
 
-    Raises StorageError if the disk is full or cannot be written, whatever error `write` raised for it. Any other error of
-    `write` passes unchanged. The unfinished directory is removed in both cases.
+    Raises StorageError if the disk is full or cannot be written, in place of the error that `write` raised for it. Any other error
+    of `write` passes unchanged. The unfinished directory is removed in both cases.
     """
     if keep < 1:
         raise ValueError(f"keep has to be at least 1, got {keep}")
@@ -98,7 +98,7 @@ def verify_checkpoint(path: Path) -> None:
         if (found := file.stat().st_size) != size:
             raise UserError(f"{file}: has {found:,} bytes where {MANIFEST} lists {size:,}; {remedy}")
         if _sha256(file) != sha256:
-            raise UserError(f"{file}: its content is not what was saved (SHA-256 differs); {remedy}")
+            raise UserError(f"{file}: its content is not the saved one (SHA-256 differs); {remedy}")
 
 
 def mark_best(checkpoint: Path) -> None:
@@ -195,7 +195,7 @@ class Saver:
     """Saves a run's checkpoints, at most one at a time. The end of a `with` block waits for the one that is being written.
 
     By default a save copies the state to host memory and returns; a thread does the rest. Otherwise it returns when the checkpoint
-    is written, and nothing is copied. `keep` is that of `save_checkpoint`. The weights of each checkpoint are also written to
+    is written, and nothing is copied. `keep` is as in `save_checkpoint`. The weights of each checkpoint are also written to
     `exports`, where it is given: `exports/step_000010` with the links and the number of `directory`.
     """
 
@@ -261,7 +261,7 @@ class Saver:
         if error is None:
             self.wait()
         elif self._thread is not None:
-            self._thread.join()  # the error that ends the run is the one to tell
+            self._thread.join()  # its error is not raised: another one ends the run
 
     def _try(self, step: int, snapshot: Snapshot, best: bool) -> None:
         try:
@@ -289,7 +289,7 @@ def refuse_without_room(directory: Path, step: int, size: int) -> None:
     """Raises UserError if the disk of `directory` has no room for a checkpoint with tensors of `size` bytes. It has
     to lie beside those that are there, which are removed only when it is whole."""
     newest = latest_checkpoint(directory)
-    # Beside the tensors a checkpoint has small files, which the one before tells.
+    # Beside the tensors a checkpoint has small files, about as large as in the one before.
     before = 0 if newest is None else sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     needed, free = max(size, before), bytes_free(directory)
     if needed <= free:

@@ -70,9 +70,9 @@ def diff_runs(a: str, b: str) -> Iterator[str]:
 
 
 def compare_runs(a: str, b: str) -> Iterator[str]:
-    """The difference of configurations beside that of metrics at the last step and of the last evaluations, B minus A.
+    """The difference of two runs: configurations, metrics at the last step, and last evaluations, B minus A.
 
-    Differences have 95% intervals, and those of shares lie between -1 and 1. Of single runs, an evaluation is paired by problem
+    Differences have 95% intervals; for shares they lie between -1 and 1. Of single runs, an evaluation is paired by problem
     where both were asked the same problems, and has Newcombe's interval for unpaired values elsewhere. Of groups, metrics and
     evaluations are means over the runs: paired by seed where both groups have the same seeds, with Welch's t interval elsewhere.
     Raises UserError (`read_run`).
@@ -240,7 +240,7 @@ def results_table(names: Sequence[str]) -> str:
     """Markdown of the runs' last evaluations: median and worst over the seeds, and the mean with its t interval over three
     seeds or more, or of a single run with the evaluation's own. A commit with `+` had changes that no commit holds.
 
-    Raises UserError for what is no run (`read_group`), or has not been evaluated.
+    Raises UserError for a path that is no run (`read_group`), or a run without evaluations.
     """
     experiments: dict[str, list[RunRecord]] = {}
     for run in once([run for name in names for run in read_group(name)]):
@@ -303,7 +303,7 @@ def _commit(group: Sequence[RunRecord]) -> str:
 
 
 def _commit_of(run: RunRecord) -> str:
-    """nmoe's commit, or of an installed nmoe the version, and that of the repository the run was started in."""
+    """nmoe's commit, or of an installed nmoe the version, and the commit of the repository the run was started in."""
     kept = run.provenance
     parts = [
         f"{kept[f'{kind}_commit'][:10]}{'+' * bool(kept.get(f'{kind}_dirty'))}"

@@ -44,7 +44,8 @@ _TOKENIZER_FILES = (
 def export_checkpoint(
     checkpoint: Path, directory: Path, dtype: DTypeName | None = None, format: Literal["hf", "peft"] = "hf"
 ) -> None:
-    """Writes a checkpoint for transformers: weights in `dtype` (None: that of the stored model or base), configuration, generation
+    """Writes a checkpoint for transformers: weights in `dtype` (by default as the stored model or base has them), configuration,
+    generation
     settings and the tokenizer's files with the chat template. An adapter is merged into its base or, with the format "peft",
     written by itself.
 
@@ -55,7 +56,7 @@ def export_checkpoint(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: exists and is not an empty directory; name another to export to")
     if format == "peft" and not is_adapter(source):
-        raise UserError(f"{source}: a whole model; format peft is that of an adapter, hf is a model's")
+        raise UserError(f"{source}: a whole model; format peft is for adapters, hf for models")
     base = base_of(source) if is_adapter(source) else source
     profile, stored = read_config(base)[1].expert_profile, stored_dtype(base)
     if profile is not None and dtype is not None and getattr(torch, dtype) != stored:
@@ -159,8 +160,7 @@ def _imported(directory: Path) -> dict[str, Any]:
 
 
 def upcycle(model: Path, settings: Upcycling, out: Path | None = None) -> str:
-    """Writes the mixture with its tokenizer to `out`, by default models/NAME-moe4 for four experts; returns a line that says what
-    was written.
+    """Writes the mixture with its tokenizer to `out`, by default models/NAME-moe4 for four experts; returns a line about it.
 
     `out` appears under its name only when it is whole. Raises UserError for settings that make no mixture, a model that cannot be
     upcycled, an `out` that exists, and a disk without room; StorageError for one that fails.

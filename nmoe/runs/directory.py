@@ -24,7 +24,7 @@ from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
 LOCK = ".lock"
 """The file of a run that the process which writes it has locked."""
-# What may change when a run is resumed: how long it goes on, what is kept, what watches it, and where its metrics go too. With
+# These keys may change when a run is resumed: its length, its checkpoints, its monitor, and its sinks. With
 # another number of steps the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is
 # here because 0 stands for the cores that the process may use; `recorded_threads` gives the count to use again. A run may go on on
 # another device, and says so.
@@ -112,7 +112,7 @@ class RunDirectory:
         can be resumed.
 
         Raises UserError if the run exists and `resume` is false, if there is none and it is true, if `path` holds something else,
-        if another process is writing the run, if `config_toml` differs from the run's own in a key that changes what is computed
+        if another process is writing the run, if `config_toml` differs from the run's own in a key that changes the computation
         (every such key is named), if the checkpoint is not whole, or if all checkpoints were removed; StorageError if the disk is
         full. A directory that was created here is then removed again.
         """
@@ -139,7 +139,7 @@ class RunDirectory:
 
     @property
     def start_step(self) -> int:
-        """The last step that is done: that of the checkpoint, or 0."""
+        """The last step that is done: the checkpoint's, or 0."""
         return checkpoint_step(self.resumed_from) if self.resumed_from else 0
 
     def record_start(self) -> None:

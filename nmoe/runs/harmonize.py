@@ -89,9 +89,9 @@ TEMPLATE = """\
 def harmonize(model: Path, out: Path | None = None, embeddings: Embeddings = "like") -> Iterator[str]:
     """Writes a checkpoint with Harmony's control tokens to `out`, by default models/NAME-harmony; yields a line for each token.
 
-    All weights but the rows of the new tokens have the same bits, and so have the logits of all other tokens. With `like`, a row of
-    the embedding, and of a head that is not tied to it, is that of a token that means the like, and the mean of all rows where no
-    token does; with `mean` it is always the mean (Hewitt 2021, Initializing new word embeddings for pretrained language models).
+    All weights but the rows of the new tokens have the same bits, and so have the logits of all other tokens. With `like`, a new
+    row of the embedding, and of a head that is not tied to it, is a copy of the row of a similar token, or the mean of all rows
+    without one; with `mean` it is always the mean (Hewitt 2021, Initializing new word embeddings for pretrained language models).
 
     `out` appears under its name only when it is whole. Raises UserError for a tokenizer that has the tokens, an `out` that exists,
     an adapter, a GGUF file, and an embedding that is stored in a quantised form; StorageError for a full disk.
@@ -127,7 +127,7 @@ def _lines(given: Harmonized, embeddings: Embeddings) -> Iterator[str]:
 
 
 def _files(tokenizer: Tokenizer) -> dict[str, str]:
-    """The tokenizer's files as it writes them, whatever format it was read from."""
+    """The tokenizer's files as it writes them; it may have been read from another format."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save(Path(scratch))
         return {path.name: path.read_text(encoding="utf-8") for path in Path(scratch).iterdir()}

@@ -36,7 +36,7 @@ def loss_of(history: Sequence[Mapping[str, Any]]) -> Loss | None:
     """How the last of these results is worse than the best before it or than the first, paired by problem; None if it is not, or
     where that may be chance. They are results of one probe as in eval/, oldest first.
 
-    With k results before it the best was chosen among k, so p is that of the pair times k (Bonferroni). Results without `outcomes`
+    With k results before it the best was chosen among k, so p is the pair's times k (Bonferroni). Results without `outcomes`
     of the same problems are compared with none.
     """
     *earlier, last = history
@@ -95,7 +95,7 @@ class Ledger:
         """Appends `{"step": 10, "reward_mean": 0.41, ...}` to metrics.jsonl; `docs/reference/metrics.md` lists the names."""
         for name, value in values.items():
             if value is None:
-                raise ValueError(f"metric {name} of step {step} is None; leave out what was not measured")
+                raise ValueError(f"metric {name} of step {step} is None; leave out metrics that were not measured")
         self._append("metrics.jsonl", {"step": step} | dict(values))
 
     def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
@@ -123,7 +123,7 @@ class Ledger:
         return (self._directory / "eval" / f"{step_name(step)}.json").exists()
 
     def is_best(self, step: int) -> bool:
-        """Whether this step was evaluated and its first result is at least as good as that of every step before. Step 0 is only
+        """Whether this step was evaluated and its first result is at least as good as at every step before. Step 0 is only
         the baseline."""
         values = {at: value for at, value in self.probes().items() if 0 < at <= step}
         return step in values and values[step] >= max(values.values())
@@ -188,14 +188,14 @@ class Ledger:
 
 
 def probe_values(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """By step, the value of the decisive result, higher being better. `records` are those of eval/, oldest first."""
+    """By step, the value of the decisive result, higher being better. `records` come from eval/, oldest first."""
     decisive = decisive_results(records).items()
     return {step: -one["value"] if one.get("lower_is_better") else one["value"] for step, one in decisive}
 
 
 def decisive_results(records: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """By step, the result that decides which checkpoint is the best: that of the first probe out of the training distribution or,
-    without one, of the first probe. `records` are those of eval/, oldest first."""
+    """By step, the result that decides which checkpoint is the best: the first probe out of the training distribution or, without
+    one, the first probe. `records` come from eval/, oldest first."""
     results = [(record["step"], result) for record in records for result in record["results"]]
     found: dict[int, Mapping[str, Any]] = {}
     if not results:

@@ -29,8 +29,8 @@ def of_a_command() -> Iterator[None]:
 
 @contextmanager
 def logged(log: Path) -> Iterator[None]:
-    """In the block of a command, what is printed to stdout and stderr is also appended to `log`, each line at once. The error that
-    ends the block is appended wherever it runs. What other processes and libraries in C print is not."""
+    """In the block of a command, each line printed to stdout or stderr is also appended to `log` at once. The error that ends the
+    block is appended wherever it runs. Output of other processes and of libraries in C is not."""
     try:
         if _command:
             with _teed(log):

@@ -36,7 +36,7 @@ svg .tick { font-size: 11px; fill: #666; } svg .end { text-anchor: end; dominant
 def write_page(paths: Sequence[Path], file: Path) -> Path:
     """Writes the page of the runs to `file`, which is returned; their curves lie in the same charts.
 
-    Raises UserError for what is no run, or for a `file` that cannot be written; StorageError if the disk is full.
+    Raises UserError for a path that is no run, or for a `file` that cannot be written; StorageError if the disk is full.
     """
     if file.is_dir() or not file.parent.is_dir():
         raise UserError(
@@ -45,7 +45,7 @@ def write_page(paths: Sequence[Path], file: Path) -> Path:
     runs = [read_run(path) for path in paths]
     title = ", ".join(run.path.resolve().name for run in runs)
     sections = {
-        "What was run": _what(runs),
+        "Runs": _runs(runs),
         "Evaluations": _evaluations(runs),
         "Curves": _curves(runs),
         "Alerts": _alerts(runs),
@@ -68,7 +68,7 @@ def _result(run: RunRecord) -> str:
     return f"{_name(run)}: {text(headline(run.evaluations, run.metrics) or 'no step is recorded yet')}"
 
 
-def _what(runs: Sequence[RunRecord]) -> str:
+def _runs(runs: Sequence[RunRecord]) -> str:
     rows = [
         [
             _key(number) + text(run.path),

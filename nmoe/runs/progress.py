@@ -69,7 +69,7 @@ class Progress:
         self._total = total
         self._log = log
         self._label = label
-        # Not the stream that `logged` puts in its place, since the lines that belong in the log are appended here.
+        # Not the stream that `logged` replaces it by, since the lines that belong in the log are appended here.
         self._console = console or Console(file=sys.stdout)
         self._clock = clock
         self._paces: deque[tuple[float, int]] = deque([(clock(), done)], maxlen=_PACE_STEPS + 1)
@@ -95,13 +95,13 @@ class Progress:
         self._live.stop()
 
     def begin(self, done: int) -> None:
-        """Says that the steps after `done` begin now: the time left follows their pace, and not that of what came before."""
+        """Begins the steps after `done`: the time left follows their pace, and not the pace of earlier work."""
         self._paces.clear()
         self._paces.append((self._clock(), done))
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Shows that `step` is done and its few numbers that matter: reward, correctness, format, length, tokens/s and
-        mismatch have a format of their own, other names are shown with four digits."""
+        """Shows that `step` is done and its few numbers that matter: reward, correctness, format, length, tokens/s and mismatch
+        have their formats, other names are shown with four digits."""
         now = self._clock()
         self._paces.append((now, step))
         shown = "  ".join(f"{name} {value:{_FORMATS.get(name, '.4g')}}" for name, value in numbers.items())
@@ -143,8 +143,8 @@ def _duration(seconds: float) -> str:
 def counting(
     label: str, total: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
-    """Shows on stderr how many of `total` are done, as the function that it gives is told: a live line on a terminal, elsewhere one
-    every 30 s with the pace and the time left, so that a short command says nothing."""
+    """Shows on stderr how many of `total` are done, by calls of the function that it yields: a live line on a terminal, elsewhere
+    one every 30 s with the pace and the time left, so that a short command says nothing."""
     console = console or Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
     live = LiveProgress(*columns, console=console, disable=not console.is_terminal, transient=True)

@@ -20,7 +20,7 @@ from nmoe.runs.checkpoint import latest_checkpoint
 PACKAGE = Path(__file__).parents[1]
 """The directory of this package's code."""
 
-# A diff that is longer, of a notebook with pictures say, is cut: a run's directory is no place for it.
+# A diff that is longer, of a notebook with pictures say, is cut: a run's directory should stay small.
 MAX_DIFF_BYTES = 256 * 1024
 MAX_FILES = 100
 _NAMED_FILES = 5
@@ -60,7 +60,7 @@ def run_git(directory: Path, *arguments: str) -> str | None:
 
 
 def git(directory: Path, *arguments: str) -> str:
-    """What git prints. Raises UserError with what it says where it fails."""
+    """The output of git. Raises UserError with its message where it fails."""
     command = ["git", "--literal-pathspecs", "-C", str(directory), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
@@ -85,14 +85,14 @@ def checkout_at(directory: Path) -> Checkout | None:
 
 
 def refuse_dirty(outputs: Path) -> None:
-    """Raises UserError unless commits hold all code: nmoe's own, where it runs from a checkout, and that of the repository that the
-    command runs in. Files below `outputs`, where runs are written, do not count."""
+    """Raises UserError unless commits hold all code: nmoe's own, where it runs from a checkout, and the code of the repository
+    that the command runs in. Files below `outputs`, where runs are written, do not count."""
     found = {one.top: one for one in (package_checkout(), checkout_at(Path.cwd())) if one is not None}
     if not found:
         raise UserError(f"run.require_clean: no commit says what runs here: {Path.cwd()} is in no git repository")
     for top, checkout in found.items():
         if checkout.commit is None:
-            raise UserError(f"run.require_clean: {top} has no commit yet; commit what is to run")
+            raise UserError(f"run.require_clean: {top} has no commit yet; commit the code that is to run")
         if files := changed_files(top, outputs):
             named = ", ".join(files[:_NAMED_FILES]) + (
                 f" and {len(files) - _NAMED_FILES} more" * (len(files) > _NAMED_FILES)
@@ -261,7 +261,7 @@ def recorded_device(path: Path) -> str | None:
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
-    """The provenance of a run's first start, with that of each resumption in `resumed`.
+    """The provenance of a run's first start, with each resumption's in `resumed`.
 
     Raises UserError if the run has none, or its file is not such a record.
     """

@@ -1,4 +1,4 @@
-"""A run as its files tell of it: configuration, steps, evaluations, and whether it runs, is finished or was interrupted."""
+"""Read a run from its files: configuration, steps, evaluations, and whether it runs, is finished or was interrupted."""
 
 import fcntl
 import os

@@ -1,5 +1,5 @@
-"""Records of a run that lie elsewhere: on another disk, say. The run's directory has a link in the place of each, by which a
-resumed run, `nmoe runs show` and the report find them again."""
+"""Records of a run on another disk. The run's directory has a link to each, by which a resumed run, `nmoe runs show` and the
+report find them again."""
 
 import hashlib
 import json
@@ -27,10 +27,10 @@ VARIABLES = {
 
 def link_records(path: Path, settings: RunSection, variables: Mapping[str, str] = os.environ) -> None:
     """Makes the links of a new run at `path`, which has an empty samples/. An empty variable is as good as none, and where the
-    place is the run's own directory no link is needed. Links that a run has already, since it was killed before its first
+    target is the run's own directory no link is needed. Links that a run has already, since it was killed before its first
     checkpoint, stay.
 
-    Raises UserError where another run's records lie, and StorageError; then none of the places is left behind."""
+    Raises UserError where another run's records lie, and StorageError; then none of the links is left behind."""
     targets = {
         "metrics_directory": ("metrics.jsonl", Path(settings.name, "metrics.jsonl")),
         "samples_directory": ("samples", Path(settings.name, "samples")),
@@ -49,7 +49,7 @@ def link_records(path: Path, settings: RunSection, variables: Mapping[str, str] 
 
 
 def claim_exports(run: Path, exports: Path, exported_before: bool) -> None:
-    """Marks a directory as that of a run's exported checkpoints: a save replaces and prunes those of the same name.
+    """Marks a directory as the one for a run's exported checkpoints: a save replaces and prunes checkpoints of the same name.
 
     exported_before: whether the run exported there before it was resumed. Checkpoints without a mark, as earlier versions left
     them, are then its own.
@@ -75,14 +75,14 @@ def claim_exports(run: Path, exports: Path, exported_before: bool) -> None:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raises UserError where a record of the run lies in a place that is not there now."""
+    """Raises UserError where the target of a record's link does not exist now."""
     for name in LINKED:
         if is_lost(link := path / name):
             raise UserError(f"{link}: leads to {link.readlink()}, which is not there; mount its disk, or put it back")
 
 
 def is_lost(link: Path) -> bool:
-    """Whether this leads to a place that is not there now."""
+    """Whether this is a link whose target does not exist now."""
     return link.is_symlink() and not link.exists()
 
 

@@ -1,6 +1,6 @@
 """Deletion of files that an earlier command left: only of those it made, and never of a run that another process writes.
 
-Whatever else lies in the way is named, and deleted only where the user agrees.
+Other files in the way are named, and deleted only where the user agrees.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def fingerprint(path: Path) -> str:
 
 
 def continued_by_hand(run: Path) -> bool:
-    """Whether a training command, such as `nmoe rl train`, started or resumed the run last. False for what is no run."""
+    """Whether a training command, such as `nmoe rl train`, started or resumed the run last. False for a path that is no run."""
     try:
         record = json_of((run / "provenance.json").read_text())
         argv = [record, *record["resumed"]][-1]["argv"]

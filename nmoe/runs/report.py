@@ -70,8 +70,8 @@ _EXPERTS_SHOWN = 8
 
 
 def write_report(run: Path) -> Path:
-    """Writes `run/report.md` and the PNG files of `run/plots/` from what the run recorded, and returns the report. Of a speedrun's
-    directory it is that of its `rl` run.
+    """Writes `run/report.md` and the PNG files of `run/plots/` from the run's records, and returns the report. In a speedrun's
+    directory it reports the `rl` run.
 
     A part without records is left out. Raises UserError if `run` is not the directory of a run, if a record in it cannot be
     read, or if matplotlib is not installed; StorageError if the disk is full.

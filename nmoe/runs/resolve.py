@@ -88,7 +88,7 @@ def _resolved(path: Path, files: list[str], neither: str = "neither a checkpoint
 
 def is_hub_name(path: Path) -> bool:
     """Whether a path can only be the name of a model on the Hugging Face hub."""
-    # What begins with a directory of this machine is a mistaken path, and nobody else's business.
+    # What begins with a directory of this machine is a mistaken path, which the hub should not see.
     there = path.exists() or path.parent.exists()
     return not there and not maker_of(path) and _HUB_NAME.fullmatch(str(path)) is not None
 

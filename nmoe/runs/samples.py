@@ -115,14 +115,14 @@ def _ends(records: Sequence[Record]) -> list[Record]:
 
 
 def show_samples(run: Path, step: int | None, problems: int, characters: int) -> Iterator[str]:
-    """The lines of `nmoe runs samples`: all samples of a step, or those of `latest_samples`. `characters` of 0 shows them whole.
+    """The lines of `nmoe runs samples`: all samples of a step, or `latest_samples`. `characters` of 0 shows them whole.
 
     Raises UserError where the run has none.
     """
     files = _files(run)
     if not files:
         raise UserError(
-            f"{run}: no samples there; nmoe rl train and nmoe selfplay record those of their steps in samples/"
+            f"{run}: no samples there; nmoe rl train and nmoe selfplay record samples of their steps in samples/"
         )
     if step is None:
         records: Sequence[Record] = latest_samples(run, problems)

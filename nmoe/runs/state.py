@@ -61,7 +61,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Subdirectory:
-    """Parts in a subdirectory of their own, such as a second model's."""
+    """Parts in a subdirectory, such as a second model's."""
 
     name: str
     parts: Mapping[str, Part]
@@ -80,9 +80,9 @@ class Subdirectory:
 
 
 def snapshot_parts(parts: Mapping[str, Part], copied: bool) -> Snapshot:
-    """The parts as they are now, to be written into an empty directory with state.json. `copied` is that of `Part.snapshot`."""
+    """The parts as they are now, to be written into an empty directory with state.json. `copied` is as in `Part.snapshot`."""
     taken = {name: part.snapshot(copied) for name, part in parts.items()}
-    # As text, since a part may return what it changes later.
+    # As text, since a part may return an object that it changes later.
     state = json.dumps({name: one.state for name, one in taken.items() if one.state is not None}) + "\n"
 
     def start(path: Path) -> None:

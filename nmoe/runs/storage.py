@@ -1,4 +1,4 @@
-"""Writes that happen as a whole or not at all, the names of steps, and the one place that tells a full disk from other errors."""
+"""Write files and directories whole or not at all, name steps, and distinguish a full disk from other errors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def how_to_resume() -> str:
 
 @contextmanager
 def resumed_by(options: str) -> Iterator[None]:
-    """In the `with` block, in every thread, runs are resumed by `options`: those of a command that starts runs of its own, and
-    "" for one that starts none."""
+    """In the `with` block, in every thread, runs are resumed by `options` of a command that starts runs itself; "" for a command
+    without runs."""
     _options.append(options)
     try:
         yield

@@ -137,7 +137,7 @@ def run_summary(run: Path, verb: str) -> Iterator[str]:
 def headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> str:
     """The result of a run in one line: `greedy_pass@1 on sort: 12.0% at step 0 -> 95.0% [91.0%, 97.3%] of 200 at step 40`.
 
-    It is that of the decisive evaluation, with the highest value where that is not the last. Without evaluations it is the first
+    It shows the decisive evaluation, with the highest value where the last one is lower. Without evaluations it is the first
     metric of progress that there is, and "" for a run without steps.
     """
     results = decisive_results(evaluations)

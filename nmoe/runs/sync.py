@@ -36,7 +36,7 @@ class _Target:
         self.rsync = f"{self.host}:{self.directory}/" if self.host else f"{self.directory}/"
 
     def run(self, script: str, given: str = "") -> str:
-        """Runs a script of the shell in the directory there. Raises UserError with what it says where it fails."""
+        """Runs a script of the shell in the directory there. Raises UserError with its message where it fails."""
         there = shlex.quote(self.directory)
         script = f"mkdir -p -- {there} && cd -- {there} && {script}"
         shell = (
@@ -47,10 +47,10 @@ class _Target:
 
 def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
     """Copies the code of the working directory's repository and the paths, which lie below the working directory, to the target,
-    and checks them there. Yields what was done; with `dry_run` what would be, and nothing is written.
+    and checks them there. Yields lines about it; with `dry_run` nothing is written.
 
     Raises UserError for a path that is not there or lies elsewhere, for a run that is being written, and where rsync or git is
-    missing or fails; InfrastructureError where what arrived is not what was sent.
+    missing or fails; InfrastructureError where the copy differs from the original.
     """
     to = _Target(target)
     if shutil.which("rsync") is None:
@@ -71,7 +71,7 @@ def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
             "sha256sum --check --quiet --strict -", "".join(_sum_line(file, digest) for file, digest in sums.items())
         )
     except UserError as error:
-        raise InfrastructureError(f"what arrived is not what was sent: {error}; sync again") from error
+        raise InfrastructureError(f"the copy differs from the original: {error}; sync again") from error
     size = sum(os.stat(file).st_size for file in sums)
     yield f"{len(sums):,} files ({size:,} bytes) in {to.rsync}, their SHA-256 sums the same there"
 
@@ -105,7 +105,7 @@ def _sync_code(to: _Target, dry_run: bool) -> Iterator[str]:
     arrived, *changed = there.splitlines()
     if changed:
         raise InfrastructureError(
-            f"{to.rsync}code: has changes of its own, which are left alone: {', '.join(changed[:5])}; commit or stash them there"
+            f"{to.rsync}code: has changes, which are left alone: {', '.join(changed[:5])}; commit or stash them there"
         )
     if arrived != checkout.commit:
         raise InfrastructureError(f"{to.rsync}code is at {arrived}, not at {checkout.commit}; sync again")
@@ -118,7 +118,7 @@ def _below(path: Path) -> str:
         raise UserError(f"{path}: no such file or directory")
     full = path.absolute()
     if not full.is_relative_to(Path.cwd()) or ".." in full.parts or full == Path.cwd():
-        raise UserError(f"{path}: lies not below {Path.cwd()}, so it has no place at the target")
+        raise UserError(f"{path}: lies not below {Path.cwd()}, so it has no path at the target")
     for lock in (full / ".lock", *full.glob("*/.lock"), *full.glob("*/*/.lock")):
         if is_running(lock.parent):
             raise UserError(f"{lock.parent}: this run is being written; sync it when it has ended")

@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def wait_for(coroutine: Coroutine[Any, Any, R]) -> R:
-    """Runs a coroutine to its end in an event loop of its own, and returns its result or raises its exception.
+    """Runs a coroutine to its end in a new event loop, and returns its result or raises its exception.
 
     A notebook runs every cell within an event loop, and a thread runs one at a time: then the new one gets its own thread.
     """

@@ -46,8 +46,8 @@ class Result:
 
     `failure` is "ok", "timeout" (wall clock or CPU), "out_of_memory", "output_limit", "disk_full", "sandbox_denied",
     "command_not_found", "nonzero_exit", or "internal_error" if the sandbox itself was lost. `exit_code` is negative for a
-    signal: minus its number; None if the sandbox stopped the command. The output is what was written until then, at most
-    `output_kb`. `cpu_s` is the CPU time of the whole process tree. `starved_s` is how long it was ready to run while others
+    signal: minus its number; None if the sandbox stopped the command. The output until then is kept, at most `output_kb`. `cpu_s`
+    is the CPU time of the whole process tree. `starved_s` is how long it was ready to run while others
     had the CPUs; it is measured only if the limits set `starved_s`.
     """
 
@@ -79,8 +79,8 @@ class SandboxFileError(Exception):
 class Sandbox(Protocol):
     """The sandbox of one trajectory, an asynchronous context manager. One call runs at a time; others wait.
 
-    When a call ends, by itself or by a limit, every process that it started is dead. What it left in the workspace stays, and
-    the next call inherits the working directory. Cancelling a call closes the sandbox.
+    When a call ends, by itself or by a limit, every process that it started is dead. Its files in the workspace stay, and the next
+    call inherits the working directory. Cancelling a call closes the sandbox.
     """
 
     async def run(

@@ -52,7 +52,7 @@ def beside():
 reader, writer = os.pipe()
 attempt("reading a file of the host", lambda: open(target["file"]).read())
 attempt("seeing what lies beside the interpreter", beside)
-attempt("reading the environment of its own keeper", lambda: open("/proc/1/environ").read())
+attempt("reading the environment of its keeper", lambda: open("/proc/1/environ").read())
 attempt("writing outside its workspace", lambda: open("/usr/escaped", "w"))
 attempt("connecting to a TCP port of the host", lambda: connect(socket.AF_INET, ("127.0.0.1", target["port"])))
 attempt("connecting to an abstract socket of the host", lambda: connect(socket.AF_UNIX, chr(0) + target["name"]))

@@ -71,7 +71,7 @@ def _known(kind: str) -> range:
 
 
 def _round_from(first: int, count: int, offset: int) -> Iterator[int]:
-    # Starts at a place that depends on the process, so that the first try is usually free.
+    # Starts at an offset that depends on the process, so that the first try is usually free.
     for index in range(count):
         yield first + (offset * 61 + index) % count
 

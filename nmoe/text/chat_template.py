@@ -4,8 +4,8 @@ The template writes the structure, with its control tokens. Content passes throu
 token (`nmoe.text.guard`).
 
 A conversation only grows. `continuation_ids` gives what the template writes after a sampled turn. A template that rewrites
-earlier messages (drops earlier reasoning, moves the system message) is refused, because the policy would be trained on
-something other than what it saw.
+earlier messages (drops earlier reasoning, moves the system message) is refused, because the policy would be trained on another
+history than it saw.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class ChatTemplate:
         effort: str | None = None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """With an `effort`, the template is given it as `reasoning_effort`. `arguments` are names of its own and their values, such
-        as `enable_thinking`, which transformers takes as keyword arguments and servers as `chat_template_kwargs`.
+        """With an `effort`, the template is given it as `reasoning_effort`. `arguments` are names that only this template has, and
+        their values, such as `enable_thinking`, which transformers takes as keyword arguments and servers as
+        `chat_template_kwargs`.
 
         Raises UserError where the tokenizer has no template or no end-of-turn token, where the template knows no
         `reasoning_effort` or has not one of the arguments' names, and where it cannot continue after a turn.
@@ -77,7 +78,7 @@ class ChatTemplate:
         if template is None or not tokenizer.end_ids:
             lacks = "eos_token" if template else "chat template (chat_template.jinja, or in tokenizer_config.json)"
             raise UserError(
-                f'format = "chat": the tokenizer has no {lacks}; use that of a chat model, or format = "harmony"'
+                f'format = "chat": the tokenizer has no {lacks}; use the tokenizer of a chat model, or format = "harmony"'
             )
         self._template = template
         if effort is not None and "reasoning_effort" not in template:
@@ -128,15 +129,14 @@ class ChatTemplate:
         """Renders a whole conversation of a dataset in pieces: ids, and the index of the assistant's message that samples them,
         or None for what the assistant reads.
 
-        A template with {% generation %} marks itself what is sampled. For other templates it is what follows the opening of
-        the turn (`add_generation_prompt`). The control token that ends a turn is always sampled with it. Pieces are encoded
+        A template with {% generation %} marks the sampled parts itself. For other templates they follow the opening of the turn
+        (`add_generation_prompt`). The control token that ends a turn is always sampled with it. Pieces are encoded
         separately, like prompt and sample, so that no token spans two of them. No text becomes a control token, in tools
         neither; only the assistant's own words may contain the tags of reasoning and calls.
 
-        A turn is no piece of its own where the template writes the text before it differently than it did when the turn was
-        asked for, its opening included: nobody can sample it there. Raises UserError where the template refuses the
-        conversation, and where a turn
-        has no end.
+        A turn is not a separate piece where the template writes the text before it, its opening included, differently than when
+        the turn was asked for: a policy cannot sample it there. Raises UserError where the template refuses the conversation, and
+        where a turn has no end.
         """
         declared = [tool.as_function() for tool in tools]
         breaker, _ = self._guard.unused(strings([*messages, *declared]))
@@ -172,7 +172,7 @@ class ChatTemplate:
         opens the turn: the prompt, and the turn. A template may open the reasoning of each turn that it asks for, and leave it
         out of those that it writes (DeepSeek-R1). Then the turn is `reasoning`, closed, and what the template writes.
 
-        Returns None if the template begins the turn in a third way, and where the reasoning has no place in it.
+        Returns None if the template begins the turn in a third form, and where that form cannot hold the reasoning.
         """
         declared = [tool.as_function() for tool in tools]
         breaker, _ = self._guard.unused(strings([*messages, *declared, reasoning]))
@@ -212,9 +212,8 @@ class ChatTemplate:
 
     @cached_property
     def default_system(self) -> str:
-        """The system message that the template writes where a conversation has none, and that one of its own replaces; "" where it
-        writes none."""
-        asked, mark = {"role": "user", "content": "?"}, "a system message of its own"
+        """The system message that the template writes into a conversation without one; "" for a template that writes none."""
+        asked, mark = {"role": "user", "content": "?"}, "another system message"
         try:
             before, _, after = self._render([{"role": "system", "content": mark}, asked]).partition(mark)
         except UserError:  # a template without system messages
@@ -309,7 +308,7 @@ class ChatTemplate:
             opened = self._render(messages[:index], tools=tools, opens_turn=True)
             if text.startswith(opened):
                 end = self._end_after(text, len(opened))
-                # The end that was found may be that of a later message, with what the assistant read in between.
+                # The end that was found may belong to a later message, with messages of others in between.
                 following = "".join(one.get("content") or "" for one in messages[index + 1 : index + 2])
                 if index + 1 < len(messages) and following in text[len(opened) : end]:
                     alone = self._render(messages[: index + 1], tools=tools)
@@ -322,7 +321,7 @@ class ChatTemplate:
         return turns
 
     def _end_after(self, text: str, start: int) -> int:
-        """The place behind the next end of a turn. Raises UserError where there is none."""
+        """The position behind the next end of a turn. Raises UserError if there is none."""
         end = self._end.search(text, start)
         if end is None:
             raise UserError(self._unended())

@@ -28,7 +28,7 @@ class ChatMessage:
     ChatMessage("assistant", "", reasoning="Square it.", calls=(FunctionCall("square", {"x": 2}, "call_1"),))
     ChatMessage("tool", "4", name="square", call_id="call_1")
 
-    `channel` is that of Harmony, where the data has it. `trained` is false where the data says `"weight": 0`.
+    `channel` is Harmony's, where the data has it. `trained` is false where the data says `"weight": 0`.
     """
 
     role: str

@@ -2,7 +2,7 @@
 (`llama`).
 
 llama.cpp keeps tokens, their kinds, and merges or scores. How a text is cut before merging has only a name there
-(`tokenizer.ggml.pre`), and what it stands for is the rule of the family's own tokenizer.
+(`tokenizer.ggml.pre`), which stands for the rule of the family's tokenizer.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A template writes structure and content into one text. Before rendering, the name of every control token inside a content is
 broken up by a character, the breaker, that occurs nowhere else. The breaker is removed again, between the control tokens, before
-the text is encoded. For honest content the ids are exactly those of transformers.
+the text is encoded. For honest content the ids are exactly the same as transformers'.
 """
 
 from __future__ import annotations

@@ -162,11 +162,11 @@ class _Expect(Enum):
 
 
 class HarmonyParser:
-    """Reads one history or, with `completion`, what was sampled after <|start|>assistant.
+    """Reads one history or, with `completion`, the tokens sampled after <|start|>assistant.
 
     `messages` holds the messages that are complete, `header` the one whose content is being read (its own content
     empty), `end` how the turn ended ("return", "call" or None). `feed` and `finish` raise
-    HarmonyError at the first token that is out of place; after that the parser is not to be fed again.
+    HarmonyError at the first token that breaks the format; after that the parser is not to be fed again.
 
     In a completion every message is the assistant's, unnamed and on a channel, and <|return|> or <|call|> ends it. A
     history may also end in <|return|> (a prompt with its completion), nowhere else.

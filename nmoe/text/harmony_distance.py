@@ -8,7 +8,7 @@ with `commentary` in place of `analysis` at will. Nothing is nearer to it than i
 brings it nearer: a reward that falls with this distance has no local maximum and cannot be farmed with stray control tokens.
 """
 
-# States of the automaton are numbers; an edge is (state, label, state after it, price of a token in its place, price of its lack).
+# States of the automaton are numbers; an edge is (state, label, state after it, price of another token instead, price of its lack).
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ _PARTS = 4 + _NAME
 
 
 def share_of_form(distance: float) -> float:
-    """The share of the form that is in place: 1 for a well-formed answer, 5/6 where a control token is missing, 1/3 for a text
-    without a letter of a name in its first words, and ever less for more that is out of place."""
+    """The share of the form that is right: 1 for a well-formed answer, 5/6 where a control token is missing, 1/3 for a text
+    without a letter of a name in its first words, and ever less for more errors."""
     return 1 - distance / _PARTS if distance <= _PARTS - 1 else (_PARTS - 1) / _PARTS / distance
 
 
 class HarmonyDistance:
     """Measures completions of one tokenizer: the edit distance to a regular language (Wagner 1974, Communications of the ACM 17).
 
-    An insertion, a deletion and a replacement cost 1. A name that is lacking costs 2, and a word in its place the share of letters
-    that are wrong: `Final` is nearer to `final` than `The` is, and `The` than nothing. Tokens that spell a name share its price.
+    An insertion, a deletion and a replacement cost 1. A name that is lacking costs 2, and a word instead of it the share of
+    letters that are wrong: `Final` is nearer to `final` than `The` is, and `The` than nothing. Tokens that spell a name share its
+    price.
     """
 
     def __init__(self, harmony: Harmony) -> None:
@@ -63,7 +64,7 @@ class HarmonyDistance:
         self._start = self._with_insertions([0.0, *[float("inf")] * (self._states - 1)])
 
     def __call__(self, token_ids: Sequence[int]) -> float:
-        """The distance of what was sampled after <|start|>assistant; total: any integers have one. Another spelling of a name in
+        """The distance of the tokens sampled after <|start|>assistant; total: any integers have one. Another spelling of a name in
         tokens than the tokenizer's own counts as wrong."""
         costs = self._start
         for token_id in self._without_long_runs(token_ids):

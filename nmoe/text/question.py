@@ -1,8 +1,8 @@
 """What a problem asks, in the one form in which problems are compared: to hold records out, to find problems that are trained on,
 and to drop duplicates.
 
-A question is what the user says, whatever system message, template or format stands around it. Unicode's compatible forms
-(NFKC), case and white space do not count: `What is  1 + 1?` and `what is １ + 1?` are one question.
+A question is the user's words, without the system message, template or format around them. Unicode's compatible forms (NFKC), case
+and white space do not count: `Add  1 + 1` and `add １ + 1` are one question.
 
 Generated problems are split by the text that their generator writes (`nmoe.envs.pools.pool.split_by`), which has one form.
 """

@@ -1,4 +1,4 @@
-"""Read a completion while it is sampled: tokens become text, and those of Harmony events, one at a time."""
+"""Read a completion while it is sampled: each token becomes text, and in Harmony an event."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ _LONG_WAIT_TOKENS = 16
 class IncrementalDecoder:
     """Turns tokens into text as they arrive; a character whose bytes are spread over several tokens waits for the last.
 
-    `decode` is that of a byte-level tokenizer: the bytes of all ids joined and read as UTF-8, each maximal broken
-    sequence becoming one U+FFFD. Further bytes can therefore change at most the last character of what was decoded, and
-    only where that is U+FFFD.
+    `decode` has to be a byte-level tokenizer's: it joins the bytes of all ids and reads them as UTF-8, each maximal broken
+    sequence as one U+FFFD. Further bytes can therefore change at most the last character of a decoded text, and only a U+FFFD.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

@@ -80,7 +80,7 @@ def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
             )
         backend.add_tokens([AddedToken(name, special=special, normalized=False)])
         if backend.token_to_id(name) != id_:
-            raise UserError(f"{directory / CONFIG}: the name {name!r} of token {id_} is that of another token")
+            raise UserError(f"{directory / CONFIG}: another token has the name {name!r} of token {id_}")
     kept = {key: value for key, value in config.items() if key not in ("auto_map", "added_tokens_decoder")}
     ours = {"tokenizer_class": "PreTrainedTokenizerFast", IN_TEXT: False}
     return backend, json.dumps(kept | ours, indent=2) + "\n"

@@ -65,8 +65,8 @@ class Tokenizer:
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         # Some checkpoints declare control tokens as plain added words, which text would match.
         plain = [name for name in CONTROL_TOKENS if name in added and not added[name].special]
-        # Moonshot's and DeepSeek's declare those of roles and calls so, in order that a decoder shows them. `save` writes their
-        # flags as they were.
+        # Moonshot's and DeepSeek's declare the tokens of roles and calls so, in order that a decoder shows them. `save` writes
+        # their flags as they were.
         matched = self._config.get(tiktoken_model.IN_TEXT, True)
         words = [name for name in added if not added[name].special and name not in plain]
         shown = [name for name in words if _has_bars(name) or not matched]
@@ -130,8 +130,8 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path, checkpoint: Path | None = None) -> Tokenizer:
         """Reads the Hugging Face files in `directory`, written here or elsewhere; or `tiktoken.model` where that is all there is;
-        or a GGUF file in its place.
-        A turn also ends as the generation settings in `directory` say, and those of the `checkpoint` that it is used with.
+        or a GGUF file. A turn also ends at the tokens that the generation settings in `directory` name, and in the `checkpoint`
+        that it is used with.
 
         Raises UserError, naming the file, when tokenizer.json is missing or cannot be read.
         """
@@ -148,7 +148,7 @@ class Tokenizer:
         definition = _read(path)
         try:
             backend = tokenizers.Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises plain Exception, whatever is wrong with the file
+        except Exception as error:  # the library raises plain Exception for any fault of the file
             raise UserError(f"{path}: not a Hugging Face tokenizer: {error}") from error
         side_files = {name: _read(directory / name) for name in _SIDE_FILES if (directory / name).exists()}
         return cls(backend, side_files, str(directory), ends)
@@ -269,7 +269,7 @@ class Tokenizer:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a turn: the tokenizer's `eos_token`, and those of the checkpoint's generation settings."""
+        """The tokens that end a turn: the tokenizer's `eos_token`, and the ends in the checkpoint's generation settings."""
         return tuple(dict.fromkeys([*self._own_end, *self.generation_ends]))
 
     @cached_property
@@ -306,7 +306,7 @@ class Tokenizer:
     def special_id(self, token: str) -> int:
         """The id of a control token. Raises UserError when the tokenizer has none of that name."""
         if token not in self._special_ids:
-            remedy = "use one with the Harmony control tokens, such as that of gpt-oss or one trained by nmoe"
+            remedy = "use one with the Harmony control tokens, such as gpt-oss's or one trained by nmoe"
             if token in CONTROL_TOKENS and token != END_OF_TEXT and self.chat_template is not None:
                 remedy = 'it has a chat template: write format = "chat", or leave `format` out'
             raise UserError(f"{self._origin}: the tokenizer has no control token {token!r}; {remedy}")

@@ -5,7 +5,7 @@ step, or of the whole solution: one forward pass for all steps (Lightman et al. 
 every token of a step, which is right if each of them is.
 
 Generative: the tasks `prm_step` and `prm_solution` ask for the label of the last step shown, or for the score of the solution.
-The model's probability of a label as its final message is compared with that of the other labels. There is one sequence for
+The model's probability of a label as its final message is compared with the other labels'. There is one sequence for
 every step and label; the sequences of one solution share their common prefix.
 """
 
@@ -156,8 +156,8 @@ class GenerativeForm:
     def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode, neutral: bool = False) -> None:
         """Raises UserError for a tokenizer in which a step's label is not a single token.
 
-        A score of 0.5 is several tokens in most tokenizers. Its probability is that of all of them including <|return|>, which
-        keeps any score from being a prefix of another.
+        A score of 0.5 is several tokens in most tokenizers. Its probability is the product over all of them including <|return|>,
+        which keeps any score from being a prefix of another.
         """
         self.mode: Mode = mode
         steps = STEP_CLASSES_WITH_NEUTRAL if neutral else STEP_CLASSES
@@ -240,8 +240,8 @@ def form_batch(groups: Sequence[Group], language_weight: float = 0.0) -> Batch:
     """Concatenates the groups' sequences into a batch.
 
     The loss is the mean over all judged positions, plus `language_weight` times the mean over the tokens of right steps, whose
-    column of labels is -1. Where a judgement is made of several positions, these carry its number and its weight in columns of
-    their own, and may predict a token, too.
+    column of labels is -1. Where a judgement is made of several positions, these carry its number and its weight in separate
+    columns, and may predict a token, too.
     """
     sequences = [shown for group in groups for shown in group]
     lengths = tuple(len(shown.inputs) for shown in sequences)

@@ -1,4 +1,4 @@
-"""Verifier training: a model learns to tell right steps, or right solutions, from wrong ones. `nmoe verifier CONFIG`
+"""Verifier training: a model learns to distinguish right steps, or right solutions, from wrong ones. `nmoe verifier CONFIG`
 
 It learns from labelled steps (Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2024, arXiv:2312.08935), either to answer in
 Harmony or by a head that reads the end of every step. Graded scores of whole solutions follow DeepSeekMath-V2

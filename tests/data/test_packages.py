@@ -155,7 +155,7 @@ def test_files_of_a_known_package_are_the_known_ones(tmp_path: Path, monkeypatch
     kept = keep_model(good)
     assert packaged_model("tiny-model") == kept
     kept.write_bytes(MODEL[:-1] + b"x")
-    with pytest.raises(UserError, match=r"its SHA-256 is [0-9a-f]{64}, and that of tiny-model 1.0 is"):
+    with pytest.raises(UserError, match=r"its SHA-256 is [0-9a-f]{64}, and tiny-model 1.0 has"):
         packaged_model("tiny-model")
     good.write_bytes(good.read_bytes() + b"x")
     with pytest.raises(UserError, match=r"bytes, and the file of tiny-model 1.0 has [\d,]+; remove it"):

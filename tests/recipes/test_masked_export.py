@@ -95,11 +95,11 @@ def test_what_is_read_is_not_written_over(tmp_path: Path, path: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps(TEXTS[0]) + "\n")
     settings = DatasetSettings(path=path.format(tmp_path))
-    with pytest.raises(UserError, match=r"data.jsonl: is among what is read, .*; name another file"):
+    with pytest.raises(UserError, match=r"data.jsonl: is among the files that are read, .*; name another file"):
         list(export_masked(settings, file, None, "auto", None))
     assert file.read_text() == json.dumps(TEXTS[0]) + "\n"
     if "*" in path:
-        with pytest.raises(UserError, match=r"new.jsonl: is among what is read"):
+        with pytest.raises(UserError, match=r"new.jsonl: is among the files that are read"):
             list(export_masked(settings, tmp_path / "new.jsonl", None, "auto", None))
         out = tmp_path / "new.masked"
         list(export_masked(settings, out, None, "auto", None))

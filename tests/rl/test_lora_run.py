@@ -176,7 +176,7 @@ def test_exports_of_an_adapter(base: Path, reinforce: Reinforce, tmp_path: Path)
         export_checkpoint(plain, tmp_path / "base")
         peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
         torch.testing.assert_close(peft(ids).logits[0], ours, rtol=0, atol=1e-4)
-    with pytest.raises(UserError, match="a whole model; format peft is that of an adapter"):
+    with pytest.raises(UserError, match="a whole model; format peft is for adapters"):
         export_checkpoint(plain, tmp_path / "no", format="peft")
 
     model.norm.weight.data[0] += 1

@@ -170,7 +170,7 @@ def damage(path: Path, how: str) -> None:
     [
         ("missing", r"optimizer/state\.json: missing, though manifest\.json lists it"),
         ("cut", r"optimizer/state\.json: has 1 bytes where manifest\.json lists 2"),
-        ("altered", r"optimizer/state\.json: its content is not what was saved"),
+        ("altered", r"optimizer/state\.json: its content is not the saved one"),
         ("no manifest", r"manifest\.json: missing"),
         ("torn manifest", r"manifest\.json: not a checkpoint's manifest"),
     ],

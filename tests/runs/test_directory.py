@@ -215,7 +215,7 @@ def test_resuming_may_run_on_and_save_otherwise(tmp_path: Path) -> None:
 def test_a_broken_checkpoint_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
     make_run(tmp_path / "x", steps=7, checkpoint=5)
     (tmp_path / "x" / "checkpoints" / "step_000005" / "model.safetensors").write_text("weighty")
-    with pytest.raises(UserError, match=r"step_000005/model\.safetensors: its content is not what was saved"):
+    with pytest.raises(UserError, match=r"step_000005/model\.safetensors: its content is not the saved one"):
         create(tmp_path / "x", resume=True)
     assert read_metrics(tmp_path / "x")[-1]["step"] == 7
     (tmp_path / "x" / "checkpoints" / "step_000005" / "model.safetensors").write_text("weights")

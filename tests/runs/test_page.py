@@ -82,7 +82,7 @@ def page(tmp_path: Path) -> Path:
 def test_it_holds_the_runs_side_by_side(page: Path) -> None:
     read = Strict(page.read_text())
     headings = re.findall("<h2>(.*?)</h2>", page.read_text())
-    assert headings == ["What was run", "Evaluations", "Curves", "Alerts", "Samples", "Provenance", "Configuration"]
+    assert headings == ["Runs", "Evaluations", "Curves", "Alerts", "Samples", "Provenance", "Configuration"]
     text = " ".join(read.text.split())
     assert "optimizer.learning_rate 0.01 0.02" in text
     assert "0.5 [0.25, 0.75] at step 3" in text
@@ -125,7 +125,7 @@ def test_a_browser_opens_it(page: Path) -> None:
 def test_a_run_without_records_has_a_page_and_what_is_none_has_not(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "new", "[run]\n", {}, resume=False).close()
     text = Strict(write_page([tmp_path / "new"], tmp_path / "new.html").read_text()).text
-    assert "What was run" in text
+    assert "Runs" in text
     assert "Curves" not in text
     with pytest.raises(UserError, match="gone: not the directory of a run"):
         write_page([tmp_path / "new", tmp_path / "gone"], tmp_path / "new.html")

@@ -181,7 +181,7 @@ def test_no_text_becomes_a_control_token_that_decoders_show(tmp_path: Path) -> N
         (
             TOKENS,
             CONFIG | {"added_tokens_decoder": {str(len(TOKENS)): {"content": "a"}}},
-            rf"tokenizer_config\.json: the name 'a' of token {len(TOKENS)} is that of another token",
+            rf"tokenizer_config\.json: another token has the name 'a' of token {len(TOKENS)}",
         ),
         (TOKENS, CONFIG | {"auto_map": None}, "by the code of another package"),
         (TOKENS, CONFIG | {"auto_map": "x"}, r"tokenizer_config\.json: auto_map = 'x' is not a table"),

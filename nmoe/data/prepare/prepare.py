@@ -1,4 +1,4 @@
-"""`nmoe data prepare`: two passes over the source, the first to find what stays, the second to write what was drawn."""
+"""`nmoe data prepare`: two passes over the source, the first to filter problems, the second to write the drawn ones."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _earlier_files(directory: Path) -> list[str] | None:
 
 
 def _called(path: str, subset: str | None) -> str:
-    """What a given set is called in the manifest, the same whatever directory it lies in."""
+    """The name of a given set in the manifest, which does not depend on its directory."""
     name = Path(path).name if Path(path).exists() else path
     return name if subset is None else f"{name}:{subset}"
 
@@ -123,7 +123,7 @@ def _called(path: str, subset: str | None) -> str:
 def _draw_probes(
     settings: PreparationSettings, contamination: Contamination
 ) -> tuple[dict[str, list[str]], set[bytes]]:
-    """The lines of each probe's file, and the digests of their problems. What was drawn counts as a given set."""
+    """The lines of each probe's file, and the digests of their problems. The drawn problems count as a given set."""
     lines: dict[str, list[str]] = {}
     drawn: set[bytes] = set()
     for probe in settings.probes:

@@ -1,6 +1,6 @@
 r"""Compare problems: digests, integer answers, and contamination, which is problems of an evaluation set in a training set.
 
-A problem is contaminated if its text is the same as that of an evaluated one, or if both have a run of words in common.
+A problem is contaminated if it has the text of an evaluated one, or if both have a run of words in common.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ _ROWS = 4096  # at once: as Arrow and Python objects, a problem with its solutio
 
 
 def parquet_files(path: str) -> list[Path]:
-    """The Parquet files that `path` names: a file, a pattern, those of a directory (its training split, where names tell splits
-    apart), or those of a dataset on the hub, which are fetched unless a copy is kept. Raises UserError where there is none."""
+    """The Parquet files that `path` names: a file, a pattern, a directory (its training split, where names distinguish splits), or
+    a dataset on the hub, which is fetched unless a copy is kept. Raises UserError where there is none."""
     if is_pattern(path):
         return matching(Path(), [path])
     found = local_copy(path)
@@ -38,7 +38,7 @@ def parquet_files(path: str) -> list[Path]:
 
 def read_batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
     """The rows of all files in order, each column as text and a missing value as an empty one. Raises UserError for a file that is
-    not Parquet, and for one without these columns, with what is missing and what is there."""
+    not Parquet, and for one without these columns, with the missing and the present ones."""
     import pyarrow
     import pyarrow.compute
     import pyarrow.parquet

@@ -45,7 +45,7 @@ class Lengths:
 
 
 class Stage:
-    """What is left after one filter: `Stage("clean integer answer", in_tokens=False)`."""
+    """The rows left after one filter: `Stage("clean integer answer", in_tokens=False)`."""
 
     def __init__(self, name: str, in_tokens: bool) -> None:
         self.name = name
@@ -81,7 +81,7 @@ def columns_of(filters: FiltersSection) -> list[str]:
 
 
 def priority(hashed: bytes, seed: int) -> int:
-    """A problem's place in the order in which files draw, a pure function of its digest and the seed."""
+    """A problem's rank in the order in which files draw, a pure function of its digest and the seed."""
     drawn = hashlib.blake2b(hashed, digest_size=PRIORITY_BYTES, key=seed.to_bytes(8, "big"))
     return int.from_bytes(drawn.digest(), "big")
 
@@ -180,7 +180,7 @@ class Survivors:
         yield valid
 
     def _row_by_row(self, batch: pyarrow.RecordBatch, indices: NDArray[np.int64]) -> tuple[list[int], ...]:
-        """The places that are first of their duplicates, those of them that are long enough, and those of these that stay."""
+        """The indices of rows that are first of their duplicates; of these, the long enough ones; of these, the ones that stay."""
         filters, seed = self._settings.filters, self._settings.seed
         first, long_enough, stayed = list[int](), list[int](), list[int]()
         chosen = batch.take(indices)

@@ -18,8 +18,7 @@ class LabelledSteps:
 
     Example: `LabelledSteps("Sum: 4+7+2", ("4+7=11", "11+3=14"), ("+", "-"), finished=False, where="phase2_train.jsonl:17")`.
 
-    labels: "+" right, "0" neutral, "-" wrong, None not labelled. The first wrong step is the last one: nobody labelled what
-    follows.
+    labels: "+" right, "0" neutral, "-" wrong, None not labelled. The first wrong step is the last one: later ones have no labels.
     finished: the steps solve the problem, as far as they are right.
     rest: steps after the first wrong one.
     alternative: shares its first steps with another solution of its record, of which it was not chosen to go on from.
@@ -67,7 +66,7 @@ class LabelledSteps:
     @property
     def score(self) -> float | None:
         """0 with a wrong step, 1 for right ones that solve the problem, 0.5 for right ones that do not; None if a step is not
-        labelled, so that nobody knows."""
+        labelled, so that it is unknown."""
         if "-" in self.labels:
             return 0.0
         return None if None in self.labels else 1.0 if self.finished else 0.5
@@ -144,6 +143,6 @@ def _keyed(solution: LabelledSteps, neutral_is: str | None) -> Iterator[tuple[tu
 
 
 def prefix_keys(problem: str, steps: Sequence[str]) -> list[tuple[str, ...]]:
-    """For every step what tells its prefix from others: problem and steps, as they are compared."""
-    told = [question_key(problem), *map(normal, steps)]
-    return [tuple(told[: end + 2]) for end in range(len(steps))]
+    """The key of each step's prefix: the problem and the steps up to it, as they are compared."""
+    keys = [question_key(problem), *map(normal, steps)]
+    return [tuple(keys[: end + 2]) for end in range(len(steps))]

@@ -1,7 +1,7 @@
 """Math-Shepherd: steps labelled by whether completions from there reach the answer (Wang et al. 2024, arXiv:2312.08935).
 
-A record holds `input`, the problem and its steps with the tag ки behind each, `label`, the same text with + or - in each tag's
-place, and `task`. What is wrong here is that the answer was no longer reached: an estimate, and weaker evidence than a person's
+A record holds `input`, the problem and its steps with the tag ки behind each, `label`, the same text with + or - instead of each
+tag, and `task`. Wrong means here that completions no longer reached the answer: an estimate, and weaker evidence than a person's
 label.
 """
 

@@ -30,7 +30,7 @@ def read_prm800k(rows: Iterable[Row]) -> StepDataset:
     them.
 
     Dropped are rows of quality control and screening, bad problems, flagged completions with what follows them, completions without
-    a rating that nobody chose, and empty steps. Raises UserError, with file and line, for a record of another form.
+    a rating that was not chosen, and empty steps. Raises UserError, with file and line, for a record of another form.
     """
     reading = StepDataset()
     for where, record in rows:
@@ -75,8 +75,8 @@ def _solutions(where: str, record: Mapping[str, Any], dropped: Counter[str]) -> 
             if completion.label is None:
                 dropped["completions without a rating"] += 1
                 continue
-            told, rated = (*steps, completion.text), (*labels, completion.label)
-            alternatives.append(LabelledSteps.of_record(problem, told, rated, False, where, alternative=True))
+            path, rated = (*steps, completion.text), (*labels, completion.label)
+            alternatives.append(LabelledSteps.of_record(problem, path, rated, False, where, alternative=True))
         if taken is None or _dropped(taken, dropped):
             finished = False
             break

@@ -24,7 +24,7 @@ class Attempt:
     config: the tables of config.toml.
     project, wandb_mode: of `[sinks]`.
     rows, alerts: the records of the steps before this start, from metrics.jsonl and alerts.jsonl. A sink begins with them, so that
-    it holds the whole run whatever an attempt before it left behind.
+    it holds the whole run, whether or not an earlier attempt finished its records.
     """
 
     directory: Path
@@ -45,10 +45,10 @@ class Sink(Protocol):
         """Writes the numbers of one step."""
 
     def alert(self, step: int, message: str) -> None:
-        """Tells of an alert of the run."""
+        """Writes an alert of the run."""
 
     def close(self) -> None:
-        """Writes what is left, and lets go of files and connections."""
+        """Writes the remaining records, and closes files and connections."""
 
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -97,7 +97,7 @@ class Feed:
                 self._fail("its queue was full")
 
     def close(self) -> None:
-        """Has the thread write what is queued and end; `join` waits for it."""
+        """Has the thread write the queued records and end; `join` waits for it."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -119,7 +119,7 @@ class Feed:
     def _serve(self) -> None:
         try:
             sink = self._connect()
-        except BaseException as error:  # whatever a sink's package raises, SystemExit too: the run goes on
+        except BaseException as error:  # any error of a sink's package, SystemExit too: the run goes on
             self._fail(f"could not be opened: {_shown(error)}")
             return
         while (record := self._next()) is not None:

@@ -16,7 +16,7 @@ class TensorBoardSink:
     """Writes the numbers of each step, which TensorBoard keeps as float32, and alerts as text under the tag `alerts`.
 
     A resumed run's file begins with all steps before, in place of the earlier attempts' files: those may lack the last steps, or
-    hold steps that were cut. The START event has a running TensorBoard drop what it read of them.
+    hold steps that were cut. The START event makes a running TensorBoard drop its copy of them.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -26,7 +26,7 @@ class TensorBoardSink:
             earlier.unlink()
         # Readers take the files of a directory in the order of their names. Usually the writing host's name stands here.
         path = directory / f"events.out.tfevents.{int(time.time()):010d}.{attempt.number:06d}"
-        # Unbuffered, so that what is written survives a kill.
+        # Unbuffered, so that written events survive a kill.
         self._writer = RecordWriter(path.open("wb", buffering=0))
         self._event(file_version="brain.Event:2")
         self._event(session_log=SessionLog(status=SessionLog.START))

@@ -78,7 +78,7 @@ def write(workspace: str, path: str, data: bytes) -> Callable[[], None]:
     def act() -> None:
         relative = _relative(workspace, path)
         _make_directories(workspace, os.path.dirname(relative))
-        # Not truncated before it is known to be a regular file with one name: another name may lie in a protected place.
+        # Not truncated before it is known to be a regular file with one name: another name may lie in a protected directory.
         descriptor = _open(workspace, path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, only_name=True)
         os.ftruncate(descriptor, 0)
         _write_all(descriptor, data)

@@ -192,7 +192,7 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
     _map_ids(INSIDE_ID, uid, INSIDE_ID, gid)
     pid = os.fork()
     if pid:
-        # This process stays, as the agent's parent, to tell the host how the agent ended.
+        # This process stays, as the agent's parent, to report to the host how the agent ended.
         os.closerange(0, 1024)
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)

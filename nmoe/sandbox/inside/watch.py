@@ -50,7 +50,7 @@ class Usage:
     def _add(self, now: dict[str, tuple[bytes, str, float, float]], reaped: dict[str, float]) -> None:
         before = self._before
         gone = {pid for pid, one in before.items() if pid not in now or now[pid][0] != one[0]}
-        # What was seen of ended processes, by the one that waited for them or for their parents.
+        # CPU time of ended processes, by the process that waited for them or for their parents.
         known = dict.fromkeys(reaped, 0.0)
         for pid in gone:
             heir = pid

@@ -181,7 +181,7 @@ class Workspaces:
         return final
 
     def close(self) -> None:
-        """Releases the workspaces, so that `nmoe env gc` may remove what is past its age or quota."""
+        """Releases the workspaces, so that `nmoe env gc` may remove those past the age or quota."""
         self._makers.shutdown(cancel_futures=True)
         for descriptor in self._locks:
             os.close(descriptor)

@@ -46,8 +46,8 @@ def collect(root: Path, *, dry_run: bool, now: float | None = None) -> Iterator[
     """Removes the workspaces below `root` that are unfinished, expired, or beyond their environment's quota, least recently used
     first.
 
-    Yields a line for each, and for what it leaves alone. It never touches a directory without a workspace's marker, or one
-    that a running process holds.
+    Yields a line for each, and for each workspace that it leaves alone. It never touches a directory without a workspace's marker,
+    or one that a running process holds.
     """
     now = time.time() if now is None else now
     found, strangers = _survey(root)

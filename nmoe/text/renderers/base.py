@@ -28,7 +28,7 @@ ReasoningEffort = Literal["low", "medium", "high"]
 class Rendered:
     """One token sequence with labels: `Rendered([5, 6, 7, 2], [-100, -100, 7, 2])` learns 7 and 2.
 
-    A label is the token to predict at its place. It equals the token there, except where a turn's stop token becomes another
+    A label is the token to predict at its position. It equals the token there, except where a turn's stop token becomes another
     one in the history: a final message ends in <|return|> when it is sampled, and in <|end|> when more follows.
     """
 
@@ -91,7 +91,7 @@ class Round:
 class Renderer(Protocol):
     """One conversation format in both directions: messages become token ids, and sampled ids are parsed.
 
-    `name` is that of the configuration. `calls`, `parse`, `transcript` and `said` are total: any ids are read.
+    `name` is the value of `format` in a configuration. `calls`, `parse`, `transcript` and `said` are total: any ids are read.
     """
 
     name: str
@@ -109,14 +109,14 @@ class Renderer(Protocol):
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
         """Renders what follows the last sampled token: the answers to the latest round of calls, and the start of the next turn.
 
-        `messages` are those of the prompt, `rounds` all rounds of calls so far. Answers are content: no text of theirs becomes a
+        `messages` make the prompt, `rounds` are all rounds of calls so far. Answers are content: no text of theirs becomes a
         control token."""
 
     def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
         """Renders how a conversation continues after the user's words in the last round: what follows the last sampled token
         ("user") where the history stays as it was sampled, else the prompt of a new branch ("prompt").
 
-        `messages` are those of the first prompt; every earlier answer is well-formed. The user's words are content."""
+        `messages` make the first prompt; every earlier answer is well-formed. The user's words are content."""
 
     def parse(self, turns: Sequence[Sequence[int]]) -> ParsedAnswer:
         """Parses the turns of one answer, the last of which calls no tool."""
@@ -125,27 +125,27 @@ class Renderer(Protocol):
         """The messages of one sampled turn, for people and for replays."""
 
     def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
-        """The reasoning of a turn and what it says beside it, either as far as the format holds."""
+        """The reasoning of a turn and its other text, either as far as the format holds."""
 
     @property
     def default_system(self) -> str:
-        """The system message that the format writes where a conversation has none; one of its own replaces it."""
+        """The system message that the format writes into a conversation without one."""
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the format has a place for reasoning before the answer."""
+        """Whether the format can hold reasoning before the answer."""
 
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:
         """Renders a whole well-formed turn that reasons, unless `reasoning` is empty, and then answers."""
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         """Renders a conversation of a dataset as sequences that learn the assistant's messages from index `first` on, except
-        those of weight 0.
+        messages of weight 0.
 
         A conversation becomes one sequence wherever the format allows it. What a turn shows only while it is the last (its
         reasoning, which later turns do not see) is learned in its own sequence, which ends with the turn: every learned
-        token is predicted from what a policy would have before it. Raises UserError, without the record's place, where the
-        format cannot express it."""
+        token is predicted from what a policy would have before it. Raises UserError, without file and line, where the format
+        cannot express it."""
 
 
 def natural_format(tokenizer: HarmonyTokenizer) -> NaturalFormat | None:
@@ -172,6 +172,6 @@ def end_of_text(tokenizer: HarmonyTokenizer) -> int:
 
 
 def turn_ends(own: Sequence[int], tokenizer: HarmonyTokenizer) -> tuple[int, ...]:
-    """The ends of a turn: those of the format, and those that the checkpoint's generation settings name."""
+    """The tokens that end a turn: the format's, and the ones that the checkpoint's generation settings name."""
     named = tokenizer.generation_ends if isinstance(tokenizer, Tokenizer) else ()
     return tuple(dict.fromkeys([*own, *named]))

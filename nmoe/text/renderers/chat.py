@@ -29,7 +29,7 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 Pieces = Sequence[tuple[list[int], int | None]]
-"""Ids, and the index of the message that samples them, None for what is read."""
+"""Ids, and the index of the message that samples them, None for ids that are read."""
 
 
 class ChatRenderer:
@@ -121,7 +121,7 @@ class ChatRenderer:
         }
         pieces = self._template.conversation(taken, tools)
         for index, message in enumerate(messages):
-            # Without the call, what is learned is to say nothing.
+            # Without the call, the policy would learn to say nothing.
             if _is_piece(pieces, index) and any(call.name not in self._text(pieces, index) for call in message.calls):
                 raise UserError(
                     f"messages[{index}] calls tools, and the chat template does not write it; use a template that does, or "
@@ -266,7 +266,7 @@ def _chat_call(body: str, call_id: str) -> ToolCall:
 class ChatTurn:
     """A sampled turn as text: the reasoning between the think tags, the remaining content, and the bodies of its calls.
 
-    `well_formed` tells whether the reasoning tags open and close at most once, before everything else. A call without a
+    `well_formed` says whether the reasoning tags open and close at most once, before everything else. A call without a
     closing tag runs to the end. Inside the strings of a call, tags are text.
     """
 
@@ -310,7 +310,7 @@ def read_turn(text: str, opened: bool = False) -> ChatTurn:
 
 
 def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]]:
-    """The text outside calls, the bodies of the calls, and the tags of reasoning outside calls with their places.
+    """The text outside calls, the bodies of the calls, and the tags of reasoning outside calls with their positions.
 
     A body is one JSON value, in whose strings a tag closes nothing. Where it is none, it ends at the next closing tag.
     """
@@ -332,7 +332,7 @@ def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]
 
 
 def _behind_json(text: str, start: int) -> int:
-    """The place behind the JSON value that begins at `start`, after white space; `start` where none does."""
+    """The position behind the JSON value that begins at `start`, after white space; `start` where none does."""
     space = _SPACE.match(text, start)
     try:
         return start if space is None else _DECODER.raw_decode(text, space.end())[1]

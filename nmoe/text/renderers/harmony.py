@@ -161,7 +161,7 @@ class HarmonyRenderer:
 def ask_for_effort(messages: Sequence[Message], effort: ReasoningEffort, tools: bool) -> list[Message]:
     """The messages with the effort and the channels in the first system message, which is added where there is none.
 
-    The wording is that of openai-harmony's SystemContent, whose `model_identity` is the system message's own text.
+    The wording follows openai-harmony's SystemContent, whose `model_identity` is the system message's own text.
     """
     channels = "# Valid channels: analysis, commentary, final. Channel must be included for every message."
     if tools:
@@ -230,7 +230,7 @@ def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Tur
                 parts.append(last)
             last.append(Message(message.role, message.content, name=message.name))
     if not isinstance(parts[-1], _Turn):
-        parts.pop()  # nobody answers it
+        parts.pop()  # it has no answer
     return parts
 
 
@@ -279,7 +279,7 @@ def _spoken(message: ChatMessage) -> Iterator[Message]:
     if reasoning is not None and reasoning.strip():
         yield Message("assistant", reasoning.strip("\n"), "analysis")
     if content.strip():
-        # What is said before a call is no answer yet.
+        # Text before a call is no answer yet.
         yield Message("assistant", content, "commentary" if message.calls else "final")
     for call in message.calls:
         arguments = call.arguments

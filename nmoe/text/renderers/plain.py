@@ -54,7 +54,7 @@ class PlainRenderer:
         raise AssertionError("there are no calls to answer")
 
     def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
-        """The same branch: the user's words on a line of their own."""
+        """The same branch: the user's words on a separate line."""
         return "user", self._tokenizer.encode(f"\n{rounds[-1].user}\n")
 
     def parse(self, turns: Sequence[Sequence[int]]) -> ParsedAnswer:
