@@ -105,7 +105,9 @@ def test_code_runs_and_data_arrive_and_arrive_again(
 @needs_rsync
 def test_what_did_not_arrive_whole_is_told(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ssh(tmp_path, monkeypatch, then='[ -f "far/data/pool one.jsonl" ] && echo rot > "far/data/pool one.jsonl"')
-    with pytest.raises(InfrastructureError, match=r"the copy differs from the original: spare: .*data/pool one.jsonl: FAILED"):
+    with pytest.raises(
+        InfrastructureError, match=r"the copy differs from the original: spare: .*data/pool one.jsonl: FAILED"
+    ):
         list(sync("spare:far", [Path("data")], dry_run=False))
 
 
