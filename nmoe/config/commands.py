@@ -29,8 +29,8 @@ from nmoe.config.tables.evaluation import (
     RLEvalSection,
     SelfplayEvalSection,
     confusable,
+    effort_in_plain_text,
     only_one,
-    without_place,
 )
 from nmoe.config.tables.model import (
     FineTuningOptimizerSection,
@@ -177,7 +177,7 @@ class ProbedConfig(SupervisedConfig):
         shape = self.model.shape
         for number, probe in self.probes.items():
             assert probe.environment is not None, "what makes it a probe"
-            yield from without_place(number, probe, probe.environment)
+            yield from effort_in_plain_text(number, probe, probe.environment)
             if shape is not None and (probe.max_tokens or 0) >= shape.context_tokens:
                 yield Conflict(
                     f"eval.{number}.max_tokens",
@@ -328,7 +328,7 @@ class RLConfig(AdaptableConfig):
                     "the training problems have no eval split; name another environment in eval.environment, or train on a part of "
                     "them (`train[200:]`) and name one with the rest (`train[:200]`)",
                 )
-            yield from without_place(index, probe, probe.environment or self.environment)
+            yield from effort_in_plain_text(index, probe, probe.environment or self.environment)
         yield from confusable(dict(enumerate(self.eval)), self.environment.env_id)
 
     def _algorithm_conflicts(self) -> Iterator[Conflict]:

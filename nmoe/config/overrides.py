@@ -36,11 +36,11 @@ def indexed(path: KeyPath, schema: type[Section], data: Any) -> KeyPath | str:
     index behind the array's last table in `data` begins another table."""
     found: KeyPath = ()
     annotation: Any = schema
-    for place, key in enumerate(path):
+    for depth, key in enumerate(path):
         if sections_of(item := item_of(annotation, 0)):
-            array, name = data if isinstance(data, list) else [], ".".join(map(str, path[:place]))
+            array, name = data if isinstance(data, list) else [], ".".join(map(str, path[:depth]))
             if not str(key).isdecimal():
-                example = ".".join(map(str, (name, 0, *path[place:])))
+                example = ".".join(map(str, (name, 0, *path[depth:])))
                 return f"{name} is an array of tables; say which, counted from 0, as in --{example}"
             if int(key) > len(array):
                 return f"{name} has {len(array)} tables, counted from 0; the next is --{name}.{len(array)}"

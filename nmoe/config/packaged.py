@@ -130,7 +130,7 @@ class _Kind:
         match = _VALUE.fullmatch(value)
         if match is None:
             raise UserError(
-                f"the entry point {value!r} is not a place in a package; write package.directory or package:file.toml"
+                f"the entry point {value!r} names nothing in a package; write package.directory or package:file.toml"
             )
         top, *below = match["module"].split(".")
         try:

@@ -87,10 +87,10 @@ class Registry:
             raise UserError(f"{self.kind} {name!r}: a name is letters, digits and . _ -")
         taken_by = self._taken_by(name)
         # A notebook defines the same function again.
-        again = name in self._registered and _place(self._registered[name]) == _place(part)
+        again = name in self._registered and _origin(self._registered[name]) == _origin(part)
         if taken_by is not None and not again:
             raise UserError(
-                f"{self.kind} {name!r} is registered twice: by {taken_by} and by {_place(part)}; rename one"
+                f"{self.kind} {name!r} is registered twice: by {taken_by} and by {_origin(part)}; rename one"
             )
         self._registered[name] = part
 
@@ -98,7 +98,7 @@ class Registry:
         if name in self.own:
             return "nmoe"
         if name in self._registered:
-            return _place(self._registered[name])
+            return _origin(self._registered[name])
         return ", ".join(map(_package, self._offered[name])) if name in self._offered else None
 
     @cached_property
@@ -191,7 +191,7 @@ def _package(entry: EntryPoint) -> str:
     return "an unnamed package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
-def _place(part: Any) -> str:
+def _origin(part: Any) -> str:
     if isinstance(part, ModuleType):
         return part.__name__
     own = part if hasattr(part, "__qualname__") else type(part)

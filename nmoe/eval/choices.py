@@ -57,7 +57,7 @@ def prompt_and_answers(problem: Problem, mode: str) -> tuple[str, list[str]]:
 
 
 def choose(scored: Sequence[Likelihood], answers: Sequence[str], mode: str) -> int:
-    """The place of the chosen option; of equally likely ones the first."""
+    """The index of the chosen option; of equally likely ones the first."""
     sums = [sum(one.logprobs) for one in scored]
     if mode == "likelihood_text_norm":
         sums = [one / len(answer) for one, answer in zip(sums, answers, strict=True)]
@@ -146,11 +146,11 @@ def _evaluate(
     for name, problems in asked.items():
         right: dict[str, list[bool]] = {one: [] for one in _FIGURES[mode]}
         with counting("problems", len(problems)) as done:
-            for place, (scored, answers) in enumerate(choices(model, tokenizer, problems, mode)):
-                gold = ascii_uppercase.index(problems[place].gold)
+            for index, (scored, answers) in enumerate(choices(model, tokenizer, problems, mode)):
+                gold = ascii_uppercase.index(problems[index].gold)
                 for one in _FIGURES[mode]:
                     right[one].append(choose(scored, answers, one) == gold)
-                done(place + 1)
+                done(index + 1)
         cells += [_cell(checkpoint, name, one, problems, right[one], trained_on[name]) for one in _FIGURES[mode]]
     return cells
 

@@ -123,7 +123,7 @@ def _why_not(one: CoreSet, row: Mapping[str, Any]) -> str | None:
     if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(text, str) for text in given):
         return f"an item of {one.name} needs a list of texts {options!r}"
     if not isinstance(gold, int) or not 0 <= gold < len(given):
-        return f"an item of {one.name} needs 'gold', the place of one of its {len(given)} options, not {gold!r}"
+        return f"an item of {one.name} needs 'gold', the index of one of its {len(given)} options, not {gold!r}"
     return None
 
 
@@ -152,8 +152,8 @@ def scores(model: Transformer, tokenizer: Tokenizer, one: CoreSet, items: Sequen
     first, context = beginning(tokenizer), model.config.context_tokens
 
     def asked() -> Iterator[list[Continuation]]:
-        for place in range(len(items)):
-            texts = prompts(one, items, place)
+        for index in range(len(items)):
+            texts = prompts(one, items, index)
             sequences = [[*first, *tokenizer.encode(text)] for text in texts]
             yield [cut(found, context) for found in continuations(one, sequences)]
 
@@ -168,11 +168,11 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
     return []
 
 
-def prompts(one: CoreSet, items: Sequence[Item], place: int) -> list[str]:
+def prompts(one: CoreSet, items: Sequence[Item], index: int) -> list[str]:
     """The texts of an item: one for each option; in language modelling without and with the continuation."""
-    others = [number for number in range(len(items)) if number != place]
-    drawn = random.Random(_SHOTS_SEED + place).sample(others, one.shots) if one.shots else []
-    item = items[place]
+    others = [number for number in range(len(items)) if number != index]
+    drawn = random.Random(_SHOTS_SEED + index).sample(others, one.shots) if one.shots else []
+    item = items[index]
     shots = "".join(_solved(one, items[number]) + "\n\n" for number in drawn)
     if one.kind == "multiple_choice":
         return [shots + item["query"] + one.delimiter + choice for choice in item["choices"]]

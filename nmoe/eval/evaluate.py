@@ -127,9 +127,9 @@ def sample_problems(
     key = (seed, "eval", samples, str(temperature))
     sampling = Sampling(max_new_tokens, temperature)
     distinct = distinct_problems(environment, problems)
-    asked = [(place, problem) for place, problem in enumerate(distinct) if key_of(problem) not in done]
-    places, left = [place for place, _ in asked], [problem for _, problem in asked]
-    return collector.collect(left, samples, sampling, key, places, on_group, state=None).groups
+    asked = [(index, problem) for index, problem in enumerate(distinct) if key_of(problem) not in done]
+    indices, left = [index for index, _ in asked], [problem for _, problem in asked]
+    return collector.collect(left, samples, sampling, key, indices, on_group, state=None).groups
 
 
 def say_if_fewer(environment: Environment, problems: int, found: int) -> None:

@@ -97,7 +97,7 @@ def environment_of(checkpoint: Path) -> EnvironmentSettings:
 def hard_problems_alone(environment: Environment) -> None:
     """Keeps only the problems of levels 4 and 5, if there are any."""
     pool = environment.pool
-    if pool.size is not None and any(is_hard(pool.order.at(place)) for place in range(pool.size)):
+    if pool.size is not None and any(is_hard(pool.order.at(position)) for position in range(pool.size)):
         pool.keep(is_hard)
 
 

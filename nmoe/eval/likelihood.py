@@ -73,8 +73,8 @@ class _Group:
 def _score(model: Transformer, groups: Sequence[_Group]) -> Iterator[list[Likelihood]]:
     ids: list[int] = []
     positions: list[int] = []
-    first_uses: list[int] = []  # of each distinct row, its first place among all tokens
-    places: list[int] = []  # of each token, its distinct row
+    first_uses: list[int] = []  # of each distinct row, its first index among all tokens
+    row_of_token: list[int] = []  # of each token, its distinct row
     lengths: list[int] = []
     sources: list[int] = []  # distinct rows whose next token is scored
     targets: list[int] = []
@@ -84,15 +84,15 @@ def _score(model: Transformer, groups: Sequence[_Group]) -> Iterator[list[Likeli
             new = 0 if number == 0 else group.prefix
             own = range(len(ids), len(ids) + len(one.token_ids) - new)
             rows = [*range(start, start + new), *own]
-            first_uses += range(len(places) + new, len(places) + len(rows))
+            first_uses += range(len(row_of_token) + new, len(row_of_token) + len(rows))
             ids += one.token_ids[new:]
             positions += range(new, len(one.token_ids))
-            places += rows
+            row_of_token += rows
             lengths.append(len(rows))
             sources += rows[one.start - 1 : -1]
             targets += one.token_ids[one.start :]
     device = model.device
-    shared = torch.tensor(first_uses, device=device), torch.tensor(places, device=device)
+    shared = torch.tensor(first_uses, device=device), torch.tensor(row_of_token, device=device)
     attend = PackedAttention(lengths, device, exact=model.exact, shared=shared)
     ids_S, positions_S = (torch.tensor(one, device=device) for one in (ids, positions))
     states_SD = model(ids_S, positions_S, attend, RouterTrace())

@@ -83,19 +83,19 @@ class NmoeLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
         # What begins alike lies together, so that the options of a question share its computation.
-        order = sorted(range(len(requests)), key=lambda place: (requests[place][1], place))
+        order = sorted(range(len(requests)), key=lambda index: (requests[index][1], index))
         groups: list[list[int]] = []
-        for place in order:
-            if groups and requests[groups[-1][0]][1] == requests[place][1]:
-                groups[-1].append(place)
+        for index in order:
+            if groups and requests[groups[-1][0]][1] == requests[index][1]:
+                groups[-1].append(index)
             else:
-                groups.append([place])
+                groups.append([index])
         found: dict[int, tuple[float, bool]] = {}
-        asked = ([self._continuation(*requests[place][1:]) for place in group] for group in groups)
+        asked = ([self._continuation(*requests[index][1:]) for index in group] for group in groups)
         for group, scored in zip(groups, likelihoods(self.model, asked), strict=True):
-            for place, one in zip(group, scored, strict=True):
-                found[place] = (sum(one.logprobs), one.greedy)
-        return [found[place] for place in range(len(requests))]
+            for index, one in zip(group, scored, strict=True):
+                found[index] = (sum(one.logprobs), one.greedy)
+        return [found[index] for index in range(len(requests))]
 
     def _continuation(self, context: list[int], continuation: list[int]) -> Continuation:
         # The last token is only predicted, so that a window has one more token than the context of the model.
@@ -119,9 +119,9 @@ class NmoeLM(TemplateLM):
         engine = NativeEngine(self.model, max_sequences=256)
 
         async def all_of_them() -> list[str]:
-            return list(await asyncio.gather(*(one(place, *request.args) for place, request in enumerate(requests))))
+            return list(await asyncio.gather(*(one(index, *request.args) for index, request in enumerate(requests))))
 
-        async def one(place: int, context: str, given: dict[str, Any]) -> str:
+        async def one(index: int, context: str, given: dict[str, Any]) -> str:
             settings = normalize_gen_kwargs(dict(given), self.max_gen_toks)
             if unknown := sorted(settings.keys() - _SETTINGS):
                 raise UserError(
@@ -131,13 +131,13 @@ class NmoeLM(TemplateLM):
             until = handle_stop_sequences(settings.get("until"), eos=eos)
             limit = settings["max_gen_toks"]
             prompt = self.tok_encode(context)[-(self.max_length - limit) :]
-            sampling = Sampling(limit, 0.0, stop_ids=self._stop_ids, seed=place)
+            sampling = Sampling(limit, 0.0, stop_ids=self._stop_ids, seed=index)
             if settings["do_sample"]:
                 if not settings.get("temperature"):
                     raise UserError("do_sample needs a temperature above 0; without both, decoding is greedy")
                 warm = replace(sampling, temperature=float(settings["temperature"]))
                 sampling = replace(warm, top_p=float(settings.get("top_p", 1.0)), top_k=int(settings.get("top_k", 0)))
-            (sample,) = await engine.generate(Request(tuple(prompt), 1, sampling, f"{place}"))
+            (sample,) = await engine.generate(Request(tuple(prompt), 1, sampling, f"{index}"))
             text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
             return str(postprocess_generated_text(text, until, None))
 

@@ -40,10 +40,10 @@ def outcomes_of(groups: Sequence[Group]) -> list[Outcome]:
             group.problem.source,
             tuple(group.problem.groups),
             tuple(map(is_correct, group.trajectories)),
-            place,
+            vote,
             failures=tuple(trajectory.grade.failure for trajectory in group.trajectories),
         )
-        for group, place in zip(groups, voted, strict=True)
+        for group, vote in zip(groups, voted, strict=True)
     ]
 
 
@@ -92,7 +92,7 @@ async def _majority(group: Group) -> int:
     task, problem = TASKS[group.problem.task_type], group.problem
     votes: dict[int, int] = {}
     answers = [trajectory.grade.answer for trajectory in group.trajectories]
-    for place, answer in enumerate(answers):
+    for index, answer in enumerate(answers):
         if answer is None:
             continue
         for first in votes:
@@ -102,5 +102,5 @@ async def _majority(group: Group) -> int:
                 votes[first] += 1
                 break
         else:
-            votes[place] = 1
+            votes[index] = 1
     return max(votes, key=votes.__getitem__) if votes else 0

@@ -91,7 +91,7 @@ def asked_in_pool(environment: Environment) -> Iterator[QuestionAt]:
     """What the problems of a pool with an end ask, in their order."""
     order = environment.pool.order
     assert order.size is not None, "asked of finite pools alone"
-    return ((problem_key(problem), place_of(problem)) for problem in map(order.at, range(order.size)))
+    return ((problem_key(problem), origin_of(problem)) for problem in map(order.at, range(order.size)))
 
 
 def asked_in_records(datasets: Sequence[DatasetSettings]) -> Iterator[QuestionAt]:
@@ -106,7 +106,7 @@ def asked_in_records(datasets: Sequence[DatasetSettings]) -> Iterator[QuestionAt
 def ways_to_ask(environment: Environment, problem: Problem) -> list[QuestionAt]:
     """A problem's question, as itself and as the environment words it for the model."""
     worded = question_key(environment.prompts.messages(problem)[-1].content)
-    return [(key, place_of(problem)) for key in dict.fromkeys((problem_key(problem), worded))]
+    return [(key, origin_of(problem)) for key in dict.fromkeys((problem_key(problem), worded))]
 
 
 def problem_key(problem: Problem) -> str:
@@ -114,7 +114,7 @@ def problem_key(problem: Problem) -> str:
     return conversation_key((*problem.history, Message("user", problem.question)))
 
 
-def place_of(problem: Problem) -> str:
+def origin_of(problem: Problem) -> str:
     """Where a problem comes from: its file and line where the pool kept them, else its id."""
     return str(problem.metadata.get("where", problem.id))
 

@@ -95,12 +95,12 @@ def _finish(pairs: Sequence[Pair]) -> list[list[Outcome]]:
             print(line)
     with counting("problems", sum(pair.asked.problems for pair in pairs)) as count:
         trained: TrainedOn | None = None
-        for place, pair in enumerate(pairs):
+        for number, pair in enumerate(pairs):
             # The pairs of a model follow each other, so that its training data is read once.
             if trained is None or trained.who != pair.checkpoint:
                 trained = TrainedOn(pair.checkpoint, pair.directory)
-            before = sum(map(len, done[:place]))
-            done[place] = pair.finish(done[place], partial(_count_on, count, before), trained)
+            before = sum(map(len, done[:number]))
+            done[number] = pair.finish(done[number], partial(_count_on, count, before), trained)
     return done
 
 

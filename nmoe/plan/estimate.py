@@ -108,7 +108,7 @@ def _adapter(model: Transformer, section: LoraSection) -> int:
     return sum(parameter.numel() for parameter in lora.parameters())
 
 
-# A sampled token on the host: its id and its log-probability, each an object and its place in a list.
+# A sampled token on the host: its id and its log-probability, each an object and its slot in a list.
 _SAMPLED_TOKEN = 72
 
 # The interpreter, torch and the libraries of a process that trains, on a host (`benchmarks/memory_estimate.py`).

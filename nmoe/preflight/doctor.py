@@ -312,7 +312,7 @@ def caches() -> Finding:
     from nmoe.envs.golds import golds_directory
     from nmoe.model.ops.cpu import library
 
-    places = {
+    folders = {
         "compiled kernels": library.cache_directory(),
         "golds that passed": golds_directory(),
         "workspaces": workspaces_root(),
@@ -320,9 +320,9 @@ def caches() -> Finding:
         "datasets of the hub": Path(datasets.config.HF_DATASETS_CACHE),
         "your datasets": kept_datasets(),
     }
-    width = max(map(len, places)) + 2
+    width = max(map(len, folders)) + 2
     lines, facts, advice = [], {}, []
-    for name, path in places.items():
+    for name, path in folders.items():
         size = _size(path)
         facts[name] = {"path": str(path), "bytes": size}
         lines.append(f"{name:<{width}}{path} ({_mib(size)})")
@@ -377,10 +377,10 @@ def _can_be_written(path: Path) -> bool:
 def _size(directory: Path) -> int:
     """In bytes, of all files below it."""
     size = 0
-    for place, _, files in os.walk(directory):
+    for folder, _, files in os.walk(directory):
         for name in files:
             with contextlib.suppress(OSError):  # another process may have removed it
-                size += Path(place, name).lstat().st_size
+                size += Path(folder, name).lstat().st_size
     return size
 
 

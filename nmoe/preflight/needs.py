@@ -64,17 +64,19 @@ def services(config: RunConfig) -> Check:
             return Check(name, "fail", said)
         parts = urlsplit(service.url)
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        place = f"{host}:{port}"
+        address = f"{host}:{port}"
         if parts.scheme in getproxies() and not proxy_bypass(host):
-            there.append(f"{place} behind a proxy, which is not asked")
+            there.append(f"{address} behind a proxy, which is not asked")
             continue
         try:
             socket.create_connection((host, port), _CONNECT_SECONDS).close()
         except OSError as error:
             why = (error.strerror or str(error) or type(error).__name__).lower()
-            said = f"[[rewards]] {service.name}: nothing answers at {place} ({why}); start the service, or correct url"
+            said = (
+                f"[[rewards]] {service.name}: nothing answers at {address} ({why}); start the service, or correct url"
+            )
             return Check(name, "fail", said)
-        there.append(place)
+        there.append(address)
     return Check(name, "ok", ", ".join(dict.fromkeys(there)) or "none are asked")
 
 

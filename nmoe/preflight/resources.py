@@ -127,10 +127,10 @@ def disk(
 ) -> Check:
     """Compares the space of the most checkpoints that exist at once with the free space; `remedy` ends a failure."""
     at_once = checkpoints_at_once(config)
-    needed, place = at_once * size.checkpoint, existing(run_path(config))
-    free = shutil.disk_usage(place).free
+    needed, folder = at_once * size.checkpoint, existing(run_path(config))
+    free = shutil.disk_usage(folder).free
     kept = f"{at_once} checkpoint{'s' * (at_once > 1)} of {gib(size.checkpoint)}"
-    said = f"{kept} = {gib(needed)}, {gib(free)} free on the disk of {place}"
+    said = f"{kept} = {gib(needed)}, {gib(free)} free on the disk of {folder}"
     if needed > free:
         return Check("disk", "fail", f"{said}: {remedy}")
     if free - needed < _SPARE:
@@ -140,17 +140,17 @@ def disk(
 
 def room(config: RunConfig) -> Check:
     """The free space on the disk, for a run whose model, and so the size of its checkpoints, is not known."""
-    place = existing(run_path(config))
-    free = shutil.disk_usage(place).free
-    said = f"{gib(free)} free on the disk of {place}; what checkpoints take is not known without the model"
+    folder = existing(run_path(config))
+    free = shutil.disk_usage(folder).free
+    said = f"{gib(free)} free on the disk of {folder}; what checkpoints take is not known without the model"
     return Check("disk", "warn", said)
 
 
 def first_checkpoint(config: RunConfig, size: Size) -> Check:
     """Whether one checkpoint fits, without which a run has nothing to go on from."""
-    place = existing(run_path(config))
-    free = shutil.disk_usage(place).free
-    said = f"a checkpoint has {gib(size.checkpoint)}, {gib(free)} free on the disk of {place}"
+    folder = existing(run_path(config))
+    free = shutil.disk_usage(folder).free
+    said = f"a checkpoint has {gib(size.checkpoint)}, {gib(free)} free on the disk of {folder}"
     if size.checkpoint > free:
         return Check("disk", "fail", f"{said}: make room, or choose another run.directory")
     return Check("disk", "ok", said)

@@ -260,9 +260,9 @@ def export_both(pair: Twins, directory: Path) -> None:
         return {name: (str(one.dtype), one.double()) for name, one in load_file(path / "model.safetensors").items()}
 
     def alone(learner: Learner) -> dict[str, tuple[str, Tensor]]:
-        with tempfile.TemporaryDirectory() as place:
-            learner.export(Path(place) / "exported")
-            return values(Path(place) / "exported")
+        with tempfile.TemporaryDirectory() as temporary:
+            learner.export(Path(temporary) / "exported")
+            return values(Path(temporary) / "exported")
 
     pair.ours.export(directory / "exported")
     dist.barrier()  # rank 0 writes

@@ -102,17 +102,17 @@ def _check_rows(dispatcher: Dispatcher, axes: Axes, loads: str) -> None:
     rows = _rows(own, rank).requires_grad_()
     came, counts_e, handle = dispatcher.dispatch(rows, own)
     # What this rank has to receive, by definition: its experts' rows of every rank of the group, by expert and then by rank.
-    place = (rank - first) * each
+    owned = (rank - first) * each
     expected = [
         _rows(c, first + i)[int(c[:e].sum()) : int(c[: e + 1].sum())]
-        for e in range(place, place + each)
+        for e in range(owned, owned + each)
         for i, c in enumerate(counts)
     ]
     if not torch.equal(came.detach(), torch.cat(expected)):
         raise ShortfallError(
             f"ep {axes.ep} over {axes.nodes} nodes, {loads}: rank {rank} received other rows than its experts'"
         )
-    if counts_e.tolist() != torch.stack(counts).sum(0)[place : place + each].tolist():
+    if counts_e.tolist() != torch.stack(counts).sum(0)[owned : owned + each].tolist():
         raise ShortfallError(f"ep {axes.ep}, {loads}: rank {rank} counted {counts_e.tolist()} rows")
     back = dispatcher.combine(came * 2, handle)
     if not torch.equal(back.detach(), 2 * rows.detach()):

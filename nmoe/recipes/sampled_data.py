@@ -147,5 +147,5 @@ def with_rates(records: Sequence[Mapping[str, Any]], groups: Sequence[Group]) ->
         int(group.problem.metadata["record"]): sum(map(is_correct, group.trajectories)) / len(group.trajectories)
         for group in groups
     }
-    for place in sorted(rates):
-        yield {**records[place], FIELD: rates[place]}
+    for index in sorted(rates):
+        yield {**records[index], FIELD: rates[index]}

@@ -15,7 +15,7 @@ Kind = Literal["real", "scratch"]
 
 DEFAULT: Kind = "real"
 """The pipeline that runs where none is named."""
-PLACES: dict[Kind, Path] = {"real": Path("runs/real"), "scratch": Path("runs/speedrun")}
+DIRECTORIES: dict[Kind, Path] = {"real": Path("runs/real"), "scratch": Path("runs/speedrun")}
 
 
 def speedrun(
@@ -35,7 +35,7 @@ def speedrun(
     does.
     """
     kind = kind or (_begun(out) if resume else None) or _possible(DEFAULT)
-    out = PLACES[kind] if out is None else out
+    out = DIRECTORIES[kind] if out is None else out
     (Real if kind == "real" else Scratch)(out, seed, full, resume, device).run(replace)
     return kind, out
 
@@ -43,7 +43,7 @@ def speedrun(
 def _begun(out: Path | None) -> Kind | None:
     """Which pipeline there is to resume: without a network the other one may have begun; None if there is none."""
     if out is None:
-        return next((kind for kind in (DEFAULT, *PLACES) if begun_with(PLACES[kind]) is not None), None)
+        return next((kind for kind in (DEFAULT, *DIRECTORIES) if begun_with(DIRECTORIES[kind]) is not None), None)
     settings = begun_with(out)
     return None if settings is None else "real" if settings.get("real") else "scratch"
 

@@ -195,7 +195,7 @@ def write_prm800k(path: Path, seed: int, count: int, split: Split, phase: Litera
     with path.open("w") as file:
         for index, solution in enumerate(solutions(seed, count, split, wrong=wrong, unfinished=0.0, restated=0.1)):
             steps = [
-                _prm800k_step(rng, solution, place, phase) for place in range(len(solution.ratings))
+                _prm800k_step(rng, solution, at, phase) for at in range(len(solution.ratings))
             ]  # nothing is labelled after the first wrong step
             reason = "solution" if solution.first_wrong is None else "found_error"
             if rng.random() < 0.02:
@@ -218,8 +218,8 @@ def write_prm800k(path: Path, seed: int, count: int, split: Split, phase: Litera
             file.write(json.dumps(record) + "\n")
 
 
-def _prm800k_step(rng: random.Random, solution: Solution, place: int, phase: int) -> dict[str, Any]:
-    text, rating = solution.steps[place], solution.ratings[place]
+def _prm800k_step(rng: random.Random, solution: Solution, at: int, phase: int) -> dict[str, Any]:
+    text, rating = solution.steps[at], solution.ratings[at]
     completions = [{"text": text, "rating": rating, "flagged": rng.random() < 0.01}]
     if phase == 2:
         # Where the last completion is wrong, none was good enough to continue from.

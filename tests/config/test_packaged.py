@@ -93,7 +93,7 @@ def test_entry_points_lead_to_files_without_an_import(install: Install) -> None:
         "no-file": f"the entry point 'mine.sub:other.toml' leads to no environment: there is no {package}/sub/other.toml",
         "no-directory": f"the entry point 'mine.nowhere' leads to no environment: there is no {package}/nowhere/environment.toml",
         "no-package": "the entry point 'absent_package.x' names the package 'absent_package', which is not there",
-        "strange": "the entry point 'mine/sub' is not a place in a package; write package.directory or package:file.toml",
+        "strange": "the entry point 'mine/sub' names nothing in a package; write package.directory or package:file.toml",
     }
     assert find_environment("file") == package / "sub/digits.toml"
     with pytest.raises(

@@ -152,7 +152,7 @@ def confusable(probes: Mapping[int, ProbeSection], training: str = "") -> Iterat
         first.setdefault(kind, index)
 
 
-def without_place(index: int, probe: ProbeSection, environment: EnvironmentSettings) -> Iterator[Conflict]:
+def effort_in_plain_text(index: int, probe: ProbeSection, environment: EnvironmentSettings) -> Iterator[Conflict]:
     """The conflict of the probe of this number with a reasoning effort that its environment's format cannot say."""
     if probe.reasoning_effort is not None and environment.format == "boxed":
         yield Conflict(f"eval.{index}.reasoning_effort", "plain text has no place for it; drop it")

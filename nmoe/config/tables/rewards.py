@@ -114,10 +114,10 @@ class CurriculumSettings(Section):
 
     def _out_of_order(self) -> Iterator[Conflict]:
         """Stages that reward a capability before those that it builds on."""
-        passed: list[int] = []  # the places in _CAPABILITIES of the gates before a stage
+        passed: list[int] = []  # the indices in _CAPABILITIES of the gates before a stage
         for index, stage in enumerate(self.stages):
             weights, key = stage.weights, f"stages.{index}.weights"
-            formed = any(_CAPABILITIES[place] != "structure_ok" for place in passed)
+            formed = any(_CAPABILITIES[level] != "structure_ok" for level in passed)
             others = max(value for name, value in weights.model_dump().items() if name != "correctness")
             least = 0.0 if self.order == "strict" else others
             if not formed and weights.correctness > least:
@@ -134,14 +134,14 @@ class CurriculumSettings(Section):
                 )
             if stage.gate is None:
                 continue
-            place = _CAPABILITIES.index(stage.gate.metric)
-            if passed and place < passed[-1]:
+            level = _CAPABILITIES.index(stage.gate.metric)
+            if passed and level < passed[-1]:
                 yield Conflict(
                     f"stages.{index}.gate.metric",
                     f"{stage.gate.metric} is the capability before {_CAPABILITIES[passed[-1]]}, whose gate stands above: they are "
                     'learned in the order format, reasoning, tool use, correctness, efficiency; or set order = "any"',
                 )
-            passed.append(place)
+            passed.append(level)
 
 
 # The components of a grade that the rubric weighs (`nmoe.envs.grade`).

@@ -1,4 +1,4 @@
-"""[run], [checkpoint] and [sinks]: name, place and length of a run, its checkpoints, and where its metrics go."""
+"""[run], [checkpoint] and [sinks]: name, directory and length of a run, its checkpoints, and where its metrics go."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ MOST_STEPS = 10**9
 
 
 class RunSection(Section):
-    """[run]: the name, place and length of a run."""
+    """[run]: the name, directory and length of a run."""
 
     name: str = "run"
     """name of the run, which is written to directory/name; default: the name of this file"""
