@@ -90,7 +90,7 @@ def sets_and_times() -> Result:
 
 @check(10, "golds with boxes, a list that repeats a tuple, braces against boxes", "4 golds read, 6 of 6 answers right")
 def golds_with_boxes() -> Result:
-    from nmoe.grading.gold import unreadable
+    from nmoe.grading.extraction import unreadable
 
     golds = [r"\boxed{5}", r"\boxed{1},\boxed{2}", r"x=\boxed{3}", r"The answer is $\boxed{\frac{1}{2}}$."]
     read = [gold for gold in golds if unreadable(gold) is None]

@@ -216,7 +216,7 @@ def grade(
     Example, boxed answers from a pipe:
       zcat predictions.jsonl.gz | nmoe grade - --extract boxed
     """
-    from nmoe.grading.math.policy import Policy
+    from nmoe.grading.math.question import Policy
     from nmoe.grading.regrade import regrade
 
     regrade(file, extract, sys.stdout, Policy(answer_order, units), skip_unreadable=skip_unreadable)

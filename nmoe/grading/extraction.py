@@ -9,7 +9,7 @@ without boxes, is in `nmoe.grading.prose`.
   3. without one, there is no answer.
 
 `from_final`, for `format = "harmony"`, reads the last final message, which *is* the answer:
-  1. for a task with `bare_final` (the generated skills), the whole message;
+  1. for a task whose answer is the whole message (the generated skills), that message;
   2. for other tasks (gsm8k, math), the last `\boxed{...}` that closes, if there is one;
   3. else, if the message is prose, its last number. Prose has a word of three or more letters outside LaTeX commands and
      `\text{}`: "She has 18 eggs." gives 18, but "\frac{1}{2}" and "x = 5 or 7" do not give 2 and 7. A message whose last line
@@ -21,13 +21,25 @@ parts, written `\boxed{3}, \boxed{4}`. To a gold with one part it is no answer.
 
 Both policies read `\fbox` as `\boxed`, accept the unbraced `\boxed 5` of some MATH solutions, and read U+2212 as a minus
 sign. Digits are ASCII. Every scan is a single pass: a hundred kilobytes of braces cost milliseconds.
+
+`extract_gold` takes the gold answer out of a dataset's answer field, as `gold_extractor` says:
+
+    none          the field is the answer
+    gsm8k_hash    "... so 6 * 3 = <<6*3=18>>18\n#### 18"              -> "18"
+    boxed         "... hence the area is $\boxed{\frac{1}{2}}$."       -> "\frac{1}{2}"
+    last_number   "She has 18 eggs."                                   -> "18"
+
+A missing gold answer is an error in the data, unlike a missing answer of a policy.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+from nmoe.errors import UserError
+from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
 
 BOXED, LAST_NUMBER, NOTHING_EXTRACTED = 2, 1, 0
 
@@ -177,3 +189,54 @@ def is_prose(text: str) -> bool:
     last_line = text.rstrip().rpartition("\n")[2].lstrip()
     marked = _HASH_LINE.fullmatch(last_line.replace("−", "-")) is not None
     return marked or _WORD.search(_LATEX_WORDS.sub(" ", text)) is not None
+
+
+# A gold with a box and more words than these is a solution: "The answer is $\\boxed{7}$." is none.
+_MAX_WORDS = 8
+_GOLD_WORD = re.compile(r"[^\W\d_]{2,}")
+_LATEX = re.compile(r"\\[A-Za-z]+")
+
+
+def _whole(field: str) -> str | None:
+    return field
+
+
+def _after_hash(field: str) -> str | None:
+    return field.rpartition("####")[2] if "####" in field else None
+
+
+def _in_box(field: str) -> str | None:
+    box = last_boxed(field)
+    return None if box is None else box.content
+
+
+GOLD_EXTRACTORS: dict[str, tuple[Callable[[str], str | None], str]] = {
+    "none": (_whole, "text"),
+    "gsm8k_hash": (_after_hash, "'#### ANSWER'"),
+    "boxed": (_in_box, r"\boxed{ANSWER} that closes"),
+    "last_number": (last_number, "number"),
+}
+
+
+def extract_gold(extractor: str, field: str) -> str:
+    """Extracts the gold answer from `field` and strips it. Raises UserError if the extractor finds none."""
+    extract, looked_for = GOLD_EXTRACTORS[extractor]
+    gold = (extract(field) or "").strip()
+    if not gold:
+        shown = field if len(field) <= 80 else "..." + field[-77:]
+        raise UserError(
+            f"gold_extractor = {extractor!r} finds no {looked_for} in {shown!r}; mend the record or choose another "
+            f"gold_extractor ({', '.join(GOLD_EXTRACTORS)})"
+        )
+    return gold
+
+
+def unreadable(gold: str) -> str | None:
+    """The reason why nothing can be compared with a gold answer; None if it is readable."""
+    if len(gold.strip()) > MAX_ANSWER_CHARS:
+        return f"the gold answer has {len(gold)} characters, more than {MAX_ANSWER_CHARS}: is it a whole solution?"
+    if "####" in gold or (last_boxed(gold) is not None and len(_GOLD_WORD.findall(_LATEX.sub(" ", gold))) > _MAX_WORDS):
+        return f"the gold answer {gold!r:.80} is a solution"
+    if not normalize(gold):
+        return f"nothing is left of the gold answer {gold!r} without its typesetting"
+    return None

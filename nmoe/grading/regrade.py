@@ -18,10 +18,9 @@ from typing import Any, Literal, TextIO
 
 from nmoe.data.rows import read_lines, read_rows
 from nmoe.errors import UserError
-from nmoe.grading.extraction import content_of, from_final, joined_boxes, last_number
-from nmoe.grading.gold import unreadable
+from nmoe.grading.extraction import content_of, from_final, joined_boxes, last_number, unreadable
 from nmoe.grading.math.answers import grade_each
-from nmoe.grading.math.policy import DEFAULT, Policy
+from nmoe.grading.math.question import DEFAULT, Policy
 from nmoe.grading.prose import from_prose
 from nmoe.text.harmony import read_completion
 from nmoe.types import Verdict

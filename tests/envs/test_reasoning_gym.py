@@ -15,7 +15,7 @@ from nmoe.envs.pools import Pool
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.grading import gym
-from nmoe.grading.gym_forms import has_form
+from nmoe.grading.gym import has_form
 from nmoe.grading.workers.pool import WorkerPool
 from nmoe.types import Problem, Verdict
 

@@ -13,7 +13,7 @@ from nmoe.errors import InfrastructureError
 from nmoe.eval.best_of_n import UNANSWERED, best_of_n, score_groups
 from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.outcomes import Outcome, majorities, outcomes_of
-from nmoe.grading.math.policy import Policy
+from nmoe.grading.math.question import Policy
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group, Trajectory

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from nmoe.errors import UserError
-from nmoe.grading.gold import extract_gold
+from nmoe.grading.extraction import extract_gold
 from nmoe.grading.math import answers
 from nmoe.grading.math.answers import grade_answer, grade_answers, symbolic_workers
 from nmoe.grading.math.normalization import normalize
-from nmoe.grading.math.policy import DEFAULT, Policy
+from nmoe.grading.math.question import DEFAULT, Policy
 from nmoe.grading.regrade import answer_of
 from nmoe.types import Verdict
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from nmoe.grading.math.answers import grade_answers
-from nmoe.grading.math.policy import Policy
+from nmoe.grading.math.question import Policy
 from nmoe.grading.regrade import Extract, answer_of
 
 LEAST_OF_A_CLASS, LEAST_OF_ALL = 0.9, 0.98

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nmoe.grading.math.equivalence import settle
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS
-from nmoe.grading.math.policy import Policy
+from nmoe.grading.math.question import Policy
 from nmoe.grading.math.symbolic import equal
 
 INTEGERS = st.integers(-99, 99).map(str)

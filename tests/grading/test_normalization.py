@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmoe.grading.math.normalization import normalize
-from nmoe.grading.math.screen import differ, equations_differ
+from nmoe.grading.math.shape import differ, equations_differ
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from nmoe.grading.math.equivalence import settle
-from nmoe.grading.math.policy import Policy
+from nmoe.grading.math.question import Policy
 from nmoe.grading.math.symbolic import equal
 from nmoe.grading.prose import from_prose
 

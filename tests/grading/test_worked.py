@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmoe.grading.math.equivalence import settle
-from nmoe.grading.math.policy import Policy
+from nmoe.grading.math.question import Policy
 from nmoe.grading.math.shape import shape
 from nmoe.grading.math.worked import folded, is_worked_out
 

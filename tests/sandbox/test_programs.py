@@ -12,8 +12,8 @@ import pytest
 from boxes import sandboxes_of
 
 from nmoe.envs.tasks import TASKS, Attempt
-from nmoe.grading.code import program, verify
-from nmoe.grading.code.program import Case, ProgramLimits, difference, verify_program
+from nmoe.grading.code import verify
+from nmoe.grading.code.verify import Case, ProgramLimits, difference, verify_program
 from nmoe.sandbox.api import Limits, Result, Sandbox
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.types import Problem, Verdict
@@ -287,7 +287,7 @@ def test_only_the_host_masks_a_program() -> None:
 
 
 def test_all_tests_of_a_program_have_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "MAX_CPU_S", 10.0)
+    monkeypatch.setattr(verify, "MAX_CPU_S", 10.0)
     slow = Result("ok", 0, b"1", b"", 4.0, cpu_s=4.0)
     verdict, box = ended(slow, slow, slow, slow, seconds=5.0, memory_mb=700)
     assert (verdict.outcome, verdict.reason) == ("incorrect", "timeout: 3 of 4 tests took 12 s of CPU time")

@@ -32,8 +32,8 @@ from nmoe.envs.tasks.record_fields import checked_text, split_prompt
 from nmoe.envs.tasks.task import RecordTask
 from nmoe.envs.tasks.text import OpenTask
 from nmoe.errors import UserError
-from nmoe.grading.gold import extract_gold
-from nmoe.grading.math.policy import DEFAULT, POLICY_KEYS
+from nmoe.grading.extraction import extract_gold
+from nmoe.grading.math.question import DEFAULT, POLICY_KEYS
 from nmoe.types import Message, Problem
 
 

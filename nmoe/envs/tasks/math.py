@@ -9,10 +9,10 @@ from typing import Any
 
 from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, group_metadata
 from nmoe.errors import InfrastructureError, UserError
-from nmoe.grading.gold import unreadable
+from nmoe.grading.extraction import unreadable
 from nmoe.grading.math.answers import grade_answer
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS
-from nmoe.grading.math.policy import POLICY_KEYS, Policy
+from nmoe.grading.math.question import POLICY_KEYS, Policy
 from nmoe.types import Metadata, Problem, Verdict
 
 _IN_ORDER = re.compile(

@@ -15,7 +15,7 @@ from nmoe.errors import UserError, shown
 from nmoe.grading.math.equivalence import settle
 from nmoe.grading.math.normalization import normalize
 from nmoe.grading.math.numbers import read_number
-from nmoe.grading.math.policy import Policy
+from nmoe.grading.math.question import Policy
 from nmoe.types import Problem, Verdict
 
 _DIGITS = re.compile(r"[0-9]+")

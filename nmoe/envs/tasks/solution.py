@@ -12,8 +12,7 @@ from nmoe.envs.tasks.record_fields import Record, text, texts
 from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, RecordTask, SandboxTask
 from nmoe.errors import UserError
 from nmoe.grading.code.extract import MAX_CODE_CHARS, after, code_of, definitions, methods, names_read
-from nmoe.grading.code.program import Case, ProgramLimits, verify_program
-from nmoe.grading.code.verify import Tests, verify_solution
+from nmoe.grading.code.verify import Case, ProgramLimits, Tests, verify_program, verify_solution
 from nmoe.sandbox.api import OpensSandboxes, SandboxSetupError
 from nmoe.types import Metadata, Problem, Verdict
 

@@ -13,7 +13,7 @@ from nmoe.errors import InfrastructureError, UserError
 from nmoe.grading.extraction import Extraction, from_final, from_response
 from nmoe.grading.math.answers import grade_answers
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
-from nmoe.grading.math.policy import Policy
+from nmoe.grading.math.question import Policy
 from nmoe.text.harmony import read_completion
 
 _CONTROL = re.compile(r"<\|[^|<>]*\|>")

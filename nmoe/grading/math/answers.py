@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 
 from nmoe.grading.math.equivalence import settle
-from nmoe.grading.math.policy import DEFAULT, AnswerOrder, Policy, Units
+from nmoe.grading.math.question import DEFAULT, AnswerOrder, Policy, Units
 from nmoe.grading.workers.pool import Reply, WorkerPool
 from nmoe.types import Verdict
 

@@ -16,17 +16,39 @@ from typing import Protocol
 
 from nmoe.grading.extraction import joined_boxes
 from nmoe.grading.math import expressions
-from nmoe.grading.math.choices import is_letter, only_choice, read_choice, without_option
 from nmoe.grading.math.forms import Answer, Compound, Form, read_answer
 from nmoe.grading.math.intervals import REAL_LINE, as_intervals
-from nmoe.grading.math.names import names_a_term, rename, renamed_arguments
-from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
+from nmoe.grading.math.labels import (
+    asked_value,
+    is_letter,
+    may_have_condition,
+    may_lose_label,
+    only_choice,
+    read_choice,
+    text_of,
+    value_of,
+    with_index_of,
+    with_names,
+    without_option,
+)
+from nmoe.grading.math.names import renamed_arguments
+from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize, same_words, sentence_case
 from nmoe.grading.math.numbers import Number, decimal_commas, is_surely_decimal, read_number, same
-from nmoe.grading.math.policy import DEFAULT, Policy
-from nmoe.grading.math.question import is_as_asked, repeats, repeats_equation, wants_equation
-from nmoe.grading.math.scalars import REALS, Scalar, dollars, letter_unit, percent_value, read_amounts
-from nmoe.grading.math.screen import differ, equations_differ
-from nmoe.grading.math.units import asked_units, asks_cents, asks_percent, changes_number
+from nmoe.grading.math.question import DEFAULT, Policy, is_as_asked, repeats, repeats_equation, wants_equation
+from nmoe.grading.math.shape import differ, equations_differ
+from nmoe.grading.math.units import (
+    REALS,
+    Scalar,
+    asked_units,
+    asks_cents,
+    asks_percent,
+    changes_number,
+    dollars,
+    letter_unit,
+    percent_value,
+    same_amounts,
+    same_number_set,
+)
 from nmoe.grading.math.worked import is_worked_out
 from nmoe.types import Verdict
 
@@ -35,11 +57,7 @@ _MAX_SET = 30
 # One sign like a half becomes eleven characters.
 _MAX_NORMALIZED_CHARS = 2 * MAX_ANSWER_CHARS
 _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,15}")
-_WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
-_CASELESS = re.compile(r"[A-Z][a-z]{2,}|[a-z]{5,}|(?i:yes|no|true|false)")
 _YES_OR_NO = re.compile(r"(yes|no), \S.*", re.IGNORECASE | re.DOTALL)
-_NUMBER_SET = re.compile(r"\\mathbb\{([A-Z])\}")
-_INDEX = re.compile(r"([a-z])\\in ?(?:\\mathbb\{[NZ]\}|[NZ])(?:[_^](?:[*+]|\{[*+]\}))?")
 
 
 class Leaves(Protocol):
@@ -175,35 +193,35 @@ class _Comparison:
         self._policy = policy
 
     def answers(self, gold: Answer, answer: Answer) -> bool | None:
-        if gold.text == answer.text or _sentence_case(gold.text) == _sentence_case(answer.text):
+        if gold.text == answer.text or sentence_case(gold.text) == sentence_case(answer.text):
             return True
-        if _same_words(gold.text, answer.text) or _same_amounts(gold.text, answer.text):
+        if same_words(gold.text, answer.text) or same_amounts(gold.text, answer.text):
             return True
         if (said := _YES_OR_NO.fullmatch(gold.text)) and answer.text.lower() == said[1].lower():
             return True
-        answer = _with_index_of(gold, answer)
+        answer = with_index_of(gold, answer)
         gold, answer = _only_value(gold, answer), _only_value(answer, gold)
-        if not _may_have_condition(gold, answer) or self._is_unsolved(gold, answer):
+        if not may_have_condition(gold, answer) or self._is_unsolved(gold, answer):
             return False
         if gold.label and answer.label:
             if gold.label == answer.label:
                 return self.forms(gold.form, answer.form)
             letters = renamed_arguments(gold.label, answer.label)
             if letters is not None:
-                renamed = _renamed(answer.form, letters)
+                renamed = with_names(answer.form, letters)
                 return renamed is not None and self.forms(gold.form, renamed)
             return self.forms(gold.relation or gold.form, answer.relation or answer.form)
         if gold.label:
             equation = self.forms(gold.relation or gold.form, answer.form)
-            return _any([equation, self.forms(gold.form, answer.form)]) if _may_lose_label(gold) else equation
+            return _any([equation, self.forms(gold.form, answer.form)]) if may_lose_label(gold) else equation
         if answer.label:
             equation = self.forms(gold.form, answer.relation or answer.form)
-            labelled = answer.label not in _text_of(answer.form)  # "x = x + 1" does not name a value
+            labelled = answer.label not in text_of(answer.form)  # "x = x + 1" does not name a value
             return _any([equation, self.forms(gold.form, answer.form)]) if labelled else equation
         found = self.forms(gold.form, answer.form)
-        if self._policy.question and (asked := _asked_value(self._policy.question, answer.form)) is not None:
+        if self._policy.question and (asked := asked_value(self._policy.question, answer.form)) is not None:
             found = _any([found, self.forms(gold.form, asked)])
-        value = _value_of(gold.form)
+        value = value_of(gold.form)
         return found if value is None else _any([found, self.forms(value, answer.form)])
 
     def _is_unsolved(self, gold: Answer, answer: Answer) -> bool:
@@ -214,7 +232,7 @@ class _Comparison:
             return False
         solved = isinstance(gold.form, Scalar) and gold.form.number is not None
         if solved and not answer.label and not wants_equation(question):
-            return _asked_value(question, relation) is None
+            return asked_value(question, relation) is None
         sides = [part.text for part in relation.parts if isinstance(part, Scalar)]
         golds = gold.relation or gold.form
         wanted = [part.text for part in golds.parts if isinstance(part, Scalar)] if isinstance(golds, Compound) else []
@@ -330,7 +348,7 @@ class _Comparison:
             return True
         if gold.number is not None and answer.number is not None:
             return self._numbers(gold, answer)
-        if _sentence_case(gold.text) == _sentence_case(answer.text) or _same_set(gold.text, answer.text):
+        if sentence_case(gold.text) == sentence_case(answer.text) or same_number_set(gold.text, answer.text):
             return True
         if question is not None and not self._answers(question, gold, answer):
             return False
@@ -380,68 +398,6 @@ class _Comparison:
         return unit in asked or (self._policy.units == "any" and not changes_number(unit))
 
 
-def _asked_value(question: str, form: Form) -> Form | None:
-    """The number that an answer gives to an expression of the question with letters: 7 of "x + y = 7"; None for another form."""
-    if not isinstance(form, Compound) or (form.kind, form.detail) != ("relation", "=") or len(form.parts) != 2:
-        return None
-    left, right = form.parts
-    named = isinstance(left, Scalar) and left.number is None and expressions.letters(left.text)
-    valued = isinstance(right, Scalar) and right.number is not None
-    if not named or not valued or wants_equation(question) or not repeats(question, left.text, ""):  # type: ignore[union-attr]
-        return None
-    return None if repeats_equation(question, [left.text, right.text], []) else right  # type: ignore[union-attr]
-
-
-def _with_index_of(gold: Answer, answer: Answer) -> Answer:
-    r"""The answer with the gold's index, if both are general solutions over the same set: "n\pi, n \in Z" for "k\pi, k \in Z"."""
-    indices = _INDEX.fullmatch(gold.condition), _INDEX.fullmatch(answer.condition)
-    if indices[0] is None or indices[1] is None or gold.condition[1:] != answer.condition[1:]:
-        return answer
-    renamed = _renamed(answer.form, {indices[1][1]: indices[0][1]})
-    return answer if renamed is None else replace(answer, form=renamed, condition=gold.condition)
-
-
-def _may_have_condition(gold: Answer, answer: Answer) -> bool:
-    """Whether the answer's condition on an index is the gold's, is absent, or only says that the index is an integer."""
-    if answer.condition in ("", gold.condition):
-        return True
-    index = _INDEX.fullmatch(answer.condition)
-    return not gold.condition and index is not None and index[1] in expressions.letters(_text_of(answer.form))
-
-
-def _may_lose_label(gold: Answer) -> bool:
-    """Whether the answer may leave out the gold's label.
-
-    It may for the name of a function, a sequence or a constant, for what lies in a set, and for any name of a value without x,
-    y and z. "y = 2x" without "y =" is no equation.
-    """
-    in_set = isinstance(gold.relation, Compound) and gold.relation.detail == r"\in"
-    letters = expressions.letters(_text_of(gold.form)) - {"e", "i"}
-    named = gold.label != "y" and not letters & {"x", "y", "z"}
-    return "(" in gold.label or in_set or names_a_term(gold.label) or not letters or named
-
-
-def _value_of(gold: Form) -> Form | None:
-    """The value that a gold gives to an expression other than a name: 11 of "a + b = 11".
-
-    None for equations in x, y and z, which are curves.
-    """
-    if not isinstance(gold, Compound) or gold.kind != "relation" or gold.detail != "=" or len(gold.parts) != 2:
-        return None
-    left, right = (expressions.letters(_text_of(part)) for part in gold.parts)
-    return gold.parts[1] if left and not left & {"x", "y", "z"} and not right - {"e", "i"} else None
-
-
-def _renamed(form: Form, letters: dict[str, str]) -> Form | None:
-    """The form with its variables renamed; None if a new name is already in use."""
-    if isinstance(form, Scalar):
-        text = rename(form.text, letters)
-        return None if text is None else replace(form, text=text)
-    parts = [_renamed(part, letters) for part in form.parts]
-    found = tuple(part for part in parts if part is not None)
-    return replace(form, parts=found) if len(found) == len(parts) else None
-
-
 def _real_line(form: Form, other: Form) -> Form:
     """The set of real numbers as an interval, if it is compared with a compound form."""
     return REAL_LINE if isinstance(other, Compound) and form == Scalar(REALS, None) else form
@@ -474,33 +430,6 @@ def _as_several(form: Form, other: Form) -> Form:
     if isinstance(form, Compound) and form.kind in ("record", "brackets") and _lists_solutions(other):
         return Compound("set", (form,))
     return form
-
-
-def _same_set(gold: str, answer: str) -> bool:
-    r"""Whether two texts are the same number set, whose letter may be a plain one, or the empty set, often written as \phi."""
-    if gold == r"\emptyset":
-        return answer in (r"\phi", r"\Phi")
-    return r"\mathbb" in gold + answer and _NUMBER_SET.sub(r"\1", gold) == _NUMBER_SET.sub(r"\1", answer)
-
-
-def _text_of(form: Form) -> str:
-    return form.text if isinstance(form, Scalar) else " ".join(map(_text_of, form.parts))
-
-
-def _sentence_case(text: str) -> str:
-    """Lowers the first letter of words of three letters or more, and of "No": "East" is "east", but a point A is not a."""
-    return _WORD.sub(lambda word: word[0][0].lower() + word[0][1:], text) if "\\" not in text else text
-
-
-def _same_words(gold: str, answer: str) -> bool:
-    """Whether a gold of whole words is written in another case. "ABC", "abc" and "x" may be names, whose case counts."""
-    words = gold.split(" ")
-    return gold.casefold() == answer.casefold() and all(map(_CASELESS.fullmatch, words))
-
-
-def _same_amounts(gold: str, answer: str) -> bool:
-    """Whether both are the same amounts of units in the same order: "2 hours 30 minutes" and "2 hours and 30 minutes"."""
-    return (amounts := read_amounts(gold)) is not None and amounts == read_amounts(answer)
 
 
 def _all(found: Iterable[bool | None]) -> bool | None:

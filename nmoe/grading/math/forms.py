@@ -25,7 +25,7 @@ from typing import Literal
 
 from nmoe.grading.math.names import name_of, names_in
 from nmoe.grading.math.normalization import normalize
-from nmoe.grading.math.scalars import MARKS, REALS, UNIT_CLOSE, UNIT_OPEN, Scalar, dollars, read_scalar
+from nmoe.grading.math.units import MARKS, REALS, UNIT_CLOSE, UNIT_OPEN, Scalar, dollars, read_scalar
 
 _MAX_DEPTH = 30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from nmoe.grading.math.forms import Compound, Form, without_points
-from nmoe.grading.math.scalars import Scalar
+from nmoe.grading.math.units import Scalar
 
 _ENDS = (Scalar(r"-\infty", None), Scalar(r"\infty", None))
 REAL_LINE = Compound("brackets", _ENDS, "()")

@@ -190,3 +190,18 @@ def _strip_enclosure(text: str) -> str:
         if encloses and left not in plain and right not in plain:  # "$1$ and $2$" is not enclosed, "$\$5$" is
             return inner
     return text
+
+
+_WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
+_CASELESS = re.compile(r"[A-Z][a-z]{2,}|[a-z]{5,}|(?i:yes|no|true|false)")
+
+
+def sentence_case(text: str) -> str:
+    """Lowers the first letter of words of three letters or more, and of "No": "East" is "east", but a point A is not a."""
+    return _WORD.sub(lambda word: word[0][0].lower() + word[0][1:], text) if "\\" not in text else text
+
+
+def same_words(gold: str, answer: str) -> bool:
+    """Whether a gold of whole words is written in another case. "ABC", "abc" and "x" may be names, whose case counts."""
+    words = gold.split(" ")
+    return gold.casefold() == answer.casefold() and all(map(_CASELESS.fullmatch, words))

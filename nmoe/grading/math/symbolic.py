@@ -27,7 +27,7 @@ from math_verify.grader import verify
 from nmoe.grading.math import expressions
 from nmoe.grading.math.equivalence import compare
 from nmoe.grading.math.numbers import Number, read_number, same
-from nmoe.grading.math.policy import AnswerOrder, Policy, Units
+from nmoe.grading.math.question import AnswerOrder, Policy, Units
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
