@@ -1,4 +1,5 @@
-"""The header of a GGUF file, the format of llama.cpp: metadata, and where each tensor lies. Values of tensors are not read here.
+"""The header of a GGUF file, the format of llama.cpp: metadata, and the position of each tensor. Values of tensors are not read
+here.
 
 Format: gguf.md of the repository ggml-org/ggml (versions 2 and 3, little-endian).
 """

@@ -36,8 +36,8 @@ class Document:
 
 
 def read_documents(path: str, tokenizer: Tokenizer, context_tokens: int) -> list[Document]:
-    """One document per row of what `nmoe.data.rows` reads: `{"text": "..."}`, which is encoded and ended by <|endoftext|>, or
-    `{"token_ids": [...]}`, taken as it is, for documents with control tokens that no text can spell. Beside it,
+    """Reads a document from each row of a dataset (`nmoe.data.rows`): `{"text": "..."}`, which is encoded and ended by
+    <|endoftext|>, or `{"token_ids": [...]}`, taken as it is, for documents with control tokens that no text can spell. Beside it,
     `"prompt_tokens": 9` says that the first nine tokens are read and not learned: a question whose digits are chance teaches
     nothing but noise.
 

@@ -25,7 +25,7 @@ _SHOWN_RECORDS = 3
 
 @dataclass(frozen=True)
 class Example:
-    """`ids` and `labels` `[n]`, as `Rendered` has them, up to the last learned token."""
+    """One training sequence: `ids` and `labels` `[n]` as in `Rendered`, up to the last learned token."""
 
     ids: NDArray[np.int32]
     labels: NDArray[np.int32]
@@ -43,7 +43,7 @@ class Examples:
         self.overlong: list[str] = []
 
     def add(self, rendered: Rendered, prompt: str) -> None:
-        """Takes a sequence of the record read last, which asks `prompt` and ends in a learned token."""
+        """Adds a sequence of the record that was read last, which asks `prompt` and ends in a learned token."""
         self._prompts[self.records] = hashlib.sha256(prompt.encode(errors="replace")).hexdigest()
         self._ids.extend(rendered.ids)
         self._labels.extend(rendered.labels)
@@ -68,7 +68,7 @@ class Examples:
 
     @property
     def learned(self) -> int:
-        """Tokens that are predicted: a sequence's first has nothing before it."""
+        """The number of tokens that are predicted; a sequence's first token never is."""
         labels = np.frombuffer(self._labels, np.int32) if len(self) else np.empty(0, np.int32)
         firsts = np.frombuffer(self._ends, np.int64)[:-1]
         return int((labels != IGNORED).sum() - (labels[firsts] != IGNORED).sum())
@@ -114,7 +114,7 @@ class Examples:
 
 
 def split_together(sources: Sequence[Examples], share: float, seed: int) -> list[tuple[Examples, Examples]]:
-    """Each source as `Examples.split` does it, where a prompt that several sources have is held out of all or none."""
+    """Splits each source as `Examples.split` does; a prompt that several sources have is held out of all or none."""
     records = [(index, record) for index, source in enumerate(sources) for record in source._prompts]
     prompts = [prompt for source in sources for prompt in source._prompts.values()]
     drawn = {records[index] for index in held_out(prompts, share, seed)}
@@ -147,7 +147,7 @@ def read_examples(
     context_tokens: int,
     accepted: Sequence[Kind] = TRAINED_KINDS,
 ) -> Examples:
-    """All records that the settings name, as examples, each up to its last learned token. One of more positions than the
+    """Reads the records of a dataset as examples, each up to its last learned token. An example with more positions than the
     context is left out and counted.
 
     Raises UserError, with file and line, for a record that is wrong or cannot be rendered, and where no example is left.

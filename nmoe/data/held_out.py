@@ -11,8 +11,8 @@ from nmoe.text.question import conversation_key, question_key
 
 
 def prompt_of(record: Record) -> str:
-    """What a record asks, as it is compared with others (`nmoe.text.question`): the user's turns of its prompt, or of a
-    conversation before its first answer. Of a text it is the whole text."""
+    """The question of a record, in the form in which questions are compared (`nmoe.text.question`): the user's turns of its
+    prompt, or of a conversation before its first answer. A text is a question as a whole."""
     match record:
         case Text():
             return question_key(record.text)
@@ -47,7 +47,7 @@ def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
 
 
 def refuse_empty(kind: str, count: int, drawn: int, share: float) -> None:
-    """Raises UserError where so many records with this share or number held out leave nothing to train or to evaluate on."""
+    """Raises UserError if the split leaves no record to train on, or none to evaluate on."""
     if drawn == count:
         held = f"a share of {share:g}" if share < 1 else f"{share:g}"
         raise UserError(f"of {count} {kind} {held} held out leaves none to train on")

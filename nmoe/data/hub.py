@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it is asked, and the copies of its datasets that this machine keeps under their names.
+"""The Hugging Face hub: whether it can be reached, and local copies of its datasets.
 
 It is not asked where HF_HUB_OFFLINE is set or where it cannot be reached. Copies lie below $NMOE_DATASETS, or below
 ~/.cache/nmoe/datasets (in $XDG_CACHE_HOME, where that is set), as `openai/gsm8k/`; every reader looks there before it asks the hub.
@@ -26,7 +26,7 @@ _unreachable: dict[str, tuple[float, str]] = {}  # when an address was tried in 
 
 @contextmanager
 def hub_or_cache() -> Iterator[str | None]:
-    """Lets the hub's clients in the block read their caches alone where the hub cannot be reached; gives the reason, or None.
+    """In the block, the hub's clients read only their caches if the hub cannot be reached; yields the reason, or None.
 
     Without a network they would try each file six times, for half a minute, with a line on the screen for each.
     """
@@ -46,14 +46,14 @@ def hub_or_cache() -> Iterator[str | None]:
 
 
 def why_not_asked() -> str | None:
-    """Why the hub is not asked: `HF_HUB_OFFLINE is set`, or as `unreachable` says; None if it is."""
+    """The reason not to ask the hub: `HF_HUB_OFFLINE is set`, or the one of `unreachable`; None if it can be asked."""
     from huggingface_hub import constants
 
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable()
 
 
 def unreachable() -> str | None:
-    """Why the hub takes no connection, `huggingface.co cannot be reached (Name or service not known)`, or None if it does. It is
+    """The reason why the hub cannot be reached, `huggingface.co cannot be reached (Name or service not known)`, or None. It is
     tried anew after a minute. A proxy is not tried: it may know more."""
     from huggingface_hub import constants
 
@@ -82,7 +82,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def kept_datasets() -> Path:
-    """The directory of all copies."""
+    """The directory of all local copies of datasets."""
     if kept := os.environ.get("NMOE_DATASETS"):
         return Path(kept)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmoe" / "datasets"
@@ -129,7 +129,7 @@ def download(name: str, files: Sequence[str] = (), revision: str | None = None) 
 
 
 def how_to_fetch(name: str) -> str:
-    """What to do about a dataset that is not there and that the hub does not give."""
+    """The remedy for a dataset that has no local copy and that the hub does not give."""
     return (
         f"fetch it where there is a network with `nmoe data download {name}`, and put the copy below {kept_datasets()} (or "
         "$NMOE_DATASETS)"

@@ -42,7 +42,7 @@ def read_tools(value: object) -> tuple[ToolDefinition, ...]:
 
 
 def listed(value: object, column: str) -> Sequence[Any]:
-    """A list, or a list written as JSON text."""
+    """Returns a list, which may be written as JSON text. Raises UserError, without file and line."""
     if isinstance(value, str):
         try:
             value = json_of(value)
@@ -75,7 +75,7 @@ def text_or_messages(value: object, column: str) -> object:
 
 
 def text_of(value: object, column: str) -> str:
-    """A text that is not blank."""
+    """Returns a text that is not blank. Raises UserError, without file and line."""
     if not isinstance(value, str):
         raise UserError(f"{column!r} holds {held(value)}, not text")
     if not value.strip():
@@ -84,7 +84,7 @@ def text_of(value: object, column: str) -> str:
 
 
 def json_word(value: object) -> str:
-    """What JSON calls a value: "a number"."""
+    """JSON's word for the type of a value: "a number"."""
     words = {dict: "an object", list: "an array", str: "a text", int: "a number", float: "a number", bool: "a boolean"}
     return "null" if value is None else words.get(type(value), f"a {type(value).__name__}")
 
@@ -222,8 +222,8 @@ _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The row with the columns of its layout as nmoe's, and what they were made of: `{"messages": "conversations"}`. Columns of
-    nmoe's own that are there stay as they are. Raises UserError for a dialogue that does not begin with a human."""
+    """Converts the columns of a common layout to nmoe's, and says which were made from which: `{"messages": "conversations"}`.
+    Columns that are nmoe's already stay as they are. Raises UserError for a dialogue that does not begin with a human."""
     columns = {name: value for name, value in row.items() if value is not None}
     made: dict[str, str] = {}
     if "conversations" in columns and "messages" not in columns:

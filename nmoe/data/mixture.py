@@ -72,11 +72,11 @@ T = TypeVar("T")
 
 
 class ExampleStream(Generic[T]):
-    """Examples in an order that is a pure function of (seed, epoch). `position` counts those handed out; `fingerprint` is a
-    digest of what all of them say, by their `repr`."""
+    """Examples in an order that is a pure function of (seed, epoch). `position` counts those handed out; `fingerprint` is a digest
+    of every example's `repr`."""
 
     def __init__(self, examples: Sequence[T], tokens: Sequence[int], seed: int) -> None:
-        """`tokens` are what each example takes of a budget."""
+        """`tokens` is the number of tokens that each example takes of a budget."""
         self._examples, self._tokens, self._seed = examples, tokens, seed
         digest = hashlib.sha256()
         for example in examples:

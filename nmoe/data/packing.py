@@ -10,8 +10,8 @@ _PACKS_PER_STEP = 16
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """The indices of `lengths` in packs whose lengths sum to `capacity` at most: best-fit decreasing (Johnson 1974), which needs at
-    most 11/9 of the fewest packs possible, and one more. A longer sequence is its own pack.
+    """Packs sequences of `lengths` into packs of at most `capacity` tokens, and returns the indices in each pack. Best-fit
+    decreasing (Johnson 1974) needs at most 11/9 of the fewest packs possible, and one more. A longer sequence is its own pack.
 
     Deterministic: of equal lengths the earlier comes first, of packs with equal room the one used last.
     """
@@ -39,7 +39,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackedStream:
-    """Steps without end: every epoch holds each sequence once, in steps and in an order that are pure functions of (seed, epoch).
+    """An endless stream of steps: every epoch holds each sequence once, in steps and in an order that are pure functions of (seed,
+    epoch).
 
     A step is several packs, drawn at random. Best fit puts sequences of one length together, and steps that were one pack each
     learned slowly, every one pulling its own way: sums of two to six terms had a loss of 0.33 after 115 of them, and of 0.01 after

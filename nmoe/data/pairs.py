@@ -49,7 +49,8 @@ MakePair = Callable[[Preference, Renderer], Pair | None]
 
 
 def completion_pair(record: Preference, renderer: Renderer) -> Pair:
-    """Prompt and whole completions; all messages of the assistant in them are learned. Raises UserError, with file and line."""
+    """Renders a preference as prompt and whole completions, whose messages of the assistant are all learned. Raises UserError,
+    with file and line."""
     pair = _pair(record, renderer, record.chosen, record.rejected)
     pair = replace(pair, chosen=pair.chosen.until_learned(), rejected=pair.rejected.until_learned())
     if pair.chosen == pair.rejected:
@@ -58,7 +59,8 @@ def completion_pair(record: Preference, renderer: Renderer) -> Pair:
 
 
 def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
-    """Prompt and answers without their reasoning; None if these are equal. Raises UserError, with file and line."""
+    """Renders a preference as prompt and answers without reasoning; None if the answers are equal. Raises UserError, with file and
+    line."""
     chosen, rejected = (_answer(record.where, side) for side in (record.chosen, record.rejected))
     if chosen.content == rejected.content:
         return None
@@ -66,7 +68,8 @@ def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
 
 
 def render_answer(renderer: Renderer, prompt: Messages, answer: str) -> Rendered:
-    """What a reward model reads of an answer to this prompt. Raises UserError for a conversation that the form cannot say."""
+    """Renders the sequence that a reward model reads for an answer to this prompt. Raises UserError for a conversation that the
+    form cannot express."""
     (rendered,) = renderer.supervise((*prompt, ChatMessage("assistant", answer)), (), len(prompt))
     return rendered
 
@@ -113,8 +116,8 @@ class Pairs:
         return digest.hexdigest()
 
     def split(self, share: float, seed: int) -> tuple[Pairs, Pairs]:
-        """Most pairs, and about a `share` of them, one at least, drawn by the seed, all of a prompt or none. Raises UserError where
-        one of the two would be empty."""
+        """Splits into training pairs and held-out pairs: about a `share`, one at least, drawn by the seed, and all pairs of a
+        prompt or none. Raises UserError where one of the two would be empty."""
         drawn = held_out([pair.prompt for pair in self.pairs], share, seed)
         parts: tuple[list[Pair], list[Pair]] = [], []
         for number, pair in enumerate(self.pairs):

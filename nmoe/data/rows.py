@@ -102,7 +102,7 @@ def local_copy(name: str) -> Path | None:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a path has wildcards, and is no file of that very name."""
+    """Whether a path has wildcards and is not the name of an existing file."""
     return any(sign in name for sign in "*?") and not Path(name).exists()
 
 

@@ -1,8 +1,7 @@
 """Attempts: a branch, a tag and an entry of the research log for each experiment, so that each is recorded and can be returned to.
 
-The conventions: branch `attempt-07-lower-lr`, tag `attempt-07-start` on the commit that is
-trained from, one thing changed since the attempt before, and the results in the log afterwards.
-"""
+The conventions: branch `attempt-07-lower-lr`, tag `attempt-07-start` on the commit that is trained from, one thing changed since
+the attempt before, and the results in the log afterwards."""
 
 import re
 import shlex
@@ -132,7 +131,7 @@ def _split_entry(text: str) -> tuple[str, str, str]:
 
 
 def _changes(top: Path, last: int, log: Path, config: Path, tables: dict[str, Any]) -> Iterator[str]:
-    """What differs from the configuration of the attempt before, the `last`, as it was at that attempt's start."""
+    """The differences from the configuration of the attempt number `last`, as it was at that attempt's start."""
     if not last:
         yield "nothing, this is the first attempt"
         return

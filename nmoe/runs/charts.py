@@ -26,7 +26,7 @@ Point = tuple[float, float]
 
 
 def text(value: object) -> str:
-    """Any text as HTML or SVG that shows it and does nothing else."""
+    """Escapes a value for HTML and SVG, which show its text and run nothing in it."""
     return escape(_CONTROL.sub("\ufffd", str(value)))
 
 

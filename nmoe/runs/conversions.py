@@ -45,9 +45,8 @@ def export_checkpoint(
     checkpoint: Path, directory: Path, dtype: DTypeName | None = None, format: Literal["hf", "peft"] = "hf"
 ) -> None:
     """Writes a checkpoint for transformers: weights in `dtype` (by default as the stored model or base has them), configuration,
-    generation
-    settings and the tokenizer's files with the chat template. An adapter is merged into its base or, with the format "peft",
-    written by itself.
+    generation settings and the tokenizer's files with the chat template. An adapter is merged into its base or, with the format
+    "peft", written by itself.
 
     `directory` appears under its name only when it is whole. Raises UserError for a directory that is not empty, and as
     `load_policy` and `export_model` do; StorageError for a full disk.

@@ -24,10 +24,10 @@ from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
 LOCK = ".lock"
 """The file of a run that the process which writes it has locked."""
-# These keys may change when a run is resumed: its length, its checkpoints, its monitor, and its sinks. With
-# another number of steps the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is
-# here because 0 stands for the cores that the process may use; `recorded_threads` gives the count to use again. A run may go on on
-# another device, and says so.
+# These keys may change when a run is resumed: its length, its checkpoints, its monitor, and its sinks. With another number of steps
+# the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is here because 0 stands
+# for the cores that the process may use; `recorded_threads` gives the count to use again. A run may go on on another device, and
+# says so.
 _KEYS_THAT_MAY_DIFFER = (
     "run.resume",
     "run.steps",

@@ -274,7 +274,7 @@ def _rename(definition: dict[str, Any], before: str, name: str) -> None:
 
 
 def _like(tokenizer: Tokenizer, name: str) -> tuple[str | None, int | None]:
-    """The token that means the like of a control token, with its id."""
+    """The token whose meaning is similar to a control token's, with its id."""
     for like in _LIKE[name]:
         if like == _A_TURNS_END:
             # Where there are several, the template's own is the one that stands in conversations.

@@ -1,4 +1,4 @@
-"""All that a command prints while it runs, in log.txt too: lines, warnings, and the traceback that ends it."""
+"""Copy the output of a command to log.txt: lines, warnings, and the traceback that ends it."""
 
 import re
 import sys
@@ -17,8 +17,8 @@ _command = False
 
 @contextmanager
 def of_a_command() -> Iterator[None]:
-    """In the block this process is a command of nmoe, so that all output belongs to its runs. A program or a notebook prints for
-    itself, and a run there logs its own lines alone."""
+    """Marks this process as a command of nmoe in the block, so that all output belongs to its runs. A program or a notebook prints
+    for itself, and a run there logs its own lines alone."""
     global _command
     _command, before = True, _command
     try:

@@ -45,7 +45,7 @@ class Checkout:
 
 
 def run_git(directory: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails or is not installed."""
+    """The output of git; None if it fails or is not installed."""
     try:
         done = subprocess.run(
             ["git", "--literal-pathspecs", "-C", str(directory), *arguments],

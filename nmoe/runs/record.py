@@ -24,7 +24,7 @@ Status = Literal["running", "finished", "interrupted"]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has written so far.
+    """The records that a run has written so far.
 
     config: config.toml, by dotted keys. steps: the number of its last step; None if it is not known yet. started: UTC.
     evaluations: the records of eval/, oldest first.

@@ -1,4 +1,4 @@
-"""Deletion of files that an earlier command left: only of those it made, and never of a run that another process writes.
+"""Delete files of an earlier command: only files that it made, and never a run that another process writes.
 
 Other files in the way are named, and deleted only where the user agrees.
 """

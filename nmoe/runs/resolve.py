@@ -49,7 +49,7 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def resolve_shape(path: Path) -> Path:
-    """The same directory where nothing but `config.json` is read of it: a model on the hub is not fetched but for that file."""
+    """The same directory for a caller that reads only `config.json`: only this file of a model on the hub is fetched."""
     return _resolved(path, ["config.json"])
 
 
@@ -94,7 +94,7 @@ def is_hub_name(path: Path) -> bool:
 
 
 def maker_of(path: Path) -> str:
-    """What makes a path that is not there and that packaged configurations start from, to end a message with; otherwise nothing."""
+    """The end of a message: the command that makes a missing path which packaged configurations start from; otherwise nothing."""
     if path.exists():
         return ""
     if path == _IMPORTED:

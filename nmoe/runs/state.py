@@ -1,7 +1,7 @@
-"""The state of a run in a checkpoint. Every part of it is saved in one way: a snapshot writes its files, and has the rest as JSON.
+"""Save and load the state of a run in a checkpoint. Each part is a snapshot: files, and the rest as JSON.
 
-state.json holds that rest by the name of the part, as `{"learner": {"version": 3}, "environment": {"position": 12}}`. No state of a
-random generator is saved, because every draw is a function of the seed and of the position of its problem, sample or token.
+state.json holds the rest by the name of the part, as `{"learner": {"version": 3}, "environment": {"position": 12}}`. No RNG state
+is saved: every draw is a function of the seed and the position of its problem, sample or token.
 """
 
 from __future__ import annotations

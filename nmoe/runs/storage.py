@@ -19,7 +19,7 @@ _options = ["--run.resume=true"]
 
 
 def how_to_resume() -> str:
-    """What to add to the command that was started, to go on with its run: `--run.resume=true`; nothing for one without a run."""
+    """The option that resumes the run of a command: `--run.resume=true`; "" for a command without a run."""
     return _options[-1]
 
 
@@ -164,7 +164,7 @@ _LOCK = ".lock"
 
 @contextmanager
 def whole_directory(out: Path, remedy: str) -> Iterator[Path]:
-    """Gives an empty directory beside `out` to write to, and renames it to `out` at the end of the block. If the block raises,
+    """Yields an empty directory beside `out` to write to, and renames it to `out` at the end of the block. If the block raises,
     nothing stays of it, nor of the directories above that were made for it. What a killed process left is removed by the next one.
 
     `remedy` ends messages, such as "name another directory with --out". Raises UserError where another process writes `out`,

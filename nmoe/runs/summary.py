@@ -1,4 +1,4 @@
-"""What a person sees of runs: `nmoe runs list` and `nmoe runs show`, and the closing summary that names the next command."""
+"""Summaries of runs in lines: `nmoe runs list` and `nmoe runs show`, and the closing summary that names the next command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A copy of code, runs, adapters and data on a second machine, which is checked there.
+"""Copy code, runs, adapters and data to a second machine, and check the copy there.
 
 Code goes as a git bundle, since a commit says what runs; everything else by rsync. What has arrived is held against SHA-256 sums
 that were taken here, and the code against its commit.

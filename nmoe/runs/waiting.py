@@ -1,4 +1,4 @@
-"""Waiting for a coroutine from code that is not asynchronous."""
+"""Wait for a coroutine from code that is not asynchronous."""
 
 from __future__ import annotations
 

@@ -47,9 +47,8 @@ class Result:
     `failure` is "ok", "timeout" (wall clock or CPU), "out_of_memory", "output_limit", "disk_full", "sandbox_denied",
     "command_not_found", "nonzero_exit", or "internal_error" if the sandbox itself was lost. `exit_code` is negative for a
     signal: minus its number; None if the sandbox stopped the command. The output until then is kept, at most `output_kb`. `cpu_s`
-    is the CPU time of the whole process tree. `starved_s` is how long it was ready to run while others
-    had the CPUs; it is measured only if the limits set `starved_s`.
-    """
+    is the CPU time of the whole process tree. `starved_s` is how long it was ready to run while others had the CPUs; it is measured
+    only if the limits set `starved_s`."""
 
     failure: Failure
     exit_code: int | None

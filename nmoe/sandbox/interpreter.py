@@ -21,7 +21,7 @@ _TREE = ("bin", "lib", "lib64", "pyvenv.cfg")
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What a sandbox needs for an interpreter, as paths of the host:
+    """The files that a sandbox needs for an interpreter, as paths of the host:
 
         Interpreter("/home/me/env/bin/python", visible=["/home/me/env/bin", "/home/me/env/lib", ...], links=[],
                     site=["/home/me/env/lib/python3.11/site-packages"], directories=["/home/me/env/bin", ...])

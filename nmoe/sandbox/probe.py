@@ -1,4 +1,4 @@
-"""Tests what a sandbox promises before anything runs in one: each attempt must fail inside, or the run does not start."""
+"""Test the protections of a sandbox before anything runs in one: each attempt to escape must fail, or the run does not start."""
 
 from __future__ import annotations
 

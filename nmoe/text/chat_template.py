@@ -130,9 +130,9 @@ class ChatTemplate:
         or None for what the assistant reads.
 
         A template with {% generation %} marks the sampled parts itself. For other templates they follow the opening of the turn
-        (`add_generation_prompt`). The control token that ends a turn is always sampled with it. Pieces are encoded
-        separately, like prompt and sample, so that no token spans two of them. No text becomes a control token, in tools
-        neither; only the assistant's own words may contain the tags of reasoning and calls.
+        (`add_generation_prompt`). The control token that ends a turn is always sampled with it. Pieces are encoded separately, like
+        prompt and sample, so that no token spans two of them. No text becomes a control token, in tools neither; only the
+        assistant's own words may contain the tags of reasoning and calls.
 
         A turn is not a separate piece where the template writes the text before it, its opening included, differently than when
         the turn was asked for: a policy cannot sample it there. Raises UserError where the template refuses the conversation, and

@@ -53,7 +53,7 @@ class HarmonyError(UserError):
 
 
 class HarmonyTokenizer(Protocol):
-    """What Harmony needs of a tokenizer; `nmoe.text.tokenizer.Tokenizer` is one.
+    """The methods of a tokenizer that Harmony needs; `nmoe.text.tokenizer.Tokenizer` has them.
 
     `encode` never yields a control token, `decode` replaces bytes that are not UTF-8 by U+FFFD, and `special_id` raises
     `UserError` when the token is missing. Ids outside [0, vocab_size) are never passed to `decode`.
@@ -292,7 +292,7 @@ class HarmonyParser:
 
 @dataclass(frozen=True)
 class Completion:
-    """A parsed turn.
+    """A sampled turn, parsed into messages.
 
         Completion(messages=(Message("assistant", "2+2=4", channel="analysis"), Message("assistant", "4", channel="final")),
                    end="return", error=None)

@@ -1,4 +1,4 @@
-"""How far a completion is from a well-formed Harmony answer: the cheapest tokens to insert, delete or replace until it is one.
+"""The edit distance of a completion from a well-formed Harmony answer: the cheapest tokens to insert, delete or replace.
 
 A well-formed answer is
 

@@ -17,7 +17,7 @@ _WIDTH = 98
 
 
 def printable(text: str) -> str:
-    """The text with escapes in place of what a terminal obeys, but for line breaks and tabs: `\\x1b[2J` would clear it. Joiners of
+    """Escapes the characters that a terminal obeys, but for line breaks and tabs: `\\x1b[2J` would clear it. Joiners of
     letters and of emoji are text."""
     return "".join(_escape(one) if _is_obeyed(one) else one for one in text)
 

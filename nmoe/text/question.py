@@ -1,5 +1,5 @@
-"""What a problem asks, in the one form in which problems are compared: to hold records out, to find problems that are trained on,
-and to drop duplicates.
+"""The question of a problem, in the one form in which problems are compared: to hold records out, to find evaluated problems in
+training data, and to drop duplicates.
 
 A question is the user's words, without the system message, template or format around them. Unicode's compatible forms (NFKC), case
 and white space do not count: `Add  1 + 1` and `add １ + 1` are one question.
@@ -26,12 +26,12 @@ class Said(Protocol):
 
 
 def question_key(question: str) -> str:
-    """The question as it is compared with others."""
+    """A question in the form in which it is compared with others."""
     return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
 
 
 def conversation_key(messages: Sequence[Said]) -> str:
-    """What a conversation asks: the user's turns. Where the user says nothing, all that is said."""
+    """The question of a conversation, as it is compared: the user's turns or, without any, all messages."""
     turns = [message.content for message in messages if message.role == "user"]
     return "\x1e".join(map(question_key, turns or [message.content for message in messages]))
 

@@ -60,7 +60,7 @@ class IncrementalDecoder:
 
 @dataclass(frozen=True)
 class Event:
-    """The effect of one token of a streamed completion.
+    """The event of one token in a streamed completion.
 
     "header":   `message` has author, channel, recipient and content type; its content is still empty
     "content":  `text` continues the content

@@ -1,1 +1,1 @@
-"""Verifiers of steps and of whole solutions: how solutions are shown to them, training, judging, and how good they are."""
+"""Verifiers of steps and of whole solutions: rendering, training, judging, and metrics of a verifier."""

@@ -37,7 +37,8 @@ SCORE_CLASSES = ("0", "0.5", "1")
 
 @dataclass(frozen=True)
 class Shown:
-    """Input tokens, their targets, and the positions whose output is the judgement. For a head, `labels` are the classes there.
+    """One sequence for a verifier: input tokens, their targets, and the positions whose output is the judgement. For a head,
+    `labels` are the classes there.
 
     `language` are positions that predict the tokens of right steps, for an auxiliary language-modelling loss. `counts` are the
     numbers of positions that make up one judgement each, where it is not one.

@@ -73,7 +73,8 @@ TOKENS_PER_MICROBATCH = 16384
 
 @dataclass
 class Judge:
-    """A model, with its head if it has one, and the form in which it is asked; with the learner, where it is trained meanwhile."""
+    """A verifier that judges solutions: the model, its head if it has one, the form of its questions, and the learner if it is in
+    training."""
 
     model: Transformer
     head: Head | None

@@ -65,7 +65,7 @@ def prepare(settings: PreparationSettings, tokenizer: Tokenizer | None = None) -
 
 
 def report(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """The manifest in lines for a person: stages, contamination, files."""
+    """The manifest as readable lines: stages, contamination, files."""
     for stage in manifest["stages"]:
         yield f"{stage['rows']:>9,}  {stage['stage']}"
         for key, unit in (("prompt_chars", "characters"), ("prompt_tokens", "tokens")):

@@ -35,8 +35,8 @@ def integer(answer: str) -> str | None:
 
 
 def digest(problem: str) -> bytes:
-    """MD5 of the problem's key (`nmoe.text.question`) without spaces and dollar signs, 16 bytes: what makes two problems the same.
-    Collections differ in how they typeset one problem."""
+    """MD5 of the problem's key (`nmoe.text.question`) without spaces and dollar signs, 16 bytes. Problems with equal digests are
+    the same problem. Collections differ in how they typeset one problem."""
     plain = question_key(problem).replace("$", "").replace(" ", "")
     return hashlib.md5(plain.encode(errors="replace"), usedforsecurity=False).digest()
 
@@ -66,8 +66,8 @@ _WORD = re.compile(r"\w+")
 
 
 class Contamination:
-    """An index of the problems of given sets. Equal are two problems with one digest; overlapping, two that share a run of `ngram`
-    words, without case and punctuation (Brown et al. 2020, appendix C)."""
+    """An index of the problems of evaluation sets, to find them in a training set. Two problems are equal if they have one digest,
+    and overlap if they share a run of `ngram` words, without case and punctuation (Brown et al. 2020, appendix C)."""
 
     def __init__(self, ngram: int) -> None:
         self._ngram = ngram

@@ -1,4 +1,4 @@
-"""Which problems of a source stay: filters over columns, then duplicates, short texts and contamination, row by row."""
+"""Filter the problems of a source: first by columns, then row by row for duplicates, short texts and contamination."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Survivors:
         self.stages = [Stage(name, tokenizer is not None) for name in names]
 
     def read(self, batches: Iterable[pyarrow.RecordBatch]) -> None:
-        """Takes the rows that stay from all batches."""
+        """Filters all batches and keeps the rows that stay."""
         for batch in batches:
             self._read(batch)
 

@@ -1,5 +1,4 @@
-"""Where labelled steps come from: PRM800K and Math-Shepherd by name, both together, or a file of either form or of stepwise
-records."""
+"""Read labelled steps: PRM800K and Math-Shepherd by name, both together, or a file of either form or of stepwise records."""
 
 from __future__ import annotations
 

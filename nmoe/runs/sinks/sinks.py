@@ -107,7 +107,7 @@ class Feed:
         self._thread.join(seconds)
 
     def trouble(self) -> str | None:
-        """One line: how many records were not written, and the first and the last reason. None if nothing went wrong."""
+        """One line about the records that were not written, with the first and the last reason; None if all were written."""
         with self._change:
             reasons = [*self._reasons, *(["it did not end in time"] if self._thread.is_alive() else [])]
             if not reasons:
@@ -178,7 +178,7 @@ def refuse_unready(section: SinksSection) -> None:
 
 
 def trackio_remotes(section: SinksSection) -> list[str]:
-    """The variables of the environment by which trackio, if it is a sink, sends metrics or alerts elsewhere."""
+    """The set environment variables by which trackio, if it is a sink, sends metrics or alerts off this machine."""
     return [name for name in _TRACKIO_REMOTE if os.environ.get(name)] if "trackio" in section.to else []
 
 
@@ -220,7 +220,7 @@ class Sinks:
 
 
 def _is_installed(package: str) -> bool:
-    """False for a mere folder of that name too, such as the one that W&B makes where it runs."""
+    """Whether a package can be imported; a mere folder of that name, such as W&B makes where it runs, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 

@@ -136,7 +136,7 @@ def _git(repository: Path, *arguments: str, **environment: str) -> str:
 
 
 def extract(archive: bytes, directory: Path) -> None:
-    """Unpacks the archive of what a policy left, without members that would lie or point outside.
+    """Unpacks the archive of a policy's workspace, without members that would lie or point outside.
 
     Raises WorkspaceError for too many members, for too much work, and for an invalid archive.
     """

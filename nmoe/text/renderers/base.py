@@ -56,7 +56,8 @@ class Rendered:
 
     @property
     def positions(self) -> int:
-        """The positions that a model runs to learn from it, which its context has to hold: the last token is never an input."""
+        """The number of positions that a model runs to learn from it, which its context has to hold: the last token is never an
+        input."""
         return max(0, len(self.ids) - 1)
 
     def copy(self) -> Rendered:

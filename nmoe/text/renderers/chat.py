@@ -33,8 +33,8 @@ Pieces = Sequence[tuple[list[int], int | None]]
 
 
 class ChatRenderer:
-    """The tokenizer's own chat template, for models that do not speak Harmony. Calls and reasoning have the form of Hermes and
-    Qwen3:
+    """Renders and parses by the tokenizer's chat template, for models without Harmony. Calls and reasoning have the form of Hermes
+    and Qwen3:
 
         <think>...</think>Let me see.<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
 
@@ -103,7 +103,7 @@ class ChatRenderer:
 
     @cached_property
     def has_reasoning(self) -> bool:
-        """Whether the template says anything of reasoning: in its text, or by writing its own field."""
+        """Whether the template knows reasoning: in its text, or as a separate field of a message."""
         return self._template.opens_reasoning or self._reads_reasoning or self._template.names(END_THINK)
 
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:

@@ -19,9 +19,9 @@ NAMESPACE = "functions"
 
 
 class HarmonyRenderer:
-    """Harmony. An answer is well-formed where every turn parses, the last one ends in <|return|>, and its last final message is
-    not blank. Reasoning is an analysis message, not blank, before that final message, in any turn. An answer that is not
-    well-formed has the share of the form that is in place (nmoe/text/harmony_distance.py).
+    """Renders and parses Harmony. An answer is well-formed where every turn parses, the last one ends in <|return|>, and its last
+    final message is not blank. Reasoning is an analysis message, not blank, before that final message, in any turn. An answer that
+    is not well-formed has the share of the form that is right (`nmoe.text.harmony_distance`).
 
     In a dataset's conversation, reasoning goes to `analysis`, calls to `commentary` and answers to `final`, unless the data
     names the channels.
@@ -129,7 +129,7 @@ class HarmonyRenderer:
         return [*alone, sequence] if sequence.learned else alone
 
     def _near_miss(self, token_ids: Sequence[int]) -> float:
-        """The share of the form that is in place in a last turn which is not well-formed; always less than 1."""
+        """The share of the form that is right in a last turn which is not well-formed; always less than 1."""
         # A name in another spelling of tokens, or text that is blank only as a whole, is out of form at no distance.
         return share_of_form(self._distance(token_ids) or 1.0)
 
