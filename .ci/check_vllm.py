@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import torch
-from holding import hold
+from check import hold
 from nmoe.learner.forward import batch_logprobs
 
 from nmoe.learner.batch import Batch

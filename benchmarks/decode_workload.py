@@ -8,22 +8,19 @@ made, and prints the sides that they choose.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Dtype = Literal["fp32", "bf16"]
 
 HERE = Path(__file__).parent
 # Qwen3-0.6B's vocabulary with half its width and a quarter of its layers is qwen3_0p1b.
-MODELS = {
-    "qwen3_5m": HERE / "qwen3_dense_5m.json",
-    "qwen3_moe_14m": HERE / "qwen3_moe_14m.json",
-    "qwen3_0p1b": HERE / "qwen3_0p1b.json",
-    "smollm2_135m": HERE / "smollm2_135m.json",
-}
+SHAPES: dict[str, dict[str, Any]] = json.loads((HERE / "models.json").read_text())
+MODELS = {name: SHAPES[name] for name in ("qwen3_5m", "qwen3_moe_14m", "qwen3_0p1b", "smollm2_135m")}
 SMALL_MODELS = ("qwen3_5m", "qwen3_moe_14m")
 SEQUENCES = (1, 16, 64, 256)
 USUAL_SEQUENCES = (64, 256)

@@ -9,13 +9,13 @@ attention, padded, with full logits: another path through the mathematics than e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from decode_workload import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 Dtype = Literal["fp32", "bf16"]
@@ -61,7 +61,7 @@ class Workload:
     """A model and a batch. TRL trains `rows_at_once` rows at a time and adds up their gradients, nmoe `tokens_at_once` tokens:
     all of them where memory allows."""
 
-    config_file: Path
+    shape: Mapping[str, Any]
     prompts: int
     prompt_length: int
     max_new_tokens: int
@@ -75,15 +75,13 @@ class Workload:
 
     def for_parity(self) -> Workload:
         """The same with few prompts where the reference, which keeps all logits, would need too much memory for all."""
-        few = min(self.prompts, 2**25 // AutoConfig.from_pretrained(self.config_file).vocab_size // 256)
+        few = min(self.prompts, 2**25 // AutoConfig.for_model(**self.shape).vocab_size // 256)
         return replace(self, prompts=few, rows_at_once=few * N_COMPLETIONS)
 
 
 WORKLOADS = {
-    "qwen3_moe_tiny": Workload(Path(__file__).with_name("qwen3_moe_tiny.json"), 8, 16, 32, 64, 16384, CASES),
-    "smollm2_135m": Workload(
-        Path(__file__).with_name("smollm2_135m.json"), 16, 64, 64, 16, 4096, (Case("fixed_64", 64, 64),)
-    ),
+    "qwen3_moe_tiny": Workload(SHAPES["qwen3_moe_tiny"], 8, 16, 32, 64, 16384, CASES),
+    "smollm2_135m": Workload(SHAPES["smollm2_135m"], 16, 64, 64, 16, 4096, (Case("fixed_64", 64, 64),)),
 }
 TINY = WORKLOADS["qwen3_moe_tiny"]
 
@@ -103,13 +101,13 @@ class GradedBatch:
 def make_model(workload: Workload, dtype: Dtype = "fp32") -> PreTrainedModel:
     """The model with its random initial weights; every call gives the same weights."""
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(workload.config_file), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**workload.shape), dtype=torch.float32)
     return model.to(DTYPES[dtype])
 
 
 def make_prompts(workload: Workload) -> list[list[int]]:
     """The prompts, of random token ids."""
-    vocabulary = AutoConfig.from_pretrained(workload.config_file).vocab_size
+    vocabulary = AutoConfig.for_model(**workload.shape).vocab_size
     generator = np.random.default_rng(SEED)
     size = (workload.prompts, workload.prompt_length)
     return generator.integers(FIRST_PROMPT_ID, vocabulary, size=size).tolist()

@@ -44,7 +44,7 @@ PARTS = {"attention": (PrefillAttention, "__call__"), "head": (Transformer, "log
 def make_model(name: str, dtype: torch.dtype, device: torch.device) -> Transformer:
     """Random weights."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(MODELS[name].read_text())
+        (Path(directory) / "config.json").write_text(json.dumps(MODELS[name]))
         config = read_config(Path(directory))[1]
     return random_model(config, device, dtype)
 

@@ -11,6 +11,7 @@ import math
 import statistics
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 _PEAK = 0.5  # mean entropy of the output, in parts of that of a uniform one
 
 
-def make_model(config_file: Path) -> PreTrainedModel:
+def make_model(shape: dict[str, Any]) -> PreTrainedModel:
     """Random weights, the same on every call, that make every part of the model matter.
 
     Matrices keep the size of what they multiply (standard deviation hidden_size ** -0.5; at the usual 0.02 a model this narrow
@@ -30,7 +31,7 @@ def make_model(config_file: Path) -> PreTrainedModel:
     entropy is at most half of log V: under a nearly uniform output any attention passes for any other. The embedding is the
     head, so the scale goes into the last norm.
     """
-    config = AutoConfig.from_pretrained(config_file)
+    config = AutoConfig.for_model(**shape)
     assert config.vocab_size >= VOCABULARY, "prompts are drawn from the workload's vocabulary"
     config.initializer_range = config.hidden_size**-0.5
     torch.manual_seed(0)
@@ -58,8 +59,8 @@ def mean_entropy(logits_BTV: Tensor) -> float:
 class Reference:
     """The model in fp32, whole sequences at a time, no cache."""
 
-    def __init__(self, config_file: Path, directory: Path) -> None:
-        self.model = make_model(config_file)
+    def __init__(self, shape: dict[str, Any], directory: Path) -> None:
+        self.model = make_model(shape)
         self.model.save_pretrained(directory)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         with torch.inference_mode():
@@ -80,9 +81,9 @@ class Reference:
         return self.about
 
 
-def serve(connection: Connection, config_file: Path, directory: Path) -> None:
+def serve(connection: Connection, shape: dict[str, Any], directory: Path) -> None:
     """Writes the checkpoint, then answers."""
-    answer(connection, Reference(config_file, directory).reply)
+    answer(connection, Reference(shape, directory).reply)
 
 
 _SEQUENCES = 16

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_workload import SHAPES
 from machine import machine
 from on_device import add_device, random_model, wall_clock
 
@@ -44,7 +45,7 @@ def shape(name: str) -> ModelConfig:
         return ModelConfig(
             vocab_size=710, **tomllib.loads((CONFIGS / "speedrun_base.toml").read_text())["model"]["shape"]
         )
-    return config_from_hf(json.loads((Path(__file__).parent / "qwen3_0p1b.json").read_text()))
+    return config_from_hf(SHAPES["qwen3_0p1b"])
 
 
 def side(name: str, asynchronous: bool, steps: int, device: torch.device) -> dict[str, float]:

@@ -4,7 +4,7 @@
     python benchmarks/scaling.py --repeats 9     medians of more runs
     python benchmarks/scaling.py --device cuda   on a GPU, in bf16
 
-The model is the 5M dense Qwen3 of qwen3_dense_5m.json with a longer context, random weights, fp32 on a CPU. The quadratic term of
+The model is the 5M dense Qwen3 of models.json with a longer context, random weights, fp32 on a CPU. The quadratic term of
 training is compared with attention's own: the same packed attention alone, forward and backward, in as many layers. Every decode
 line states the mismatch of its own run. The last line printed is one JSON object.
 """
@@ -16,10 +16,10 @@ import copy
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
+from decode_workload import SHAPES
 from machine import machine, versions
 from on_device import add_device, random_model, wall_clock
 
@@ -39,7 +39,7 @@ from nmoe.recipes.pretrain import document_batch
 from nmoe.recipes.setup import keep_freed_memory
 from nmoe.types import Sampling
 
-CONFIG_FILE = Path(__file__).with_name("qwen3_dense_5m.json")
+CONFIG = SHAPES["qwen3_5m"]
 COUNTS = (2, 4, 8, 16, 32)
 TRAINED_LENGTH = 128
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -49,7 +49,7 @@ PROMPT, NEW = 32, 32
 
 
 def model_config() -> ModelConfig:
-    config = qwen3.config_from_hf(json.loads(CONFIG_FILE.read_text()))
+    config = qwen3.config_from_hf(CONFIG)
     return config.model_copy(update={"context_tokens": max(LENGTHS)})
 
 

@@ -7,11 +7,13 @@ attention, and log-softmax of the full logits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from decode_workload import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 PAD_ID = 0
@@ -32,18 +34,18 @@ class Case:
     """One setting that is timed: a model, and how many sequences of how many tokens make a step."""
 
     name: str
-    config_file: Path
+    shape: Mapping[str, Any]
     sequences: int
     length: int
 
     def make_model(self) -> PreTrainedModel:
         """The model with its random initial weights, fp32; every call gives the same weights."""
         torch.manual_seed(SEED)
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.config_file)).float()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.shape)).float()
 
     def rows(self, step: int) -> list[list[int]]:
         """Token ids of the step's sequences, all of the same length. Every token but a sequence's first is predicted."""
-        vocabulary = AutoConfig.from_pretrained(self.config_file).vocab_size
+        vocabulary = AutoConfig.for_model(**self.shape).vocab_size
         generator = np.random.default_rng((SEED, step))
         return generator.integers(FIRST_ID, vocabulary, size=(self.sequences, self.length)).tolist()
 
@@ -61,10 +63,9 @@ class Step:
     gradient_norm: float
 
 
-HERE = Path(__file__).parent
 CASES = (
-    Case("moe_1.9m_32x64", HERE / "qwen3_moe_tiny.json", 32, 64),
-    Case("dense_5.0m_8x512", HERE / "qwen3_dense_5m.json", 8, 512),
+    Case("moe_1.9m_32x64", SHAPES["qwen3_moe_tiny"], 32, 64),
+    Case("dense_5.0m_8x512", SHAPES["qwen3_5m"], 8, 512),
 )
 
 # fp32, sums of thousands of terms in different orders; measured differences are near 1e-7 of a loss and 1e-6 of a norm

@@ -31,7 +31,7 @@ from machine import calibration_s, machine, versions  # noqa: E402
 from result_files import read_records, write_records  # noqa: E402
 
 EXACT_TESTS = [
-    "tests/model/test_exactness.py",
+    "tests/model/test_precision.py",
     "tests/model/ops/test_exact_numerics.py",
     "tests/model/ops/test_exact_attention.py",
     "tests/model/test_lora.py",

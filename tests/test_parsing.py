@@ -1,19 +1,23 @@
-"""Files of any content are read or refused by name: no nesting and no key ends in a traceback, or takes the memory of a machine."""
+"""Files of any content are read or refused by name, and messages show values in one line."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load
 from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.records import read_records
-from nmoe.errors import UserError
+from nmoe.errors import UserError, cut, shown
+from nmoe.extras import how_to_install
 from nmoe.generation import read_generation
 from nmoe.model.checkpoint import read_config
 from nmoe.model.peft_format import read_settings
@@ -121,3 +125,52 @@ def test_a_file_of_deep_brackets_is_refused_by_name(what: str, tmp_path: Path) -
     with pytest.raises(UserError, match=name.replace(".", r"\.") or text) as refusal:
         read(tmp_path)
     assert len(str(refusal.value)) < 400
+
+
+class Unshown:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+def test_a_value_is_one_line_of_limited_length() -> None:
+    assert shown("a  b\nc") == "'a  b\\nc'"
+    assert shown(np.array([[1, 2], [3, 4]])) == "array([[1, 2], [3, 4]])"
+    assert shown("x" * 78) == f"'{'x' * 78}'"
+    assert shown("x" * 79) == f"'{'x' * 76}..."
+    assert shown("x" * 9, characters=10) == "'xxxxxx..."
+    assert shown(Unshown()) == "what cannot be shown (RuntimeError)"
+
+
+def test_a_long_text_ends_in_dots() -> None:
+    assert (cut("abcdef", 6), cut("abcdefg", 6)) == ("abcdef", "abc...")
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_packages_of_an_extra_are_installed() -> None:
+    assert how_to_install("report") == "pip install 'matplotlib>=3.9'"
+    assert how_to_install("wandb", "trackio", "wandb") == "pip install 'wandb>=0.31' 'trackio>=0.43'"
+    assert how_to_install("lm-eval") == "pip install lm-eval==0.4.13"
+
+
+def test_sources_that_were_never_installed_are_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def nothing(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", nothing)
+    assert how_to_install("wandb", "trackio") == f"pip install -e '{ROOT}[wandb,trackio]'"
+
+
+def test_no_advice_asks_pypi_for_nmoe() -> None:
+    """A path stands before the name, as in docs/guides/operations.md: `pip install "./nmoe[report]"`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
+    advised = 0
+    for file in (*pages, *(ROOT / "nmoe").rglob("*.py")):
+        if file.suffix in (".md", ".py", ".toml", ".ipynb"):
+            for before, names in re.findall(r"install [^\n]*?(.)nmoe\[([\w,-]+)\]", file.read_text()):
+                assert before == "/", file
+                assert set(names.split(",")) <= set(extras), file
+                advised += 1
+    assert advised >= 7

@@ -1,4 +1,4 @@
-"""Overrides, and values as TOML."""
+"""Overrides on the command line, unknown keys, and modes of a command."""
 
 import datetime
 import tomllib
@@ -10,9 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmoe.config.base import Array, Section
+from nmoe.config.commands import COMMANDS, RunConfig
+from nmoe.config.loader import load_run
 from nmoe.config.locate import locate
+from nmoe.config.modes import Mode, mode_of, why_not_comparable
 from nmoe.config.overrides import joined, lay_over, malformed, override_document, read_override, read_value
+from nmoe.config.problems import ConfigError
 from nmoe.config.toml import to_toml, toml_value
+from nmoe.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -146,3 +151,103 @@ def test_a_settings_object_of_tables_alone_starts_without_a_blank_line() -> None
 )
 def test_values(value: object, text: str) -> None:
     assert toml_value(value) == text
+
+
+def refusals(path: Path, schema: type[RunConfig], *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, schema, overrides)
+    return [str(mistake).removeprefix(f"{path}:") for mistake in caught.value.problems]
+
+
+def test_a_key_of_other_commands_is_refused_by_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "sft.toml"
+    path.write_text('[run]\nsteps = 1\n[model]\npath = "base"\n[records]\npath = "r.jsonl"\n[critic]\ngamma = 0.5\n')
+    assert refusals(path, COMMANDS["sft"], "--eval.0.split=eval", "--critics.gamma=1") == [
+        "7: [critic]: unknown key; `nmoe sft` does not have it, `nmoe rl train` has",
+        "--eval.0.split=eval: unknown key; `nmoe sft` does not have it, `nmoe rl train` has",
+        "--critics.gamma=1: unknown key; known here: run, model, batch, optimizer, monitor, checkpoint, parallel, "
+        "sinks, lora, eval, records, engine, sandbox",
+    ]
+
+
+def test_the_overrides_of_verl_are_answered_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[run]\nsteps = 1\n[model]\npath = "base"\n[environment]\nenv_id = "e"\n'
+        'task_pool = {type = "generated", task_type = "sort"}\n'
+    )
+    answers = {
+        "--data.train_files=x.parquet": "did you mean --environment.task_pool.path?",
+        "--data.train_batch_size=8": "did you mean --batch.prompts_per_step?",
+        "--data.max_response_length=8": "did you mean --sampling.max_new_tokens?",
+        "--data.novel=1": "`nmoe rl train` has no [data], `nmoe pretrain` has",
+        "--data.tokens_per_step=1": "`nmoe rl train` does not have it, `nmoe pretrain` has",
+        "--reward_model.enable=true": 'it has no counterpart: name the model in [[rewards]], with type = "reward_model"',
+        "--trainer.n_gpus_per_node=1": "it has no counterpart: torchrun starts one process for each GPU",
+        "--trainer.total_epochs=2": "did you mean --run.episodes?",
+        "--actor_rollout_ref.rollout.n=8": "did you mean --batch.group_size?",
+        "--actor_rollout_ref.actor.optim.lr=1e-6": "did you mean --optimizer.learning_rate?",
+        "--algorithm.adv_estimator=grpo": "did you mean --algorithm.advantage?",
+    }
+    found = refusals(path, COMMANDS["rl train"], *answers)
+    assert sorted(found) == sorted(f"{text}: unknown key; {answer}" for text, answer in answers.items())
+    path.write_text(path.read_text() + "[data]\ntrain_batch_size = 8\nmax_response_length = 4\n")
+    assert refusals(path, COMMANDS["rl train"], "--data.val_batch_size=4", "--data.train_files=x") == [
+        "8: [data]: unknown table; for train_batch_size write [batch] prompts_per_step, for max_response_length write "
+        "[sampling] max_new_tokens",
+        "--data.val_batch_size=4: unknown key; `nmoe rl train` has no [data], `nmoe pretrain` has",
+        "--data.train_files=x: unknown key; did you mean --environment.task_pool.path?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode"),
+    [
+        ({}, Mode("greedy_pass@1", 1, 0.0)),
+        ({"temperature": 1.0}, Mode("sampling_pass@1", 1, 1.0)),
+        ({"samples": 8, "temperature": 0.7}, Mode("sampling_pass@8", 8, 0.7)),
+        ({"name": "sampling_pass@8"}, Mode("sampling_pass@8", 8, 0.6)),
+        ({"name": "sampling_pass@4", "samples": 4, "temperature": 1.0}, Mode("sampling_pass@4", 4, 1.0)),
+        ({"name": "greedy_pass@1", "temperature": 0.0}, Mode("greedy_pass@1", 1, 0.0)),
+        ({"name": "nondet_proxy_pass@8"}, Mode("nondet_proxy_pass@8", 8, 0.0)),
+    ],
+)
+def test_what_a_mode_stands_for(asked: dict[str, object], mode: Mode) -> None:
+    assert mode_of(**asked) == mode  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"samples": 8}, "temperature 0 gives the same completion 8 times: .*nondet_proxy_pass@8"),
+        (
+            {"name": "greedy_pass@1", "temperature": 0.6},
+            "is at temperature 0, and 0.6 is asked for; use sampling_pass@1",
+        ),
+        ({"name": "greedy_pass@8"}, "one completion; write greedy_pass@1"),
+        ({"name": "sampling_pass@8", "temperature": 0.0}, "at temperature 0 nothing is drawn"),
+        ({"name": "nondet_proxy_pass@8", "temperature": 0.6}, "use sampling_pass@8"),
+        ({"name": "nondet_proxy_pass@1"}, "one greedy completion is greedy_pass@1"),
+        ({"name": "sampling_pass@8", "samples": 4}, "is of 8 samples, and 4 are asked for"),
+        ({"name": "sampling_pas@8"}, "is no mode: .*did you mean 'sampling_pass@8'"),
+        ({"name": "sampling_pass@0"}, "is no mode"),
+        ({"name": "likelihood_text"}, "samples nothing: it is a mode of `nmoe eval` on multiple choice"),
+        ({"name": "likelihod_text"}, "did you mean 'likelihood_text'"),
+    ],
+)
+def test_what_does_not_fit_a_mode(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        mode_of(**asked)  # type: ignore[arg-type]
+
+
+def test_results_of_different_modes_or_settings_are_not_compared() -> None:
+    greedy, drawn = {"mode": "greedy_pass@1"}, {"mode": "sampling_pass@8", "sampling": {"temperature": 0.6}}
+    assert why_not_comparable(greedy, drawn) == (
+        "greedy_pass@1 and sampling_pass@8 are different modes, which are never compared: evaluate both in one"
+    )
+    warmer = {"mode": "sampling_pass@8", "sampling": {"temperature": 1.0}}
+    assert why_not_comparable(drawn, warmer) == (
+        "both are sampling_pass@8, but with temperature 0.6 and 1.0: evaluate both with the same settings"
+    )
+    assert why_not_comparable(drawn, dict(drawn)) is None
+    assert why_not_comparable(drawn, {"mode": "sampling_pass@8"}) is None

@@ -1,18 +1,33 @@
-"""The paged cache against attention written out over every sequence's own keys and values."""
+"""The paged cache, its block manager with shared prefixes, and the state slots of recurrent layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_family
 from torch import Tensor
 
+from nmoe.engine.api import Request
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
-from nmoe.engine.native.cache import CacheSize, PagedCache, bytes_per_block, bytes_per_state_slot, cache_size
-from nmoe.errors import UserError
+from nmoe.engine.native.block_manager import BlockManager
+from nmoe.engine.native.cache import (
+    BLOCK_TOKENS,
+    CacheSize,
+    PagedCache,
+    bytes_per_block,
+    bytes_per_state_slot,
+    cache_size,
+)
+from nmoe.engine.native.llm_engine import LLMEngine
+from nmoe.errors import DivergenceError, UserError
 from nmoe.model.config import DeltaNet, LatentAttention, ModelConfig
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.recurrence import RecurrentState
+from nmoe.model.transformer import Transformer
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
@@ -193,3 +208,172 @@ def test_of_latent_attention_latents_alone_are_stored() -> None:
     cache.clear(2)
     assert not cache.attention.keys[:, :2].any()
     assert cache.attention.keys[:, 2].all(-1).any()
+
+
+MakeRequest = Callable[..., Request]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return tiny_family("qwen3_next").set_numerics("exact")
+
+
+def tokens(engine: LLMEngine, requests: list[Request]) -> list[list[list[int]]]:
+    groups = [engine.add(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    return [[sample.token_ids for sample in group.samples if sample is not None] for group in groups]
+
+
+def free_state_slots(engine: LLMEngine) -> tuple[int, int]:
+    return engine.scheduler.blocks.available_state_slots, engine.scheduler.blocks.state_slots
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_samples_of_a_prompt_fork_its_state(model: Transformer, request_of: MakeRequest, rows: int) -> None:
+    """More samples than rows: the prompt keeps its state until the last has started, and the others run on copies. A prompt of
+    whole blocks has no block to copy, and still a state."""
+    asked = [request_of("whole", 2 * BLOCK_TOKENS, 5, 12), request_of("part", 21, 4, 9), request_of("one", 3, 1, 30)]
+    expected = [tokens(LLMEngine(model, 16), [request])[0] for request in asked]
+    assert len({tuple(sample) for sample in expected[0]}) == 5
+    engine = LLMEngine(model, rows)
+    assert tokens(engine, asked) == expected
+    assert free_state_slots(engine) == (rows + 1, rows + 1)
+    assert engine.stats().cache_use == 0
+
+
+def test_state_slots_come_back_from_whatever_ends_early(
+    model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LLMEngine(model, 3, prefill_tokens=16)
+    for name in ("running", "waiting"):
+        engine.add(request_of(name, 20, 2, 20))
+    engine.add_scoring(range(1, 40), 1.0, "scored")
+    for _ in range(4):
+        engine.step()
+    engine.commit(1)  # drops prompts and prefills
+    assert free_state_slots(engine)[0] == free_state_slots(engine)[1] - len(engine.running)
+    engine.abort("waiting")
+    engine.abort_all()
+    assert free_state_slots(engine) == (4, 4)
+    expected = tokens(engine, [request_of("next", 20, 3, 10)])
+    # NaN in a state_slot, from a step that broke off, reaches nobody.
+    assert engine.cache.states is not None
+    engine.add(request_of("broken", 20, 2, 20))
+    engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "logits", lambda x: torch.full((len(x), 48), torch.nan))
+        with pytest.raises(DivergenceError):
+            engine.step()
+    engine.cache.states.memories.fill_(torch.nan)
+    assert free_state_slots(engine) == (4, 4)
+    assert tokens(engine, [request_of("next", 20, 3, 10)]) == expected
+
+
+def test_taken_released_and_taken_again() -> None:
+    pool = BlockManager(3, 4, 1)
+    assert [pool.blocks_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    first = pool.take(2)
+    assert (first, pool.available) == ([0, 1], 1)
+    pool.hold([0])
+    pool.release([0, 1])
+    assert pool.available == 2
+    pool.release([0])
+    assert pool.available == 3
+    assert sorted(pool.take(3)) == [0, 1, 2]
+
+
+def test_the_longest_prefix_in_whole_blocks_is_found_and_held() -> None:
+    pool = BlockManager(6, 2, 1)
+    blocks = pool.take(3)
+    pool.remember([1, 2, 3, 4, 5], blocks)  # the third is not full
+    assert pool.find([1, 2, 3, 4, 5], 5) == blocks[:2]
+    assert pool.find([1, 2, 3, 4], 3) == blocks[:1]  # no more than asked for
+    assert pool.find([1, 2, 4, 4], 4) == blocks[:1]
+    assert pool.find([2, 2, 3, 4], 4) == []
+    assert pool.find([3, 4], 2) == []  # those tokens, but after others
+    pool.release(blocks)
+    assert pool.available == 3 + 1  # two of them are still held by those that found them
+
+
+def test_what_nobody_holds_stays_findable_until_its_place_is_needed() -> None:
+    pool = BlockManager(3, 2, 1)
+    blocks = pool.take(2)
+    pool.remember([1, 2, 3, 4], blocks)
+    pool.release(blocks)
+    assert pool.available == 3
+    assert pool.take(1) == [2]  # the empty one first
+    assert pool.take(1) == [blocks[1]]  # then the end of the prefix, before its beginning
+    assert pool.find([1, 2, 3, 4], 4) == [blocks[0]]
+
+
+def test_a_prefix_known_already_keeps_its_first_blocks() -> None:
+    pool = BlockManager(4, 2, 1)
+    first, second = pool.take(2), pool.take(2)
+    pool.remember([1, 2, 3, 4], first)
+    pool.remember([1, 2, 5, 6], second)
+    assert pool.find([1, 2, 5, 6], 4) == [first[0], second[1]]
+
+
+def test_nothing_is_found_after_forgetting_and_nothing_is_lost() -> None:
+    pool = BlockManager(4, 2, 1)
+    held, idle = pool.take(2), pool.take(2)
+    pool.remember([1, 2, 3, 4], held)
+    pool.remember([5, 6, 7, 8], idle)
+    pool.release(idle)
+    pool.forget()
+    assert pool.find([1, 2], 2) == pool.find([5, 6], 2) == []
+    assert pool.available == 2
+    pool.release(held)
+    assert sorted(pool.take(4)) == [0, 1, 2, 3]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), min_size=1, max_size=9)), max_size=40))
+def test_a_found_block_holds_the_tokens_asked_for(actions: list[tuple[int, list[int]]]) -> None:
+    pool = BlockManager(8, 2, 1)
+    contents: dict[int, tuple[int, ...]] = {}  # what each block's keys were computed from: its tokens and all before
+    held: list[list[int]] = []
+    for kind, tokens in actions:
+        if kind == 0 and held:
+            pool.release(held.pop(len(tokens) % len(held)))
+        elif kind == 1 and len(tokens) == 9:
+            pool.forget()
+        else:
+            found = pool.find(tokens, len(tokens))
+            for i, block in enumerate(found):
+                assert contents[block] == tuple(tokens[: 2 * i + 2])
+            missing = pool.blocks_for(len(tokens)) - len(found)
+            if missing > pool.available:
+                pool.release(found)
+                continue
+            blocks = found + pool.take(missing)
+            assert len(set(blocks)) == len(blocks)
+            for other in held:
+                assert not set(other) & set(blocks[len(found) :])
+            for i in range(len(found), len(blocks)):
+                contents[blocks[i]] = tuple(tokens[: 2 * i + 2])
+            pool.remember(tokens, blocks)
+            held.append(blocks)
+    for blocks in held:
+        pool.release(blocks)
+    assert pool.available == 8
+
+
+def test_state_slots_are_of_one_holder_each() -> None:
+    pool = BlockManager(1, 4, 3)
+    taken = [pool.take_state_slot() for _ in range(3)]
+    assert sorted(taken) == [0, 1, 2]
+    assert pool.available_state_slots == 0
+    pool.release([], taken[1])
+    assert pool.available_state_slots == 1
+    assert pool.take_state_slot() == taken[1]
+
+
+def test_where_blocks_are_not_all_that_a_prefix_needs_none_is_found() -> None:
+    for shares, found in ((True, [0]), (False, [])):
+        pool = BlockManager(2, 2, 1, shares)
+        blocks = pool.take(1)
+        pool.remember([5, 6], blocks)
+        pool.release(blocks)
+        assert pool.find([5, 6, 7], 3) == found

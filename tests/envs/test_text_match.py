@@ -1,17 +1,24 @@
-"""Plain text as the answer, and CSV files as pools."""
+"""Reading an answer: text matches, fenced blocks, and the list of failures."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nmoe.config.tables.pools import CsvPool, JsonlPool
 from nmoe.envs.pools import Shard, build_pool
 from nmoe.envs.tasks import TASKS, Attempt
+from nmoe.envs.tasks.code_edit import _blocks, _changes
 from nmoe.errors import UserError
-from nmoe.types import Problem
+from nmoe.grading.code.extract import after, code_of, fenced_blocks
+from nmoe.types import FAILURES, INFRASTRUCTURE, Problem
 
 
 @pytest.mark.parametrize(
@@ -62,3 +69,70 @@ def test_records_without_an_answer_are_told_of_open_problems(tmp_path: Path) -> 
         UserError, match='set answer_field to one of them, or task_type = "open" where no answer is the'
     ):
         build_pool("essays", JsonlPool(type="jsonl", path=str(path), task_type="text_match"), Shard())
+
+
+# The same by a regular expression, which takes quadratic time.
+FENCE = re.compile(r"^(`{3,}|~{3,})[^\n`]*\n(.*?)^\1[ \t]*$", re.DOTALL | re.MULTILINE)
+LINES = ("```", "````", "```py", "``` x y", "a", "", "``", "```  ", "x```", "~~~", "~~~ z", "`", "```a`")
+
+
+@given(st.lists(st.sampled_from(LINES), max_size=9).map("\n".join))
+def test_blocks_are_those_of_markdown(text: str) -> None:
+    blocks = list(fenced_blocks(text))
+    assert [code for _, code in blocks] == [match[2] for match in FENCE.finditer(text)]
+    assert code_of(text) == (blocks[-1][1] if blocks else text)
+
+
+def test_infos_and_files() -> None:
+    text = "I changed\n```python a/b.py\nx = 1\n```\nand\n~~~~ c.md\n```\nin it\n```\n~~~~\n```\nno name\n```\n``` d.py\nopen"
+    assert [info for info, _ in fenced_blocks(text)] == ["python a/b.py", "c.md", ""]
+    assert _changes(text) == {"a/b.py": b"x = 1\n", "c.md": b"```\nin it\n```\n"}
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a.py", "b/c.md"]), st.lists(st.sampled_from(LINES), max_size=5).map("\n".join))
+)
+def test_an_answer_says_what_it_changes(files: dict[str, str]) -> None:
+    wanted = {path: text.rstrip("\n") + "\n" for path, text in files.items()}
+    assert _changes(_blocks(files)) == {path: text.encode() for path, text in wanted.items()}
+
+
+@pytest.mark.parametrize("read", [code_of, _changes])
+@pytest.mark.parametrize(
+    "line", ["```python\n", "```" + "a" * 97 + "\n", "~~~\n```\n", "`" * 100 + "\n", "```x.py\n```\n"]
+)
+def test_twice_the_answer_takes_twice_the_time(read: Callable[[str], object], line: str) -> None:
+    def seconds(size: int) -> float:
+        text = line * (size // len(line))
+        took = []
+        for _ in range(3):
+            began = time.process_time()
+            read(text)
+            took.append(time.process_time() - began)
+        return min(took)
+
+    assert seconds(200_000) < 4 * seconds(100_000) + 0.02
+    assert seconds(200_000) < 1.0
+
+
+def test_code_with_future_imports_runs_after_a_start() -> None:
+    program = after(
+        "from math import sqrt\nx = 4", '"""Doc."""\nfrom __future__ import annotations\ny: Unknown = sqrt(x)'
+    )
+    found: dict[str, object] = {}
+    exec(program, found)
+    assert (found["x"], found["y"]) == (4, 2.0)
+
+
+def test_the_names() -> None:
+    names = (
+        "ok parse_error truncated timeout budget_exceeded tool_error unknown_tool output_limit disk_full sandbox_denied "
+        "sandbox_setup_failed workspace_failed command_not_found out_of_memory nonzero_exit grader_error engine_error "
+        "internal_error"
+    )
+    assert tuple(names.split()) == FAILURES
+    assert set(FAILURES) > INFRASTRUCTURE
+
+
+def test_what_the_policy_caused_is_not_masked() -> None:
+    assert not INFRASTRUCTURE & {"ok", "parse_error", "truncated", "timeout", "budget_exceeded", "nonzero_exit"}

@@ -1,4 +1,4 @@
-"""Every family against transformers, an independent implementation: packed batches, one sequence, cached decode, and export."""
+"""Every family against transformers: packed batches, one sequence, cached decode, export, and the gradient of every weight."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from family_cases import CASES
 from family_cases.case import VOCAB, Case, mean_entropy
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.model.checkpoint import export_model, load_model, read_config
 from nmoe.model.families import FAMILIES, family_of
+from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
@@ -170,3 +172,47 @@ def test_entries_fill_every_parameter_exactly_once(checkpoint: Checkpoint) -> No
         assert entry.read(entry.write(part)).shape == part.shape, entry.theirs
     assert {name for name, tensor in times.items() if (tensor == 1).all()} >= names
     assert all((tensor == tensor.flatten()[0]).all() and tensor.max() <= 1 for tensor in times.values())
+
+
+GRADIENT_LENGTHS = [2, 40, 17, 64]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_of_a_token_loss_equal_transformers(tmp_path: Path, case: Case) -> None:
+    reference = case.make()
+    reference.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(VOCAB, (length,), generator=generator) for length in GRADIENT_LENGTHS]
+
+    loss = torch.zeros(())
+    for ids in sequences:
+        logits = reference(ids.unsqueeze(0), use_cache=False).logits[0, :-1]
+        loss = loss + F.cross_entropy(logits, ids[1:], reduction="sum")
+    loss.backward()
+
+    positions = torch.cat([torch.arange(length) for length in GRADIENT_LENGTHS])
+    states = model(torch.cat(sequences), positions, PackedAttention(GRADIENT_LENGTHS, positions.device), RouterTrace())
+    spans = zip(states.split(GRADIENT_LENGTHS), sequences, strict=True)
+    rows, targets = zip(*((x[:-1], ids[1:]) for x, ids in spans), strict=True)
+    ours = -head_logprobs(torch.cat(rows), model.head_weight, torch.cat(targets))[0].sum()
+    ours.backward()
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
+
+    # A checkpoint maps gradients as it maps weights, for it only reorders numbers: transformers reads ours as its own.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+        for buffer in (moe.router.bias for moe in model.moe_layers()):
+            buffer.zero_()
+    (tmp_path / "gradients").mkdir()
+    export_model(model, tmp_path / "gradients")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "gradients", attn_implementation="eager")
+    gradients = dict(read.named_parameters())
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None, name
+        largest = parameter.grad.abs().max()
+        assert largest > 0, name
+        error = (gradients[name] - parameter.grad).abs().max() / largest
+        assert error <= 1e-4, (name, float(error))

@@ -1,7 +1,10 @@
-"""The tokenizer: text survives, control tokens cannot be forged, files are Hugging Face's."""
+"""The tokenizer, and tokens printed as text."""
+
+from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -9,6 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from nmoe.config.tables.recipes import DatasetSettings
+from nmoe.data.show import show_data
+from nmoe.envs.check import check_environment
 from nmoe.errors import StorageError, UserError
 from nmoe.text.harmony import CONTROL_TOKENS
 from nmoe.text.tokenizer import PIECE_PATTERN, Tokenizer
@@ -215,3 +221,21 @@ class TestFiles:
         (tmp_path / "file").write_text("")
         with pytest.raises(StorageError, match="cannot write the tokenizer"):
             tokenizer.save(tmp_path / "file")
+
+
+ATTACK = "a\x1b[2J\x07b"
+
+
+def test_records_and_problems_are_shown_with_escapes(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": ATTACK, "completion": ATTACK}) + "\n")
+    shown = "\n".join(show_data(DatasetSettings(path=str(data)), None, "auto", True, 1))
+    assert shown.count(r"a\x1b[2J\x07b") == 2
+    assert "\x07" not in shown
+    data.write_text(json.dumps({"problem": ATTACK, "answer": "4"}) + "\n")
+    (tmp_path / "environment.toml").write_text(
+        'env_id = "x"\n[task_pool]\ntype = "jsonl"\npath = "data.jsonl"\ntask_type = "math"\n'
+    )
+    checked = "\n".join(check_environment(tmp_path, None))
+    assert r"a\x1b[2J\x07b" in checked
+    assert not {"\x07", "\x1b"} & set(checked)

@@ -1,4 +1,4 @@
-"""Steps that a head judges token by token, and their tokens predicted beside: loss and gradient by hand."""
+"""Losses of labelled examples: cross-entropy against torch's, and classes and steps judged by a head, by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,66 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from nmoe.learner.objectives import Outputs, Scored, step_classification, step_logprobs
+from nmoe.learner.objectives import Outputs, Scored, classification, cross_entropy, step_classification, step_logprobs
+from nmoe.model.logprobs import head_logprobs
+
+
+def test_equals_torch_under_a_token_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = 3 * torch.randn(6, 11, generator=generator), torch.randint(11, (6,), generator=generator)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss, statistics = cross_entropy(
+        Outputs(*head_logprobs(ours, torch.eye(11), targets)), Scored(torch.full((6,), 1 / 6))
+    )
+    reference = F.cross_entropy(theirs, targets)
+    assert loss.item() == pytest.approx(reference.item(), abs=1e-6)
+    assert statistics == {}
+    loss.backward()
+    reference.backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_weights_by_hand() -> None:
+    outputs = Outputs(torch.tensor([-1.0, -2.0, -4.0]), torch.zeros(3))
+    loss, _ = cross_entropy(outputs, Scored(torch.tensor([0.5, 0.25, 0.0])))
+    assert loss.item() == 1.0
+
+
+NAN_2 = torch.full((2,), torch.nan)
+
+
+def test_loss_and_gradient_of_classes_by_hand() -> None:
+    logits_NK = torch.tensor([[0.0, math.log(3)], [math.log(4), 0.0]], requires_grad=True)
+    scored = Scored(weights_N=torch.tensor([0.5, 2.0]), labels_N=torch.tensor([1, 1]))
+    loss, statistics = classification(Outputs(NAN_2, NAN_2, logits_NK), scored)
+    # p(label) is 3/4 and 1/5.
+    assert loss.item() == pytest.approx(-0.5 * math.log(3 / 4) - 2 * math.log(1 / 5), rel=1e-6)
+    torch.testing.assert_close(statistics["label_probability"], torch.tensor([0.75, 0.2]))
+    loss.backward()
+    # w (p - 1[label])
+    expected = torch.tensor([[0.5 * 0.25, 0.5 * -0.25], [2 * 0.8, 2 * -0.8]])
+    torch.testing.assert_close(logits_NK.grad, expected)
+
+
+def test_tokens_beside_classes_by_hand() -> None:
+    logits_NK = torch.tensor([[0.0, math.log(3)], [5.0, 7.0]], requires_grad=True)
+    logprobs_N = torch.tensor([-9.0, -0.5], requires_grad=True)
+    scored = Scored(weights_N=torch.tensor([1.0, 3.0]), labels_N=torch.tensor([0, -1]))
+    loss, _ = classification(Outputs(logprobs_N, torch.zeros(2), logits_NK), scored)
+    assert loss.item() == pytest.approx(-math.log(1 / 4) + 3 * 0.5, rel=1e-6)
+    loss.backward()
+    torch.testing.assert_close(logprobs_N.grad, torch.tensor([0.0, -3.0]))
+    torch.testing.assert_close(logits_NK.grad, torch.tensor([[-0.75, 0.75], [0.0, 0.0]]))
+
+
+def test_tokens_need_a_vocabulary() -> None:
+    logits_NK = torch.zeros(2, 2, requires_grad=True)
+    scored = Scored(weights_N=torch.ones(2), labels_N=torch.tensor([0, -1]))
+    with pytest.raises(ValueError, match="trains its head alone"):
+        classification(Outputs(NAN_2, NAN_2, logits_NK), scored)
+
 
 # Logits of (1/4, 3/4), (1/2, 1/2), (4/5, 1/5), and of a token that is not judged.
 LOGITS = [[0.0, math.log(3)], [1.0, 1.0], [math.log(4), 0.0], [9.0, -9.0]]
@@ -22,7 +80,7 @@ def test_a_step_is_right_with_the_product_of_its_tokens() -> None:
     assert surest_2[0].exp().item() == pytest.approx(1e-6, rel=0.1)
 
 
-def test_loss_and_gradient_by_hand() -> None:
+def test_loss_and_gradient_of_steps_by_hand() -> None:
     logits_N2 = torch.tensor(LOGITS, requires_grad=True)
     logprobs_N = torch.tensor([-2.0, -0.25, -1.0, -3.0], requires_grad=True)
     scored = Scored(
@@ -44,7 +102,7 @@ def test_loss_and_gradient_by_hand() -> None:
     torch.testing.assert_close(logits_N2.grad, expected_N2)
 
 
-def test_tokens_need_a_vocabulary() -> None:
+def test_tokens_of_steps_need_a_vocabulary() -> None:
     scored = Scored(weights_N=torch.ones(4), labels_N=LABELS, label_weights_N=torch.ones(4), steps_N=STEPS)
     nan_N = torch.full((4,), torch.nan)
     with pytest.raises(ValueError, match="trains its head alone"):
