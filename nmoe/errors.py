@@ -2,7 +2,7 @@
 
 
 def shown(value: object, characters: int = 80) -> str:
-    """A value as a message shows it: as Python writes it, in one line of at most so many characters."""
+    """The repr of a value for a message, in one line of at most so many characters."""
     try:
         text = repr(value)
     except Exception as error:  # the user's object may raise anything
@@ -11,7 +11,7 @@ def shown(value: object, characters: int = 80) -> str:
 
 
 def cut(text: str, characters: int = 80) -> str:
-    """A text of at most so many characters: the end of a longer one is "..."."""
+    """A text cut to at most so many characters, with "..." at the end of a longer one."""
     return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
@@ -22,8 +22,8 @@ class UserError(Exception):
 
 
 class MissingInputError(UserError):
-    """Nothing can be read where a path or a name of the input leads. `named` is that path or name as it was written, by which a
-    command finds the line of its configuration that says so."""
+    """An input file or name does not exist. `named` is that path or name as it was written, by which a command finds the line of
+    its configuration that names it."""
 
     def __init__(self, message: str, named: str = "") -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class DivergenceError(UserError):
 
 
 class InfrastructureError(UserError):
-    """Nothing could be judged, because what tools or verifiers need was not to be had: the exit code is 1."""
+    """Tools or verifiers failed for a reason outside the samples, so that nothing could be judged: the exit code is 1."""
 
     exit_code = 1
 

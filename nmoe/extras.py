@@ -24,7 +24,7 @@ def how_to_install(*extras: str) -> str:
 
 
 def requirements(extra: str = "") -> Iterator[Requirement]:
-    """What the installed nmoe needs on this machine, or what one of its extras adds; nothing where it has not been installed."""
+    """The requirements of the installed nmoe on this machine, or of one of its extras; empty where it is not installed."""
     try:
         lines = importlib.metadata.requires("nmoe") or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""JSON and TOML, where nesting too deep for Python is a fault of the text like any other: `[` 200,000 times is no traceback."""
+"""Reads JSON and TOML. Nesting too deep for Python is an error of the text, as any other: `[` 200,000 times gives no traceback."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def _relative(values: Sequence[float] | np.ndarray, weights: Sequence[float] | N
 
 
 def _effective(weights: np.ndarray) -> float:
-    """How many values of equal weight have as much to say (Kish 1965)."""
+    """The effective number of values: as many of equal weight have the same variance (Kish 1965)."""
     return float(weights.sum() ** 2 / np.square(weights).sum())
 
 

@@ -1,4 +1,4 @@
-"""The arguments that several verbs share, and how a training verb reads its configuration."""
+"""Arguments that several commands share, and the loading of a training command's configuration."""
 
 import math
 import sys
@@ -115,7 +115,7 @@ def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
 
 
 def configuration_of_any(arguments: list[str], command: str | None) -> "tuple[str, RunConfig]":
-    """Loads the CONFIG of whichever training command, with that command's name. Raises UserError for a `command` that is none."""
+    """Loads a CONFIG for any training command and returns it with the command's name. Raises UserError for an unknown `command`."""
     from nmoe.config.commands import COMMANDS
     from nmoe.config.kinds import command_for
 
@@ -126,7 +126,7 @@ def configuration_of_any(arguments: list[str], command: str | None) -> "tuple[st
 
 
 def file_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:
-    """The CONFIG among the arguments of a verb, and all others, which are overrides wherever they stand."""
+    """Divides the arguments of a command into its CONFIG and the overrides, which may stand anywhere."""
     from nmoe.config.overrides import joined
 
     arguments = ["--run.require_clean=true" if one == "--require-clean" else one for one in joined(arguments)]

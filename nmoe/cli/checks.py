@@ -111,7 +111,7 @@ def plan(
 
 
 def _of_model(arguments: list[str]) -> "RunConfig | None":
-    """The configuration that fine-tunes the model of the hub which is named instead of a CONFIG, if one is."""
+    """The configuration that fine-tunes a model of the hub, if its name is given instead of a CONFIG."""
     from nmoe.config.commands import COMMANDS
     from nmoe.config.loader import load_run
     from nmoe.runs.resolve import is_hub_name

@@ -67,8 +67,8 @@ class ConfiguredVerb(Verb):
 
 
 class Group(typer.core.TyperGroup):
-    """A group of verbs. An unknown one is answered with the verb that is meant: what other frameworks call so, or what takes the
-    configuration that stands in its place."""
+    """A group of commands. The error for an unknown one suggests another: its name here if it comes from another framework, or the
+    command for the configuration that was given."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands and (meant := _verb_meant(*args[:2])) is not None:

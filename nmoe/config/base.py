@@ -113,7 +113,7 @@ class Section(BaseModel):
         return self
 
     def _names_of_nothing(self) -> Iterator[Conflict]:
-        """Names that no part has."""
+        """Conflicts of fields that name a part which does not exist."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             for mark in field.metadata:
@@ -121,7 +121,7 @@ class Section(BaseModel):
                     yield Conflict(name, refusal)
 
     def _numbers_of_nothing(self) -> Iterator[Conflict]:
-        """Integers above any sensible value, in fields that set no bound."""
+        """Conflicts of integers above any sensible value, in fields that set no bound."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             bounded = any(hasattr(mark, "le") or hasattr(mark, "lt") for mark in field.metadata)
@@ -129,8 +129,8 @@ class Section(BaseModel):
                 yield Conflict(name, f"must be at most {MOST:,}")
 
     def _paths_that_are_none(self) -> Iterator[Conflict]:
-        """Paths that no system opens as they are meant: with a null character, of which Python's complaint would name no key; with
-        a home that only a shell knows; with a slice that lacks its @."""
+        """Conflicts of paths that cannot be opened as meant: with a null character, for which Python's error would name no key;
+        with a `~` that only a shell expands; with a slice that lacks its @."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if not isinstance(value, str):

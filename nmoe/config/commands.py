@@ -63,7 +63,7 @@ from nmoe.config.tables.run import (
 
 
 class RunConfig(Section):
-    """What every run has. Each command has its own schema, which adds the tables that it reads: any other is refused."""
+    """The tables of every run. Each command's schema adds the tables that it reads; unknown tables are refused."""
 
     run: RunSection
     """name, length, seed"""

@@ -187,12 +187,12 @@ COMMANDS: Mapping[str, str] = {
 
 
 def keys_meant(path: Sequence[str]) -> Sequence[str]:
-    """Our keys for one of another framework, the first that a command has being meant; none for a name that it is not known by."""
+    """Our keys for another framework's key, in order of preference: the first that the command has is meant. Empty if unknown."""
     return next((KEYS[name] for name in _names(path) if name in KEYS), ())
 
 
 def no_counterpart(path: Sequence[str]) -> str | None:
-    """What holds instead of a key of another framework that nothing here corresponds to; None for any other key."""
+    """The explanation for another framework's key that has no counterpart here; None for any other key."""
     return next((WITHOUT[name] for name in _names(path) if name in WITHOUT), None)
 
 
@@ -203,7 +203,7 @@ def _names(path: Sequence[str]) -> Iterator[str]:
 
 
 def value_meant(key: str, value: str) -> str | None:
-    """Our value for one of another framework: "k3" for `algorithm.kl_estimator` and "low_var_kl"; None if none is known."""
+    """Our value for another framework's: "k3" for `algorithm.kl_estimator` and "low_var_kl"; None if none is known."""
     return VALUES.get(key, {}).get(value.lower())
 
 

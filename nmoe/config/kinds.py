@@ -1,4 +1,4 @@
-"""Recognizes by its tables what a TOML file holds, so that a file of another kind is answered in one line."""
+"""Recognises the kind of a TOML file by its tables, so that a file given for another kind gets one error line."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +39,7 @@ def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str], schema: type[Section]) -> str | None:
-    """Says what the file `path` is instead of a file for `schema`, and where it belongs; None if it may be one.
+    """The message for a file `path` of another kind than `schema`: its kind, and where it belongs. None if it may fit `schema`.
 
     `tables` is the file's document, and `keys` are its top-level keys and the overrides'. The file is of another kind if
     `schema` knows none of its keys and the other most of them, or if `schema` lacks a required table that the other does not

@@ -1,4 +1,4 @@
-"""Turns a TOML file and overrides into checked settings, or into one error that lists every problem there is."""
+"""Loads settings from a TOML file and overrides. One error lists every problem."""
 
 import copy
 import re
@@ -40,7 +40,7 @@ def load(path: Path, schema: type[S], overrides: Sequence[str] = ()) -> S:
 
 
 def places(path: Path, schema: type[Section], overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Locator]:
-    """The data that `load` checks, and the place of every value of it. Raises ConfigError for a file that cannot be read."""
+    """The data that `load` checks, and the file and line of every value. Raises ConfigError for a file that cannot be read."""
     data, where, _ = _laid_over(path, schema, overrides)
     _read_sections(data, schema, where, (), [])
     return data, where
@@ -191,7 +191,8 @@ def _follows_from(unread: list[KeyPath], path: KeyPath, kind: str) -> bool:
 def _read_sections(
     data: dict[str, Any], schema: type[Section], where: Locator, table: KeyPath, problems: list[Mistake]
 ) -> list[KeyPath]:
-    """Puts sections that are given by file in their place, in `data` and in `where`; returns those it could not read."""
+    """Replaces sections given as a file by the file's contents, in `data` and in `where`; returns the sections it could not
+    read."""
     unread = []
     for key, known in schema.model_fields.items():
         path, value, sections = (*table, key), data.get(key), sections_of(known.annotation)
@@ -236,7 +237,7 @@ def _read_section(
 
 
 def _start_paths(data: dict[str, Any], section: type[Section], directory: Path) -> None:
-    """Makes the data paths of a section that has the file to itself start from where that file lies."""
+    """Resolves the data paths of a section with its own file (`own_file`) against that file's directory."""
     if section.own_file:
         _start_paths_below(data, section, directory)
 
@@ -262,7 +263,7 @@ def _start_paths_below(value: Any, annotation: Any, directory: Path) -> None:
 def _refuse_another_kind(
     path: Path, data: dict[str, Any], beside: Collection[str], schema: type[Section], named_at: str = ""
 ) -> None:
-    """Raises ConfigError for a file that is no file for `schema`, but for a command or a place of another kind."""
+    """Raises ConfigError for a file that is meant for another schema, such as an environment in place of a run."""
     if (said := of_another_kind(path, data, {*data, *beside}, schema)) is not None:
         by = f" (named at {named_at})" if named_at else ""
         raise ConfigError([Mistake(Place(str(path)), said + by)])
@@ -298,14 +299,14 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
 
 
 def _data_hint(path: Path, schema: type[Section]) -> str:
-    """What to say of a data file that was given in the place of a configuration."""
+    """The message for a data file that was given instead of a configuration."""
     kind = path.suffix[1:] if path.suffix in (".csv", ".parquet") else "jsonl"
     named = next((hint for key, hint in _DATA_KEYS if key in schema.model_fields), 'path = "{file}"')
     return f"is data, and no TOML file of settings; name it in one: {named.format(type=kind, file=path)}"
 
 
 def _in_directory(path: Path) -> str:
-    """What a directory holds that can stand in its place."""
+    """A hint for a directory given as a configuration: the file in it that was probably meant."""
     for name, said in (
         ("config.toml", "; {} is what a run there was configured by"),
         ("config.json", "; a model's is named by --model.path={}"),

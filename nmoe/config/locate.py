@@ -49,7 +49,7 @@ class Locator:
         return self.root
 
     def place_of_key(self, path: KeyPath) -> Place:
-        """The place that wrote the key `path`, if only on the way to a key below it, as an override does."""
+        """The place that wrote the key `path`, or a key below it, as an override does."""
         below = (place for known, place in self.places.items() if known[: len(path)] == path)
         return self.places.get(path) or next(below, self.place(path))
 

@@ -38,7 +38,7 @@ class Mode:
 
     @property
     def is_of_nondeterminism(self) -> bool:
-        """Whether it is of several completions at temperature 0."""
+        """Whether the mode samples several completions at temperature 0."""
         return self.temperature == 0 and self.samples > 1
 
 

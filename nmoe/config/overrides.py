@@ -54,7 +54,7 @@ def indexed(path: KeyPath, schema: type[Section], data: Any) -> KeyPath | str:
 
 
 def override_document(path: KeyPath, value: Any, text: str) -> tuple[dict[str, Any], Locator]:
-    """The document that holds nothing but `value` at `path`, with the override's own text as the place of it all."""
+    """The document that holds only `value` at `path`; its place is the text of the override."""
     data: Any = value
     for key in reversed(path):
         data = {key: data}
@@ -92,7 +92,7 @@ def lay_over(
 def _lay_over_item(
     array: list[Any], where: Locator, index: int, value: Any, where_over: Locator, table: KeyPath
 ) -> None:
-    """Lays what an override says of one item of an array over that item."""
+    """Lays an override of one array item over that item."""
     path = (*table, index)
     if isinstance(value, dict) and isinstance(array[index], dict) and path not in where_over.places:
         lay_over(array[index], where, value, where_over, path)

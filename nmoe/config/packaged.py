@@ -37,7 +37,7 @@ _VALUE = re.compile(r"(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<resource>\w+(?:\.\w
 
 @dataclass(frozen=True)
 class Packaged:
-    """One that has a name: `Packaged("skills", "nmoe", Path(".../environments/skills.toml"), None)`.
+    """A named environment, configuration or preparation: `Packaged("skills", "nmoe", Path(".../environments/skills.toml"), None)`.
 
     `package` is the distribution it came with. `problem` says why an entry point leads nowhere; then there is no `path`.
     """

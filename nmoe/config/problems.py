@@ -129,7 +129,7 @@ def explain(
 
 
 def _leaves_by_place(path: KeyPath, value: Any, where: Locator) -> dict[Place, list[KeyPath]]:
-    """The paths of the values at and below an unknown key, by the place that wrote them: the file, and each override by itself."""
+    """The paths of the values at and below an unknown key, by the file or override that wrote them."""
     found: dict[Place, list[KeyPath]] = {}
     for leaf in table_leaves(path, value):
         place = where.place(leaf)
@@ -220,7 +220,7 @@ def _from_elsewhere(
 
 
 def key_meant(path: tuple[str, ...], schema: type[Section]) -> tuple[str, ...] | None:
-    """The key of a schema that another framework calls so."""
+    """The key of a schema for another framework's key `path`; None if there is none."""
     return next((found for key in keys_meant(path) if (found := _path_in(schema, key)) is not None), None)
 
 

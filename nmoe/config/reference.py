@@ -47,7 +47,7 @@ class Table(NamedTuple):
 
 
 def reference() -> str:
-    """The whole page."""
+    """The page docs/reference/configuration.md."""
     parts = [
         _INTRODUCTION,
         "## Commands\n\nKeys in bold are required. `key = value` is a default of this command alone.\n",
@@ -141,7 +141,7 @@ def _rows(section: type[Section]) -> str:
 
 
 def _keys(section: type[Section]) -> dict[str, FieldInfo]:
-    """The keys of a table that are neither tables themselves nor the one that says which kind of table it is."""
+    """The keys of a table, without tables below it and without `type`."""
     return {
         name: field
         for name, field in section.model_fields.items()

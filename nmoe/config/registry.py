@@ -155,7 +155,7 @@ def load_object(kind: str, name: str) -> Any:
 
 
 def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:
-    """Names under which a configuration of this process finds these very objects: `["my_module:reward"]`.
+    """Registers objects passed to the API and returns the names by which a configuration finds them: `["my_module:reward"]`.
 
     An object is called as in its module, an instance as its class. Of several parts with one name, and of those whose name is in
     `beside`, the later ones get a number; a later call may take a name over, as a notebook does when it defines a function again.

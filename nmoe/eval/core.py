@@ -222,7 +222,7 @@ ITEMS = 500
 
 @dataclass(frozen=True)
 class SetResult:
-    """How many items of a set were right, and the score above its baseline."""
+    """The result on one set: right items, and the accuracy centred on its baseline."""
 
     name: str
     items: int

@@ -29,7 +29,7 @@ def since_baseline(results: Sequence[Mapping[str, Any]], evaluations: Path) -> l
 
 
 def since_start(result: Mapping[str, Any]) -> str:
-    """What a line says of a result's difference from the start, `", +5.0% [+1.0%, +9.0%] since the start"`; empty without one."""
+    """The text of a result's difference from the start, `", +5.0% [+1.0%, +9.0%] since the start"`; empty without one."""
     if (since := result.get("since_start")) is None:
         return ""
     shown = "+.4f" if result.get("lower_is_better") else "+.1%"

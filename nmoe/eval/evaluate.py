@@ -246,7 +246,7 @@ class Asked:
 
 
 def sampling_record(mode: Mode, max_tokens: int | None, effort: str | None) -> dict[str, Any]:
-    """The settings that results are comparable under, as an evaluation keeps them."""
+    """The sampling settings that an evaluation records; results are comparable if these are equal."""
     settings = {"temperature": mode.temperature, "samples": mode.samples}
     return {**settings, "max_tokens": max_tokens, "reasoning_effort": effort}
 

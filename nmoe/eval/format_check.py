@@ -149,7 +149,7 @@ def _endings(trajectories: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _mixed(rows: Sequence[Sequence[bool]]) -> int:
-    """In how many groups some samples have it and others do not."""
+    """The number of groups in which some samples have the property and others do not."""
     return sum(any(row) and not all(row) for row in rows)
 
 

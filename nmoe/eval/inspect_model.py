@@ -100,7 +100,7 @@ class NmoeAPI(ModelAPI):
         return output
 
     def _work(self) -> None:
-        """Samples what waits, again and again, until nothing does."""
+        """Samples waiting requests in batches until none is left."""
         while True:
             with self._lock:
                 batch, self._waiting = self._waiting, []

@@ -34,7 +34,7 @@ async def lenient_verdict(problem: Problem, text: str) -> Verdict | None:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a gain in the share of right answers consists of: `Gain(form=0.31, given_form=0.44, without_form=0.0)`; the three sum to
+    """The parts of a gain in the share of right answers: `Gain(form=0.31, given_form=0.44, without_form=0.0)`; the three sum to
     the gain."""
 
     form: float
@@ -63,7 +63,7 @@ def part_gain(before: Sequence[tuple[bool, bool]], after: Sequence[tuple[bool, b
 
 
 def _both(one: float | None, other: float | None) -> tuple[float, float]:
-    """Two rates, each in place of the other where that is missing."""
+    """Two rates; a missing one takes the other's value."""
     known = [rate for rate in (one, other) if rate is not None] or [0.0]
     return (known[0] if one is None else one), (known[0] if other is None else other)
 

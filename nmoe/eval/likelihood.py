@@ -56,7 +56,7 @@ def likelihoods(model: Transformer, groups: Iterable[Sequence[Continuation]]) ->
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens all of them begin with."""
+    """The length of the longest common prefix, in tokens."""
     shortest = min(map(len, sequences))
     first = sequences[0]
     return next((n for n in range(shortest) if any(one[n] != first[n] for one in sequences)), shortest)

@@ -48,7 +48,7 @@ def outcomes_of(groups: Sequence[Group]) -> list[Outcome]:
 
 
 def answers_of(group: Group) -> dict[str, Any]:
-    """What a problem was, and the answers of its samples, for files that are read later."""
+    """A problem with the answers of its samples, as a record for a file."""
     return {
         "id": group.problem.id,
         "question": group.problem.question,
@@ -64,8 +64,9 @@ def is_correct(trajectory: Trajectory) -> bool:
 
 
 def identity_of(problem: Problem) -> tuple[object, ...]:
-    """What makes two problems the same. Episodes may begin with the same words and go on from different states, and a question may
-    come after different conversations. The text counts as it is: where two of a dataset differ in case, the answer may, too."""
+    """The key by which two problems are the same. Episodes may begin with the same words and go on from different states, and a
+    question may come after different conversations. The text counts as it is: where two of a dataset differ in case, the answer
+    may, too."""
     return problem.task_type, problem.question, problem.metadata.get("state"), *problem.history
 
 

@@ -42,8 +42,8 @@ class Overlap:
 
 
 class Questions:
-    """What training asks: `Questions(lambda: asked_in_records(datasets))`. It is read once for any number of evaluations, and again
-    for an example of what one of them shares with it."""
+    """The questions of the training data: `Questions(lambda: asked_in_records(datasets))`. It is read once for any number of
+    evaluations, and again for an example of what one of them shares with it."""
 
     def __init__(self, read: Callable[[], Iterable[QuestionAt]]) -> None:
         self.read = read
@@ -88,14 +88,14 @@ def overlap_of(problems: Iterable[Sequence[QuestionAt]], training: Questions) ->
 
 
 def asked_in_pool(environment: Environment) -> Iterator[QuestionAt]:
-    """What the problems of a pool with an end ask, in their order."""
+    """The questions of a finite pool, in its order."""
     order = environment.pool.order
     assert order.size is not None, "asked of finite pools alone"
     return ((problem_key(problem), origin_of(problem)) for problem in map(order.at, range(order.size)))
 
 
 def asked_in_records(datasets: Sequence[DatasetSettings]) -> Iterator[QuestionAt]:
-    """What records ask: their whole prompts, each message in them that is not the assistant's, and texts."""
+    """The questions of records: their whole prompts, each message in them that is not the assistant's, and texts."""
     for dataset in datasets:
         for record in read_records(dataset):
             whole = prompt_of(record)
@@ -110,7 +110,7 @@ def ways_to_ask(environment: Environment, problem: Problem) -> list[QuestionAt]:
 
 
 def problem_key(problem: Problem) -> str:
-    """What a problem asks, as it is compared with others: the user's turns."""
+    """A problem's question, normalised for comparison: the user's turns."""
     return conversation_key((*problem.history, Message("user", problem.question)))
 
 

@@ -31,7 +31,7 @@ from nmoe.types import Precision
 
 
 class SweepInterruptedError(UserError):
-    """Ctrl-C during a sweep, which the same command goes on with."""
+    """Raised at Ctrl-C during a sweep; the same command continues it."""
 
     exit_code = 130
 

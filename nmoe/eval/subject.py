@@ -30,7 +30,8 @@ from nmoe.types import ExpertWeightsForm, Precision
 
 
 class SamplingInterruptedError(UserError):
-    """Ctrl-C during sampling. `groups` are the finished ones; they are a biased sample, because the quickest finish first."""
+    """Raised at Ctrl-C during sampling. `groups` are the finished ones; they are a biased sample, because the quickest finish
+    first."""
 
     exit_code = 130
 

@@ -1,4 +1,4 @@
-"""An engine whose log-probabilities are not the learner's."""
+"""The rule about the mismatch: the engine's log-probabilities differ from the learner's by more than rounding."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MismatchRule(Rule[MismatchSection]):
         return f"engine and learner differ by {mean:.2g} a token, {self.settings.steps} steps in a row, {said}"
 
     def _excess(self, mean: float, entropy: float) -> str | None:
-        """What the difference is beyond, if it is."""
+        """The bound that the difference exceeds, in words; None if it exceeds none."""
         if self._exact and not self.settings.above:
             return "and with exact numerics by nothing" if mean > 0 else None
         bound = highest_mismatch(self._precision, entropy)

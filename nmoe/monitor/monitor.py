@@ -1,4 +1,5 @@
-"""The monitor of a run: rules, each with its symptom and remedies, and what a step's metrics set off, once, until it is over."""
+"""The monitor of a run: rules with a symptom and remedies, and the alerts that a step's metrics raise, once until the symptom
+ends."""
 
 from __future__ import annotations
 

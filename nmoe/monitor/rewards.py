@@ -123,7 +123,7 @@ class RewardHackingRule(Rule[HackingSection]):
 
 
 class WrongRewardRule(RewardHackingRule):
-    """The same table where right answers alone are rewarded: a wrong one then has the lowest reward there is."""
+    """The rule of [monitor.reward_hacking] where only right answers are rewarded: a wrong one must have the lowest reward."""
 
     source = "training guidelines, overfitting: high_reward_but_wrong is only relevant with a judge, not with pure exact match"
     counts_itself = True

@@ -17,7 +17,7 @@ from nmoe.monitor.monitor import Metrics, Rule
 
 
 class ClipRule(Rule[ClipSection]):
-    """Updates that are clipped away, or that leave the range of the clip in one."""
+    """Updates whose tokens are mostly clipped, or leave the clip range in one update."""
 
     name = "clip"
     smoke = True

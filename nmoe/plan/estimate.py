@@ -62,7 +62,7 @@ class Size:
 
 
 def size_of(config: RunConfig) -> Size:
-    """Raises UserError where a checkpoint or tokenizer is missing, or the machine lacks the device."""
+    """The size of a run's model. Raises UserError for a missing checkpoint or tokenizer, and for a device that is not there."""
     settings = config.model
     device, dtype = device_and_dtype(settings)
     if settings.shape is not None:

@@ -192,7 +192,7 @@ def _sent(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -
 
 
 def tokens_of_step(config: RunConfig) -> int:
-    """The most tokens that one optimizer step is of; of samples without their prompts."""
+    """The most tokens of one optimizer step; for samples without their prompts."""
     if isinstance(config, PretrainConfig):
         return config.data.tokens_per_step
     if isinstance(config, VerifierConfig):
@@ -260,7 +260,7 @@ def parts(plan: RankPlan) -> str:
 
 
 def advice(plan: RankPlan) -> str:
-    """What would make a rank's part smaller."""
+    """The remedies that make a rank's part smaller, in one line."""
     return f"what helps, the cheapest first: {'; '.join(plan.remedies)}"
 
 

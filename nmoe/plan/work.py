@@ -1,4 +1,4 @@
-"""What one step runs: the tokens of its largest micro-batch, and the sequences that the engine samples at once."""
+"""The work of one step: the tokens of its largest micro-batch, and the sequences that the engine samples at once."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _longest(config: RunConfig, settings: EnvironmentSettings) -> int:
 
 
 def work_of(config: RunConfig, context: int, prompts: Prompts | None = None, ranks: int = 1) -> Work:
-    """What a rank runs at most. Prompts whose length is not known are as long as the model's `context` and the environment's
-    budget allow."""
+    """The most work of a rank in one step. Prompts whose length is not known are as long as the model's `context` and the
+    environment's budget allow."""
     budget = config.batch.tokens_per_microbatch
     if not isinstance(config, RLConfig | SelfplayConfig):
         tokens = min(budget, math.ceil(_tokens_of_step(config) / ranks))

@@ -1,4 +1,4 @@
-"""What one check of a configuration says."""
+"""The result of one check of a configuration: ok, warn or fail, with a line of text."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def checked(name: str, check: Callable[[], Check]) -> Iterator[Check]:
 
 
 def failure(name: str, error: Exception) -> Check:
-    """A check that bad input ended, in one line."""
+    """A failed check with the error's message in one line."""
     return Check(name, "fail", " ".join(str(error).split()))

@@ -31,7 +31,7 @@ from nmoe.sandbox.workspaces.store import workspaces_root
 
 @dataclass(frozen=True)
 class Advice:
-    """What would be better, and the command or setting that gets it.
+    """An improvement, and the command or setting for it.
 
     `kind`: "needed" (without it nmoe cannot be used), "faster", "safer", or "more" (something that is optional).
     """
@@ -57,7 +57,7 @@ def usable(findings: Sequence[Finding]) -> bool:
 
 
 def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """A paragraph per topic, then what would be better, the most urgent first."""
+    """A paragraph per topic, then the advice, the most urgent first."""
     width = max(len(finding.topic) for finding in findings) + 2
     for finding in findings:
         first, *others = finding.text.splitlines()
@@ -352,7 +352,7 @@ def _is_met(one: Requirement) -> bool:
 
 
 def machine_memory() -> dict[str, int]:
-    """In bytes, from Linux; elsewhere nothing."""
+    """Total and free memory in bytes, as Linux reports them; empty on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -375,7 +375,7 @@ def _can_be_written(path: Path) -> bool:
 
 
 def _size(directory: Path) -> int:
-    """In bytes, of all files below it."""
+    """The bytes of all files below a directory."""
     size = 0
     for folder, _, files in os.walk(directory):
         for name in files:

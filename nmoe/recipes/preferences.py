@@ -96,7 +96,7 @@ class Preferences:
 def read_preferences(
     config: PreferenceConfig, tokenizer: Tokenizer, make: MakePair, context_tokens: int
 ) -> Preferences:
-    """Raises UserError as `nmoe.data.pairs.read_pairs` does."""
+    """Reads the pairs and divides them into training and held-out pairs. Raises UserError as `nmoe.data.pairs.read_pairs` does."""
     records, seed = config.records, config.run.seed
     renderer = make_renderer(tokenizer, records.format)
     read = read_pairs(records, renderer, make, context_tokens)

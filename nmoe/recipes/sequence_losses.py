@@ -1,4 +1,4 @@
-"""Losses on held-out sequences, with what a difference from another evaluation of the same sequences needs."""
+"""Losses on held-out sequences, one by one, so that two evaluations of the same sequences can be compared in pairs."""
 
 # Shapes: N scored tokens.
 

@@ -83,7 +83,7 @@ def settle(config: R) -> tuple[R, int]:
 
 
 def prepare_process(threads: int, device: torch.device) -> None:
-    """Sets torch's threads, and what else of a process its numbers and its speed depend on."""
+    """Sets torch's threads and the other settings of a process that affect its numbers and speed."""
     keep_freed_memory()
     torch.set_num_threads(threads)
     kind_of(device).prepare(device)

@@ -170,7 +170,7 @@ async def _answer(
 
 
 def _shown(text: str) -> str:
-    """What a model says, as it is in a pipe; on a terminal, which obeys control characters, with these as escapes."""
+    """The model's text: unchanged into a pipe; on a terminal, which obeys control characters, with these escaped."""
     return printable(text) if sys.stdout.isatty() else text
 
 

@@ -55,7 +55,8 @@ Worked = tuple[str, str]
 
 
 def _digit_steps(left: str, right: str, carries: bool) -> Worked:
-    """Adds column by column from the right: "7+5=12 4+8+1=13" and "132". Without carries: "7+5=12 4+8=12" and "122"."""
+    """The steps of an addition, column by column from the right: "7+5=12 4+8+1=13" and "132". Without carries: "7+5=12 4+8=12" and
+    "122"."""
     steps, digits, carry = [], "", 0
     width = max(len(left), len(right))
     for a, b in zip(reversed(left.zfill(width)), reversed(right.zfill(width)), strict=True):

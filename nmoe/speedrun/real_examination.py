@@ -1,4 +1,4 @@
-"""The examination of a released model and of what RL made of it: the same held-out problems, greedy, graded leniently.
+"""The examination of a released model before and after RL: the same held-out problems, greedy, graded leniently.
 
 All tasks have equally many problems, regardless of their weights in training. There is room to end, and the answer counts
 wherever it stands (`nmoe.eval.lenient`), so that a gain is not brevity alone. Beside it stands whether a completion ends by
@@ -82,7 +82,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class RealExamination:
-    """What one model did.
+    """The results of one model.
 
     chance: by task, what a guess reaches (`guessed`). talk: each of `QUESTIONS` with the model's words. lambada: the loss of each
     passage's last word in nats, or why it was not measured. step: the examined checkpoint's; the base has none.

@@ -45,7 +45,7 @@ class Result:
 
     @property
     def parts(self) -> Gain | None:
-        """What the gain consists of."""
+        """The parts of the gain."""
         return part_gain(*([(one.in_form, one.right) for one in answers] for answers in (self.before, self.after)))
 
     def figures(self) -> dict[str, float | int]:

@@ -90,7 +90,7 @@ class _Record(BaseModel):
 
     @property
     def made(self) -> dict[str, str | None]:
-        """What this pipeline made, by name: its fingerprint; None if a stage may have been interrupted."""
+        """The fingerprint of everything that this pipeline made, by name; None if a stage may have been interrupted."""
         found: dict[str, str | None] = {name: mark for stage in self.done for name, mark in stage.made.items()}
         return found | self.reports | dict.fromkeys(self.making)
 
@@ -159,7 +159,7 @@ class Stages:
                 self._run(stage)
 
     def report(self, write: Callable[[], T]) -> T:
-        """Calls what writes the reports about the stages, and records them."""
+        """Calls the writer of the reports about the stages, and records them."""
         self._record.making = list(self._reports)
         self._write()
         written = write()

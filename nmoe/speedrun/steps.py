@@ -1,4 +1,4 @@
-"""Solutions that are lists of steps, right or with one planted error: what a verifier of the small model's size can learn to judge.
+"""Solutions as lists of steps, right or with one planted error, which a verifier of the small model's size can learn to judge.
 
 A problem is a sum (`nmoe.envs.tasks.numeric`), a solution adds one number a step, and an oracle knows the first wrong step:
 
