@@ -34,7 +34,7 @@ from nmoe.runs.directory import Resume, RunDirectory, flat_keys
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
 from nmoe.runs.progress import Progress
-from nmoe.runs.provenance import recorded_device, recorded_exports, recorded_schedule_steps
+from nmoe.runs.provenance import recorded_device, recorded_schedule_steps
 from nmoe.runs.record_links import claim_exports, link_records
 from nmoe.runs.samples import CONSOLE_CHARACTERS, sample_lines
 from nmoe.runs.sinks.sinks import Attempt, Sinks, refuse_unready
@@ -310,8 +310,7 @@ def _opened(start: tuple[Path, str, dict[str, Any], Resume], config: RunConfig) 
     directory = RunDirectory.create(*start, defaults=default_keys(config))
     try:
         if (exports := exports_of(config)) is not None:
-            before = recorded_exports(directory.path)
-            claim_exports(directory.path, exports, before == config.checkpoint.export_directory)
+            claim_exports(directory.path, exports)
         if directory.resumed_from is None:
             link_records(directory.path, config.run)
     except BaseException:

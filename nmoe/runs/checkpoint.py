@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ from nmoe.errors import UserError
 from nmoe.model.snapshot import Snapshot
 from nmoe.parsing import json_of
 from nmoe.runs.state import STATE, Part, snapshot_parts
-from nmoe.runs.storage import bytes_free, how_to_resume, make_directory, step_name, step_of, storage_errors
+from nmoe.runs.storage import bytes_free, how_to_resume, make_directory, sha256_of, step_name, step_of, storage_errors
 
 MANIFEST = "manifest.json"
 # Hidden names beside the checkpoints: one being written, one replaced by a save of the same step, one being removed.
@@ -97,7 +96,7 @@ def verify_checkpoint(path: Path) -> None:
             raise UserError(f"{file}: missing, though {MANIFEST} lists it; {remedy}")
         if (found := file.stat().st_size) != size:
             raise UserError(f"{file}: has {found:,} bytes where {MANIFEST} lists {size:,}; {remedy}")
-        if _sha256(file) != sha256:
+        if sha256_of(file) != sha256:
             raise UserError(f"{file}: its content is not the saved one (SHA-256 differs); {remedy}")
 
 
@@ -124,7 +123,7 @@ def _seal(partial: Path, step: int) -> None:
     """Writes the manifest and makes all of the directory durable, so that the rename does not reach the disk before the content."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     entries = {
-        file.relative_to(partial).as_posix(): {"size": file.stat().st_size, "sha256": _sha256(file)} for file in files
+        file.relative_to(partial).as_posix(): {"size": file.stat().st_size, "sha256": sha256_of(file)} for file in files
     }
     manifest = partial / MANIFEST
     manifest.write_text(json.dumps({"step": step, "files": entries}, indent=1) + "\n")
@@ -170,11 +169,6 @@ def _checkpoints(directory: Path) -> list[Path]:
 
 def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}{suffix}")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

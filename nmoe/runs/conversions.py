@@ -123,10 +123,8 @@ def import_model(source: str, out: Path | None = None, announce: Callable[[str],
 
 def check_room(model: Path, out: Path) -> None:
     """Raises UserError where the disk has no room for a model's copy."""
-    needed, existing = GGUFTensors(model).copied_bytes, out.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if (free := shutil.disk_usage(existing).free) < needed:
+    needed = GGUFTensors(model).copied_bytes
+    if (free := bytes_free(out)) < needed:
         raise UserError(
             f"{out}: the model takes {needed:,} bytes, and {free:,} are free there; make room, name a directory of another disk "
             f"with --out, or name the file itself, which every command takes: {model}"

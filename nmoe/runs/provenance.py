@@ -245,13 +245,6 @@ def _configuration(path: Path) -> dict[str, Any]:
         return {}
 
 
-def recorded_exports(path: Path) -> str | None:
-    """The checkpoint.export_directory of a run that can go on from a checkpoint; None without one."""
-    found = _recorded(path) or {}
-    checkpoint = found.get("checkpoint")
-    return checkpoint.get("export_directory") if isinstance(checkpoint, dict) else None
-
-
 def recorded_device(path: Path) -> str | None:
     """The device that a run last used; None if there is no such run."""
     if not (path / "provenance.json").exists():

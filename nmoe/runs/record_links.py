@@ -48,11 +48,8 @@ def link_records(path: Path, settings: RunSection, variables: Mapping[str, str] 
         undo.pop_all()
 
 
-def claim_exports(run: Path, exports: Path, exported_before: bool) -> None:
+def claim_exports(run: Path, exports: Path) -> None:
     """Marks a directory as the one for a run's exported checkpoints: a save replaces and prunes checkpoints of the same name.
-
-    exported_before: whether the run exported there before it was resumed. Checkpoints without a mark, as earlier versions left
-    them, are then its own.
 
     Raises UserError where another run has marked the directory, or has left checkpoints there, and StorageError."""
     marker, remedy = exports / _MARKER, "choose another --checkpoint.export_directory or --run.name"
@@ -66,8 +63,7 @@ def claim_exports(run: Path, exports: Path, exported_before: bool) -> None:
         marked = {}
     # A run that began again, before its first checkpoint, has exported nothing.
     again = not saved and marked.get("run") in (None, mark["run"])
-    own = marked["start"] == mark["start"] if marked else exported_before
-    if not (own or again):
+    if not (again or marked.get("start") == mark["start"]):
         raise UserError(f"{exports}: holds the exported checkpoints of another run; move them, or {remedy}")
     with storage_errors(exports):
         make_directory(exports, remedy)

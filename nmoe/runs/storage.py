@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -138,6 +139,12 @@ def bytes_free(path: Path) -> int:
     while not os.path.exists(path):  # False, not an error, if a parent may not be searched
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _STEP_NAME = re.compile(r"step_(\d{6,})")

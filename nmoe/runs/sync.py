@@ -4,7 +4,6 @@ Code goes as a git bundle, since a commit says what runs; everything else by rsy
 that were taken here, and the code against its commit.
 """
 
-import hashlib
 import os
 import shlex
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.runs.provenance import changed_files, checkout_at, git
 from nmoe.runs.record import is_running
+from nmoe.runs.storage import sha256_of
 
 BUNDLE = "code.bundle"
 
@@ -65,7 +65,7 @@ def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
         return
     to.run("true")
     _rsync(to, names)
-    sums = {file: _sum(file) for name in names for file in _files(name)}
+    sums = {file: sha256_of(Path(file)) for name in names for file in _files(name)}
     try:
         to.run(
             "sha256sum --check --quiet --strict -", "".join(_sum_line(file, digest) for file, digest in sums.items())
@@ -140,11 +140,6 @@ def _files(name: str) -> Iterator[str]:
         for link in (entry for entry in os.scandir(directory) if entry.is_symlink() and entry.is_dir()):
             if not Path(link.path).resolve().is_relative_to(Path(name).resolve()):
                 yield from _files(link.path)
-
-
-def _sum(file: str) -> str:
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _sum_line(file: str, digest: str) -> str:

@@ -51,7 +51,7 @@ class Description:
         path = directory / DESCRIPTION
         try:
             raw = json_of(path.read_text())
-            described = cls(raw["mode"], raw["head"], raw["neutral"], raw.get("reads", "last"))
+            described = cls(raw["mode"], raw["head"], raw["neutral"], raw["reads"])
         except FileNotFoundError:
             raise UserError(
                 f"{path}: no such file: the checkpoint is not a verifier; `nmoe verifier` trains one"

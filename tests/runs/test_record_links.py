@@ -10,7 +10,6 @@ import pytest
 from nmoe.config.tables.run import RunSection
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.provenance import recorded_exports
 from nmoe.runs.record import read_run
 from nmoe.runs.record_links import VARIABLES, claim_exports, link_records
 
@@ -158,35 +157,17 @@ def test_exported_checkpoints_are_of_one_run(tmp_path: Path) -> None:
     exports = tmp_path / "exports"
     for place, start in (("a", "01"), ("b", "02")):
         RunDirectory.create(tmp_path / place, CONFIG, {"started_utc": start}, resume=False).close()
-    claim_exports(tmp_path / "a", exports, exported_before=False)
+    claim_exports(tmp_path / "a", exports)
     with pytest.raises(UserError, match=f"^{exports}: holds the exported checkpoints of another run; move them, or"):
-        claim_exports(tmp_path / "b", exports, exported_before=False)
+        claim_exports(tmp_path / "b", exports)
     (exports / "step_000001").mkdir()
-    claim_exports(tmp_path / "a", exports, exported_before=False)
+    claim_exports(tmp_path / "a", exports)
     (tmp_path / "a").rename(tmp_path / "moved")
-    claim_exports(tmp_path / "moved", exports, exported_before=False)
-    (exports / ".run.json").unlink()  # of an earlier version, or copied there
+    claim_exports(tmp_path / "moved", exports)
+    (exports / ".run.json").unlink()  # copied there without the mark
     for run in ("moved", "b"):
         with pytest.raises(UserError, match="of another run"):
-            claim_exports(tmp_path / run, exports, exported_before=False)
+            claim_exports(tmp_path / run, exports)
     (exports / ".run.json").write_text("{}")  # torn
     with pytest.raises(UserError, match="of another run"):
-        claim_exports(tmp_path / "b", exports, exported_before=False)
-    claim_exports(tmp_path / "moved", exports, exported_before=True)
-    assert json.loads((exports / ".run.json").read_text())["run"] == str(tmp_path / "moved")
-    for mine in (False, True):
-        with pytest.raises(UserError, match="of another run"):
-            claim_exports(tmp_path / "b", exports, exported_before=mine)
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_its_exports(tmp_path: Path) -> None:
-    """Only one whose own record says that it exported there."""
-    run = tmp_path / "run"
-    RunDirectory.create(
-        run, '[run]\nsteps = 2\n[optimizer]\n[checkpoint]\nexport_directory = "e"\n', {}, resume=False
-    ).close()
-    assert recorded_exports(run) is None, "a run that begins has exported nothing"
-    (run / "checkpoints" / "step_000001").mkdir()
-    assert recorded_exports(run) == "e"
-    (run / "config.toml").write_text("[run]\nsteps = 2\n[optimizer]\n")
-    assert recorded_exports(run) is None
+        claim_exports(tmp_path / "b", exports)

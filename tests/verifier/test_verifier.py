@@ -276,7 +276,8 @@ def test_what_is_no_verifier_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"verifier\.json: no such file: the checkpoint is not a verifier"):
         Judge.load(tmp_path)
-    for text in ("{", '{"mode": "steps", "head": "generative", "neutral": false}', '{"mode": "step"}'):
+    steps = '{"mode": "steps", "head": "generative", "neutral": false, "reads": "last"}'
+    for text in ("{", steps, '{"mode": "step"}'):
         (tmp_path / "verifier.json").write_text(text)
         with pytest.raises(UserError, match=r"verifier\.json: not the description of a verifier"):
             Judge.load(tmp_path)

@@ -261,12 +261,10 @@ def test_the_description_says_which_tokens_are_read(tmp_path: Path) -> None:
     Description("step", "discriminative", neutral=False, reads="every").save(tmp_path)
     assert Description.load(tmp_path).reads == "every"
     file = tmp_path / "verifier.json"
-    # As it was written before there was a choice.
-    file.write_text('{"mode": "step", "head": "discriminative", "neutral": false}')
-    assert Description.load(tmp_path).reads == "last"
-    file.write_text('{"mode": "step", "head": "discriminative", "neutral": false, "reads": "most"}')
-    with pytest.raises(UserError, match="not the description of a verifier"):
-        Description.load(tmp_path)
+    for reads in ("", ', "reads": "most"'):
+        file.write_text(f'{{"mode": "step", "head": "discriminative", "neutral": false{reads}}}')
+        with pytest.raises(UserError, match="not the description of a verifier"):
+            Description.load(tmp_path)
 
 
 def test_a_verifier_of_solutions_judges_no_steps(

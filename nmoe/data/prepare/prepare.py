@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmoe.config.preparation import OWN_FILES, PreparationSettings, ProbeSection
+from nmoe.data.packages import sha256_of
 from nmoe.data.prepare.problems import Contamination, digest, ends_in_box, field_of, given_problems, integer
-from nmoe.data.prepare.source import parquet_files, read_batches, sha256_of
+from nmoe.data.prepare.source import parquet_files, read_batches
 from nmoe.data.prepare.survivors import Survivors, columns_of, priority
 from nmoe.errors import StorageError, UserError
 from nmoe.parsing import json_of

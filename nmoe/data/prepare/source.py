@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,9 +57,3 @@ def read_batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pyar
                     yield pyarrow.record_batch(texts, names=list(columns))
         except (OSError, ValueError, pyarrow.ArrowException) as error:  # a ValueError where a text is not UTF-8
             raise UserError(f"{path}: cannot be read as Parquet: {error}") from error
-
-
-def sha256_of(path: Path) -> str:
-    """The digest of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
