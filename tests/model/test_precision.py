@@ -126,7 +126,7 @@ def test_what_is_not_exact_is_found_by_name(library_by_rows: None) -> None:
     assert numerics_here("fast") == "fast"
 
 
-def test_a_run_says_it_in_its_first_lines_and_its_provenance(library_by_rows: None) -> None:
+def test_a_run_names_inexact_parts_in_its_first_lines_and_its_provenance(library_by_rows: None) -> None:
     line, *more = describe(config("exact"), None)
     assert line.startswith("numerics: exact was asked for, and on this machine the bits of ")
     assert "norms" in line

@@ -30,7 +30,7 @@ def test_ranks_train_as_one_process_does(ranks: int, names: list[str]) -> None:
 
 def test_what_is_wrong_on_one_rank_is_noticed_on_all() -> None:
     """Also where one process computed for an earlier pair, and is not asked again."""
-    said = on_ranks(2, "damaged_ranks.py").splitlines()
+    said = on_ranks(2, "checked_ranks.py").splitlines()
     for name, where, size in (
         ("a gradient", "the gradient of embedding.weight", r"\d\.\de-0[5-9]"),
         ("a weight that is no number", "embedding.weight", "inf"),

@@ -38,4 +38,4 @@ def test_the_plan() -> None:
 
 def test_the_documented_table_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     main()
-    assert capsys.readouterr().out in (Path(__file__).parents[2] / "docs/guides/speedrun_gpu.md").read_text()
+    assert capsys.readouterr().out in (Path(__file__).parents[2] / "docs/guides/gpu.md").read_text()
