@@ -154,8 +154,8 @@ def _groups(root: Path) -> list[Path]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        place = mount / group.lstrip("/")
-        groups += [one for one in (place, *place.parents) if one.is_relative_to(mount)]
+        directory = mount / group.lstrip("/")
+        groups += [one for one in (directory, *directory.parents) if one.is_relative_to(mount)]
     return groups
 
 

@@ -274,9 +274,9 @@ def run(command: typer.Typer, program: str) -> None:
 def _ranks() -> Iterator[None]:
     """Joins the other ranks for the block, which only rank 0 enters: the others serve it, and end with its exit code."""
     from nmoe.parallel.gang import Controller, Member
-    from nmoe.parallel.join import join, leave, told_to_torchrun
+    from nmoe.parallel.join import join, leave, reports_to_torchrun
 
-    with told_to_torchrun():
+    with reports_to_torchrun():
         gang = join(sys.argv[1:])
         if isinstance(gang, Member):
             exit_code = gang.serve()

@@ -121,10 +121,10 @@ class RankSampler:
             error = None
             try:
                 async for sample in self.engine.samples(asked.request):
-                    member.tell(_Sampled(asked.number, sample))
+                    member.send(_Sampled(asked.number, sample))
             except UserError as refusal:
                 error = str(refusal)
-            member.tell(_Sampled(asked.number, error=error))
+            member.send(_Sampled(asked.number, error=error))
 
         loop.add_reader(connection.fileno(), read)
         try:
@@ -197,7 +197,7 @@ class RanksEngine:
         """Ends the members' service, and drops their late messages."""
         self._serving, self._stats = False, []
         for rank in range(1, self._gang.size):
-            self._gang.tell(rank, None)
+            self._gang.send(rank, None)
         for rank in range(1, self._gang.size):
             while isinstance(answer := self._gang.answer(rank), _Sampled):
                 pass
@@ -257,7 +257,7 @@ class RanksEngine:
         outbox, self._outbox = self._outbox, {}
         for rank, messages in outbox.items():
             if self._serving:
-                self._gang.tell(rank, messages)
+                self._gang.send(rank, messages)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         return await self._own.score(token_ids, temperature)

@@ -259,8 +259,8 @@ def common_prefixes(inputs: Sequence[np.ndarray], shortest: int = 32) -> tuple[t
     """
     first: dict[bytes, int] = {}
     groups = [
-        first.setdefault(ids[:shortest].tobytes(), place) if len(ids) > shortest else place
-        for place, ids in enumerate(inputs)
+        first.setdefault(ids[:shortest].tobytes(), index) if len(ids) > shortest else index
+        for index, ids in enumerate(inputs)
     ]
     shared = {group: len(inputs[group]) - 1 for group in groups}
     for ids, group in zip(inputs, groups, strict=True):

@@ -252,9 +252,9 @@ class Learner:
         return Snapshot(write, sum(part.size for part in parts), state, self._start)
 
     @command
-    def _start(self, place: Path) -> None:
+    def _start(self, directory: Path) -> None:
         if self._files is not None:
-            self._files.start(place)
+            self._files.start(directory)
 
     @command
     def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:

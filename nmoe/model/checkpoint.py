@@ -222,7 +222,7 @@ def export_model(
     for name, tensor in state.items():
         if name not in filled and tensor.any():
             raise UserError(
-                f"{name} is not zero, and {family.MODEL_TYPE} has no place for it: routers of this family choose by score "
+                f"{name} is not zero, and {family.MODEL_TYPE} cannot store it: routers of this family choose by score "
                 "alone. Train with router_aux_loss_coef in place of router_bias_rate where export is wanted"
             )
     if first:

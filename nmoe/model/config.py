@@ -85,8 +85,8 @@ class ModelConfig(ModelShape):
     head_dim=32, experts=8, experts_per_token=2, expert_width=128, context_tokens=160)`.
 
     `experts = 0` is a dense model with SwiGLU blocks of `intermediate_size`; with experts, `dense_layers` names the layers that
-    have such a block in place of theirs. `swiglu_limit > 0` is gpt-oss's clamped SwiGLU in the experts. `gelu` puts GELU in the
-    place of SiLU.
+    have such a block in place of theirs. `swiglu_limit > 0` is gpt-oss's clamped SwiGLU in the experts. `gelu` replaces SiLU by
+    GELU.
 
     `output_norms` norms what attention and feed-forward add to the residual stream, too; with `norm_offset` norms scale by one
     plus their weight. `scale_embedding` multiplies embeddings by the root of their width (Gemma, arXiv:2403.08295).
@@ -96,7 +96,7 @@ class ModelConfig(ModelShape):
     alike). `sinks` adds to each head's softmax one learned logit that takes part in the sum alone. `attention_scale = 0` stands for
     `head_dim ** -0.5`. `rotary_dim` dimensions of a head are turned by its position (0: all of them). `latent` replaces
     grouped-query attention; `head_dim` is then `nope_dim + rope_dim`. `attention_gate` multiplies what each head reads by a sigmoid
-    of the hidden state. `recurrent_layers` names the layers that have `delta` in the place of attention.
+    of the hidden state. `recurrent_layers` names the layers that have `delta` instead of attention.
 
     Routing: K of E by score plus a balancing bias that moves the choice alone. `router_bias_rate > 0` moves that bias by this
     rate after each optimizer step (Wang et al. 2024, arXiv:2408.15664). With `router_groups > 1` the choice is limited to the

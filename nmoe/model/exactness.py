@@ -53,7 +53,7 @@ def _parts(device: torch.device) -> dict[str, Callable[[slice], Tensor]]:
     x_ND, heads_NHC, factors = draw(_ROWS, 96), draw(_ROWS, 6, 20), draw(96)
     wide, narrow, expert, head = draw(70, 96), draw(4, 96), draw(1, 96, 24), draw(4096, 96) / 10
     angles, tokens = draw(_ROWS, 1, 10), torch.arange(_ROWS, device=device)
-    weights_NK, place_NK = (
+    weights_NK, row_NK = (
         torch.rand(_ROWS, 3, generator=generator).to(device),
         torch.randint(_ROWS, (_ROWS, 3), generator=generator).to(device),
     )
@@ -85,7 +85,7 @@ def _parts(device: torch.device) -> dict[str, Callable[[slice], Tensor]]:
         "products": lambda some: ops.linear(x_ND[some], wide),
         "narrow products": lambda some: ops.linear(x_ND[some], narrow),
         "products of experts": grouped,
-        "sums over experts": lambda some: ops.combine(x_ND, weights_NK[some], place_NK[some]),
+        "sums over experts": lambda some: ops.combine(x_ND, weights_NK[some], row_NK[some]),
         "attention": attention,
         "recurrent layers": recurrence,
         "norms": lambda some: ops.rms_norm(x_ND[some], factors, 1e-6),

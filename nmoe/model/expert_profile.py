@@ -75,7 +75,7 @@ def dequantised(weight_DN: Tensor, profile: ExpertProfile) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Quantised numbers in the place of others, which take their gradient."""
+    """Quantised numbers instead of others, which take their gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantised: Tensor) -> Tensor:
@@ -136,11 +136,11 @@ class ProfiledExperts:
 
     def weight_once(self, weight_EDN: Tensor) -> Tensor:
         """The same for a weight that is gathered for each pass. It is quantised in each: a gathered weight lies where the last one
-        lay, with the same version, so that nothing tells whether its value is another. To keep all would undo the sharding."""
+        lay, with the same version, so that nothing shows whether its value is another. To keep all would undo the sharding."""
         return straight_through(weight_EDN, self._quantised(weight_EDN, None).data)
 
     def _quantised(self, weight_EDN: Tensor, before: _Kept | None) -> nn.Parameter:
-        """A parameter, because packed forms are kept of those alone. It stays in its place, where a recorded step reads it."""
+        """A parameter, because packed forms are kept of those alone. It keeps its memory, where a recorded step reads it."""
         with torch.inference_mode(False), torch.no_grad():
             out = None if before is None else before.value
             if out is None or (out.shape, out.dtype, out.device) != (

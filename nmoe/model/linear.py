@@ -67,7 +67,7 @@ class SwiGLU(nn.Module):
 
 
 class GeGLU(SwiGLU):
-    """The same with GELU, by its approximation with tanh, in the place of SiLU (Shazeer 2020, arXiv:2002.05202)."""
+    """A dense block with GELU, by its approximation with tanh, instead of SiLU (Shazeer 2020, arXiv:2002.05202)."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_up_TF = self.gate_up_proj(x_TD)

@@ -173,7 +173,7 @@ class Lora:
         self.base, self.fingerprint = base, fingerprint
         self.notes: tuple[str, ...] = ()
         self._parts: dict[Site, tuple[Tensor, Tensor]] = {}
-        self._places: list[tuple[nn.Module, str, str, LowRank | ExpertsLowRank]] = []
+        self._attached: list[tuple[nn.Module, str, str, LowRank | ExpertsLowRank]] = []
         model.requires_grad_(False)
         for ours, group in groupby(self.sites, key=lambda site: site.ours):
             module, of_module = model.get_submodule(ours), list(group)
@@ -194,7 +194,7 @@ class Lora:
         update = LowRank(module.weight.shape[1], spans, rank, scale, module.weight)
         for site, (_, ranks, rows) in zip(of_module, update.parts(), strict=True):
             self._parts[site] = update.a_GD[ranks], update.b_Sr[rows]
-        self._place(module, "weight", "adapter", update)
+        self._put(module, "weight", "adapter", update)
 
     def _adapt_experts(self, module: MoE, site: Site) -> None:
         name = "down" if site.target == "experts.down_proj" else "gate_up"
@@ -202,11 +202,11 @@ class Lora:
         (experts, inputs, outputs), (rank, scale) = weight_EDF.shape, self.settings.of(site)
         update = ExpertsLowRank(experts, inputs, outputs, rank, scale, weight_EDF)
         self._parts[site] = update.a_EDr.mT, update.b_ErF.mT
-        self._place(module, name, f"{name}_adapter", update)
+        self._put(module, name, f"{name}_adapter", update)
 
-    def _place(self, module: nn.Module, weight: str, name: str, update: LowRank | ExpertsLowRank) -> None:
+    def _put(self, module: nn.Module, weight: str, name: str, update: LowRank | ExpertsLowRank) -> None:
         setattr(module, name, update)
-        self._places.append((module, weight, name, update))
+        self._attached.append((module, weight, name, update))
 
     def part(self, site: Site) -> tuple[Tensor, Tensor]:
         """Views of a site's A `[r, D]` and B `[F, r]`; of experts, `[E, r, D]` and `[E, F, r]`."""
@@ -224,7 +224,7 @@ class Lora:
         return self
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for *_, update in self._places for parameter in update.parameters()]
+        return [parameter for *_, update in self._attached for parameter in update.parameters()]
 
     @contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[Transformer]:
@@ -243,32 +243,32 @@ class Lora:
     @contextmanager
     def disabled(self) -> Iterator[Transformer]:
         """Inside the context the model is the base, bit for bit."""
-        for module, _, name, _ in self._places:
+        for module, _, name, _ in self._attached:
             setattr(module, name, None)
         try:
             yield self.model
         finally:
-            for module, _, name, update in self._places:
+            for module, _, name, update in self._attached:
                 setattr(module, name, update)
 
     @contextmanager
     def merged(self) -> Iterator[Transformer]:
         """Inside the context the model has no adapter, and its weights include the updates; this is what an export writes.
         Afterwards the base's weights are back, unchanged. The adapted weights are held twice meanwhile."""
-        frozen = [getattr(module, weight) for module, weight, _, _ in self._places]
+        frozen = [getattr(module, weight) for module, weight, _, _ in self._attached]
         with self.disabled():
             try:
-                for (module, weight, _, update), before in zip(self._places, frozen, strict=True):
+                for (module, weight, _, update), before in zip(self._attached, frozen, strict=True):
                     setattr(module, weight, nn.Parameter(update.merged(before), requires_grad=False))
                 yield self.model
             finally:
-                for (module, weight, _, _), before in zip(self._places, frozen, strict=True):
+                for (module, weight, _, _), before in zip(self._attached, frozen, strict=True):
                     setattr(module, weight, before)
 
     def updates(self) -> dict[str, LowRank | ExpertsLowRank]:
         """The updates by the name of the weight that each is of."""
         names = {module: name for name, module in self.model.named_modules()}
-        return {f"{names[module]}.{weight}": update for module, weight, _, update in self._places}
+        return {f"{names[module]}.{weight}": update for module, weight, _, update in self._attached}
 
     def describe(self) -> list[str]:
         """Lines such as `adapter: 24,576 parameters beside 1,203,456 (2.0%), at q_proj, o_proj; rank 8, alpha 16`."""

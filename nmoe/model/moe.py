@@ -323,7 +323,7 @@ class MoE(nn.Module):
         )
 
     def pack(self) -> None:
-        """Gives the experts' weights, which are not set yet, their place in MXFP4."""
+        """Allocates the experts' weights, which are not set yet, in MXFP4."""
         assert self.gate_up is not None
         assert self.down is not None
         self.gate_up_packed, self.down_packed = PackedExperts(*self.gate_up.shape), PackedExperts(*self.down.shape)

@@ -38,7 +38,7 @@ _WIDTH_STEP, _WIDEST = 8, 256
 
 class VarlenAttention:
     """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. If they share rows, `shared`
-    gives the rows, of all T, that it is called with, and the place of each of the T among them."""
+    gives the rows, of all T, that it is called with, and the index of each of the T among them."""
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device, shared: tuple[Tensor, Tensor] | None = None
@@ -102,7 +102,7 @@ class ExactAttention:
         self.blocks = int(blocks_S.sum())
         self.sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_S)
         self.positions_T = torch.arange(len(self.sequence_T)) - (lengths_S.cumsum(0) - lengths_S)[self.sequence_T]
-        self.places_T = first_S[self.sequence_T] * _BLOCK + self.positions_T
+        self.index_T = first_S[self.sequence_T] * _BLOCK + self.positions_T
         # Entries past a sequence's blocks are never read.
         self.table_SM = first_S.unsqueeze(1) + torch.arange(max(blocks_S.tolist(), default=0))
 
@@ -128,7 +128,7 @@ class ExactAttention:
 
     def _in_blocks(self, x_TJW: Tensor) -> Tensor:
         """`[blocks, J, 16, W]`."""
-        rows = x_TJW.new_zeros(self.blocks * _BLOCK, *x_TJW.shape[1:]).index_copy_(0, self.places_T, x_TJW)
+        rows = x_TJW.new_zeros(self.blocks * _BLOCK, *x_TJW.shape[1:]).index_copy_(0, self.index_T, x_TJW)
         return rows.unflatten(0, (self.blocks, _BLOCK)).transpose(1, 2).contiguous()
 
 
@@ -167,7 +167,7 @@ _VARLEN_DEVICES = ("cuda",)
 
 @dataclass
 class _Bucket:
-    """A run of sequences of similar length: its span of tokens, and their places in the padded block (None: no padding)."""
+    """A run of sequences of similar length: its span of tokens, and their rows in the padded block (None: no padding)."""
 
     start: int
     lengths: list[int]
@@ -195,7 +195,7 @@ class PackedAttention:
     `nmoe.model.packed`.
 
     Sequences may share rows, such as a common prompt: then `shared` gives the rows, of all T, that it is called with (`[S]`),
-    and the place of each of the T among them (`[T]`).
+    and the index of each of the T among them (`[T]`).
     """
 
     def __init__(
@@ -231,16 +231,16 @@ class PackedAttention:
     def _exact(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
         if self.shared is None:
             return self.in_order(layer, q_THC, k_TJC, v_TJU)
-        rows_S, place_T = self.shared
-        out_THU = self.in_order(layer, *(x.index_select(0, place_T) for x in (q_THC, k_TJC, v_TJU)))
+        rows_S, index_T = self.shared
+        out_THU = self.in_order(layer, *(x.index_select(0, index_T) for x in (q_THC, k_TJC, v_TJU)))
         return out_THU.index_select(0, rows_S)
 
     def recur(self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
         """Runs a recurrent layer from the start of every sequence. Rows that sequences share are run for each."""
         if self.shared is None:
             return recurrence.run(layer, self.spans, x_TW, decay_TH, beta_TH, None, self.exact)[0]
-        rows_S, place_T = self.shared
-        x_TW, decay_TH, beta_TH = (x.index_select(0, place_T) for x in (x_TW, decay_TH, beta_TH))
+        rows_S, index_T = self.shared
+        x_TW, decay_TH, beta_TH = (x.index_select(0, index_T) for x in (x_TW, decay_TH, beta_TH))
         return recurrence.run(layer, self.spans, x_TW, decay_TH, beta_TH, None, self.exact)[0].index_select(0, rows_S)
 
     @cached_property
@@ -259,18 +259,18 @@ class PackedAttention:
 def clusters_of(lengths: Sequence[int], shared: tuple[Tensor, Tensor] | None) -> Clusters:
     """The clusters of sequences whose leading rows may be shared, as `PackedAttention` is given them."""
     tokens = sum(lengths)
-    places_T = np.arange(tokens) if shared is None else shared[1].numpy()
-    own_T = np.ones(tokens, bool) if shared is None else shared[0].numpy()[places_T] == np.arange(tokens)
+    index_T = np.arange(tokens) if shared is None else shared[1].numpy()
+    own_T = np.ones(tokens, bool) if shared is None else shared[0].numpy()[index_T] == np.arange(tokens)
     spans: dict[int, list[tuple[int, int, int]]] = {}  # by the row that a cluster begins with
     start = 0
     for length in lengths:
-        places, own = places_T[start : start + length], int(own_T[start : start + length].sum())
+        index, own = index_T[start : start + length], int(own_T[start : start + length].sum())
         if own:
             prefix = length - own
-            first = int(places[prefix])
-            row = int(places[0]) if prefix else first
+            first = int(index[prefix])
+            row = int(index[0]) if prefix else first
             expected = np.concatenate([np.arange(row, row + prefix), np.arange(first, first + own)])
-            assert np.array_equal(places, expected), "what sequences share is the beginning of the first of them"
+            assert np.array_equal(index, expected), "what sequences share is the beginning of the first of them"
             spans.setdefault(row, []).append((prefix, first, own))
         start += length
     bounds = [0, *accumulate(len(cluster) for cluster in spans.values())]
@@ -296,9 +296,9 @@ class _BucketedAttention:
             self.gather_T = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order]).to(device)
             self.back_S = self.gather_T.argsort()
         if shared is not None:
-            rows_S, place_T = shared
+            rows_S, index_T = shared
             self.back_S = rows_S if self.gather_T is None else self.back_S[rows_S]
-            self.gather_T = place_T if self.gather_T is None else place_T[self.gather_T]
+            self.gather_T = index_T if self.gather_T is None else index_T[self.gather_T]
         self.buckets: list[_Bucket] = []
         run: list[int] = []
         for length in [lengths[i] for i in order if lengths[i]] + [0]:

@@ -72,7 +72,7 @@ class Spans:
         self.device, self.count, self.tokens = device, len(lengths), int(self.lengths.sum())
         self.first = np.cumsum(self.lengths) - self.lengths
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
-        order, places = np.argsort(-self.lengths, kind="stable"), np.zeros(self.tokens, dtype=np.int64)
+        order, index = np.argsort(-self.lengths, kind="stable"), np.zeros(self.tokens, dtype=np.int64)
         self.buckets: list[_Bucket] = []
         done = 0
         while len(order):
@@ -82,10 +82,10 @@ class Spans:
             at_L = np.arange(longest)
             inside_BL = at_L < self.lengths[own][:, None]
             rows_BL = np.where(inside_BL, self.first[own][:, None] + at_L, self.tokens)
-            places[rows_BL[inside_BL]] = done + inside_BL.reshape(-1).nonzero()[0]
+            index[rows_BL[inside_BL]] = done + inside_BL.reshape(-1).nonzero()[0]
             done += rows_BL.size
             self.buckets.append(_Bucket(put(own, device), put(rows_BL, device)))
-        self.places_T = put(places, device)
+        self.index_T = put(index, device)
 
     def taps(self, tokens: int) -> tuple[Tensor, Tensor]:
         """For a convolution over so many tokens: the rows that each of its taps reads for each token, `[K, T]`, and the rows that
@@ -147,7 +147,7 @@ def run(
         out_BLHU, end_BHCU = ops.delta_rule(q_BLHC, k_BLHC, v_BLHU, decay_BLH, beta_BLH, begin_BHCU)
         out.append(out_BLHU.flatten(0, 1))
         memories = memories.index_copy(0, bucket.sequences_B, end_BHCU)
-    out_THU = torch.cat(out).index_select(0, spans.places_T).to(x_TW.dtype)
+    out_THU = torch.cat(out).index_select(0, spans.index_T).to(x_TW.dtype)
     inputs_SKW = rows_RW.index_select(0, last_SK.flatten()).unflatten(0, last_SK.shape)
     return out_THU, RecurrentState(inputs_SKW, memories)
 

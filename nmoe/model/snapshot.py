@@ -24,7 +24,7 @@ class Snapshot:
     write: Callable[[Path], None]
     size: int = 0
     state: Any = None
-    start: Callable[[Path], None] = lambda place: None
+    start: Callable[[Path], None] = lambda directory: None
 
 
 def hold(tensors: Mapping[str, Tensor], copied: bool) -> tuple[dict[str, Tensor], int]:

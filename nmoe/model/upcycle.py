@@ -116,7 +116,7 @@ def _weights(mixture: Mixture, settings: Upcycling, state: dict[str, Tensor]) ->
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Transformer(config).state_dict().items()}
     read = reader(family, config, open_tensors(mixture.dense))
-    order = {name: place for place, name in enumerate(state)}
+    order = {name: index for index, name in enumerate(state)}
 
     def dense(name: str) -> Tensor:
         return read(name, torch.empty(shapes[name], dtype=mixture.dtype))

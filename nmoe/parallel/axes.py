@@ -47,7 +47,7 @@ def resolve(section: ParallelSection, world: int, per_node: int, experts: int) -
     """
     dp_shard = _shards(section, world)
     ep, why = _expert_ranks(section, dp_shard, per_node, experts)
-    rdep, nodes = _places(ep, per_node)
+    rdep, nodes = _layout(ep, per_node)
     if section.rdep not in ("auto", rdep):
         raise UserError(
             f'parallel.rdep = "{section.rdep}": expert groups of ep = {ep} ranks lie in {_count(nodes, "node")} of {per_node} '
@@ -107,7 +107,7 @@ def _expert_ranks(section: ParallelSection, dp_shard: int, per_node: int, expert
     if section.rdep == "hybrid":
         return fitting[-1], f"auto: the largest divisor of {experts} experts and {_count(dp_shard, 'shard')}"
     most = min(MOST_EP, per_node)
-    best = max(ep for ep in fitting if ep <= most and _places(ep, per_node)[1] == 1)
+    best = max(ep for ep in fitting if ep <= most and _layout(ep, per_node)[1] == 1)
     return (
         best,
         f"auto: the largest divisor of {experts} experts and {_count(dp_shard, 'shard')} up to {most} in a node",
@@ -118,7 +118,7 @@ def _common_divisors(dp_shard: int, experts: int) -> list[int]:
     return [n for n in range(1, dp_shard + 1) if dp_shard % n == 0 and experts % n == 0]
 
 
-def _places(ep: int, per_node: int) -> tuple[Literal["single", "ipc", "hybrid"], int]:
+def _layout(ep: int, per_node: int) -> tuple[Literal["single", "ipc", "hybrid"], int]:
     """How the ranks of an expert group lie, and in how many nodes. Groups that begin at a multiple of `ep` either lie within a node
     each or are made up of whole nodes; where neither holds they are treated as ranks of separate nodes."""
     if ep == 1:

@@ -71,8 +71,8 @@ def differentiable_exchange(
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange of a dispatch: from which place each row is taken (None: rows lie in order already), and how many rows go to and
-    come from each rank of the hop's group."""
+    """One exchange of a dispatch: the index that each row is taken from (None: rows lie in order already), and how many rows go to
+    and come from each rank of the hop's group."""
 
     index_R: Tensor | None
     send: list[int]
@@ -81,7 +81,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Handle:
-    """How the rows of one dispatch travelled, for `combine`: the hops, and from which place each row was taken after them."""
+    """How the rows of one dispatch travelled, for `combine`: the hops, and the index that each row was taken from after them."""
 
     hops: list[Hop]
     index_S: Tensor
@@ -145,11 +145,11 @@ class Dispatcher:
 
 
 def regrouped(counts: Tensor, lie: Sequence[int], wanted: Sequence[int]) -> Tensor:
-    """The places to take rows from, `[R]`, so that blocks that lie in the order of the axes `lie` come to lie in the order
+    """The indices to take rows from, `[R]`, so that blocks that lie in the order of the axes `lie` come to lie in the order
     `wanted`. `counts` has the number of rows of each block, its axes in their own order.
 
     Two axes, `counts = [[1, 2], [1, 0]]`, from order (0, 1) to (1, 0): the blocks of 1, 2, 1, 0 rows become 1, 1, 2, 0, so the
-    places are [0, 3, 1, 2].
+    indices are [0, 3, 1, 2].
     """
     counts_B = counts.permute(*lie).reshape(-1)
     starts = (counts_B.cumsum(0) - counts_B).view([counts.shape[axis] for axis in lie])

@@ -172,9 +172,9 @@ class Member(Gang):
             try:
                 answer = self._follow(command)
             except BaseException as error:
-                self.tell(Failure.of(error))
+                self.send(Failure.of(error))
                 self._desert(getattr(error, "exit_code", 1))
-            if not self.tell(answer):
+            if not self.send(answer):
                 return 1
 
     def _desert(self, exit_code: int) -> NoReturn:
@@ -211,7 +211,7 @@ class Member(Gang):
             self._made[command.number] = result
         return result if command.result == "send" else None
 
-    def tell(self, answer: Any) -> bool:
+    def send(self, answer: Any) -> bool:
         try:
             self.connection.send_bytes(pickle.dumps(answer, protocol=5))
         except (BrokenPipeError, ConnectionError):
@@ -271,11 +271,11 @@ class Controller(Gang):
         return [own, *self._answers()]
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Has the members call a function while the controller does something else: `tell` and `answer` talk to them meanwhile, and
+        """Has the members call a function while the controller does something else: `send` and `answer` talk to them meanwhile, and
         the last answer of each is the result."""
         self._send([(function, args, {})] * self.size, "send")
 
-    def tell(self, rank: int, message: Any) -> None:
+    def send(self, rank: int, message: Any) -> None:
         """Sends a message to a function that `begin` called."""
         self.connections[rank - 1].send_bytes(self._pickled(message))
 

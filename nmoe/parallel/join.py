@@ -35,7 +35,7 @@ def join(arguments: Sequence[str]) -> Gang:
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns this process's view, which `gang` gives from then on.
 
     The group is NCCL's where each rank of this machine has its own GPU, else gloo's. Raises UserError where the environment
-    names no place, where the ranks do not all come, or run other code, versions or arguments.
+    names no address, or the ranks do not all come, or run other code, versions or arguments.
     """
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
@@ -59,9 +59,9 @@ def join(arguments: Sequence[str]) -> Gang:
                     connections[connection.recv()] = connection
         found: Gang = Controller(size, local_size, [connections[member] for member in range(1, size)])
     else:
-        told: list[Any] = [None]
-        dist.broadcast_object_list(told)
-        address, key = told[0]
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received)
+        address, key = received[0]
         connection = Client(address, authkey=key)
         connection.send(rank)
         found = Member(rank, size, local_size, connection)
@@ -105,7 +105,7 @@ def _meet(rank: int, size: int) -> dist.Store:
 
 def _wait_for_all(store: dist.Store, size: int, where: str) -> None:
     # By asking again and again, because torch complains of a wait that ends without success.
-    began, told, missing = time.monotonic(), False, list(range(1, size))
+    began, announced, missing = time.monotonic(), False, list(range(1, size))
     while missing := [rank for rank in missing if not store.check([f"here {rank}"])]:
         named = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} of {size}"
         if time.monotonic() - began > DEADLINE.total_seconds():
@@ -115,9 +115,9 @@ def _wait_for_all(store: dist.Store, size: int, where: str) -> None:
             raise UserError(
                 f"{named} did not come to {where} within {DEADLINE}; start all of them, with the same MASTER_ADDR and MASTER_PORT"
             )
-        if not told and time.monotonic() - began > _PATIENCE_S:
+        if not announced and time.monotonic() - began > _PATIENCE_S:
             print(f"waiting at {where} for {named}", file=sys.stderr, flush=True)
-            told = True
+            announced = True
         time.sleep(_ASKED_EVERY_S)
 
 
@@ -135,7 +135,7 @@ def _follow_rank_0(store: dist.Store) -> None:
 
 
 @contextmanager
-def told_to_torchrun() -> Iterator[None]:
+def reports_to_torchrun() -> Iterator[None]:
     """Gives torchrun the error that ends the block, if one does: its report comes last on the screen, and names nothing else."""
     handler, file = ErrorHandler(), os.environ.get("TORCHELASTIC_ERROR_FILE")
     try:

@@ -26,7 +26,7 @@ from nmoe.errors import UserError
 from nmoe.parallel.axes import Axes, expert_axis
 from nmoe.parallel.dispatcher import Dispatcher
 
-Place = Callable[[nn.Parameter], Any]
+Placement = Callable[[nn.Parameter], Any]
 """What `fully_shard` takes as `shard_placement_fn`."""
 
 
@@ -35,7 +35,7 @@ def has_meshes_by_parameter() -> bool:
     return hasattr(_fsdp_common, "ShardPlacementResult")
 
 
-def on_meshes(axis: Callable[[nn.Parameter], int], mesh: Callable[[nn.Parameter], DeviceMesh]) -> Place:
+def on_meshes(axis: Callable[[nn.Parameter], int], mesh: Callable[[nn.Parameter], DeviceMesh]) -> Placement:
     """Shards each parameter along its own axis, on its own mesh. A mesh has one axis or, before that, one of replicas.
     Raises UserError with a torch that is too old."""
     if not has_meshes_by_parameter():
@@ -53,10 +53,10 @@ def on_meshes(axis: Callable[[nn.Parameter], int], mesh: Callable[[nn.Parameter]
             )
         return groups[mesh]
 
-    def place(parameter: nn.Parameter) -> Any:
+    def placement(parameter: nn.Parameter) -> Any:
         return _fsdp_common.ShardPlacementResult(Shard(axis(parameter)), group(mesh(parameter)))
 
-    return place
+    return placement
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,15 @@ def shard_model(
     def axis(parameter: nn.Parameter) -> int:
         return expert_axis(parameter.shape, ranks, ep) if parameter in stacked else 0
 
-    place: Place
+    placement: Placement
     if meshes.ep is None:
-        place = lambda parameter: Shard(axis(parameter))  # noqa: E731
+        placement = lambda parameter: Shard(axis(parameter))  # noqa: E731
     else:
-        place = on_meshes(axis, lambda parameter: meshes.experts if parameter in stacked else meshes.dense)
+        placement = on_meshes(axis, lambda parameter: meshes.experts if parameter in stacked else meshes.dense)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in [*blocks, model]:
         fully_shard(
-            module, mesh=meshes.dense, shard_placement_fn=place, ignored_params=set(kept), offload_policy=policy
+            module, mesh=meshes.dense, shard_placement_fn=placement, ignored_params=set(kept), offload_policy=policy
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -45,7 +45,7 @@ class ShardedFiles:
         self._files: dict[str, list[str]] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._place: Path | None = None
+        self._source: Path | None = None
 
     def hold(self, files: Files, copied: bool) -> int:
         """Keeps the tensors as they are now, or with `copied` copies of this rank's parts in host memory, which no later step
@@ -59,9 +59,9 @@ class ShardedFiles:
         self._held = BlockingAsyncStager().stage(held) if copied else held
         return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
-    def start(self, place: Path) -> None:
+    def start(self, source: Path) -> None:
         """Begins to write the held tensors into a directory that all ranks share."""
-        self._place = place
+        self._source = source
         self._thread = threading.Thread(target=self._write, name=SAVING, daemon=True)
         self._thread.start()
 
@@ -71,13 +71,13 @@ class ShardedFiles:
         missing."""
         self._wait()
         error, self._error = self._error, None
-        assert self._place is not None, "writing was started"
+        assert self._source is not None, "writing was started"
         try:
             if error is not None:
                 raise error
-            join(self._place, self._files, directory)
+            join(self._source, self._files, directory)
         finally:
-            shutil.rmtree(self._place, ignore_errors=True)
+            shutil.rmtree(self._source, ignore_errors=True)
 
     def _wait(self) -> None:
         if self._thread is not None:
@@ -85,9 +85,9 @@ class ShardedFiles:
             self._thread = None
 
     def _write(self) -> None:
-        number = {file: place for place, file in enumerate(self._files, 1)}
+        number = {file: index for index, file in enumerate(self._files, 1)}
         index = {f"{file}/{name}": number[file] for file, names in self._files.items() for name in names}
-        writer = HuggingFaceStorageWriter(str(self._place), fqn_to_index_mapping=index, save_distributed=True)
+        writer = HuggingFaceStorageWriter(str(self._source), fqn_to_index_mapping=index, save_distributed=True)
         try:
             dcp.save(self._held, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:
@@ -99,12 +99,12 @@ class ShardedFiles:
             self._held = {}
 
 
-def join(place: Path, files: Mapping[str, list[str]], directory: Path) -> None:
-    """Writes each file's tensors whole, from the parts in the files of `place`. Raises ValueError where parts are missing."""
+def join(source: Path, files: Mapping[str, list[str]], directory: Path) -> None:
+    """Writes each file's tensors whole, from the parts in the files of `source`. Raises ValueError where parts are missing."""
     parts: dict[str, list[tuple[Path, list[int]]]] = defaultdict(list)
     shapes: dict[str, list[int]] = {}
     types: dict[str, str] = {}
-    for path in sorted(place.glob("*.safetensors")):
+    for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, "pt") as opened:
             offsets = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
             for key in opened.keys():  # noqa: SIM118 - not a mapping
@@ -117,7 +117,7 @@ def join(place: Path, files: Mapping[str, list[str]], directory: Path) -> None:
     for file, names in files.items():
         keys = {name: f"{file}/{name}" for name in names}
         if missing := [name for name in names if keys[name] not in parts]:
-            raise ValueError(f"{place}: no rank wrote {missing[0]} of {file}")
+            raise ValueError(f"{source}: no rank wrote {missing[0]} of {file}")
         _join_file(directory / file, {name: (types[key], shapes[key], parts[key]) for name, key in keys.items()}, keys)
 
 

@@ -66,7 +66,7 @@ def policy_batch(
     tool results are read but not learned. `advantages_B` holds one advantage per trajectory, for all its branches; without it the
     column is missing."""
     branches = [branch for trajectory in trajectories for branch in trajectory.branches]
-    samples = tuple(place for place, trajectory in enumerate(trajectories) for _ in trajectory.branches)
+    samples = tuple(index for index, trajectory in enumerate(trajectories) for _ in trajectory.branches)
     several = samples if len(branches) > len(trajectories) else None
     lengths = tuple(len(one.prompt_ids) + len(one.token_ids) - 1 for one in branches)
     tokens = [np.array([*one.prompt_ids, *one.token_ids]) for one in branches]

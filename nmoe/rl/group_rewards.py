@@ -162,7 +162,7 @@ def overlong_penalty(tokens_G: Tensor, max_tokens: int, buffer_tokens: int) -> T
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), `[G]` between 0 and -1: nothing up to
     `max_tokens - buffer_tokens` sampled tokens, then down in a straight line to -1 at `max_tokens`.
 
-    With a single penalty at the limit, nothing tells the policy that length was the reason; the slope does.
+    With a single penalty at the limit, the policy cannot see that length was the reason; the slope shows it.
     """
     over_G = tokens_G.double() - (max_tokens - buffer_tokens)
     return (-over_G / buffer_tokens).clamp(-1.0, 0.0).float()

@@ -96,9 +96,9 @@ class Reference:
         return Snapshot(write, size, start=self._begin)
 
     @command
-    def _begin(self, place: Path) -> None:
+    def _begin(self, directory: Path) -> None:
         assert self._files is not None, "ranks hold parts of it"
-        self._files.start(place)
+        self._files.start(directory)
 
     @command
     def load(self, directory: Path, state: None) -> None:

@@ -34,8 +34,8 @@ from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
 
-# The largest difference between engine and learner in float32 on a CPU, in nats. Below float32 there is no guarantee per token;
-# the loose bound only tells a different model from the same one.
+# The largest difference between engine and learner in float32 on a CPU, in nats. Below float32 there is no guarantee per token; the
+# loose bound only distinguishes different models.
 _BOUND = {"float32": 1e-4}
 _LOOSE_BOUND = 0.5
 
@@ -142,20 +142,18 @@ def rescored(bundle: Bundle, trajectory: Trajectory, directory: Path) -> Check:
         model.extend_context(recorded.context_tokens)
     batch = policy_batch([trajectory], torch.zeros(1), "token", 1)
     now = batch_logprobs(model, batch, batch.tokens, trajectory.sampling.temperature).double()
-    places = [place for place, sampled in enumerate(trajectory.mask) if sampled]
-    gaps = (now - torch.tensor([trajectory.logprobs[place] for place in places], dtype=torch.float64)).abs()
+    positions = [position for position, sampled in enumerate(trajectory.mask) if sampled]
+    gaps = (now - torch.tensor([trajectory.logprobs[position] for position in positions], dtype=torch.float64)).abs()
     bound = _BOUND.get(recorded.precision, _LOOSE_BOUND)
-    compared = (
-        f"{len(places)} tokens, apart by {gaps.mean():.1e} in the mean and {gaps.max():.1e} at most, in bound {bound:g}"
-    )
+    compared = f"{len(positions)} tokens, apart by {gaps.mean():.1e} in the mean and {gaps.max():.1e} at most, in bound {bound:g}"
     beyond = torch.nonzero(~(gaps <= bound)).flatten().tolist()
     if not beyond:
         return Check("logprobs", compared)
-    first = beyond[0]
+    first, recorded_first = beyond[0], trajectory.logprobs[positions[beyond[0]]]
     return Check(
         "logprobs",
         compared,
-        f"token {places[first]}: {trajectory.logprobs[places[first]]:.6f} in the bundle, {now[first]:.6f} rescored, further apart "
+        f"token {positions[first]}: {recorded_first:.6f} in the bundle, {now[first]:.6f} rescored, further apart "
         f"than {bound:g} ({len(beyond)} such tokens)",
     )
 

@@ -59,8 +59,8 @@ def spike_record(
     ratios_N = ratios_N.nan_to_num(nan=LOG_RATIO_CLAMP).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     of_sample_N = batch.sample_ids()[batch.sequence_ids()[batch.scored_T]]
     worst: list[dict[str, Any]] = []
-    for place, sample in enumerate(samples):
-        ratios = ratios_N[of_sample_N == place]
+    for index, sample in enumerate(samples):
+        ratios = ratios_N[of_sample_N == index]
         if not len(ratios):
             continue
         worst.append(

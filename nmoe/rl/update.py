@@ -215,9 +215,9 @@ def measured(batch: Batch, seed: int, step: int) -> Batch:
     part, _ = batch.select(sorted(chosen))
     if len(chosen) > 1:
         return part
-    places_M = part.scored_positions
-    count = min(len(places_M), MOST_TOKENS, max(int((places_M < positions).sum()), LEAST_TOKENS))
-    return part.beginning(int(places_M[count - 1]) + 1)
+    positions_M = part.scored_positions
+    count = min(len(positions_M), MOST_TOKENS, max(int((positions_M < positions).sum()), LEAST_TOKENS))
+    return part.beginning(int(positions_M[count - 1]) + 1)
 
 
 def _quantile(values_N: Tensor, q: float) -> float:

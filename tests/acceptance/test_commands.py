@@ -119,7 +119,7 @@ def test_export(nmoe: Nmoe, base: Path, tmp_path: Path) -> None:
     """The base's routers choose by score and bias, which no known family does; without the bias it is a Qwen3-MoE."""
     result = nmoe("export", base, "out")
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("error: blocks.0.ffn.router.bias is not zero, and qwen3_moe has no place for it")
+    assert result.err.startswith("error: blocks.0.ffn.router.bias is not zero, and qwen3_moe cannot store it")
     shutil.copytree(resolve_checkpoint(base), tmp_path / "plain")
     model = load_model(tmp_path / "plain")
     for moe in model.moe_layers():

@@ -15,7 +15,7 @@ from nmoe.model.checkpoint import export_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import collect, command, everywhere, gang
-from nmoe.parallel.join import join, told_to_torchrun
+from nmoe.parallel.join import join, reports_to_torchrun
 
 
 def ranks(*cases: str, missing: int = 0, port: int = 0) -> list[tuple[int, str, str]]:
@@ -98,7 +98,7 @@ def test_torchrun_gets_the_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         (UserError("config.toml:3: wrong"), "error: config.toml:3: wrong"),
         (ValueError("4"), "ValueError: 4"),
     ):
-        with pytest.raises(type(error)), told_to_torchrun():
+        with pytest.raises(type(error)), reports_to_torchrun():
             raise error
         report = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(reply))
         text = str(ChildFailedError("nmoe", {0: report}))

@@ -55,7 +55,7 @@ class PrefillAttention:
             ]
         )
         self.positions_T, self.blocks_T = positions_T, blocks_T
-        self.places = cache.attention.places(blocks_T, positions_T)
+        self.key_index = cache.attention.key_index(blocks_T, positions_T)
         self.recurrence = _Recurrence(
             cache, [piece.stop - piece.start for piece in pieces], [p.state_slot for p in pieces]
         )
@@ -82,7 +82,7 @@ class PrefillAttention:
         return torch.from_numpy(table), torch.from_numpy(self.positions_T), torch.from_numpy(piece_T)
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
-        self.cache.attention.write(layer.index, self.places, k_TJC, v_TJU)
+        self.cache.attention.write(layer.index, self.key_index, k_TJC, v_TJU)
         ops = ops_for(q_THC, self.exact)
         if self.exact and ops.attends_in_blocks:
             return ops.attend_in_blocks(layer, q_THC, *self.cache.attention.of_layer(layer.index), *self._rows)
@@ -102,7 +102,7 @@ class PrefillAttention:
         self, layer: AttentionLayer, q_THC: Tensor, latents_TL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
         """Attends to keys and values made from the latents of all positions, as the learner makes them."""
-        self.cache.latents.write_latents(layer.index, self.places, latents_TL)
+        self.cache.latents.write_latents(layer.index, self.key_index, latents_TL)
         parts = []
         if self.packed is not None:
             parts.append(self.packed(layer, q_THC[: self.fresh], *block.expanded(latents_TL[: self.fresh])))
@@ -196,9 +196,9 @@ class DecodeAttention:
         self._buckets: dict[int, list[_Bucket]] = {}  # by window
 
     @cached_property
-    def places(self) -> Tensor:
+    def key_index(self) -> Tensor:
         blocks_B = self.table_BM[np.arange(len(self.positions_B)), self.positions_B // BLOCK_TOKENS]
-        return self.cache.attention.places(blocks_B, self.positions_B)
+        return self.cache.attention.key_index(blocks_B, self.positions_B)
 
     def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
         ops = ops_for(q_BHC, self.exact)
@@ -207,7 +207,7 @@ class DecodeAttention:
             return ops.attend_in_blocks(
                 layer, q_BHC, *self.cache.attention.of_layer(layer.index), *rows, new=(k_BJC, v_BJU)
             )
-        self.cache.attention.write(layer.index, self.places, k_BJC, v_BJU)
+        self.cache.attention.write(layer.index, self.key_index, k_BJC, v_BJU)
         return self._gathered(layer, q_BHC, v_BJU.shape[-1])
 
     def attend_latents(
@@ -215,7 +215,7 @@ class DecodeAttention:
     ) -> Tensor:
         """Attends to the latents themselves: queries are projected to them and sums projected back, so that no key is made. Exact
         numerics make keys and values of all positions, as the learner does, which is slow."""
-        self.cache.latents.write_latents(layer.index, self.places, latents_BL)
+        self.cache.latents.write_latents(layer.index, self.key_index, latents_BL)
         if not self.exact:
             return block.from_latents(self._gathered(layer, block.to_latents(q_BHC), block.latent.kv_rank))
         rows, blocks = self.table_BM.shape

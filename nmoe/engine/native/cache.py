@@ -92,16 +92,16 @@ class KeyValueCache(_InBlocks):
         heads, width, value_width = cls.shape(config)
         return len(config.attention_layers) * heads * BLOCK_TOKENS * (width + value_width) * dtype.itemsize
 
-    def places(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> Tensor:
+    def key_index(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> Tensor:
         """The index of each token's key per head, `[T * J]`, for `write`; `blocks_T` is the block of its position."""
         heads = blocks_T[:, None] * self.kv_heads + np.arange(self.kv_heads)
         return put((heads * BLOCK_TOKENS + positions_T[:, None] % BLOCK_TOKENS).reshape(-1), self.device)
 
-    def write(self, layer: int, places: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> None:
-        """Stores keys and values at the places that `places` gave."""
+    def write(self, layer: int, index: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> None:
+        """Stores keys and values at the index that `key_index` gave."""
         k, v, row = k_TJC.to(self.dtype), v_TJU.to(self.dtype), self.rows[layer]
-        self._key_rows[row].index_copy_(0, places, k.reshape(-1, k.shape[-1]))
-        self._value_rows[row].index_copy_(0, places, v.reshape(-1, v.shape[-1]))
+        self._key_rows[row].index_copy_(0, index, k.reshape(-1, k.shape[-1]))
+        self._value_rows[row].index_copy_(0, index, v.reshape(-1, v.shape[-1]))
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys `[N, J, P, C]` and values `[N, J, P, U]`."""
@@ -143,9 +143,9 @@ class LatentCache(KeyValueCache):
         assert config.latent is not None, "the caller looks"
         return 1, config.latent.kv_rank + config.latent.rope_dim, 0
 
-    def write_latents(self, layer: int, places: Tensor, rows_TC: Tensor) -> None:
+    def write_latents(self, layer: int, index: Tensor, rows_TC: Tensor) -> None:
         """Stores latents and shared keys, side by side."""
-        self._key_rows[self.rows[layer]].index_copy_(0, places, rows_TC.to(self.dtype))
+        self._key_rows[self.rows[layer]].index_copy_(0, index, rows_TC.to(self.dtype))
 
     def gather(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         k = self._key_blocks[self.rows[layer]].index_select(0, index).view(rows, -1, self.keys.shape[-1])
@@ -261,9 +261,9 @@ class CacheSize:
 def cache_size(
     config: ModelConfig, dtype: torch.dtype, max_sequences: int, cache_bytes: int, most_bytes: int
 ) -> CacheSize:
-    """A cache of `cache_bytes`; with 0, one that `max_sequences` can fill at the model's full context, up to `most_bytes`. Seats
-    come first: one for every sequence, and one for a prompt whose sequences have not all started. Raises UserError if there is not
-    room for one block beside them."""
+    """A cache of `cache_bytes`; with 0, one that `max_sequences` can fill at the model's full context, up to `most_bytes`. State
+    slots come first: one for every sequence, and one for a prompt whose sequences have not all started. Raises UserError if there
+    is not room for one block beside them."""
     size, state_slot = bytes_per_block(config, dtype), bytes_per_state_slot(config, dtype)
     state_slots, given = max_sequences + 1, cache_bytes or most_bytes
     # One block more per sequence, for its copy of the last block of a prompt that it shares.

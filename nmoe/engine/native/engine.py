@@ -117,7 +117,7 @@ class NativeEngine:
         finished: asyncio.Queue[tuple[int, Sample] | None] = asyncio.Queue()
 
         def on_sample(index: int, sample: Sample) -> None:
-            _tell(loop, finished.put_nowait, (index, sample))
+            _call_on(loop, finished.put_nowait, (index, sample))
 
         ended = self._submit(lambda: self._engine.add(request, on_sample=on_sample))
         ended.add_done_callback(lambda _: finished.put_nowait(None))
@@ -151,7 +151,7 @@ class NativeEngine:
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
         def on_token(index: int, delta: Delta) -> None:
-            _tell(loop, deltas.put_nowait, delta)
+            _call_on(loop, deltas.put_nowait, delta)
 
         samples = self._submit(lambda: self._engine.add(request, on_token))
         samples.add_done_callback(lambda _: deltas.put_nowait(None))
@@ -210,7 +210,7 @@ class NativeEngine:
             assert task is not None, "a coroutine that runs has a task"
 
             def cancel_from_outside() -> None:
-                _tell(loop, task.cancel)
+                _call_on(loop, task.cancel)
 
             cancel.set_result(cancel_from_outside)
             try:
@@ -279,7 +279,7 @@ class NativeEngine:
     def _settle(self, future: asyncio.Future[R], settle: Callable[[asyncio.Future[R], Any], None], with_: Any) -> None:
         with self._wake:
             self._pending.discard(future)
-        _tell(future.get_loop(), settle, future, with_)
+        _call_on(future.get_loop(), settle, future, with_)
 
     def _give_up(self, error: BaseException) -> None:
         with self._wake:
@@ -287,11 +287,11 @@ class NativeEngine:
             pending = list(self._pending)
         for future in pending:
             # Ctrl-C reaches waiting tasks as a cancellation: raised in thousands of tasks, each would print its own traceback.
-            _tell(future.get_loop(), *((_fail, future, error) if isinstance(error, Exception) else (future.cancel,)))
+            _call_on(future.get_loop(), *((_fail, future, error) if isinstance(error, Exception) else (future.cancel,)))
 
 
-def _tell(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *args: object) -> None:
-    """Calls a function on the loop's own thread."""
+def _call_on(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *args: object) -> None:
+    """Calls a function on the loop's thread."""
     with suppress(RuntimeError):  # the loop has closed, so that nothing waits for it
         loop.call_soon_threadsafe(act, *args)
 

@@ -43,10 +43,10 @@ class PagedDecodeAttention:
         self.lengths_B = (positions_B + 1).int()
         block_B1 = table_BM.gather(1, positions_B.div(BLOCK_TOKENS, rounding_mode="floor").unsqueeze(1)).long()
         heads_BJ = block_B1 * cache.attention.kv_heads + torch.arange(cache.attention.kv_heads, device=table_BM.device)
-        self.places = (heads_BJ * BLOCK_TOKENS + positions_B.unsqueeze(1) % BLOCK_TOKENS).flatten()
+        self.key_index = (heads_BJ * BLOCK_TOKENS + positions_B.unsqueeze(1) % BLOCK_TOKENS).flatten()
 
     def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
-        self.cache.attention.write(layer.index, self.places, k_BJC, v_BJU)
+        self.cache.attention.write(layer.index, self.key_index, k_BJC, v_BJU)
         keys_NJPC, values_NJPU = self.cache.attention.of_layer(layer.index)
         rows = (self.table_BM, self.lengths_B)
         return ops_for(q_BHC).paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, *rows)
@@ -64,7 +64,7 @@ class PagedDecodeAttention:
         self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
         """Attends to the latents themselves. They are wider than the kernel's keys, and the reference cannot be recorded."""
-        self.cache.latents.write_latents(layer.index, self.places, latents_BL)
+        self.cache.latents.write_latents(layer.index, self.key_index, latents_BL)
         latents_N1PL, _ = self.cache.attention.of_layer(layer.index)
         values_N1PR = latents_N1PL[..., : block.latent.kv_rank]
         rows = (self.table_BM, self.lengths_B)

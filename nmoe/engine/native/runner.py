@@ -182,8 +182,8 @@ class Runner:
 
     def _kept_ids(self, kept_BV: Tensor, rows: NDArray[np.int64]) -> dict[int, list[int]]:
         """The kept ids of these rows, by row."""
-        place_X, id_X = fetch(*kept_BV.index_select(0, put(rows, kept_BV.device)).nonzero().unbind(-1))
-        ids = id_X.split(place_X.bincount(minlength=len(rows)).tolist())
+        row_X, id_X = fetch(*kept_BV.index_select(0, put(rows, kept_BV.device)).nonzero().unbind(-1))
+        ids = id_X.split(row_X.bincount(minlength=len(rows)).tolist())
         return {row: of_row.tolist() for row, of_row in zip(rows.tolist(), ids, strict=True)}
 
 

@@ -86,8 +86,8 @@ Pairs = Sequence[tuple[int, bool]]
 def pair_sides(pairs: Pairs) -> tuple[list[int], list[int]]:
     """The indices of the preferred sequences and of the other ones, in the same order of pairs. Raises ValueError for a pair that
     does not have one of each."""
-    preferred = {pair: place for place, (pair, is_preferred) in enumerate(pairs) if is_preferred}
-    other = {pair: place for place, (pair, is_preferred) in enumerate(pairs) if not is_preferred}
+    preferred = {pair: index for index, (pair, is_preferred) in enumerate(pairs) if is_preferred}
+    other = {pair: index for index, (pair, is_preferred) in enumerate(pairs) if not is_preferred}
     if preferred.keys() != other.keys() or len(preferred) + len(other) != len(pairs):
         raise ValueError(f"not every pair has one preferred side and one other: {tuple(pairs)}")
     return list(preferred.values()), [other[pair] for pair in preferred]

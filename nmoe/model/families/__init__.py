@@ -54,7 +54,7 @@ def register_family(family: F) -> F:
     """Makes a family known by its `MODEL_TYPE`; a decorator of a class with static methods, or a call with a module.
 
     Example: `register_family(sys.modules[__name__])` at the end of a file made like `nmoe/model/families/llama.py`. Raises
-    UserError, naming both places, for a `MODEL_TYPE` that is taken.
+    UserError, naming both modules, for a `MODEL_TYPE` that is taken.
     """
     FAMILIES.register(family.MODEL_TYPE, family)
     return family

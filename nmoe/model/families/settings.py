@@ -107,8 +107,8 @@ class Settings:
     def rotary_dim(self, head_dim: int, default: float) -> int:
         """How many dimensions of a head `partial_rotary_factor` says are turned; 0 for all of them."""
         settings = self.rope_section()
-        for place in (self, settings):
-            place.refuse_null("partial_rotary_factor")
+        for table in (self, settings):
+            table.refuse_null("partial_rotary_factor")
         share = settings.real("partial_rotary_factor", self.real("partial_rotary_factor", default))
         if not 0 < share <= 1:
             raise UserError(
@@ -126,8 +126,8 @@ class Settings:
         """The base of the rotary frequencies and their scaling, from `rope_parameters` (transformers 5) or from `rope_theta`
         and `rope_scaling` (released checkpoints). Unless it is `partial`, a part of a head alone is never turned."""
         settings = self.rope_section()
-        for place in () if partial else (self, settings):
-            place.only("partial_rotary_factor", 1, 1.0)
+        for table in () if partial else (self, settings):
+            table.only("partial_rotary_factor", 1, 1.0)
         if nested := [key for key, value in settings.raw.items() if isinstance(value, dict)]:
             raise UserError(f"{self.model_type}: separate rotary settings for {nested[0]!r} are not supported")
         kind = settings.raw.get("rope_type", settings.raw.get("type", "default"))

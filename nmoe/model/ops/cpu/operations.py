@@ -75,10 +75,10 @@ def experts(
     rows = tokens * chosen
     out_TD = torch.empty_like(x_TD)
     numbers = rows * (inputs + (inputs + -inputs % PANEL) + (width + -width % HALF))
-    scratch, places = x_TD.new_empty(numbers), chosen_TK.new_empty(rows + 2 * count + 1, dtype=torch.int32)
+    scratch, integers = x_TD.new_empty(numbers), chosen_TK.new_empty(rows + 2 * count + 1, dtype=torch.int32)
     weights = (gate_up, down, gate_up_bias_EF, down_bias_ED, float(limit))
     shape = (tokens, chosen, inputs, width, count)
-    call(f"nmoe_experts_{DTYPES[x_TD.dtype]}", x_TD, chosen_TK, weights_TK, *weights, out_TD, scratch, places, *shape)
+    call(f"nmoe_experts_{DTYPES[x_TD.dtype]}", x_TD, chosen_TK, weights_TK, *weights, out_TD, scratch, integers, *shape)
     return out_TD
 
 

@@ -61,10 +61,10 @@ def _attend(  # type: ignore[no-untyped-def]
     q_head,
     key_block,
     key_head,
-    key_place,
+    key_position,
     value_block,
     value_head,
-    value_place,
+    value_position,
     table_row,
     G: tl.constexpr,
     C: tl.constexpr,
@@ -117,14 +117,16 @@ def _attend(  # type: ignore[no-untyped-def]
         at = start + at_n
         inside = at < end
         block_n = tl.load(table_ptr + row.to(tl.int64) * table_row + at // P, mask=inside, other=0).to(tl.int64)
-        place_n = at % P
+        position_n = at % P
         k_nc = tl.load(
-            keys_ptr + (block_n * key_block + head * key_head + place_n * key_place)[:, None] + at_c[None, :],
+            keys_ptr + (block_n * key_block + head * key_head + position_n * key_position)[:, None] + at_c[None, :],
             mask=inside[:, None] & (at_c[None, :] < C),
             other=0.0,
         )
         v_nu = tl.load(
-            values_ptr + (block_n * value_block + head * value_head + place_n * value_place)[:, None] + at_u[None, :],
+            values_ptr
+            + (block_n * value_block + head * value_head + position_n * value_position)[:, None]
+            + at_u[None, :],
             mask=inside[:, None] & (at_u[None, :] < U),
             other=0.0,
         )
