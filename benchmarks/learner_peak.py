@@ -34,7 +34,7 @@ from result_files import write_results
 from torch import Tensor
 
 from nmoe.learner.batch import Batch
-from nmoe.model.linear import Linear
+from nmoe.model.layers import Linear
 from nmoe.model.ops.table import ops_for
 from nmoe.types import Sample
 

@@ -79,7 +79,7 @@ class CoreTimes:
 
     @classmethod
     def now(cls) -> "CoreTimes | None":
-        """None if the system does not say."""
+        """The times at this moment; None if the system does not report them."""
         try:
             stat = Path("/proc/stat").read_text()
         except OSError:

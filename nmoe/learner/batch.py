@@ -73,7 +73,7 @@ class Batch:
         return int(self.inputs_T.shape[0])
 
     def positions(self) -> Tensor:
-        """Position within its own sequence of each token, `[T]`."""
+        """Each token's position within its sequence, `[T]`."""
         lengths_B = torch.tensor(self.lengths, dtype=torch.int64)
         starts_T = torch.repeat_interleave(lengths_B.cumsum(0) - lengths_B, lengths_B)
         return torch.arange(self.tokens) - starts_T
@@ -246,7 +246,7 @@ def _packed(units: Sequence[tuple[list[int], int]], budget: int) -> list[list[in
 
 
 def alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens two sequences have in common, for `prefixes`."""
+    """The length of the common prefix of two sequences, for `prefixes`."""
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 

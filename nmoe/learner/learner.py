@@ -161,9 +161,11 @@ class Learner:
     def on_each_rank(self, function: Callable[[MicroBatches], R], batch: Batch) -> list[R]:
         """Calls a function with each rank's micro-batches of the batch, on that rank; returns all results."""
         dealt = deal(batch, self.tokens_per_microbatch, self.ranks.size)
+        if len(dealt) == 1:
+            return [function(dealt[0])]
         if gang().leads:
             return collect(function, dealt)
-        # One process; or all ranks are here, each with the whole batch.
+        # All ranks are here, each with the whole batch.
         return self.ranks.gather(function(dealt[self.ranks.rank]))
 
     def _pass(self, objective: Objective, micros: MicroBatches) -> RankResult:
@@ -210,7 +212,7 @@ class Learner:
         return Done(self.version)
 
     def hand_over(self, engine: WeightReceiver) -> None:
-        """Gives an engine the weights under their present version, as after `load`."""
+        """Hands an engine the weights under their present version, for example after `load`."""
         engine.run(engine.update_weights(self.lora or self.model, self.version))
 
     def save(self, directory: Path) -> dict[str, int]:
@@ -274,8 +276,8 @@ class Learner:
         self.ranks.wait()
 
     def _gather(self) -> Callable[[str], Tensor]:
-        """Gives a weight whole, by its name and with the adapter's update. All ranks ask for the same ones. The last two are kept,
-        because a checkpoint takes gate and up, then down, expert by expert."""
+        """A function that returns a whole weight by its name, with the adapter's update. All ranks ask for the same ones. The last
+        two are kept, because a checkpoint takes gate and up, then down, expert by expert."""
         state, updates = self.model.state_dict(), {} if self.lora is None else self.lora.updates()
 
         @lru_cache(maxsize=2)

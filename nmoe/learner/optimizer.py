@@ -93,7 +93,8 @@ class StepResult:
     overflow: bool = False
 
     def metrics(self) -> dict[str, float]:
-        """By the names of `docs/reference/metrics.md`. A step that was skipped for an overflow has no gradient norm."""
+        """The step's metrics by the names of `docs/reference/metrics.md`. A step that was skipped for an overflow has no gradient
+        norm."""
         metrics = {"learning_rate": self.learning_rate}
         if self.grad_norm is not None:
             metrics["grad_norm"] = self.grad_norm

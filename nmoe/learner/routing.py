@@ -128,7 +128,7 @@ class RoutingStatistics:
         return (self.entropy_sum_Y / max(1, self.tokens)).tolist()
 
     def metrics(self) -> dict[str, Any]:
-        """All of it by the names of `docs/reference/metrics.md`, layer by layer where it differs."""
+        """All figures by the names of `docs/reference/metrics.md`, layer by layer where layers differ."""
         metrics: dict[str, Any] = {
             "route_picks": float(self.picks),
             "route_flips": float(self.flips),

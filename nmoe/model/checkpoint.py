@@ -177,7 +177,7 @@ def copy_gguf(path: Path, directory: Path, shard_bytes: int = SHARD_BYTES) -> No
 
 
 def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
-    """What `save_model` would write now. With `copied` later steps do not change it."""
+    """A snapshot of the files that `save_model` would write now. With `copied` later steps do not change it."""
     state, size = hold(model.state_dict(), copied)
     config, generation = model.config, dict(model.generation)
     return Snapshot(lambda directory: write_checkpoint(state, config, generation, directory, native, SHARD_BYTES), size)

@@ -74,7 +74,7 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """What the convolution runs over: queries, keys and values of all heads together."""
+        """The channels of the convolution: queries, keys and values of all heads together."""
         return 2 * self.key_heads * self.key_dim + self.values
 
 
@@ -222,7 +222,7 @@ class ModelConfig(ModelShape):
 
     @property
     def rope_dim(self) -> int:
-        """How many dimensions of a head the rotary embedding turns."""
+        """The number of dimensions of a head that the rotary embedding turns."""
         return self.rotary_dim or self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
@@ -232,7 +232,7 @@ class ModelConfig(ModelShape):
 
     @property
     def scale(self) -> float:
-        """What attention logits are multiplied by."""
+        """The factor of attention logits."""
         return self.attention_scale or self.head_dim**-0.5
 
     @property

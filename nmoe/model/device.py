@@ -72,7 +72,7 @@ _SHARE_BESIDE_TRAINING, _SHARE_ALONE = 0.4, 0.85
 
 
 class Kind:
-    """What the host has to know of a kind of device. This is the CPU's."""
+    """A kind of device, as the host sees it. This class is the CPU."""
 
     name = "cpu"
     on_host = True
@@ -112,8 +112,8 @@ class Kind:
         return tensor
 
     def cache_bytes(self, device: torch.device, to_come: int, trains: bool) -> int:
-        """How large an engine's cache may be by default. `to_come` bytes will be needed for other things, and `trains` says whether
-        the engine shares the device with training."""
+        """The default limit in bytes of an engine's cache. `to_come` bytes will be needed for other things, and `trains` says
+        whether the engine shares the device with training."""
         return _CPU_CACHE_BYTES
 
     def peak_memory_share(self, device: torch.device) -> float:
@@ -227,7 +227,7 @@ KINDS: dict[str, Kind] = {"cuda": Cuda(), "cpu": Kind()}
 
 
 def kind_of(device: torch.device) -> Kind:
-    """What the host has to know of this device. One of a kind that is not listed is treated as the CPU is (torch's `meta`)."""
+    """The kind of this device. A kind that is not listed (torch's `meta`) is treated as the CPU."""
     return KINDS.get(device.type, KINDS["cpu"])
 
 

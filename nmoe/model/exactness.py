@@ -39,7 +39,7 @@ def inexact_parts(device: torch.device = _CPU) -> list[str]:
 
 
 def numerics_here(asked: str, device: torch.device = _CPU) -> str:
-    """What a run records of its numerics on this device: `fast`, `exact`, or, for example, `exact, but for norms`."""
+    """The numerics on this device, as a run records them: `fast`, `exact`, or, for example, `exact, but for norms`."""
     inexact = inexact_parts(device) if asked == "exact" else []
     return f"{asked}, but for {', '.join(inexact)}" if inexact else asked
 

@@ -58,7 +58,7 @@ def nvfp4(weight_ND: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def from_nvfp4(codes_ND: Tensor, scales_NG: Tensor, factor: Tensor) -> Tensor:
-    """What the three of `nvfp4` stand for, `[N, D]` in fp32."""
+    """The values that the three results of `nvfp4` encode, `[N, D]` in fp32."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes_ND.device)
     blocks_NGW = values[codes_ND.int()].unflatten(-1, (-1, BLOCK))
     return (blocks_NGW * (scales_NG.float() / factor).unsqueeze(-1)).flatten(-2)
@@ -106,7 +106,7 @@ class ProfiledExperts:
         self._kept: dict[str, _Kept] = {}
 
     def expire(self) -> None:
-        """Has every weight quantised again when it is next used."""
+        """Marks every weight to be quantised again when it is next used."""
         for kept in self._kept.values():
             kept.of = None
 
@@ -135,7 +135,7 @@ class ProfiledExperts:
         return straight_through(weight_EDN, kept.value)
 
     def weight_once(self, weight_EDN: Tensor) -> Tensor:
-        """The same for a weight that is gathered for each pass. It is quantised in each: a gathered weight lies where the last one
+        """`weight` for a weight that is gathered for each pass. It is quantised in each: a gathered weight lies where the last one
         lay, with the same version, so that nothing shows whether its value is another. To keep all would undo the sharding."""
         return straight_through(weight_EDN, self._quantised(weight_EDN, None).data)
 

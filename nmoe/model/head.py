@@ -48,7 +48,7 @@ class Head(nn.Module):
         self.snapshot(copied=False).write(directory)
 
     def snapshot(self, copied: bool) -> Snapshot:
-        """What `save` would write now. With `copied` later steps do not change it."""
+        """A snapshot of the files that `save` would write now. With `copied` later steps do not change it."""
         outputs, hidden_size = self.weight.shape
         description = {"hidden_size": hidden_size, "outputs": outputs, "kind": self.kind}
         tensors, size = hold(self.state_dict(), copied)

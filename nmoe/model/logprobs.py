@@ -116,8 +116,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _WideHeadLogprobs(torch.autograd.Function):
-    """The same by the kernels of a wide vocabulary, over the whole of it. Exact log-probabilities come from the sampler's
-    operations."""
+    """Log-probabilities and entropies by the kernels of a wide vocabulary, over all tokens. Exact log-probabilities come from the
+    sampler's operations."""
 
     @staticmethod
     def forward(
@@ -195,12 +195,14 @@ class _Head:
     def __init__(self, weight_VD: Tensor, exact: bool) -> None:
         weight_VD = _widened(weight_VD, exact)
         self.ops, self.dtype, self.vocabulary = ops_for(weight_VD, exact), weight_VD.dtype, len(weight_VD)
-        self.weight = self.ops.head_weight(weight_VD)
+        self.prepares = self.ops.exact or self.dtype in LOW_PRECISION
+        self.weight = self.ops.head_weight(weight_VD) if self.prepares else weight_VD
 
     def logits(self, x_nD: Tensor) -> Tensor:
         """In fp32, or in fp64 for fp64 inputs."""
-        logits_nV = self.ops.logits(x_nD.to(self.dtype), self.weight, self.vocabulary)
-        return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+        if not self.prepares:
+            return self.ops.linear(x_nD, self.weight)
+        return self.ops.logits(x_nD.to(self.dtype), self.weight, self.vocabulary)
 
 
 def _shifted(
@@ -224,13 +226,13 @@ def is_wide(vocabulary: int) -> bool:
 
 
 def kept_logits(rows: int, vocabulary: int, width: int) -> int:
-    """How many numbers are kept for the backward pass of a head whose rows have `width` numbers."""
+    """The number of values kept for the backward pass of a head whose rows have `width` numbers."""
     logits = rows * vocabulary
     return logits if logits <= max(_KEPT_LOGITS, vocabulary * width) else 0
 
 
 def piece_logits(rows: int, vocabulary: int) -> int:
-    """How many logits the largest piece has."""
+    """The number of logits of the largest piece."""
     return min(rows, max(_LEAST_ROWS, _PIECE_LOGITS // vocabulary)) * vocabulary
 
 

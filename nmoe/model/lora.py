@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nmoe.errors import UserError
-from nmoe.model.linear import Linear
+from nmoe.model.layers import Linear
 from nmoe.model.low_rank import ExpertsLowRank, LowRank
 from nmoe.model.moe import MoE
 from nmoe.model.transformer import Transformer
@@ -76,7 +76,7 @@ def _by_pattern(patterns: dict[str, N], name: str, default: N) -> N:
 
 @dataclass(frozen=True)
 class Site:
-    """One projection and where it lies in the decoder.
+    """One projection, and its position in the decoder.
 
     Example, the keys of layer 0 with four query and two key heads of width 8: `Site("k_proj",
     "model.layers.0.self_attn.k_proj", "blocks.0.attention.qkv_proj", (32, 48))`.
@@ -155,7 +155,7 @@ def choose(model: Transformer, targets: tuple[str, ...]) -> list[Site]:
 
 
 class Lora:
-    """The adapter of a model, whose own weights it freezes.
+    """The adapter of a model, whose weights it freezes.
 
     The updates are modules inside the layers that they belong to. Learner and engine run base and adapter side by side; the two
     are never added together.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
 from nmoe.model.expert_profile import ProfiledExperts
-from nmoe.model.linear import Linear, SwiGLU
+from nmoe.model.layers import Linear, SwiGLU
 from nmoe.model.low_rank import ExpertsLowRank
 from nmoe.model.mxfp4 import PackedExperts
 from nmoe.model.ops.table import ops_for
@@ -148,7 +148,7 @@ class ExpertComputation(ABC):
         return self.feed_forward(self.x_RD)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """The same for rows in the layout of `product`."""
+        """`run` for rows in the layout of `product`."""
         weights = self.weights
         hidden = self._layer(x, weights.gate_up_EDF, weights.gate_up_bias_EF, weights.gate_up_adapter)
         hidden = self.ops.swiglu(hidden, weights.limit)
@@ -171,7 +171,7 @@ class ExpertComputation(ABC):
 
     @abstractmethod
     def narrow_product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
-        """The same for the narrow weights of adapters."""
+        """`product` for the narrow weights of adapters."""
 
     def spread(self, bias_EF: Tensor) -> Tensor:
         """Each expert's bias, repeated for its rows."""
@@ -361,7 +361,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def quantise(self) -> None:
-        """Renews the experts in their profile, if there is one and they are kept."""
+        """Quantises the experts anew, if they have a profile and are kept quantised."""
         if self.profile is not None and self.gate_up is not None and not self.sharded:
             self.profile.expire()
             self._projections(self.gate_up.new_empty(0, dtype=torch.int64), self.gate_up.dtype)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model import recurrence
-from nmoe.model.attention import Attend
+from nmoe.model.layers import Attend
 from nmoe.model.ops.attention import AttentionLayer, Clusters
 from nmoe.model.ops.table import ops_for
 from nmoe.model.recurrence import RecurrentLayer, Spans

@@ -49,7 +49,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter's directory holds, checked against a model: `parts` has A and B of each site as `Lora.part` shapes them,
+    """The content of an adapter's directory, checked against a model: `parts` has A and B of each site as `Lora.part` shapes them,
     `notes` has warnings for the user."""
 
     settings: LoraSettings
@@ -95,7 +95,7 @@ def save_adapter(lora: Lora, directory: Path) -> None:
 
 
 def snapshot_adapter(lora: Lora, copied: bool) -> Snapshot:
-    """What `save_adapter` would write now. With `copied` later steps do not change it."""
+    """A snapshot of the files that `save_adapter` would write now. With `copied` later steps do not change it."""
     settings, alpha = lora.settings, lora.settings.alpha
     experts = dict.fromkeys(site.target for site in lora.sites if site.target in EXPERTS)
     config = {

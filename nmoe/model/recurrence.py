@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmoe.model.attention import Attend
 from nmoe.model.config import DeltaNet, ModelConfig
 from nmoe.model.device import put
-from nmoe.model.linear import Linear, RMSNorm
+from nmoe.model.layers import Attend, Linear, RMSNorm
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.table import ops_for
 from nmoe.parallel.ranks import keep_part
@@ -65,7 +64,7 @@ class _Bucket:
 
 
 class Spans:
-    """Where sequences of these lengths lie, end to end, and the indices that running them takes. Not for empty sequences."""
+    """The spans of packed sequences of these lengths, and the indices for running them. No sequence may be empty."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
@@ -88,7 +87,7 @@ class Spans:
         self.index_T = put(index, device)
 
     def taps(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """For a convolution over so many tokens: the rows that each of its taps reads for each token, `[K, T]`, and the rows that
+        """The rows of a convolution over this many tokens: the rows that each tap reads for each token, `[K, T]`, and the rows that
         are a sequence's inputs to come, `[S, K - 1]`. Of the rows the first S * (K - 1) are the inputs before each sequence."""
         if tokens not in self._taps:
             earlier, own = tokens - 1, self.count * (tokens - 1)

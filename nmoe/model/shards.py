@@ -66,8 +66,8 @@ def open_tensors(checkpoint: Path) -> StoredTensors:
 
 
 class Shards:
-    """What `model.safetensors`, or else `model.safetensors.index.json` and its shards, hold: names, shapes and dtypes are read
-    at once, data on request. At most 16 MiB and one tensor are in memory.
+    """The tensors of `model.safetensors`, or else of `model.safetensors.index.json` and its shards: names, shapes and dtypes are
+    read at once, data on request. At most 16 MiB and one tensor are in memory.
 
     Raises UserError, naming file and tensor, for a tensor or file that is missing, damaged, not where the index says, or
     outside the directory.
@@ -135,7 +135,7 @@ class Shards:
 
 
 def _read_index(path: Path) -> dict[Path, list[str]]:
-    """The tensors of each shard that an index names. Shards must lie beside the index."""
+    """The tensors of each shard that an index names. Shards must be beside the index."""
     try:
         raw = json_of(path.read_bytes())
         weight_map = raw["weight_map"]

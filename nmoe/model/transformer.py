@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nmoe.errors import UserError
-from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
 from nmoe.model.config import ModelConfig, Numerics, RopeScaling
 from nmoe.model.device import kind_of
-from nmoe.model.linear import GeGLU, Linear, RMSNorm, SwiGLU
+from nmoe.model.layers import Attend, Attention, GeGLU, LatentAttentionBlock, Linear, RMSNorm, SwiGLU
 from nmoe.model.logprobs import head_product
 from nmoe.model.moe import MoE, Router, RouterTrace
 from nmoe.model.recurrence import GatedDeltaNet
@@ -97,7 +96,7 @@ def _separate_inductor_caches() -> None:
 def _checkpointed(
     block: nn.Module, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend, trace: RouterTrace
 ) -> Tensor:
-    """Runs the block and keeps only its input; the backward pass runs it again (Chen et al. 2016, arXiv:1604.06174). Routes are
+    """Runs the block and stores only its input; the backward pass runs it again (Chen et al. 2016, arXiv:1604.06174). Routes are
     recorded by the first run alone."""
     layer, runs = len(trace.chosen_TK), 0
 
@@ -193,7 +192,7 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes, which is where its weights are unless ranks offload them."""
+        """The device that it computes on, which has its weights unless ranks offload them."""
         return self.rope_cos.device
 
     @property

@@ -38,7 +38,7 @@ _BECOMES = "llama and mistral, which become mixtral, and qwen3, which becomes qw
 
 @dataclass(frozen=True)
 class Upcycling:
-    """How a dense model becomes a mixture: `top_k` of `experts` run for each token.
+    """The conversion of a dense model to a mixture: `top_k` of `experts` run for each token.
 
     noise: standard deviation of the noise added to each copy's weights, in standard deviations of the weight (0: equal copies).
     shared_expert: one more copy that every token passes through. It and the routed ones give half of the output each.
@@ -77,9 +77,9 @@ class Mixture:
 
 
 def mixture_of(dense: Path, settings: Upcycling) -> Mixture:
-    """What a dense checkpoint becomes: the Hugging Face family of mixtures that has all its features; with a shared expert, which
-    those families lack, nmoe's own layout. Raises UserError for a model that is a mixture already, and for one that no family of
-    mixtures fits."""
+    """The family and shape that a dense checkpoint is upcycled to: the Hugging Face family of mixtures that has all its features;
+    with a shared expert, which those families lack, nmoe's own layout. Raises UserError for a model that is a mixture already, and
+    for one that no family of mixtures fits."""
     settings.check()
     family, config = read_config(dense)
     if config.experts:

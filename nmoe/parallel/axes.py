@@ -119,8 +119,8 @@ def _common_divisors(dp_shard: int, experts: int) -> list[int]:
 
 
 def _layout(ep: int, per_node: int) -> tuple[Literal["single", "ipc", "hybrid"], int]:
-    """How the ranks of an expert group lie, and in how many nodes. Groups that begin at a multiple of `ep` either lie within a node
-    each or are made up of whole nodes; where neither holds they are treated as ranks of separate nodes."""
+    """Whether an expert group spans nodes, and how many. Groups that begin at a multiple of `ep` either lie within a node each or
+    are made up of whole nodes; where neither holds they are treated as ranks of separate nodes."""
     if ep == 1:
         return "single", 1
     if per_node % ep == 0:

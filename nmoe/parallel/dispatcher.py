@@ -81,7 +81,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Handle:
-    """How the rows of one dispatch travelled, for `combine`: the hops, and the index that each row was taken from after them."""
+    """The route of one dispatch, for `combine`: the hops, and the index that each row was taken from after them."""
 
     hops: list[Hop]
     index_S: Tensor

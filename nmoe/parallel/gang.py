@@ -271,8 +271,8 @@ class Controller(Gang):
         return [own, *self._answers()]
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Has the members call a function while the controller does something else: `send` and `answer` talk to them meanwhile, and
-        the last answer of each is the result."""
+        """Makes the members call a function while the controller does something else: `send` and `answer` exchange messages
+        meanwhile, and the last answer of each is the result."""
         self._send([(function, args, {})] * self.size, "send")
 
     def send(self, rank: int, message: Any) -> None:
@@ -280,7 +280,7 @@ class Controller(Gang):
         self.connections[rank - 1].send_bytes(self._pickled(message))
 
     def close(self, exit_code: int) -> None:
-        """Lets the members go."""
+        """Ends the members."""
         for connection in self.connections:
             try:
                 connection.send_bytes(self._pickled(End(exit_code)))

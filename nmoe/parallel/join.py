@@ -1,4 +1,4 @@
-"""How a process becomes a rank: what torchrun sets, the process group, and the controller's connections."""
+"""Makes a process a rank: torchrun's variables, the process group, and the controller's connections."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def on_meshes(axis: Callable[[nn.Parameter], int], mesh: Callable[[nn.Parameter]
 
 @dataclass(frozen=True)
 class Meshes:
-    """Where dense weights are sharded, where a rank's experts are, and the expert groups (None if ep = 1)."""
+    """The meshes of dense weights, of a rank's experts, and of expert groups (None if ep = 1)."""
 
     dense: DeviceMesh
     experts: DeviceMesh

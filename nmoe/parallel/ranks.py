@@ -77,7 +77,7 @@ R = TypeVar("R")
 
 class Ranks:
     """All processes of the default group of `torch.distributed`, or only this one if there is no group. `parallel` says how they
-    divide a model, and `axes` what came of it for the model that was sharded."""
+    divide a model, and `axes` has the resulting axes of the sharded model."""
 
     def __init__(self, parallel: ParallelSection | None = None) -> None:
         together = dist.is_available() and dist.is_initialized()
@@ -95,7 +95,7 @@ class Ranks:
 
     @property
     def per_node(self) -> int:
-        """How many of the ranks run on this machine."""
+        """The number of ranks on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
 
     def share(self, model: nn.Module) -> bool:
@@ -265,7 +265,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _copies(tensor: DTensor) -> int:
-    """How many ranks hold the same part of a tensor."""
+    """The number of ranks that hold the same part of a tensor."""
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if placement.is_replicate())
 

@@ -33,7 +33,7 @@ class Meter:
 
     @contextmanager
     def exchange(self, send: Sequence[int], own: int, row_bytes: int) -> Iterator[None]:
-        """Around an exchange that sends `send[i]` rows to the group's rank i, of which this one is `own`."""
+        """Measures an exchange that sends `send[i]` rows to the group's rank i; this process is rank `own`."""
         began = time.perf_counter()
         yield
         sent_bytes = (sum(send) - send[own]) * row_bytes

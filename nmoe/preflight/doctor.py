@@ -223,7 +223,8 @@ def kernels() -> Finding:
 
     from nmoe.model.exactness import numerics_here
     from nmoe.model.ops.cpu import library
-    from nmoe.model.ops.table import kernels_in_use, ops_for
+    from nmoe.model.ops.cpu.packing import kernels_in_use
+    from nmoe.model.ops.table import ops_for
 
     x = torch.zeros(1)
     with warnings.catch_warnings(record=True) as said:

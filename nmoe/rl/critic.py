@@ -1,4 +1,4 @@
-"""The critic of PPO: its values, rather than the other samples of a group, are what rewards are compared with.
+"""The critic of PPO: rewards are compared with its values, and not with the other samples of a group.
 
 Schulman et al. 2017 (arXiv:1707.06347), as used on language models by Ouyang et al. 2022 (arXiv:2203.02155). PPO is the loop of
 `nmoe/rl/train.py` with this critic: `nmoe rl train CONFIG` with `algorithm.advantage = "gae"` and a [critic] table, as in
@@ -41,7 +41,7 @@ def value_head(hidden_size: int, checkpoint: str | None) -> Head:
 
 
 def critic_learner(config: RLConfig, tokenizer: Tokenizer, vocab_size: int, context_tokens: int) -> Learner:
-    """The learner of a critic's own model, for a policy of this vocabulary and context. Raises UserError as `Critic.build` does."""
+    """The learner of a separate critic, for a policy of this vocabulary and context. Raises UserError as `Critic.build` does."""
     section = config.critic
     assert section is not None, "a critic has a section"
     path = section.path or config.model.path

@@ -30,7 +30,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if not trajectories:
         raise RuntimeError(f"every sample of the step was lost to the infrastructure: {dict(failures)}")
     rewards_B = torch.tensor([t.grade.score for t in trajectories], dtype=torch.float64)
-    metrics = {f"reward_{name}": value for name, value in moments(rewards_B).items()}
+    metrics = {f"reward_{name}": value for name, value in _moments(rewards_B).items()}
     metrics["reward_p90"] = float(rewards_B.quantile(0.9))
     for name in trajectories[0].grade.extras:
         metrics[name] = _mean([t.grade.extras[name] for t in trajectories])
@@ -92,7 +92,7 @@ def shown(metrics: Mapping[str, float]) -> dict[str, float]:
     return {label: metrics[name] for label, name in shown_as.items() if name in metrics}
 
 
-def moments(values_B: Tensor) -> dict[str, float]:
+def _moments(values_B: Tensor) -> dict[str, float]:
     """Mean, standard deviation, minimum and maximum."""
     return {
         "mean": float(values_B.mean()),

@@ -54,7 +54,7 @@ def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
 
 
 def _measured(own: Objective) -> Objective:
-    """A loss of the user's own, with the statistics that the metrics read and that it need not return."""
+    """A user's loss, with the statistics that the metrics read and that it need not return."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         weighted_sum, statistics = own(outputs, scored)
@@ -65,7 +65,7 @@ def _measured(own: Objective) -> Objective:
 
 
 def own_loss(algorithm: AlgorithmSection) -> Objective | None:
-    """The policy loss that [algorithm] names, alone; None for a loss of the user's own."""
+    """The policy loss that [algorithm] names, alone; None for a user's loss."""
     low, high = algorithm.clip_range
     if algorithm.loss == "cispo":
         return cispo(high)

@@ -210,7 +210,7 @@ def unsolved(rate: float) -> float:
 
 
 def learnable(rate: float) -> float:
-    """The variance of a right answer, of which a source that is never or always solved has none: what groups can teach now."""
+    """The variance of a right answer, which is 0 for a source that is never or always solved: its groups carry no signal."""
     return rate * (1 - rate)
 
 

@@ -1,5 +1,5 @@
-"""On-policy distillation: the policy samples, and the advantage of each token is its log-probability under a teacher, less that
-under the policy.
+"""On-policy distillation: the policy samples, and the advantage of each token is its log-probability under a teacher, minus its
+log-probability under the policy.
 
 Agarwal et al. 2024 (arXiv:2306.13649). `nmoe rl train CONFIG` with a [distillation] table: the loop of `nmoe/rl/train.py`, with the
 teacher's advantages in place of those from rewards, or added to them. The teacher can run on any engine that scores tokens.

@@ -1,4 +1,4 @@
-"""The optimizer steps of one batch of groups, of the policy and of its critic, and what they did to the policy.
+"""The optimizer steps of one batch of groups, of the policy and of its critic, and how far they moved the policy.
 
 The ratios among the metrics of an update are those inside it. With one update a step, the default, they are 1 on every token and
 say nothing of how far the update went. So a few sequences are scored once more when the updates are done: at most `MOST_TOKENS`
@@ -32,7 +32,6 @@ from nmoe.learner.passes import PassResult, scored_columns
 from nmoe.parallel.traffic import Traffic
 from nmoe.rl.critic import Critic
 from nmoe.rl.experience import Experience, minibatches, policy_batch
-from nmoe.rl.metrics import moments
 from nmoe.rl.policy import own_loss, policy_objective
 from nmoe.rl.reference import Reference
 from nmoe.trajectory import Trajectory
@@ -135,6 +134,7 @@ def update_metrics(
     """Metrics of the update. `mismatch_N` is the log ratio of learner to sampler at the same weights, measured before the updates.
     It is None for a single update on fresh samples, where it equals the update's own log ratio."""
     log_ratio_N = result.tokens["log_ratio"].double()
+    advantages = advantages.double()
     clamped_N = log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     entropy_N = result.tokens["entropy"].double()
     mismatch_N = log_ratio_N if mismatch_N is None else mismatch_N.double()
@@ -148,6 +148,10 @@ def update_metrics(
         "ratio_max": float(clamped_N.max().exp()),
         "log_ratio_abs_p99": _quantile(log_ratio_N.abs(), 0.99),
         "tokens_in_batch": float(log_ratio_N.numel()),
+        "advantage_mean": float(advantages.mean()),
+        "advantage_std": float(advantages.std(correction=0)),
+        "advantage_min": float(advantages.min()),
+        "advantage_max": float(advantages.max()),
         "entropy_mean": float(entropy_N.mean()),
         "entropy_p10": _quantile(entropy_N, 0.1),
         "entropy_p90": _quantile(entropy_N, 0.9),
@@ -156,7 +160,6 @@ def update_metrics(
         # KL(sampler || learner) at the sampler's tokens: k3 with d = log sampler - log learner.
         "mismatch_kl": float(kl_estimate(-mismatch_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), "k3").mean()),
     }
-    metrics |= {f"advantage_{name}": value for name, value in moments(advantages.double()).items()}
     if "reference_kl" in result.tokens:
         metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
     return metrics | step.metrics() | result.routing_metrics()
@@ -165,9 +168,9 @@ def update_metrics(
 def effect(
     learner: Learner, batch: Batch, before_N: Tensor, loss: Objective | None, seed: int, step: int
 ) -> dict[str, float]:
-    """The metrics of what the updates of a step changed. `batch` is what they trained on, with advantages, and `before_N` its
-    log-probabilities before the first of them. `loss` says which tokens it would clip in another update; without one there is no
-    `update_clip_ratio`."""
+    """The metrics of how far the updates of a step moved the policy. `batch` is what they trained on, with advantages, and
+    `before_N` its log-probabilities before the first of them. `loss` says which tokens it would clip in another update; without one
+    there is no `update_clip_ratio`."""
     part = measured(replace(batch, old_logprobs_T=batch.column(before_N)), seed, step)
     after_M = learner.logprobs(part).result()
     assert part.old_logprobs_T is not None, "given above"
@@ -187,8 +190,8 @@ def effect(
 
 
 def tails(name: str, log_ratio_N: Tensor) -> dict[str, float]:
-    """How far one policy is from another at the tokens that differ most, from its log ratio to it: the highest, before any
-    clamping, the lowest, and the 99th percentile of the absolute value."""
+    """The tails of the log ratio between two policies: the highest, before any clamping, the lowest, and the 99th percentile of the
+    absolute value."""
     sorted_N = log_ratio_N.double().abs().sort().values
     return {
         f"{name}_log_ratio_max": float(log_ratio_N.max()),

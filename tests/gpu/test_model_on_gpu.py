@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import fetch, put
-from nmoe.model.linear import RMSNorm
+from nmoe.model.layers import RMSNorm
 from nmoe.model.moe import MoE, RouterTrace
 from nmoe.model.ops.attention import AttentionLayer, causal_attention, paged_attention
 from nmoe.model.ops.table import ops_for

@@ -99,9 +99,7 @@ def test_what_no_family_has_is_refused(
 
 def test_balancing_biases_are_not_lost_silently(tmp_path: Path, tiny_model: MakeModel) -> None:
     model = tiny_model(**PLAIN_MOE)
-    with pytest.raises(
-        UserError, match=r"^blocks\.0\.ffn\.router\.bias is not zero, and qwen3_moe cannot store it"
-    ):
+    with pytest.raises(UserError, match=r"^blocks\.0\.ffn\.router\.bias is not zero, and qwen3_moe cannot store it"):
         export_model(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

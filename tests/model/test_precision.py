@@ -14,9 +14,8 @@ from nmoe.model.checkpoint import export_model, load_model, save_model
 from nmoe.model.exactness import inexact_parts, numerics_here
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
-from nmoe.model.ops.cpu.packing import PackedWeights
+from nmoe.model.ops.cpu.packing import PackedWeights, kernels_in_use
 from nmoe.model.ops.exact.ops import ExactSums
-from nmoe.model.ops.table import kernels_in_use
 from nmoe.model.ops.torch import TorchOps
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import set_precision

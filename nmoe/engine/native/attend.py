@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.model import recurrence
-from nmoe.model.attention import LatentAttentionBlock
 from nmoe.model.device import put
+from nmoe.model.layers import LatentAttentionBlock
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.exact.order_free import attention as order_free_attention
 from nmoe.model.ops.table import ops_for
@@ -68,7 +68,7 @@ class PrefillAttention:
             self.later.append((piece, cache.attention.gather_index(held[None])))
 
     def recur(self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
-        """Runs a recurrent layer from the beginning of the sequences that start here, and the others from where they stand."""
+        """Runs a recurrent layer: new sequences from an empty state, the others from their cached states."""
         fresh = 0 if self.packed is None else len(self.packed.lengths)
         return self.recurrence(layer, x_TW, decay_TH, beta_TH, self.exact, fresh)
 
@@ -235,7 +235,7 @@ class DecodeAttention:
         return torch.cat(parts)
 
     def recur(self, layer: RecurrentLayer, x_BW: Tensor, decay_BH: Tensor, beta_BH: Tensor) -> Tensor:
-        """Takes every sequence one token further in a recurrent layer."""
+        """Runs one token of every sequence through a recurrent layer."""
         return self.recurrence(layer, x_BW, decay_BH, beta_BH, self.exact)
 
     def _gathered(self, layer: AttentionLayer, q_BHC: Tensor, width: int) -> Tensor:

@@ -30,12 +30,12 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """How many blocks can be taken."""
+        """The number of blocks that can be taken."""
         return len(self._free) + len(self._idle)
 
     @property
     def available_state_slots(self) -> int:
-        """How many state slots can be taken."""
+        """The number of state slots that can be taken."""
         return len(self._free_state_slots)
 
     def take_state_slot(self) -> int:
@@ -43,7 +43,7 @@ class BlockManager:
         return self._free_state_slots.pop()
 
     def most_copies(self, tokens: int) -> int:
-        """How many copies of a prompt of so many tokens there is room for."""
+        """The number of copies of a prompt of this length that there is room for."""
         slots = self.available_state_slots
         return min(slots, self.available) if tokens % self.block_tokens else slots
 
@@ -56,7 +56,7 @@ class BlockManager:
         return shared + own, self.take_state_slot()
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks so many tokens fill."""
+        """The number of blocks that this many tokens fill."""
         return -(-tokens // self.block_tokens)
 
     def take(self, count: int) -> list[int]:

@@ -31,7 +31,7 @@ BLOCK_TOKENS = 16
 
 
 class LayerCache(Protocol):
-    """What the layers of one kind keep. Writing and reading are the kind's own, as its attention is.
+    """The cache of one kind of layer. Each kind defines its writing and reading, as it defines its attention.
 
     Sequences that share a prompt go on in a copy of its last block, and of its state. Blocks are zero at first and after
     `clear`, since masked positions are read; a state slot is read only by the sequence that has written it.
@@ -39,11 +39,11 @@ class LayerCache(Protocol):
 
     @classmethod
     def bytes_per_block(cls, config: ModelConfig, dtype: torch.dtype) -> int:
-        """What all layers of the kind keep of a block's positions."""
+        """The bytes that all layers of the kind keep for a block's positions."""
 
     @classmethod
     def bytes_per_state_slot(cls, config: ModelConfig, dtype: torch.dtype) -> int:
-        """What all layers of the kind keep of a sequence as a whole."""
+        """The bytes that all layers of the kind keep for a whole sequence."""
 
     def copy_blocks(self, sources_N: Tensor, targets_N: Tensor) -> None: ...
 
@@ -184,7 +184,7 @@ class RouteCache(_InBlocks):
 
 
 class StateCache:
-    """Where sequences stand in the recurrent layers: the last inputs of the convolution, `[Y, S, K - 1, W]`, and the memories
+    """The states of sequences in the recurrent layers: the last inputs of the convolution, `[Y, S, K - 1, W]`, and the memories
     `[Y, S, H, C, U]` (`nmoe.model.recurrence`)."""
 
     def __init__(self, config: ModelConfig, state_slots: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -195,7 +195,7 @@ class StateCache:
 
     @staticmethod
     def shapes(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Of a sequence's inputs and of its memory in one layer."""
+        """The shapes of a sequence's inputs and of its memory in one layer."""
         assert config.delta is not None, "the caller looks"
         delta = config.delta
         return (delta.conv_tokens - 1, delta.channels), (delta.value_heads, delta.key_dim, delta.value_dim)
@@ -251,7 +251,7 @@ Moves = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How many blocks and state slots a cache has, and the bytes of all."""
+    """The number of blocks and state slots of a cache, and the bytes of all."""
 
     blocks: int
     state_slots: int
@@ -281,12 +281,12 @@ def cache_size(
 
 
 def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The size of one block: what all kinds of layers keep of its positions."""
+    """The bytes of one block over all kinds of layers."""
     return sum(kind.bytes_per_block(config, dtype) for kind in _kinds(config))
 
 
 def bytes_per_state_slot(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The size of one state slot: what all kinds of layers keep of a sequence as a whole."""
+    """The bytes of one state slot over all kinds of layers."""
     return sum(kind.bytes_per_state_slot(config, dtype) for kind in _kinds(config))
 
 
@@ -304,8 +304,7 @@ def _attention(config: ModelConfig) -> type[KeyValueCache]:
 
 
 class PagedCache:
-    """The caches of a model's kinds of layers, with so many blocks and state slots. Decode attention computes in the cache's
-    `dtype`."""
+    """The caches of all kinds of layers of a model. Decode attention computes in the cache's `dtype`."""
 
     def __init__(
         self, config: ModelConfig, blocks: int, state_slots: int, device: torch.device, dtype: torch.dtype
@@ -319,7 +318,7 @@ class PagedCache:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether blocks are all that a sequence needs of a prefix. Where states stand at a prefix's end is not kept."""
+        """Whether sequences can share the blocks of a prefix: a recurrent layer's state at the end of a prefix is not kept."""
         return self.states is None
 
     @property

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.model import recurrence
-from nmoe.model.attention import LatentAttentionBlock
 from nmoe.model.device import Record, kind_of, put
+from nmoe.model.layers import LatentAttentionBlock
 from nmoe.model.moe import RouterTrace, grouped_mm_fits
 from nmoe.model.ops.attention import AttentionLayer, paged_attention
 from nmoe.model.ops.table import ops_for
@@ -52,7 +52,7 @@ class PagedDecodeAttention:
         return ops_for(q_BHC).paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, *rows)
 
     def recur(self, layer: RecurrentLayer, x_BW: Tensor, decay_BH: Tensor, beta_BH: Tensor) -> Tensor:
-        """Takes every sequence one token further in a recurrent layer."""
+        """Runs one token of every sequence through a recurrent layer."""
         states = self.cache.states
         assert states is not None, "the model has a recurrent layer"
         state = states.read(layer.index, self.state_slots_B)

@@ -17,7 +17,6 @@ from nmoe.engine.native.block_manager import BlockManager
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache, cache_size
 from nmoe.engine.native.graphs import decode_graphs
 from nmoe.engine.native.runner import Runner, Sampled
-from nmoe.engine.native.sampler import check_sampling
 from nmoe.engine.native.scheduler import PREFILL_TOKENS, Scheduler
 from nmoe.engine.native.sequence import RunningBatch, Sequence, SequenceGroup, Status
 from nmoe.errors import UserError
@@ -27,12 +26,16 @@ from nmoe.model.ops.table import make_ready
 from nmoe.model.transformer import Transformer
 from nmoe.types import FinishReason, Sample, Sampling
 
+# Beyond these, logits divided in fp32 overflow or are all alike. Near the lower one the largest logit has all mass already.
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-6, 1e6
+_MOST_INTEGER = 2**63 - 1
+
 # Bytes of a trained number that come after the engine: its gradient and Adam's two moments, in fp32.
 _TRAINED_BYTES = 12
 
 
 def _most_bytes(model: Transformer) -> int:
-    """How large the cache may be where nothing is asked for."""
+    """The default limit of the cache's bytes."""
     device = model.embedding.weight.device
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return kind_of(device).cache_bytes(device, _TRAINED_BYTES * trained, trained > 0)
@@ -80,7 +83,7 @@ class LLMEngine:
         for name, value in (("samples", request.samples), ("max_new_tokens", settings.max_new_tokens)):
             if value < 1:
                 raise UserError(f"request {request.request_id}: {name} = {value}: must be at least 1")
-        check_sampling(request.request_id, settings)
+        _check_sampling(request.request_id, settings)
         self._check_fits(request, len(request.prompt_ids) + settings.max_new_tokens)
         return self._queue(request, on_token, on_sample)
 
@@ -91,7 +94,7 @@ class LLMEngine:
         request = Request(tuple(token_ids), 0, settings, request_id)
         if len(request.prompt_ids) < 2 or temperature == 0:
             raise UserError(f"request {request_id}: scoring wants two tokens or more and a temperature above 0")
-        check_sampling(request_id, settings)
+        _check_sampling(request_id, settings)
         self._check_fits(request, len(request.prompt_ids))
         return self._queue(request)
 
@@ -117,7 +120,7 @@ class LLMEngine:
             raise UserError(f"{name}: {asked} exceeds the model's context of {context} tokens")
         blocks = self.scheduler.blocks
         # The last token is sampled and never fed. Two sequences hold the prompt's last block beside their own copies.
-        needed = blocks.blocks_for(max(wanted - 1, len(request.prompt_ids))) + (request.samples > 1)
+        needed = -(-max(wanted - 1, len(request.prompt_ids)) // BLOCK_TOKENS) + (request.samples > 1)
         if needed > blocks.blocks:
             room = blocks.blocks * BLOCK_TOKENS
             raise UserError(f"{name}: {asked} exceeds the cache of {room} tokens; raise [engine] cache_mb")
@@ -184,7 +187,7 @@ class LLMEngine:
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> list[SequenceGroup]:
-        """Ends a request's sequences where they stand, with what they have; returns the requests that ended."""
+        """Ends a request's sequences with the tokens sampled so far; returns the requests that ended."""
         group = self.scheduler.groups.pop(request_id, None)
         if group is None:
             return []
@@ -211,15 +214,15 @@ class LLMEngine:
         self.scheduler.clear(self._manager(blocks.blocks, blocks.state_slots))
 
     def commit(self, version: int) -> None:
-        """Takes note that the weights have changed: tokens sampled from now on carry `version`. Prompts whose sequences have not
-        started are computed again and no earlier prefix is found, or sequences would start from the old weights under the new
-        version. Running sequences go on with the keys that they have."""
+        """Notes that the weights have changed: tokens sampled from now on carry `version`. Prompts whose sequences have not started
+        are computed again and no earlier prefix is found, or sequences would start from the old weights under the new version.
+        Running sequences go on with the keys that they have."""
         self.runner.weights_changed(version)
         self.scheduler.drop_prefixes()
 
     def forget_prefixes(self) -> None:
         """Forgets every cached prefix. Running sequences keep their blocks."""
-        self.scheduler.blocks.forget()
+        self.scheduler.forget_prefixes()
 
     @property
     def idle(self) -> bool:
@@ -239,4 +242,23 @@ class LLMEngine:
             waiting=unstarted + len(scheduler.preempted),
             cache_use=1 - blocks.available / blocks.blocks,
             busy_s=self._busy_s,
+        )
+
+
+def _check_sampling(request_id: str, settings: Sampling) -> None:
+    """Raises UserError, naming the request, for settings without meaning or too large for the columns of the running batch. A
+    request is checked before it is queued, because a step samples for all requests at once."""
+    temperature, top_p, top_k = settings.temperature, settings.top_p, settings.top_k
+    if temperature != 0 and not _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE:
+        raise UserError(
+            f"request {request_id}: temperature = {temperature} must be 0 (greedy) or lie in {_LEAST_TEMPERATURE:g}.."
+            f"{_MOST_TEMPERATURE:g}"
+        )
+    if not 0 < top_p <= 1:
+        raise UserError(f"request {request_id}: top_p = {top_p} must lie in (0, 1]")
+    if not 0 <= top_k <= _MOST_INTEGER:
+        raise UserError(f"request {request_id}: top_k = {top_k} must be 0 (off) or a positive number of 63 bits")
+    if bad := [stop_id for stop_id in settings.stop_ids if not 0 <= stop_id <= _MOST_INTEGER]:
+        raise UserError(
+            f"request {request_id}: stop_ids has {bad[0]}, which is not a token id: they count from 0, in 63 bits"
         )

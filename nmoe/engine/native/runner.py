@@ -23,8 +23,7 @@ from nmoe.engine.native.sequence import RunningBatch, Sequence
 from nmoe.model.device import fetch, put
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
-from nmoe.model.ops.cpu.packing import PackedWeights
-from nmoe.model.ops.table import kernels_in_use
+from nmoe.model.ops.cpu.packing import PackedWeights, kernels_in_use
 from nmoe.model.transformer import Transformer
 
 # Weights up to this size are held a second time on a CPU, packed for small batches.
@@ -33,8 +32,8 @@ PACKED_BYTES = 2 * 2**30
 
 @dataclass(frozen=True)
 class Sampled:
-    """What sampling gave the sequences in `slots`, on the host: tokens and their log-probabilities, whether each met a stop id and
-    whether it has finished, `[B]`; and the kept ids of the rows that have top-k or top-p, by row."""
+    """The sampled tokens of the sequences in `slots`, on the host: tokens and their log-probabilities, whether each met a stop id
+    and whether it has finished, `[B]`; and the kept ids of the rows that have top-k or top-p, by row."""
 
     slots: slice
     tokens_B: Tensor
@@ -45,7 +44,7 @@ class Sampled:
 
 
 class Runner:
-    """The learner's own module over the engine's cache and running batch. On a GPU, decoding replays `graphs`.
+    """Runs the learner's module over the engine's cache and running batch. On a GPU, decoding replays `graphs`.
 
     `version` is the version of the module's weights.
     """

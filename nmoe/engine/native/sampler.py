@@ -1,5 +1,4 @@
-"""Sampling from a batch of logits, every row with its own settings and its own uniform draw; the counter-based draws; and which
-settings a request may have."""
+"""Sampling from a batch of logits, each row with separate settings and a separate uniform draw; and the counter-based draws."""
 
 # Shapes: B rows, V vocabulary.
 
@@ -12,14 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nmoe.errors import DivergenceError, UserError
+from nmoe.errors import DivergenceError
 from nmoe.model.logprobs import row_sums
 from nmoe.model.ops.table import ops_for
-from nmoe.types import Sampling
-
-# Beyond these, logits divided in fp32 overflow or are all alike. Near the lower one the largest logit has all mass already.
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
-_MOST_INTEGER = 2**63 - 1
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -123,22 +117,3 @@ def uniforms(seed: int, samples: int, positions: int) -> NDArray[np.float32]:
         sample = _mix(root + _GOLDEN * np.arange(1, samples + 1, dtype=np.uint64))
         draws = _mix(sample[:, None] + _GOLDEN * np.arange(1, positions + 1, dtype=np.uint64))
     return (draws >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
-
-
-def check_sampling(request_id: str, settings: Sampling) -> None:
-    """Raise UserError, naming the request, for settings that mean nothing or do not fit the columns of the running batch. A request
-    is checked before it is queued, because a step samples for all requests at once."""
-    temperature, top_p, top_k = settings.temperature, settings.top_p, settings.top_k
-    if temperature != 0 and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
-        raise UserError(
-            f"request {request_id}: temperature = {temperature} must be 0 (greedy) or lie in {LEAST_TEMPERATURE:g}.."
-            f"{MOST_TEMPERATURE:g}"
-        )
-    if not 0 < top_p <= 1:
-        raise UserError(f"request {request_id}: top_p = {top_p} must lie in (0, 1]")
-    if not 0 <= top_k <= _MOST_INTEGER:
-        raise UserError(f"request {request_id}: top_k = {top_k} must be 0 (off) or a positive number of 63 bits")
-    if bad := [stop_id for stop_id in settings.stop_ids if not 0 <= stop_id <= _MOST_INTEGER]:
-        raise UserError(
-            f"request {request_id}: stop_ids has {bad[0]}, which is not a token id: they count from 0, in 63 bits"
-        )

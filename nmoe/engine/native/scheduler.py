@@ -198,6 +198,10 @@ class Scheduler:
             self.stop_prefill(sequence)
         for group in self.waiting:
             self.drop_prompt(group)
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Forgets every cached prefix; blocks in use stay in use."""
         self.blocks.forget()
 
     # Start

@@ -25,7 +25,7 @@ from nmoe.types import FinishReason, Sample
 
 
 class Status(Enum):
-    """Where a sequence is on its way.
+    """The state of a sequence in the engine.
 
     WAITING     not started: it waits for its prompt to be computed, or for a slot
     PREFILLING  holds blocks whose keys are being computed, for a prompt that its siblings will share or for itself
@@ -84,7 +84,7 @@ class Sequence:
         return self.computed == len(self.prefill_ids)
 
     def keys_are_of(self, version: int) -> bool:
-        """Whether weights of this version compute its keys for any sequence that begins with its tokens."""
+        """Whether weights of this version computed its keys, so that other sequences can share them."""
         return not self.group.scoring and (not self.started or self.versions[0] == version)
 
     def tokens_to_prefill(self) -> tuple[list[int], int]:
@@ -107,7 +107,7 @@ class Sequence:
         return blocks
 
     def sample(self, reason: FinishReason) -> Sample:
-        """The completion, from the sequence's own lists."""
+        """The completion, from the sequence's lists."""
         routes = None if self.routes_LYK is None else self.routes_LYK.numpy()
         return Sample(self.token_ids, self.logprobs, self.versions, reason, self.kept_ids, routes)
 
@@ -219,8 +219,8 @@ class RunningBatch:
         return self.slots - len(self.sequences)
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Gives sequences of one group, with indices that follow each other, the next slots. They start or, where they have tokens
-        already, go on."""
+        """Gives sequences of one group, with indices that follow each other, the next slots. They start or, if they have tokens
+        already, continue."""
         settings, first = sequences[0].group.request.sampling, sequences[0].index
         slots = slice(len(self), len(self) + len(sequences))
         self._make_room(settings.max_new_tokens)
@@ -257,7 +257,7 @@ class RunningBatch:
                 column[slot, :count] = put(torch.tensor(values, dtype=column.dtype), self.device)
 
     def add_block(self, sequence: Sequence, block: int) -> None:
-        """Gives a sequence that has filled its blocks one more."""
+        """Gives one more block to a sequence that has filled its blocks."""
         sequence.block_table.append(block)
         self.table[sequence.slot, self.held[sequence.slot]] = block
         self.held[sequence.slot] += 1
@@ -311,7 +311,7 @@ class RunningBatch:
         return stopped_B, stopped_B | full_B
 
     def _make_room(self, tokens: int) -> None:
-        """Lets every sequence sample this many tokens."""
+        """Widens the columns, so that every sequence can sample this many tokens."""
         old = self["tokens"].shape[1]
         if tokens > old:
             wider = max(tokens, 2 * old)

@@ -1,4 +1,4 @@
-"""What a family is, and the walk over its entries that copies a checkpoint's tensors into a model or makes them from one.
+"""The protocol of a family, and the walk over its entries that copies a checkpoint's tensors into a model or makes them from one.
 
 A family's file only maps names and settings. Our weights are filled one after another; each stored tensor is read once, in pieces
 of 4 MiB where its rows fill rows of ours, copied into its part of ours, and freed. Ranks that shard a weight each keep their part.

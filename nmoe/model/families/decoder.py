@@ -160,7 +160,7 @@ def swiglu(theirs: str, ours: str, width: int, intermediate: int) -> Iterator[En
 
 
 def dense(config: ModelConfig) -> Iterator[Entry]:
-    """All entries of a dense decoder."""
+    """The entries of a dense decoder."""
     yield from ends(config)
     for layer in range(config.layers):
         yield from norms(config, layer)

@@ -65,7 +65,7 @@ def by_block(weight_ND: Tensor, scales: Tensor) -> Tensor:
 
 
 def by_row(weight_ND: Tensor, scales: Tensor) -> Tensor:
-    """The same with one factor for each row, `[N, 1]`, or for the whole, `[1]`; or with the factors of `by_block`."""
+    """FP8 with one factor for each row, `[N, 1]`, or for the whole, `[1]`; or with the factors of `by_block`."""
     _check_dtype(weight_ND)
     if scales.numel() != 1 and scales.shape != (len(weight_ND), 1):
         return by_block(weight_ND, scales)

@@ -105,7 +105,7 @@ class Settings:
             )
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
-        """How many dimensions of a head `partial_rotary_factor` says are turned; 0 for all of them."""
+        """The number of dimensions of a head that `partial_rotary_factor` turns; 0 for all of them."""
         settings = self.rope_section()
         for table in (self, settings):
             table.refuse_null("partial_rotary_factor")

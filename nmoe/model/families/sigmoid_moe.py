@@ -34,7 +34,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def mixture_settings(settings: Settings) -> dict[str, Any]:
-    """What a ModelConfig takes from `KEYS`."""
+    """The settings of a ModelConfig that come from `KEYS`."""
     settings.refuse_alias("n_routed_experts", "num_local_experts")
     settings.only("scoring_func", "sigmoid")
     settings.only("topk_method", "noaux_tc")
@@ -74,7 +74,7 @@ def mixture_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def feed_forward(config: ModelConfig, layer: int) -> Iterator[Entry]:
-    """All that a layer holds beside norms and attention."""
+    """The entries of a layer beside norms and attention."""
     theirs, ours = f"model.layers.{layer}.mlp.", f"blocks.{layer}.ffn."
     if layer in config.dense_layers:
         yield from decoder.swiglu(theirs, ours, config.hidden_size, config.intermediate_size)

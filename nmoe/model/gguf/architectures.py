@@ -1,5 +1,5 @@
-"""The families that are read from GGUF: the `config.json` that a file's metadata stands for, and where each of its tensors comes
-from. Names of keys and tensors are llama.cpp's (`gguf.constants` lists them)."""
+"""The families that are read from GGUF: the `config.json` of a file's metadata, and the source of each of its tensors. Names of
+keys and tensors are llama.cpp's (`gguf.constants` lists them)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp stores one family."""
+    """llama.cpp's storage of one family."""
 
     config: Callable[[GGUFFile], Config]
     sources: Callable[[GGUFFile], Sources]

@@ -1,4 +1,4 @@
-"""The rotary scaling that a GGUF file stands for, as `rope_scaling` of a `config.json`.
+"""The rotary scaling of a GGUF file, as `rope_scaling` of a `config.json`.
 
 llama.cpp computes it from metadata and from one tensor. A pair of dimensions that turns by `theta` in a position without scaling is
 turned by
@@ -95,7 +95,7 @@ def _check(file: GGUFFile, positive: dict[str, float], alpha: float) -> None:
 
 
 def _factors(file: GGUFFile, pairs: int) -> Tensor | None:
-    """What the file divides the frequency of each pair by, `[head_dim / 2]` in fp64."""
+    """The divisors of the pairs' frequencies, `[head_dim / 2]` in fp64."""
     if (stored := file.tensors.get(ROPE_FACTORS)) is None:
         return None
     if stored.shape != (pairs,):

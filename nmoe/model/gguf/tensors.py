@@ -23,7 +23,7 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 class GGUFTensors:
-    """What a GGUF file holds, with the interface of `Shards`: names, shapes and types are read at once, values on request.
+    """The tensors of a GGUF file, with the interface of `Shards`: names, shapes and types are read at once, values on request.
 
     Raises UserError, naming file and tensor, for a type that is not read and for a torn file.
     """

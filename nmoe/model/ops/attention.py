@@ -93,7 +93,7 @@ def _grouped(q_BHLC: Tensor, k_BJSC: Tensor, v_BJSC: Tensor, mask_LS: Tensor | N
 
 
 def _by_kv_head(q_BHLC: Tensor, k_BJSC: Tensor, v_BJSC: Tensor, mask_LS: Tensor | None, scale: float) -> Tensor:
-    """The same with a batch entry per key-value head, whose query heads share its keys as a view."""
+    """`_grouped` with a batch entry per key-value head, whose query heads share its keys as a view."""
     batch, kv_heads = k_BJSC.shape[:2]
     q_NGLC = q_BHLC.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     k_NGSC, v_NGSC = (x.flatten(0, 1).unsqueeze(1).expand(-1, q_NGLC.shape[1], -1, -1) for x in (k_BJSC, v_BJSC))
@@ -104,8 +104,8 @@ def _by_kv_head(q_BHLC: Tensor, k_BJSC: Tensor, v_BJSC: Tensor, mask_LS: Tensor 
 def attention_in_blocks(
     layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
 ) -> Tensor:
-    """The same as `causal_attention`, for accelerators: what needs a mask runs in blocks of queries, each with the keys that it can
-    see, so that no mask or score is as large as all queries times all keys.
+    """`causal_attention` for accelerators: layers that need a mask run in blocks of queries, each with the keys that it can see, so
+    that no mask or score is as large as all queries times all keys.
 
     CUDA's fast kernels take a mask, or key-value heads that several query heads share, and not both at once: torch would compute
     such a layer with all scores in memory. So heads are shared as a view.

@@ -41,8 +41,8 @@ def scan(
 def by_chunks(
     q_BLHC: Tensor, k_BLHC: Tensor, v_BLHU: Tensor, decay_BLH: Tensor, beta_BLH: Tensor, memory_BHCU: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same as `scan` with one product for all tokens of a chunk: within it, what the tokens change is the solution of a
-    triangular system (arXiv:2412.06464, section 3.3)."""
+    """`scan` with one product for all tokens of a chunk: within it, the tokens' changes are the solution of a triangular system
+    (arXiv:2412.06464, section 3.3)."""
     length = q_BLHC.shape[1]
     size = min(CHUNK, length)
     q, k, v, decay, beta = (_chunks(x, size) for x in (q_BLHC, k_BLHC, v_BLHU, decay_BLH, beta_BLH))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
-from nmoe.model.ops.cpu import library
+from nmoe.model.ops.cpu import library, packing
 from nmoe.model.ops.cpu.ops import CpuOps, KernelOps
 from nmoe.model.ops.exact.ops import ExactOps, OrderFreeOps
 from nmoe.model.ops.torch import TorchOps
@@ -17,25 +13,6 @@ from nmoe.model.ops.triton.ops import OrderFreeTritonOps, TritonOps
 
 _TORCH, _CPU, _KERNELS, _TRITON = TorchOps(), CpuOps(), KernelOps(), TritonOps()
 _EXACT, _ORDER_FREE, _ORDER_FREE_TRITON = ExactOps(), OrderFreeOps(), OrderFreeTritonOps()
-
-
-class _Here(threading.local):
-    """Whether kernels are in use in this thread."""
-
-    kernels = False
-
-
-_here = _Here()
-
-
-@contextmanager
-def kernels_in_use() -> Iterator[None]:
-    """Operations with fast numerics and without gradient are the C++ kernels' here, in this thread, if they can be compiled."""
-    outer, _here.kernels = _here.kernels, library.library() is not None
-    try:
-        yield
-    finally:
-        _here.kernels = outer
 
 
 def make_ready(device: torch.device) -> None:
@@ -54,6 +31,6 @@ def ops_for(x: Tensor, exact: bool = False) -> TorchOps:
             return _ORDER_FREE_TRITON
         return _EXACT if x.dtype == torch.float32 and x.is_cpu and library.library() is not None else _ORDER_FREE
     if x.is_cpu:
-        kernels = _here.kernels and x.dtype in library.DTYPES and not torch.is_grad_enabled()
+        kernels = packing.IN_FORCE.kernels and x.dtype in library.DTYPES and not torch.is_grad_enabled()
         return _KERNELS if kernels else _CPU
     return _TRITON if on_gpu and not double else _TORCH

@@ -199,7 +199,7 @@ class TorchOps:
         return out
 
     def combine(self, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
-        """Each token's weighted sum over its own K rows, `[T, D]`: no token's sum depends on another's position."""
+        """Each token's weighted sum over its K rows, `[T, D]`: no token's sum depends on another's position."""
         out: Tensor = _Combine.apply(self, y_RD, weights_TK, row_TK)
         return out
 
@@ -266,12 +266,12 @@ class TorchOps:
     # The head
 
     def head_weight(self, weight_VD: Tensor) -> Tensor:
-        """The head's weight in the form that `logits` takes, made once for several pieces of rows."""
-        return weight_VD.float() if weight_VD.dtype in LOW_PRECISION else weight_VD
+        """The head's weight in low precision, or of exact numerics, as `logits` takes it: made once for several pieces of rows."""
+        return weight_VD.float()
 
     def logits(self, x_ND: Tensor, head_weight: Tensor, vocabulary: int) -> Tensor:
-        """`x @ weight.T` in fp32 at least, `[N, V]`, without gradients, of a weight that `head_weight` gave."""
-        return self.linear(x_ND.to(head_weight.dtype), head_weight)
+        """`x @ weight.T` in fp32, `[N, V]`, without gradients, of a weight that `head_weight` gave."""
+        return self.linear(x_ND.float(), head_weight)
 
     def takes_head(self, x_ND: Tensor, weight_VD: Tensor) -> bool:
         """Whether there are `head_forward` and `head_backward` for these."""

@@ -28,8 +28,8 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.moe import MoE, Router, RouterTrace
 from nmoe.model.ops.attention import AttentionLayer, causal_attention, paged_attention
 from nmoe.model.ops.cpu import library, operations, packing
-from nmoe.model.ops.cpu.packing import PackedWeights, panels
-from nmoe.model.ops.table import kernels_in_use, ops_for
+from nmoe.model.ops.cpu.packing import PackedWeights, kernels_in_use, panels
+from nmoe.model.ops.table import ops_for
 from nmoe.model.ops.torch import TorchOps
 from nmoe.types import Sampling
 

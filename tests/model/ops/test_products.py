@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nmoe.model.ops.cpu import library
 from nmoe.model.ops.cpu.ops import KernelOps, by_onednn
-from nmoe.model.ops.cpu.packing import ONEDNN, PackedWeights, can_pack, can_pack_for_onednn
-from nmoe.model.ops.table import kernels_in_use, ops_for
+from nmoe.model.ops.cpu.packing import ONEDNN, PackedWeights, can_pack, can_pack_for_onednn, kernels_in_use
+from nmoe.model.ops.table import ops_for
 
 pytestmark = pytest.mark.skipif(not ONEDNN, reason="this torch has no oneDNN")
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model.linear import RMSNorm
+from nmoe.model.layers import RMSNorm
 from nmoe.model.ops.torch import TorchOps
 from nmoe.model.ops.triton.ops import TritonOps
 

@@ -41,7 +41,7 @@ def cpu_model() -> str:
 
 
 def cpu_features() -> set[str]:
-    """What the processor can do, in the words of /proc/cpuinfo (`avx2`, `avx512f`); empty where there is none."""
+    """The processor's features, as /proc/cpuinfo names them (`avx2`, `avx512f`); empty without that file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -138,7 +138,7 @@ def _remove_left_behind(directory: Path) -> None:
 
 
 def cache_directory() -> Path:
-    """Where compiled libraries are kept, if it can be written."""
+    """The directory of compiled libraries, if it can be written."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmoe" / "kernels"
 
 

@@ -162,8 +162,8 @@ def attention(
 def head_forward(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `logits = x @ weight.T / temperature`, in fp32 for any inputs: `log_softmax(logits)[target]`, the entropy, the largest
-    logit and the sum of `exp(logits - largest)`, `[N]` each."""
+    """`log_softmax(logits)[target]`, the entropy, the largest logit and the sum of `exp(logits - largest)`, `[N]` each, of `logits
+    = x @ weight.T / temperature`, in fp32 for any inputs."""
     x_ND = x_ND.contiguous()
     out = [torch.empty(x_ND.shape[0]) for _ in range(4)]
     given = (x_ND, weight_VD, targets_N.contiguous(), float(temperature))

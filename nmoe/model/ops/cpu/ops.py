@@ -254,8 +254,8 @@ def _takes(x: Tensor, *weights: Tensor) -> bool:
 
 
 class AttentionInClusters(torch.autograd.Function):
-    """Of weights w = exp(s - log sum), o = w v:  dv = w' do,  ds = w (do v' - sum of do o),  dq = ds k,  dk = ds' q, where
-    s = scale q k' (Dao et al. 2022, arXiv:2205.14135, section 3.1)."""
+    """Attention with gradients. With weights w = exp(s - log sum), o = w v:  dv = w' do,  ds = w (do v' - sum of do o),  dq = ds k,
+    dk = ds' q, where s = scale q k' (Dao et al. 2022, arXiv:2205.14135, section 3.1)."""
 
     @staticmethod
     def forward(
@@ -296,7 +296,7 @@ class Linear(torch.autograd.Function):
 
 
 class LinearByGroup(torch.autograd.Function):
-    """The same for each group of rows."""
+    """`Linear` for each group of rows."""
 
     @staticmethod
     def forward(ctx: Any, ops: TorchOps, x_RD: Tensor, weight_EDF: Tensor, counts: tuple[int, ...]) -> Tensor:

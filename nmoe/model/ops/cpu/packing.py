@@ -1,4 +1,4 @@
-"""Weights in the order that the CPU's kernels read them, kept from one small batch to the next."""
+"""Weights in the order that the CPU's kernels read them, kept from one small batch to the next, and which kernels are in use."""
 
 # Shapes: D inputs, F outputs, E experts.
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from nmoe.model.ops.cpu import library
 
 # torch reaches oneDNN's linear layer by an operator of its compiler's back end.
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -36,11 +38,11 @@ class PackedWeights:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Products without gradient use packed weights here, in this thread: a scorer may run its own model beside the engine."""
-        outer, _here.packed = _here.packed, self
+        outer, IN_FORCE.packed = IN_FORCE.packed, self
         try:
             yield
         finally:
-            _here.packed = outer
+            IN_FORCE.packed = outer
 
     def clear(self) -> None:
         """Frees all packed weights."""
@@ -60,20 +62,31 @@ class PackedWeights:
         return packed
 
 
-class _Here(threading.local):
-    """The packed weights in use in this thread."""
+class _InForce(threading.local):
+    """The packed weights and the kernels in use in this thread."""
 
     packed: PackedWeights | None = None
+    kernels = False
 
 
-_here = _Here()
+IN_FORCE = _InForce()
+
+
+@contextmanager
+def kernels_in_use() -> Iterator[None]:
+    """Operations with fast numerics and without gradient are the C++ kernels' here, in this thread, if they can be compiled."""
+    outer, IN_FORCE.kernels = IN_FORCE.kernels, library.library() is not None
+    try:
+        yield
+    finally:
+        IN_FORCE.kernels = outer
 
 
 def can_pack(x: Tensor, weight: Tensor) -> bool:
     """Whether the weight is kept packed: a parameter whose changes show. One made under `inference_mode` does not count them."""
     return (
         ONEDNN
-        and _here.packed is not None
+        and IN_FORCE.packed is not None
         and x.is_cpu
         and x.dtype in (torch.float32, torch.bfloat16)
         and not torch.is_grad_enabled()
@@ -83,18 +96,18 @@ def can_pack(x: Tensor, weight: Tensor) -> bool:
 
 
 def can_pack_for_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether it is kept as oneDNN reads it."""
+    """Whether the weight is kept packed as oneDNN reads it."""
     return can_pack(x, weight) and (x.dtype == torch.float32 or ONEDNN_BF16)
 
 
 def packed(weight: Tensor, packing: Packing) -> list[Tensor]:
     """The packed forms of a weight for which `can_pack` holds."""
-    assert _here.packed is not None, "the caller looked"
-    return _here.packed.of(weight, packing)
+    assert IN_FORCE.packed is not None, "the caller looked"
+    return IN_FORCE.packed.of(weight, packing)
 
 
 def kept(weight: Tensor, packing: Packing) -> Tensor:
-    """Packed before where that is kept, otherwise now: a copy of the weight, little beside products of many rows."""
+    """The packed weight: kept from before, or else packed now, a copy that costs little beside products of many rows."""
     return packed(weight, packing)[0] if can_pack(weight, weight) else packing(weight.detach())[0]
 
 

@@ -88,7 +88,7 @@ def attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Ten
 
 
 def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0) -> Tensor:
-    """The same with the layer's window; the queries are the last L of S = earlier + L positions."""
+    """`attention` with the layer's window; the queries are the last L of S = earlier + L positions."""
     positions, device = k_BJSC.shape[-2], k_BJSC.device
     query_L1 = torch.arange(earlier, positions, device=device).unsqueeze(1)
     age_LS = query_L1 - torch.arange(positions, device=device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nmoe.model.ops.attention import AttentionLayer, attention_in_blocks
 from nmoe.model.ops.exact.ops import OrderFreeSums
-from nmoe.model.ops.torch import LOW_PRECISION, TorchOps
+from nmoe.model.ops.torch import TorchOps
 
 _CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,8 +24,6 @@ class TritonOps(TorchOps):
         return weight_VD
 
     def logits(self, x_ND: Tensor, head_weight: Tensor, vocabulary: int) -> Tensor:
-        if head_weight.dtype not in LOW_PRECISION:
-            return self.linear(x_ND, head_weight)
         return torch.mm(x_ND, head_weight.t(), out_dtype=torch.float32)
 
     def rms_norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -66,8 +64,8 @@ class TritonOps(TorchOps):
         table_BM: Tensor,
         lengths_B: Tensor,
     ) -> Tensor:
-        """Reads the blocks where they lie. Table entries past a row's length are never followed, and the grid is laid out for rows
-        of M blocks."""
+        """Reads the blocks in place. Table entries past a row's length are never followed, and the grid is laid out for rows of M
+        blocks."""
         if keys_NJPC.dtype not in _CACHE_DTYPES:
             return super().paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, table_BM, lengths_B)
         from nmoe.model.ops.triton.paged_attention import paged_attention_triton
