@@ -10,9 +10,7 @@ import typer
 from nmoe.cli.arguments import ConfigAndOverrides, ForCommand, configuration_of_any, file_and_overrides
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Show what this machine offers, and what would make runs faster or safer.
 
     Processor, GPUs, free cores, kernels, compiler, sandbox, packages and caches. Exits with 1 if something required is missing.
@@ -22,6 +20,9 @@ def doctor(
       nmoe doctor
     Example, for a program:
       nmoe doctor --json
+
+    Args:
+        as_json: Print one JSON object instead of lines.
     """
     from nmoe.preflight import doctor as examination
 
@@ -35,10 +36,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def preflight(
-    arguments: ConfigAndOverrides,
-    command: ForCommand = None,
-) -> None:
+def preflight(arguments: ConfigAndOverrides, command: ForCommand = None) -> None:
     """Check a configuration before it runs.
 
     One line a check: ok, warn or fail, the value, and what to do. Exits with 2 if one fails. Writes nothing but the cache of
@@ -68,16 +66,9 @@ if TYPE_CHECKING:
 
 def plan(
     arguments: ConfigAndOverrides,
-    world: Annotated[
-        int, typer.Option("--world", metavar="N", min=1, help="Ranks that train together, one for each GPU.")
-    ] = 8,
-    per_node: Annotated[
-        int, typer.Option("--per-node", metavar="N", min=1, help="Ranks of one machine; at most --world.")
-    ] = 8,
-    memory_gib: Annotated[
-        float | None,
-        typer.Option("--memory-gib", metavar="GIB", min=0.1, help="Memory of one GPU, to hold the plan against."),
-    ] = None,
+    world: Annotated[int, typer.Option("--world", metavar="N", min=1)] = 8,
+    per_node: Annotated[int, typer.Option("--per-node", metavar="N", min=1)] = 8,
+    memory_gib: Annotated[float | None, typer.Option("--memory-gib", metavar="GIB", min=0.1)] = None,
     command: ForCommand = None,
 ) -> None:
     """Count what a run needs on each of N ranks, without any of them.
@@ -94,6 +85,11 @@ def plan(
       nmoe plan qwen3_30b_a3b --world 1024 --memory-gib 80
     Example, a model of the hub with all weights trained:
       nmoe plan Qwen/Qwen3-30B-A3B --world 64 --model.precision=bfloat16
+
+    Args:
+        world: Ranks that train together, one for each GPU.
+        per_node: Ranks of one machine; at most --world.
+        memory_gib: Memory of one GPU, to hold the plan against.
     """
     config = _of_model(arguments) if command is None else None
     config = config or configuration_of_any(arguments, command)[1]

@@ -4,6 +4,7 @@ Each verb is a function, in the file of its group, which reads its arguments and
 needs is imported inside it, so that `nmoe --help` does not wait for torch.
 """
 
+import inspect
 import os
 import re
 import sys
@@ -30,8 +31,22 @@ from nmoe.errors import UserError, shown
 _ARGUMENT_TYPE = re.compile(r"^(  [^-\s].*?) <[\w\[\]]+>", re.MULTILINE)
 
 
+# A parameter in the part `Args:` of a docstring, and its help, which may go on in indented lines.
+_PARAMETER = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+
+
 class Verb(typer.core.TyperCommand):
-    """A verb whose help names its arguments without their Python types, and whose messages show the wrong value."""
+    """A command whose parameters are described by the part `Args:` of its function's docstring.
+
+    Its help names arguments without their Python types, and its messages show the wrong value.
+    """
+
+    def __init__(self, *args: Any, help: str, params: list[Any], **others: Any) -> None:
+        help, _, described = inspect.cleandoc(help).partition("\n\nArgs:\n")
+        texts = {name: " ".join(text.split()) for name, text in _PARAMETER.findall(described)}
+        for one in params:
+            one.help = texts.get(one.name, one.help)
+        super().__init__(*args, help=help, params=params, **others)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

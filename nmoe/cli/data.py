@@ -16,8 +16,7 @@ File = Annotated[
     ),
 ]
 RenderingTokenizer = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR_OR_RUN", help="Whose tokenizer to render with; default: a byte tokenizer."),
+    Path | None, typer.Option(metavar="DIR_OR_RUN", help="Whose tokenizer to render with; default: a byte tokenizer.")
 ]
 RecordsFormat = Annotated[
     Literal["auto", "harmony", "chat", "text"],
@@ -26,8 +25,7 @@ RecordsFormat = Annotated[
     ),
 ]
 Kind = Annotated[
-    str | None,
-    typer.Option(metavar="KIND", help="The format of the records; default: recognised by their columns."),
+    str | None, typer.Option(metavar="KIND", help="The format of the records; default: recognised by their columns.")
 ]
 Columns = Annotated[
     list[str] | None,
@@ -39,8 +37,8 @@ Split = Annotated[str, typer.Option(metavar="SPLIT", help="The split, with an op
 
 def show_data(
     file: File,
-    masks: Annotated[bool, typer.Option("--masks", help="Show the first records token by token.")] = False,
-    records: Annotated[int, typer.Option(metavar="N", min=1, help="How many records --masks shows.")] = 3,
+    masks: Annotated[bool, typer.Option("--masks")] = False,
+    records: Annotated[int, typer.Option(metavar="N", min=1)] = 3,
     tokenizer: RenderingTokenizer = None,
     format: RecordsFormat = "auto",
     kind: Kind = None,
@@ -59,6 +57,10 @@ def show_data(
       nmoe data show train.jsonl --masks --tokenizer runs/speedrun
     Example, columns with other names:
       nmoe data show questions.csv --column prompt=question --column completion=answer
+
+    Args:
+        masks: Show the first records token by token.
+        records: How many records --masks shows.
     """
     from nmoe.data.show import dataset_settings, show_data
     from nmoe.runs.resolve import resolve_tokenizer
@@ -70,15 +72,10 @@ def show_data(
 
 def pairs(
     checkpoint: Checkpoint,
-    environment: Annotated[
-        Path,
-        typer.Argument(
-            metavar="ENVIRONMENT", help="The environment that grades: a TOML file, a directory, or a packaged name."
-        ),
-    ],
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write the pairs.")],
-    problems: Annotated[int, typer.Option(metavar="N", min=1, help="How many problems.")] = 1000,
-    samples: Annotated[int, typer.Option(metavar="N", min=2, help="Completions per problem.")] = 8,
+    environment: Annotated[Path, typer.Argument(metavar="ENVIRONMENT")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl")],
+    problems: Annotated[int, typer.Option(metavar="N", min=1)] = 1000,
+    samples: Annotated[int, typer.Option(metavar="N", min=2)] = 8,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
     device: Device = "auto",
@@ -91,6 +88,12 @@ def pairs(
     \b
     Example:
       nmoe data pairs runs/speedrun/base skills pairs.jsonl --problems 4000 --samples 6
+
+    Args:
+        environment: The environment that grades: a TOML file, a directory, or a packaged name.
+        file: Where to write the pairs.
+        problems: How many problems.
+        samples: Completions per problem.
     """
     from nmoe.recipes.sampled_data import write_pairs
 
@@ -99,17 +102,10 @@ def pairs(
 
 def solve_rates(
     checkpoint: Checkpoint,
-    environment: Annotated[
-        Path,
-        typer.Argument(
-            metavar="ENVIRONMENT", help="The environment whose pool is a JSONL file: a TOML file or a directory."
-        ),
-    ],
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write the records with their rates.")],
-    problems: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many problems; default: all.", show_default=False)
-    ] = None,
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Completions per problem.")] = 8,
+    environment: Annotated[Path, typer.Argument(metavar="ENVIRONMENT")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl")],
+    problems: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)] = None,
+    samples: Annotated[int, typer.Option(metavar="N", min=1)] = 8,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
     device: Device = "auto",
@@ -122,6 +118,12 @@ def solve_rates(
     \b
     Example:
       nmoe data solve-rates runs/base mine.toml rated.jsonl --samples 8
+
+    Args:
+        environment: The environment whose pool is a JSONL file: a TOML file or a directory.
+        file: Where to write the records with their rates.
+        problems: How many problems; default: all.
+        samples: Completions per problem.
     """
     from nmoe.recipes.sampled_data import write_solve_rates
 
@@ -130,14 +132,7 @@ def solve_rates(
 
 
 def prepare(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CONFIG [--section.key=value]",
-            help="The preparation's TOML file or a packaged name, and values that override the file's.",
-            show_default=False,
-        ),
-    ],
+    arguments: Annotated[list[str], typer.Argument(metavar="CONFIG [--section.key=value]", show_default=False)],
 ) -> None:
     """Filter a collection of problems, and draw disjoint pools and probes from it.
 
@@ -151,6 +146,9 @@ def prepare(
       nmoe data prepare numina --source.path='numina/*.parquet' --splits.rl_pool=10000 --directory=data/small
     Example, with two probes and an evaluation set to keep out, in a file copied from nmoe config show numina:
       nmoe data prepare mine.toml
+
+    Args:
+        arguments: The preparation's TOML file or a packaged name, and values that override the file's.
     """
     from nmoe.config.loader import load_preparation
 
@@ -167,16 +165,9 @@ def prepare(
 
 
 def download(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The dataset's name on the Hugging Face hub.", show_default=False)
-    ],
-    files: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only files that match, such as 'main/*.parquet'; may be repeated."),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(metavar="REVISION", help="Branch, tag or commit; default: the newest of main.")
-    ] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
+    files: Annotated[list[str] | None, typer.Option(metavar="PATTERN")] = None,
+    revision: Annotated[str | None, typer.Option(metavar="REVISION")] = None,
 ) -> None:
     """Fetch a dataset from the Hugging Face hub, and keep it.
 
@@ -188,6 +179,11 @@ def download(
       nmoe data download openai/gsm8k
     Example, some of its files:
       nmoe data download AI-MO/NuminaMath-1.5 --files '*.parquet' --revision main
+
+    Args:
+        name: The dataset's name on the Hugging Face hub.
+        files: Only files that match, such as 'main/*.parquet'; may be repeated.
+        revision: Branch, tag or commit; default: the newest of main.
     """
     from nmoe.data.hub import download
 
@@ -196,13 +192,10 @@ def download(
 
 def export_data(
     file: File,
-    out: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Where to write.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT.jsonl", show_default=False)],
     tokenizer: RenderingTokenizer = None,
     format: RecordsFormat = "auto",
-    context_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Leave out longer sequences, as training does; default: keep all."),
-    ] = None,
+    context_tokens: Annotated[int | None, typer.Option(metavar="N", min=1)] = None,
     kind: Kind = None,
     column: Columns = None,
     subset: Subset = None,
@@ -217,6 +210,10 @@ def export_data(
       nmoe data export train.jsonl masked.jsonl --tokenizer runs/speedrun/base
     Example, columns with other names:
       nmoe data export questions.csv masked.jsonl --column prompt=question --column completion=answer
+
+    Args:
+        out: Where to write.
+        context_tokens: Leave out longer sequences, as training does; default: keep all.
     """
     from nmoe.data.show import dataset_settings, export_masked
     from nmoe.runs.resolve import resolve_tokenizer

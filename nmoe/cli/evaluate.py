@@ -19,93 +19,22 @@ from nmoe.errors import UserError
 
 
 def evaluate(
-    named: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CHECKPOINT... BENCHMARK...",
-            help="Runs or checkpoints, then environments: TOML files, directories, or packaged names. With --format-check one "
-            "checkpoint, and the default environment is the run's.",
-            show_default=False,
-        ),
-    ],
-    problems: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="How many problems; default: 200, with --format-check 20, by likelihood all.",
-            show_default=False,
-        ),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODE",
-            help="greedy_pass@1, sampling_pass@N (the majority of N), nondet_proxy_pass@N or, of multiple choice, "
-            "likelihood_letter or likelihood_text; default: from --samples and --temperature.",
-            show_default=False,
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Completions per problem; default: 1, or the mode's.", show_default=False
-        ),
-    ] = None,
+    named: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... BENCHMARK...", show_default=False)],
+    problems: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)] = None,
+    mode: Annotated[str | None, typer.Option(metavar="MODE", show_default=False)] = None,
+    samples: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)] = None,
     temperature: TemperatureOfMode = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Tokens of a completion; default: what the context leaves, with --format-check the run's, else 256.",
-            show_default=False,
-        ),
-    ] = None,
-    reasoning_effort: Annotated[
-        Literal["low", "medium", "high"] | None,
-        typer.Option(help="In place of the environment's.", show_default=False),
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)] = None,
+    reasoning_effort: Annotated[Literal["low", "medium", "high"] | None, typer.Option(show_default=False)] = None,
     seed: Seed = 0,
     device: Device = "auto",
     precision: PrecisionOfWeights = None,
     expert_weights: ExpertWeights = "dequantized",
-    best_of: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN_OR_CHECKPOINT", help="A reward model or verifier that chooses among the samples of a problem."
-        ),
-    ] = None,
-    allow_trained_on: Annotated[
-        bool,
-        typer.Option(
-            "--allow-trained-on",
-            help="Evaluate although the model was trained on some of the problems, which is refused otherwise; the results then "
-            "say so.",
-        ),
-    ] = False,
-    format_check: Annotated[
-        bool,
-        typer.Option(
-            "--format-check",
-            help="Report whether the model is ready for reinforcement learning on the environment, or what to do first.",
-        ),
-    ] = False,
-    results: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIRECTORY",
-            help="Where the outcome of every problem is kept: the same command goes on after an interruption.",
-        ),
-    ] = Path("evals"),
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Write the results here as JSON; of one checkpoint on one benchmark with the answers to every problem.",
-            show_default=False,
-        ),
-    ] = None,
+    best_of: Annotated[Path | None, typer.Option(metavar="RUN_OR_CHECKPOINT")] = None,
+    allow_trained_on: Annotated[bool, typer.Option("--allow-trained-on")] = False,
+    format_check: Annotated[bool, typer.Option("--format-check")] = False,
+    results: Annotated[Path, typer.Option(metavar="DIRECTORY")] = Path("evals"),
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", show_default=False)] = None,
 ) -> None:
     """Evaluate checkpoints on benchmarks.
 
@@ -126,6 +55,22 @@ def evaluate(
       nmoe eval runs/base core
     Example, whether a model is ready for reinforcement learning:
       nmoe eval runs/base math --format-check
+
+    Args:
+        named: Runs or checkpoints, then environments: TOML files, directories, or packaged names. With --format-check one
+            checkpoint, and the default environment is the run's.
+        problems: How many problems; default: 200, with --format-check 20, by likelihood all.
+        mode: greedy_pass@1, sampling_pass@N (the majority of N), nondet_proxy_pass@N or, of multiple choice, likelihood_letter or
+            likelihood_text; default: from --samples and --temperature.
+        samples: Completions per problem; default: 1, or the mode's.
+        max_tokens: Tokens of a completion; default: what the context leaves, with --format-check the run's, else 256.
+        reasoning_effort: In place of the environment's.
+        best_of: A reward model or verifier that chooses among the samples of a problem.
+        allow_trained_on: Evaluate although the model was trained on some of the problems, which is refused otherwise; the results
+            then say so.
+        format_check: Report whether the model is ready for reinforcement learning on the environment, or what to do first.
+        results: Where the outcome of every problem is kept: the same command goes on after an interruption.
+        out: Write the results here as JSON; of one checkpoint on one benchmark with the answers to every problem.
     """
     if format_check:
         if samples or temperature or mode is not None or best_of is not None:
@@ -181,29 +126,11 @@ def evaluate(
 
 
 def grade(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE.jsonl",
-            help='Lines of {"gold": "...", "prediction": "..."}, with an optional "id" and "question"; - for stdin.',
-        ),
-    ],
-    extract: Annotated[
-        Literal["whole", "boxed", "prose", "last_number", "harmony"],
-        typer.Option(help="Where in a prediction the answer is."),
-    ] = "whole",
-    answer_order: Annotated[
-        Literal["any", "as_gold"], typer.Option(help="Whether a list without brackets has an order.")
-    ] = "any",
-    units: Annotated[
-        Literal["asked", "as_gold", "any"],
-        typer.Option(
-            help="Which units an answer may add to a gold that has none: the one that its question names, none, or any."
-        ),
-    ] = "asked",
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Skip and count lines whose gold answer cannot be read.")
-    ] = False,
+    file: Annotated[str, typer.Argument(metavar="FILE.jsonl")],
+    extract: Literal["whole", "boxed", "prose", "last_number", "harmony"] = "whole",
+    answer_order: Literal["any", "as_gold"] = "any",
+    units: Literal["asked", "as_gold", "any"] = "asked",
+    skip_unreadable: Annotated[bool, typer.Option("--skip-unreadable")] = False,
 ) -> None:
     """Grade recorded predictions against gold answers.
 
@@ -215,6 +142,13 @@ def grade(
       nmoe grade predictions.jsonl > verdicts.jsonl
     Example, boxed answers from a pipe:
       zcat predictions.jsonl.gz | nmoe grade - --extract boxed
+
+    Args:
+        file: Lines of {"gold": "...", "prediction": "..."}, with an optional "id" and "question"; - for stdin.
+        extract: Where in a prediction the answer is.
+        answer_order: Whether a list without brackets has an order.
+        units: Which units an answer may add to a gold that has none: the one that its question names, none, or any.
+        skip_unreadable: Skip and count lines whose gold answer cannot be read.
     """
     from nmoe.grading.math.question import Policy
     from nmoe.grading.regrade import regrade
@@ -225,24 +159,9 @@ def grade(
 def chat(
     checkpoint: Checkpoint,
     temperature: Temperature = 0.7,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="The maximum number of tokens per answer.")
-    ] = 256,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="The system message; default: the one of the run's training environment.",
-            show_default=False,
-        ),
-    ] = None,
-    format: Annotated[
-        Literal["auto", "harmony", "chat", "text"],
-        typer.Option(
-            help="How the conversation becomes tokens; auto: the format of the run's environment, else Harmony or the tokenizer's "
-            "chat template."
-        ),
-    ] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1)] = 256,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", show_default=False)] = None,
+    format: Literal["auto", "harmony", "chat", "text"] = "auto",
     seed: Seed = 0,
     device: Device = "auto",
     precision: PrecisionOfWeights = None,
@@ -257,6 +176,12 @@ def chat(
       nmoe chat runs/speedrun/sort_grpo --temperature 0
     Example, any checkpoint of a known family, by its own chat template:
       nmoe chat models/Qwen3-0.6B --system "Answer in one sentence."
+
+    Args:
+        max_new_tokens: The maximum number of tokens per answer.
+        system: The system message; default: the one of the run's training environment.
+        format: How the conversation becomes tokens; auto: the format of the run's environment, else Harmony or the tokenizer's chat
+            template.
     """
     from nmoe.serve.chat import chat
 

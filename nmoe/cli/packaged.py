@@ -19,13 +19,16 @@ def list_configurations() -> None:
         typer.echo(line)
 
 
-def show_configuration(name: Annotated[str, typer.Argument(help="One of `nmoe config list`.")]) -> None:
+def show_configuration(name: Annotated[str, typer.Argument()]) -> None:
     """Print a packaged configuration, to be changed and run as your own.
 
     \b
     Example:
       nmoe config show sort_grpo > mine.toml
       nmoe rl train mine.toml
+
+    Args:
+        name: One of `nmoe config list`.
     """
     from nmoe.config.listing import show_configuration
 
@@ -33,16 +36,8 @@ def show_configuration(name: Annotated[str, typer.Argument(help="One of `nmoe co
 
 
 def check(
-    environment: Annotated[
-        str,
-        typer.Argument(
-            metavar="ENVIRONMENT", help="A TOML file, a directory with environment.toml, or a packaged name."
-        ),
-    ],
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR_OR_RUN", help="Whose tokenizer to render with; default: a byte tokenizer."),
-    ] = None,
+    environment: Annotated[str, typer.Argument(metavar="ENVIRONMENT")],
+    tokenizer: Annotated[Path | None, typer.Option(metavar="DIR_OR_RUN")] = None,
 ) -> None:
     """Check an environment: settings, local data, a prompt, two grades.
 
@@ -54,6 +49,10 @@ def check(
       nmoe env check skills
     Example, with the tokens of a trained model:
       nmoe env check my_environment --tokenizer runs/speedrun
+
+    Args:
+        environment: A TOML file, a directory with environment.toml, or a packaged name.
+        tokenizer: Whose tokenizer to render with; default: a byte tokenizer.
     """
     from nmoe.envs.check import check_environment
 
@@ -74,24 +73,23 @@ def list_environments() -> None:
         typer.echo(line)
 
 
-def show_environment(name: Annotated[str, typer.Argument(help="One of `nmoe env list`.")]) -> None:
+def show_environment(name: Annotated[str, typer.Argument()]) -> None:
     """Print a packaged environment, to be changed and used as your own.
 
     \b
     Example:
       nmoe env show sort > mine.toml
       nmoe env check mine.toml
+
+    Args:
+        name: One of `nmoe env list`.
     """
     from nmoe.config.listing import show_environment
 
     typer.echo(show_environment(name), nl=False)
 
 
-def gc(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
-    ] = False,
-) -> None:
+def gc(dry_run: Annotated[bool, typer.Option("--dry-run")] = False) -> None:
     """Remove workspaces that are incomplete, too old or over quota.
 
     Each environment sets its age and quota. Workspaces lie in $NMOE_WORKSPACES, by default ~/.cache/nmoe/workspaces.
@@ -99,6 +97,9 @@ def gc(
     \b
     Example:
       nmoe env gc --dry-run
+
+    Args:
+        dry_run: Print what would be removed, and remove nothing.
     """
     from nmoe.sandbox.workspaces.store import collect, workspaces_root
 

@@ -9,14 +9,15 @@ from nmoe.cli.arguments import ResearchLog
 from nmoe.runs import CHARACTERS, PROBLEMS
 
 
-def list_runs(
-    directory: Annotated[Path, typer.Argument(metavar="[DIRECTORY]", help="Where the runs are.")] = Path("runs"),
-) -> None:
+def list_runs(directory: Annotated[Path, typer.Argument(metavar="[DIRECTORY]")] = Path("runs")) -> None:
     """List runs: command, steps, start, last reward or loss, status.
 
     \b
     Example:
       nmoe runs list runs/speedrun
+
+    Args:
+        directory: Where the runs are.
     """
     from nmoe.runs.summary import list_runs
 
@@ -24,12 +25,15 @@ def list_runs(
         typer.echo(line)
 
 
-def show_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
+def show_run(run: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
     """Show a run: configuration, provenance, evaluations, alerts.
 
     \b
     Example:
       nmoe runs show runs/speedrun/sort_grpo
+
+    Args:
+        run: A run's directory.
     """
     from nmoe.runs.summary import show_run
 
@@ -38,31 +42,11 @@ def show_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's di
 
 
 def samples(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
-    step: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="All recorded samples of this step, which answer its first problem; default: samples of the last steps.",
-            show_default=False,
-        ),
-    ] = None,
-    of_evaluation: Annotated[
-        bool,
-        typer.Option("--eval", help="Answers of the evaluation at --step, or of the last one; the wrong ones first."),
-    ] = False,
-    problems: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Without --step, and with --eval: how many problems, each with its best and worst sample, or its answers.",
-        ),
-    ] = PROBLEMS,
-    characters: Annotated[
-        int, typer.Option(metavar="N", min=0, help="The most characters of a prompt or completion; 0: all.")
-    ] = CHARACTERS,
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    step: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)] = None,
+    of_evaluation: Annotated[bool, typer.Option("--eval")] = False,
+    problems: Annotated[int, typer.Option(metavar="N", min=1)] = PROBLEMS,
+    characters: Annotated[int, typer.Option(metavar="N", min=0)] = CHARACTERS,
 ) -> None:
     """Show what the policy wrote: prompt, completion, reward and why.
 
@@ -75,6 +59,13 @@ def samples(
       nmoe runs samples runs/speedrun/rl --step 1 --characters 0
     Example, what the run answered in its last evaluation, and how the answers failed:
       nmoe runs samples runs/speedrun/rl --eval
+
+    Args:
+        run: A run's directory.
+        step: All recorded samples of this step, which answer its first problem; default: samples of the last steps.
+        of_evaluation: Answers of the evaluation at --step, or of the last one; the wrong ones first.
+        problems: Without --step, and with --eval: how many problems, each with its best and worst sample, or its answers.
+        characters: The most characters of a prompt or completion; 0: all.
     """
     from nmoe.runs.record import read_run
     from nmoe.runs.samples import show_answers, show_samples
@@ -125,9 +116,7 @@ def diff(
         typer.echo(line)
 
 
-def table(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs, or quoted globs.")],
-) -> None:
+def table(runs: Annotated[list[str], typer.Argument(metavar="RUN...")]) -> None:
     """Print a table of results to publish, in Markdown.
 
     Runs that differ in the seed alone are one row: median, worst and mean with its interval,
@@ -136,6 +125,9 @@ def table(
     \b
     Example:
       nmoe runs table "runs/base-*" "runs/wide-*"
+
+    Args:
+        runs: Directories of runs, or quoted globs.
     """
     from nmoe.runs.comparison import results_table
 
@@ -143,16 +135,9 @@ def table(
 
 
 def attempt(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME [--section.key=value]",
-            help="A short description, such as higher-lr, and the values with which the attempt overrides the file's.",
-            show_default=False,
-        ),
-    ],
-    config: Annotated[Path, typer.Option(metavar="CONFIG", help="The attempt's TOML file, in this repository.")],
-    hypothesis: Annotated[str, typer.Option(metavar="TEXT", help="What the attempt is to show.")],
+    arguments: Annotated[list[str], typer.Argument(metavar="NAME [--section.key=value]", show_default=False)],
+    config: Annotated[Path, typer.Option(metavar="CONFIG")],
+    hypothesis: Annotated[str, typer.Option(metavar="TEXT")],
     log: ResearchLog = Path("research_log.md"),
 ) -> None:
     """Begin an attempt: branch, tag and entry of the research log.
@@ -166,6 +151,11 @@ def attempt(
       nmoe runs attempt higher-lr --config grpo.toml --hypothesis "1e-5 learns faster"
     Example, a value of the command line:
       nmoe runs attempt higher-lr --config grpo.toml --hypothesis "faster" --optimizer.learning_rate=1e-5
+
+    Args:
+        arguments: A short description, such as higher-lr, and the values with which the attempt overrides the file's.
+        config: The attempt's TOML file, in this repository.
+        hypothesis: What the attempt is to show.
     """
     from nmoe.config.overrides import joined, malformed
     from nmoe.errors import UserError
@@ -182,8 +172,8 @@ def attempt(
 
 
 def log_attempt(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs, or quoted globs.")],
-    lesson: Annotated[str, typer.Option(metavar="TEXT", help="What the attempt has shown.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...")],
+    lesson: Annotated[str, typer.Option(metavar="TEXT")],
     log: ResearchLog = Path("research_log.md"),
 ) -> None:
     """Write an attempt's results into the research log, and commit it.
@@ -191,6 +181,10 @@ def log_attempt(
     \b
     Example:
       nmoe runs log "runs/higher-lr-*" --lesson "faster, but the entropy collapses"
+
+    Args:
+        runs: Directories of runs, or quoted globs.
+        lesson: What the attempt has shown.
     """
     from nmoe.runs.attempts import finish_attempt
 
@@ -199,9 +193,9 @@ def log_attempt(
 
 
 def sync(
-    target: Annotated[str, typer.Argument(metavar="HOST:DIR", help="Where to, as ssh names it; or a directory.")],
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Runs, adapters and data files to copy.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be copied, and copy nothing.")] = False,
+    target: Annotated[str, typer.Argument(metavar="HOST:DIR")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...")],
+    dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
 ) -> None:
     """Copy code and runs to a second machine, and check them there.
 
@@ -211,6 +205,11 @@ def sync(
     \b
     Example:
       nmoe runs sync spare:work runs/base data/pool.jsonl --dry-run
+
+    Args:
+        target: Where to, as ssh names it; or a directory.
+        paths: Runs, adapters and data files to copy.
+        dry_run: Say what would be copied, and copy nothing.
     """
     from nmoe.runs.sync import sync as synchronise
 
@@ -219,13 +218,8 @@ def sync(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs.")],
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write one page of all runs instead, which needs no network and no other file."
-        ),
-    ] = None,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    html: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
 ) -> None:
     """Write each run's report, or one page of all, and print its path.
 
@@ -234,6 +228,10 @@ def report(
       nmoe report runs/speedrun/sort_grpo
     Example, several runs on one page:
       nmoe report runs/base runs/wide --html both.html
+
+    Args:
+        runs: Directories of runs.
+        html: Write one page of all runs instead, which needs no network and no other file.
     """
     if html is not None:
         from nmoe.runs.page import write_page
@@ -247,24 +245,10 @@ def report(
 
 
 def replay(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A directory in a run's replay/.")],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN_OR_CHECKPOINT", help="The weights that sampled it, to rescore its log-probabilities."
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR_OR_RUN", help="Its tokenizer, if the replay/ directory does not hold it."),
-    ] = None,
-    allow_user_code: Annotated[
-        bool,
-        typer.Option(
-            "--allow-user-code",
-            help="Import and run the code that the bundle names: custom tools and rewards, a workspace's bootstrap.",
-        ),
-    ] = False,
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE")],
+    checkpoint: Annotated[Path | None, typer.Option(metavar="RUN_OR_CHECKPOINT")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(metavar="DIR_OR_RUN")] = None,
+    allow_user_code: Annotated[bool, typer.Option("--allow-user-code")] = False,
 ) -> None:
     """Repeat a recorded trajectory and report the first difference.
 
@@ -276,6 +260,12 @@ def replay(
       nmoe replay runs/mine/replay/step_000010-parse_error-sort_3-2-81f0
     Example, with the weights that sampled it:
       nmoe replay runs/mine/replay/step_000011-sampled-sort_7-0-20c4 --checkpoint runs/mine/checkpoints/step_000010
+
+    Args:
+        bundle: A directory in a run's replay/.
+        checkpoint: The weights that sampled it, to rescore its log-probabilities.
+        tokenizer: Its tokenizer, if the replay/ directory does not hold it.
+        allow_user_code: Import and run the code that the bundle names: custom tools and rewards, a workspace's bootstrap.
     """
     from nmoe.rl.replay_bundle import replay_command
 

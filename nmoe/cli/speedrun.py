@@ -11,41 +11,13 @@ from nmoe.errors import UserError
 
 
 def speedrun(
-    real: Annotated[
-        bool,
-        typer.Option("--real", help="Teach a released model, SmolLM2-135M-Instruct, a download of 93 MB: the default."),
-    ] = False,
-    scratch: Annotated[
-        bool, typer.Option("--scratch", help="Train a small model from nothing, without a download.")
-    ] = False,
+    real: Annotated[bool, typer.Option("--real")] = False,
+    scratch: Annotated[bool, typer.Option("--scratch")] = False,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="The directory to write to; default: runs/real with --real, runs/speedrun with --scratch.",
-            show_default=False,
-        ),
-    ] = None,
-    full: Annotated[
-        bool,
-        typer.Option(
-            "--full", help="With --real all tasks; with --scratch mid-training, SFT, a verifier and self-play as well."
-        ),
-    ] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Resume the one in OUT, or extend it with --full; finished stages are not repeated."
-        ),
-    ] = False,
-    replace: Annotated[
-        bool,
-        typer.Option(
-            "--replace",
-            help="Delete obstacles in OUT: files that no speedrun made or that you changed, and runs that --full would extend.",
-        ),
-    ] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", show_default=False)] = None,
+    full: Annotated[bool, typer.Option("--full")] = False,
+    resume: Annotated[bool, typer.Option("--resume")] = False,
+    replace: Annotated[bool, typer.Option("--replace")] = False,
     device: Device = "auto",
 ) -> None:
     """Train a model by reinforcement learning, from start to report.
@@ -62,6 +34,14 @@ def speedrun(
       nmoe speedrun --scratch
     Example, the added stages after a plain speedrun:
       nmoe speedrun --scratch --full --resume
+
+    Args:
+        real: Teach a released model, SmolLM2-135M-Instruct, a download of 93 MB: the default.
+        scratch: Train a small model from nothing, without a download.
+        out: The directory to write to; default: runs/real with --real, runs/speedrun with --scratch.
+        full: With --real all tasks; with --scratch mid-training, SFT, a verifier and self-play as well.
+        resume: Resume the one in OUT, or extend it with --full; finished stages are not repeated.
+        replace: Delete obstacles in OUT: files that no speedrun made or that you changed, and runs that --full would extend.
     """
     if real and scratch:
         raise UserError("--real and --scratch name two pipelines; choose one")

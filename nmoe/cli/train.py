@@ -78,24 +78,9 @@ def reward(arguments: ConfigAndOverrides) -> None:
 
 def verifier(
     arguments: ConfigAndOverrides,
-    prm_source: Annotated[
-        str | None,
-        typer.Option(
-            "--prm_source",
-            metavar="SOURCE",
-            help="prm800k, math_shepherd, both, or a file, directory or Hugging Face name.",
-        ),
-    ] = None,
-    prm_split: Annotated[
-        str | None,
-        typer.Option("--prm_split", metavar="SPLIT", help="A split, with an optional slice such as train[:1024]."),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            "--mode", metavar="MODE", help="step: a label for every step; score: 0, 0.5 or 1 for whole solutions."
-        ),
-    ] = None,
+    prm_source: Annotated[str | None, typer.Option("--prm_source", metavar="SOURCE")] = None,
+    prm_split: Annotated[str | None, typer.Option("--prm_split", metavar="SPLIT")] = None,
+    mode: Annotated[str | None, typer.Option("--mode", metavar="MODE")] = None,
 ) -> None:
     """Train a verifier on labelled solution steps.
 
@@ -104,6 +89,11 @@ def verifier(
       nmoe verifier verifier --prm_source=prm800k --prm_split=train[:1024]
     Example, scores of whole solutions, from a file:
       nmoe verifier verifier --prm_source=labelled.jsonl --mode=score
+
+    Args:
+        prm_source: prm800k, math_shepherd, both, or a file, directory or Hugging Face name.
+        prm_split: A split, with an optional slice such as train[:1024].
+        mode: step: a label for every step; score: 0, 0.5 or 1 for whole solutions.
     """
     from nmoe.config.commands import VerifierConfig
 
@@ -118,33 +108,13 @@ def verifier(
 
 def selfplay(
     arguments: ConfigAndOverrides,
-    problem_source: Annotated[
-        str | None,
-        typer.Option(
-            "--problem_source",
-            metavar="SOURCE",
-            help="prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH.",
-        ),
-    ] = None,
-    output_dir: Annotated[
-        Path | None, typer.Option("--output_dir", metavar="DIR", help="The run's directory, in place of the file's.")
-    ] = None,
-    max_problems: Annotated[
-        int | None, typer.Option("--max_problems", metavar="N", min=1, help="The most problems of one round.")
-    ] = None,
+    problem_source: Annotated[str | None, typer.Option("--problem_source", metavar="SOURCE")] = None,
+    output_dir: Annotated[Path | None, typer.Option("--output_dir", metavar="DIR")] = None,
+    max_problems: Annotated[int | None, typer.Option("--max_problems", metavar="N", min=1)] = None,
     replay_sample_rate: Annotated[
-        float | None,
-        typer.Option(
-            "--replay_sample_rate",
-            metavar="SHARE",
-            min=0.0,
-            max=1.0,
-            help="Share of the rejected trajectories kept as replay bundles; all accepted ones are kept.",
-        ),
+        float | None, typer.Option("--replay_sample_rate", metavar="SHARE", min=0.0, max=1.0)
     ] = None,
-    train: Annotated[
-        bool, typer.Option("--train", help="Train verifier and generator at the end of each round.")
-    ] = False,
+    train: Annotated[bool, typer.Option("--train")] = False,
 ) -> None:
     """Let a model write and verify proofs, and train on the result.
 
@@ -155,6 +125,13 @@ def selfplay(
       nmoe selfplay selfplay --problem_source=jsonl:problems.jsonl --output_dir=runs/proofs --max_problems=1000
     Example, two rounds of generation and training:
       nmoe selfplay selfplay --train --selfplay.rounds=2
+
+    Args:
+        problem_source: prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH.
+        output_dir: The run's directory, in place of the file's.
+        max_problems: The most problems of one round.
+        replay_sample_rate: Share of the rejected trajectories kept as replay bundles; all accepted ones are kept.
+        train: Train verifier and generator at the end of each round.
     """
     from nmoe.config.commands import SelfplayConfig
 
@@ -194,11 +171,7 @@ def train(arguments: ConfigAndOverrides) -> None:
     sum_up(run, "rl")
 
 
-def check_ranks(
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="Run this check alone; may be repeated.")
-    ] = None,
-) -> None:
+def check_ranks(only: Annotated[list[str] | None, typer.Option("--only", metavar="NAME")] = None) -> None:
     """Check that many ranks do together what one process does.
 
     To be started on ranks: over NCCL where each has its own GPU, else over gloo. One line a check; ends at the first that
@@ -207,6 +180,9 @@ def check_ranks(
     \b
     Example:
       torchrun --standalone --nproc_per_node=2 -m nmoe.rl tests-dist
+
+    Args:
+        only: Run this check alone; may be repeated.
     """
     from nmoe.parallel.gang import everywhere, gang
     from nmoe.rank_checks.run import run_checks

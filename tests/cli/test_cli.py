@@ -7,15 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 from nmoe import cli
+from nmoe.cli.command import app
 from nmoe.config.commands import PretrainConfig, RLConfig
 from nmoe.config.modes import mode_of
 from nmoe.config.packaged import packaged_configurations, packaged_environments
@@ -422,3 +424,12 @@ def test_help_takes_under_half_a_second_of_cpu() -> None:
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert "speedrun" in shown
     assert 0 < min(seconds) < 0.5
+
+
+def test_every_parameter_of_every_command_is_described() -> None:
+    def undescribed(name: str, command: Any) -> Iterator[str]:
+        yield from (f"{name}: {one.name}" for one in command.params if not one.help)
+        for below, inner in getattr(command, "commands", {}).items():
+            yield from undescribed(f"{name} {below}", inner)
+
+    assert list(undescribed("nmoe", typer.main.get_command(app))) == []
