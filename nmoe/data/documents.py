@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmoe.data.mixture import Mixture
+from nmoe.data.packing import Mixture
 from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nmoe.config.tables.recipes import DatasetSettings, Kind
 from nmoe.data.held_out import held_out, prompt_of, refuse_empty
-from nmoe.data.mixture import Mixture
+from nmoe.data.packing import Mixture
 from nmoe.data.records import Conversation, PromptCompletion, Record, Text, read_records
 from nmoe.errors import UserError
 from nmoe.text.renderers import IGNORED, Rendered, Renderer

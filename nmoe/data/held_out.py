@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from nmoe.data.records import Conversation, Preference, Prompt, PromptCompletion, Record, Stepwise, Text
 from nmoe.errors import UserError
-from nmoe.text.question import conversation_key, question_key
+from nmoe.text.conversation import conversation_key, question_key
 
 
 def prompt_of(record: Record) -> str:
-    """The question of a record, in the form in which questions are compared (`nmoe.text.question`): the user's turns of its
+    """The question of a record, in the form in which questions are compared (`nmoe.text.conversation`): the user's turns of its
     prompt, or of a conversation before its first answer. A text is a question as a whole."""
     match record:
         case Text():

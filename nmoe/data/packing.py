@@ -1,10 +1,12 @@
-"""Packing: choose the sequences of each optimizer step, so that its token budget is filled and no sequence is cut."""
+"""Choose the sequences of each step within its token budget: packed so that none is cut, in a seeded order, or mixed by weight."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 _PACKS_PER_STEP = 16
 
@@ -80,3 +82,96 @@ class PackedStream:
         shuffle(packs)
         steps = -(-len(packs) // self._packs_per_step)
         return [[order[at] for pack in packs[step::steps] for at in pack] for step in range(steps)]
+
+
+class Mixture:
+    """Sequences of several sources, each in an order that is a pure function of (seed, epoch), handed out by a token budget.
+
+    The next sequence is always of the source that is furthest behind: the one with the fewest positions for its weight, the first
+    such where several are level. So nothing is drawn, and after any number of sequences a source of share w is never ahead of w of
+    all tokens by more than the longest sequence's, and never behind by more than that for each other source.
+
+    position: how many sequences of each source were taken; set it to continue from there.
+    """
+
+    def __init__(self, lengths: Sequence[Sequence[int]], weights: Sequence[float], seed: int, fingerprint: str) -> None:
+        """`lengths` are the positions of each sequence, source by source."""
+        self._lengths, self._weights, self._seed = lengths, weights, seed
+        self.fingerprint = fingerprint
+        self._totals = [sum(of_source) for of_source in lengths]
+        self._orders = [(-1, [0])] * len(lengths)
+        self._handed_out = [0] * len(lengths)
+        self._tokens_handed_out = [0] * len(lengths)
+
+    @property
+    def sequences_and_tokens(self) -> list[tuple[int, int]]:
+        """Sequences and positions of one epoch of each source."""
+        return [(len(lengths), total) for lengths, total in zip(self._lengths, self._totals, strict=True)]
+
+    @property
+    def position(self) -> list[int]:
+        return list(self._handed_out)
+
+    @position.setter
+    def position(self, position: Sequence[int]) -> None:
+        self._handed_out = list(position)
+        for source, (lengths, handed_out) in enumerate(zip(self._lengths, position, strict=True)):
+            epoch, offset = divmod(handed_out, len(lengths))
+            begun = sum(lengths[i] for i in self._order(source, epoch)[:offset])
+            self._tokens_handed_out[source] = epoch * self._totals[source] + begun
+
+    def next_indices(self, tokens: int) -> list[tuple[int, int]]:
+        """The next sequences, each as its source and its index there: as many as stay within `tokens` positions, at least one."""
+        taken: list[tuple[int, int]] = []
+        budget = tokens
+        while True:
+            source = min(range(len(self._lengths)), key=lambda i: self._tokens_handed_out[i] / self._weights[i])
+            epoch, offset = divmod(self._handed_out[source], len(self._lengths[source]))
+            index = self._order(source, epoch)[offset]
+            length = self._lengths[source][index]
+            if taken and length > budget:
+                return taken
+            taken.append((source, index))
+            budget -= length
+            self._handed_out[source] += 1
+            self._tokens_handed_out[source] += length
+
+    def _order(self, source: int, epoch: int) -> list[int]:
+        if self._orders[source][0] != epoch:
+            order = list(range(len(self._lengths[source])))
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._orders[source] = (epoch, order)
+        return self._orders[source][1]
+
+
+T = TypeVar("T")
+
+
+class ExampleStream(Generic[T]):
+    """Examples in an order that is a pure function of (seed, epoch). `position` counts those handed out; `fingerprint` is a digest
+    of every example's `repr`."""
+
+    def __init__(self, examples: Sequence[T], tokens: Sequence[int], seed: int) -> None:
+        """`tokens` is the number of tokens that each example takes of a budget."""
+        self._examples, self._tokens, self._seed = examples, tokens, seed
+        digest = hashlib.sha256()
+        for example in examples:
+            digest.update(repr(example).encode())
+        self.fingerprint = digest.hexdigest()
+        self._epoch, self._order = -1, list[int]()
+        self.position = 0
+
+    def take(self, tokens: int) -> list[T]:
+        """The next examples: as many as fit into `tokens`, at least one."""
+        taken: list[T] = []
+        while True:
+            epoch, offset = divmod(self.position, len(self._examples))
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, list(range(len(self._examples)))
+                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+            index = self._order[offset]
+            if taken and self._tokens[index] > tokens:
+                return taken
+            taken.append(self._examples[index])
+            tokens -= self._tokens[index]
+            self.position += 1

@@ -1,8 +1,8 @@
 """Which problems of an evaluation a model is trained on: one rule for every command.
 
 Problems that are trained on are refused, before a run begins and by `nmoe eval`, unless `allow_trained_on` of their [[eval]] or
-`--allow-trained-on` permits them; then their results say so. Questions are compared as `nmoe.text.question` has them. Problems that
-are generated without end are separated by their splits.
+`--allow-trained-on` permits them; then their results say so. Questions are compared by `nmoe.text.conversation.question_key`.
+Problems that are generated without end are separated by their splits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import distinct_problems
 from nmoe.runs.resolve import records_trained_on, trained_on
-from nmoe.text.question import conversation_key, digest_of, question_key
+from nmoe.text.conversation import conversation_key, digest_of, question_key
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Problem
 

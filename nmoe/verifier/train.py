@@ -16,7 +16,7 @@ from typing import Any
 
 from nmoe.config.commands import VerifierConfig
 from nmoe.config.tables.recipes import VerifierSection
-from nmoe.data.mixture import ExampleStream
+from nmoe.data.packing import ExampleStream
 from nmoe.data.prm import LabelledSteps, StepDataset, read_source
 from nmoe.data.prm.labelled import prefix_keys
 from nmoe.envs.pools.pool import stable_hash
@@ -31,7 +31,7 @@ from nmoe.recipes.sequence_losses import content_keys
 from nmoe.recipes.setup import Start, load_tokenizer, settle
 from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.text.question import question_key
+from nmoe.text.conversation import question_key
 from nmoe.types import Message
 from nmoe.verifier.form import Form, Group, form_batch
 from nmoe.verifier.judge import Description, Judge, calibration, processbench, rate

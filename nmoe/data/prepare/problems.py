@@ -14,7 +14,7 @@ from typing import Literal
 from nmoe.config.preparation import GivenSetSection
 from nmoe.data.rows import Row, read_rows
 from nmoe.errors import UserError
-from nmoe.text.question import question_key
+from nmoe.text.conversation import question_key
 
 INTEGER = r"^\s*\$?\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))\s*\$?\s*$"
 r"""An integer as answers write it: `42`, ` -7 `, `$1,024$`. For Python's `re` and RE2 alike."""
@@ -35,8 +35,8 @@ def integer(answer: str) -> str | None:
 
 
 def digest(problem: str) -> bytes:
-    """MD5 of the problem's key (`nmoe.text.question`) without spaces and dollar signs, 16 bytes. Problems with equal digests are
-    the same problem. Collections differ in how they typeset one problem."""
+    """MD5 of the problem's key (`question_key`) without spaces and dollar signs, 16 bytes. Problems with equal digests are the
+    same. Collections differ in how they typeset one problem."""
     plain = question_key(problem).replace("$", "").replace(" ", "")
     return hashlib.md5(plain.encode(errors="replace"), usedforsecurity=False).digest()
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from nmoe.text.question import question_key
+from nmoe.text.conversation import question_key
 
 LABELS = ("+", "0", "-")
 """Right, neutral, wrong (`nmoe.data.records.STEP_LABELS`)."""

@@ -7,7 +7,7 @@
     jsonl:PATH                      one object per line
 
 The text of a problem is in the first of the fields `problem`, `question`, `prompt` and `input` that a record has, unless the
-settings name another. Records that ask the same (`nmoe.text.question`) are one problem; the dropped duplicates are counted.
+settings name another. Records that ask the same (`nmoe.text.conversation`) are one problem; the dropped duplicates are counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nmoe.envs.pools.pool import Shuffled, fingerprint_of
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.proofs import UNKNOWN
 from nmoe.errors import UserError
-from nmoe.text.question import question_key
+from nmoe.text.conversation import question_key
 from nmoe.types import Problem
 
 TASK = "proof_generation"
