@@ -106,14 +106,14 @@ class Branch(Columns):
 class Trajectory(Columns):
     """One sample of one prompt, with all its turns. The tokens are the record; text is only decoded from them.
 
-    A trajectory is a sequence of branches, usually one. Within a branch, the tokens of a turn follow those of the turn before
+    A trajectory is a sequence of branches, usually one. Within a branch, the tokens of a turn follow the tokens of the turn before
     it verbatim. If the history is rendered anew, a new branch begins; Harmony does so after an answer, because it drops the
     reasoning. The prompt of the new branch is the `given_ids` of its first turn, so that `token_ids` holds everything in the
     order in which it occurred. If no turn follows the last call, the tool's answer is in `tool_events` alone.
 
-    `sampling` belongs to the first turn. `environment` and `model` identify what was rolled out, by name and content.
+    `sampling` belongs to the first turn. `environment` and `model` identify environment and model by name and content.
     `workspace` says where the files came from and where they were kept, or under "failed" why there were none. `trainer_state`
-    is what `[[rewards]]` were told about the run, None if they were not asked. `exchanges` are a conversation task's
+    is the position in the run that `[[rewards]]` received, None if they were not asked. `exchanges` are a conversation task's
     responses.
     """
 
@@ -147,7 +147,7 @@ class Trajectory(Columns):
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
         """The branches in order; each is scored and trained on as one sequence."""
-        starts = [0, *(place for place, turn in enumerate(self.turns) if turn.given == "prompt"), len(self.turns)]
+        starts = [0, *(index for index, turn in enumerate(self.turns) if turn.given == "prompt"), len(self.turns)]
         branches = []
         for start, end in pairwise(starts):
             first, *rest = self.turns[start:end]
@@ -162,10 +162,10 @@ class Trajectory(Columns):
         """The origin of every token: spans in order that together cover `token_ids`."""
         spans: list[Span] = []
         end = 0
-        for place, turn in enumerate(self.turns):
+        for index, turn in enumerate(self.turns):
             if turn.given_ids:
-                spans.append(Span(turn.given, place, end, end := end + len(turn.given_ids)))
-            spans.append(Span("sampled", place, end, end := end + len(turn.sample.token_ids)))
+                spans.append(Span(turn.given, index, end, end := end + len(turn.given_ids)))
+            spans.append(Span("sampled", index, end, end := end + len(turn.sample.token_ids)))
         return tuple(spans)
 
     @property

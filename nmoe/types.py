@@ -165,7 +165,7 @@ def single_turn(token_ids: Sequence[int], finish_reason: FinishReason = "stop") 
 class ToolCall:
     """A call as the policy wrote it: `ToolCall("python", '{"code": "print(6 * 7)"}', "0/0")`.
 
-    `arguments` is the text of the arguments, which may be invalid JSON. `call_id` is turn/place and unique in a trajectory.
+    `arguments` is the text of the arguments, which may be invalid JSON. `call_id` is turn/index and unique in a trajectory.
     `fault` says why the call cannot be parsed, in formats other than Harmony, whose header already has the form of a call; it
     is empty otherwise.
     """

@@ -43,11 +43,11 @@ def environment_table(
     if data is not None:
         table.setdefault("env_id", "records")
         pool = table.get("task_pool", {})
-        if isinstance(env, Mapping) and (other := [key for key in _PLACES if key in pool and "path" not in env]):
+        if isinstance(env, Mapping) and (other := [key for key in _SOURCES if key in pool and "path" not in env]):
             raise UserError(
                 f"env: task_pool.{other[0]} = {pool[other[0]]!r} names problems, and data names others: drop either"
             )
-        # Other problems, which are read and graded as those of `env`.
+        # Other problems, read and graded by the settings of `env`.
         kept = {key: value for key, value in pool.items() if key in DatasetKeys.model_fields}
         if isinstance(data, str | Path):
             table["task_pool"] = {**_pool(Path(data)), **kept}
@@ -68,7 +68,7 @@ def environment_table(
 
 
 # The keys of a task pool that say which problems there are.
-_PLACES = ("path", "dataset", "call", "source", "sources")
+_SOURCES = ("path", "dataset", "call", "source", "sources")
 
 
 def _has_gold(pool: Mapping[str, Any]) -> bool:
@@ -82,7 +82,7 @@ def _has_gold(pool: Mapping[str, Any]) -> bool:
         else:
             subset, split = pool.get("subset"), pool.get("split", "train")
             _, first = next(read_rows(pool.get("path") or pool["dataset"], subset=subset, split=split))
-    except (UserError, StopIteration):  # reading all of it says what is wrong
+    except (UserError, StopIteration):  # reading all of it names the mistake
         return False
     return has_gold(first)
 
@@ -187,7 +187,7 @@ def _tools(tools: Sequence[Callable[..., Any] | str], beside: set[str]) -> list[
 def read_config(config: Mapping[str, Any] | str | Path | None) -> tuple[Path | None, dict[str, Any]]:
     """The file of a configuration and the tables that a program says instead of one; `{"run.steps": 9}` is a table as well.
 
-    Raises UserError for what is neither.
+    Raises UserError for any other value.
     """
     if config is None:
         return None, {}

@@ -114,7 +114,7 @@ def checked_generate_fn(function: Any) -> None:
         raise UserError(
             f"generate_fn: {name}{inspect.signature(function)} does not take a request and an engine; {way}"
         ) from None
-    except ValueError:  # a function in C tells nothing of its arguments
+    except ValueError:  # a function in C has no signature
         return
 
 
@@ -135,7 +135,7 @@ def settings(path: str, value: Any) -> Any:
 
 
 def _is_of_environment(path: str) -> bool:
-    """Whether a value stands in the table of an environment, which has checks of its own for the objects in it."""
+    """Whether a value stands in the table of an environment, which checks the objects in it."""
     return path.partition(".")[0] == "environment"
 
 

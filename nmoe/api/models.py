@@ -60,8 +60,8 @@ def load_model(
     precision: Precision | None = None,
 ) -> Transformer:
     """Loads the model of a run or checkpoint; an adapter comes on its base. `device` is "auto" (a GPU where there is one), "cpu",
-    "cuda" or, of several, "cuda:1". `precision` is that of weights and activations, "float32", "bfloat16" or "float16"; None is
-    bfloat16 on a GPU, and on a CPU that multiplies bfloat16 for weights stored in it, else float32. With `expert_weights` "mxfp4"
+    "cuda" or, of several, "cuda:1". `precision`, of weights and activations, is "float32", "bfloat16" or "float16"; None is
+    bfloat16 on a GPU, bfloat16 for weights stored in it on a CPU that multiplies it, else float32. With `expert_weights` "mxfp4"
     a released gpt-oss keeps its experts in their four bits, to be sampled and not to be trained.
 
         >>> import nmoe
@@ -93,7 +93,7 @@ def _opened(
     if model.origin is None:
         raise UserError("model: it does not say where its tokenizer is; pass what nmoe.load_model returned, or a path")
     if (device, expert_weights, precision) != ("auto", "dequantized", None):
-        raise UserError("model is loaded already: device, expert_weights and precision are those of nmoe.load_model")
+        raise UserError("model is loaded already: pass device, expert_weights and precision to nmoe.load_model")
     return model.origin, resolve_checkpoint(model.origin), model
 
 
@@ -121,8 +121,8 @@ def generate(
 
     A prompt is a text or a list of messages; it is rendered in the format of the environment that the model was
     trained on, else in the one that the tokenizer is made for: Harmony, its chat template, or plain text. The samples
-    depend on `seed` and on the place of the prompt, not on the other prompts. `model` is a path or what `load_model` returned;
-    for a path, `device`, `expert_weights` and `precision` are those of `load_model`.
+    depend on `seed` and on the index of the prompt, not on the other prompts. `model` is a path or a loaded model; for a path,
+    `device`, `expert_weights` and `precision` have the meaning they have in `load_model`.
     Raises UserError for a prompt that leaves no room in the model's context, and for `samples` below 1.
     """
     if samples < 1:
@@ -133,17 +133,17 @@ def generate(
     form = natural_format(tokenizer) or "text" if trained is None else in_format(trained, tokenizer).format
     renderer = RENDERERS[form](tokenizer)
     requests = []
-    for place, prompt in enumerate(_prompts(prompts)):
-        history, question = split_prompt(prompt, f"prompt {place}")
+    for index, prompt in enumerate(_prompts(prompts)):
+        history, question = split_prompt(prompt, f"prompt {index}")
         prompt_ids = renderer.prompt_ids([*history, Message("user", question)])
         if (room := loaded.config.context_tokens - len(prompt_ids)) < 1:
             raise UserError(
-                f"prompt {place}: its {len(prompt_ids)} tokens fill the model's context of {loaded.config.context_tokens}"
+                f"prompt {index}: its {len(prompt_ids)} tokens fill the model's context of {loaded.config.context_tokens}"
             )
         sampling = Sampling(
-            min(max_new_tokens, room), temperature, top_p, top_k, tuple(renderer.stop_ids), seed=seed + place
+            min(max_new_tokens, room), temperature, top_p, top_k, tuple(renderer.stop_ids), seed=seed + index
         )
-        requests.append(Request(tuple(prompt_ids), samples, sampling, f"generate/{place}"))
+        requests.append(Request(tuple(prompt_ids), samples, sampling, f"generate/{index}"))
     engine = NativeEngine(loaded, EngineSection().max_sequences)
 
     async def sample() -> list[list[Sample]]:
@@ -180,12 +180,11 @@ def evaluate(
         >>> result.mode, result.problems
         ('greedy_pass@1', 4)
 
-    `env` and `data` are those of `train_rl`. Generated problems are those of the held-out split. One sample per problem
-    gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and, by majority, `sampling_pass@n`.
-    `model` is a path or what `load_model` returned; for a path, `device`, `expert_weights` and `precision` are those of
-    `load_model`.
-    Raises UserError for problems without a right answer, for numbers that are not positive, and for problems that the run was
-    trained on, unless `allow_trained_on`; then the results say how many those are.
+    `env` and `data` have the meaning they have in `train_rl`. Generated problems come from the held-out split. One sample per
+    problem gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and, by majority,
+    `sampling_pass@n`. `model` is a path or a loaded model; for a path, `device`, `expert_weights` and `precision` have the
+    meaning they have in `load_model`. Raises UserError for problems without a right answer, for numbers that are not positive,
+    and for problems that the run was trained on, unless `allow_trained_on`; then the results say how many those are.
     """
     from nmoe.eval.evaluate import evaluate as evaluated
     from nmoe.eval.overlap import TrainedOn, find_overlap
@@ -198,7 +197,7 @@ def evaluate(
     tokenizer = Tokenizer.load(directory)
     settings = parse(environment_table(env, data=data), EnvironmentSettings, Locator(Place("evaluate")))
     environment = Environment.from_settings(settings, tokenizer)
-    # The records of a dataset have no held-out split: they are what was asked for.
+    # The records of a dataset have no held-out split: the caller asked for these.
     if held_out(settings) is not None:
         environment = environment.held_out()
     overlap = find_overlap(environment, problems, TrainedOn(path, directory), allowed=allow_trained_on)
@@ -221,7 +220,7 @@ def evaluate(
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a list of messages is one. Raises UserError for what is neither."""
+    """One prompt or several: a list of messages is one. Raises UserError for any other value."""
     if not isinstance(prompts, Sequence):
         raise UserError(f"prompts = {prompts!r} is neither a prompt nor a list of prompts")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):

@@ -1,4 +1,4 @@
-"""`train_rl`, `train_sft`, `train_dpo` and `train_reward`: a training run as one call, the same run as that of the
+"""`train_rl`, `train_sft`, `train_dpo` and `train_reward`: a training run as one call, equal to the run of the
 command."""
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def train_rl(
     new model over bytes, which begins with plain text (`format = "boxed"`). `env` is an environment's file or
     packaged name, a `Task` or `MultiTurnEnv` (class or instance), an `Environment`, the table of an environment as a
     dict, or records. Records are graded against their `answer`, as mathematics, and `rewards` are added to that grade;
-    with `rewards` they need a `prompt` alone. `env={"task": "open"}` with `data` grades by `rewards` alone, whatever fields
-    there are. `data` has records to use in place of the environment's. Records are a list of dicts, a file, a generator, a
+    with `rewards` they need a `prompt` alone. `env={"task": "open"}` with `data` grades by `rewards` alone, with any
+    fields. `data` has records to use in place of the environment's. Records are a list of dicts, a file, a generator, a
     `datasets.Dataset`, a table of Arrow or a DataFrame.
 
     `rewards` are functions with TRL's signature, or tables of `[[rewards]]` as dicts; `tools` are functions or names.
@@ -155,7 +155,7 @@ def train_sft(model: Model | None = None, data: Data | None = None, *, config: C
         True
 
     `data` is a file, a directory, a name on the hub, or a list of records: conversations, or prompts with completions, in
-    TRL's formats (docs/guides/data.md). `model` and `config` are those of `train_rl`.
+    TRL's formats (docs/guides/data.md). `model` and `config` have the meaning they have in `train_rl`.
     """
     from nmoe.recipes.sft import sft
 

@@ -63,7 +63,7 @@ from nmoe.types import Grade, Metadata, Problem, single_turn
 
 # Stands in for a dataset that is not available locally. Every task with short answers can pose and grade it.
 _STAND_IN = ("What is 6 * 7?", "42")
-# For tasks whose records have a form of their own.
+# For tasks that read records in a special form.
 _STAND_IN_RECORDS: dict[str, dict[str, Any]] = {
     "humaneval": {
         "task_id": "stand-in",
@@ -110,7 +110,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             f'{path}: format = "chat" is rendered by the template of a tokenizer: name one with --tokenizer'
         )
     tokenizer, origin = _tokenizer(tokenizer_of)
-    by_tokenizer = ", that of the tokenizer" if settings.format == "auto" else ""
+    by_tokenizer = ", chosen by the tokenizer" if settings.format == "auto" else ""
     settings = in_format(settings, tokenizer)
     # A byte tokenizer makes the example answers longer than a policy's. The check is about form, so it lifts the budget.
     unlimited = settings.model_copy(update={"budget": BudgetSettings()})
@@ -200,7 +200,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
 
 
 def _placed(path: Path, error: UserError, within: str = "") -> str:
-    """A mistake with the line of the file that names what is missing, or with the file and what it stands `within`."""
+    """A mistake with the line of the file that names the missing part, or with the file and the part that it stands `within`."""
     placed = located(error, path, (), EnvironmentSettings)
     return f"{path}: {within}{error}" if placed is error else str(placed)
 
@@ -328,14 +328,14 @@ def _rendered(environment: Environment, tokenizer: Tokenizer, problem: Problem, 
         own = (
             "which the environment's `system` replaces" if environment.settings.system else "set `system` to replace it"
         )
-        yield f"system       the template has one of its own, {shown(default)}: {own}"
+        yield f"system       the template has a default, {shown(default)}: {own}"
     yield "prompt, as sampling starts from it:"
     yield from _indented(tokenizer.decode(prompt_ids))
     yield "right answer, as it would be sampled:"
     yield from _indented(tokenizer.decode(right.completion_ids))
     yield f"tokens, {len(prompt_ids)} of the prompt and {len(right.completion_ids)} sampled (mask 1: trained on):"
     ids = prompt_ids + right.completion_ids
-    yield from token_table(ids, [int(place >= len(prompt_ids)) for place in range(len(ids))], tokenizer)
+    yield from token_table(ids, [int(index >= len(prompt_ids)) for index in range(len(ids))], tokenizer)
     yield ""
 
 

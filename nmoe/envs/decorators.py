@@ -53,7 +53,7 @@ def reward(function: Any = None, **settings: Any) -> Any:
 
 
 def tool(function: F) -> F:
-    """Makes a function a tool that a policy may call, told by its name, type hints and docstring.
+    """Makes a function a tool that a policy may call, declared by its name, type hints and docstring.
 
         >>> import nmoe
         >>> @nmoe.tool

@@ -1,4 +1,4 @@
-"""An environment: problems, the prompt for each, and the grade of each completion.
+"""An environment: problems, their prompts, and the grades of completions.
 
 It binds a task pool, an output format, a rubric and a curriculum under one name; a trainer needs nothing else about a domain.
 The packaged ones are in `nmoe/packaged/environments`. `Environment.from_toml` reads and checks them.
@@ -33,7 +33,7 @@ from nmoe.types import Exchange, Problem, Turn
 
 
 class Environment:
-    """One environment, as one rank sees it.
+    """Problems, prompts, grader, rewards and tools under one name, for one rank.
 
         >>> import nmoe
         >>> from pathlib import Path
@@ -190,7 +190,7 @@ def identity_of(settings: EnvironmentSettings) -> dict[str, str]:
 
 
 def in_format(settings: EnvironmentSettings, tokenizer: HarmonyTokenizer) -> EnvironmentSettings:
-    """Returns the settings with the tokenizer's format and that format's system message filled in where they are left open.
+    """Fills in the tokenizer's format, and the system message of that format, where the settings leave them open.
 
     Raises UserError for a tokenizer that supports no format.
     """

@@ -83,10 +83,10 @@ async def _check(problems: Sequence[Problem], sandboxes: OpensSandboxes | None, 
     passed = Passed(sandboxes)
     known = [problem for problem in problems if TASKS[problem.task_type].knows_answer(problem)]
     waiting = [problem for problem in known if not passed.has(problem)]
-    rest, failed, done, told = iter(waiting), dict[str, str](), 0, time.monotonic()
+    rest, failed, done, reported = iter(waiting), dict[str, str](), 0, time.monotonic()
 
     async def grade_the_rest() -> None:
-        nonlocal done, told
+        nonlocal done, reported
         for problem in rest:
             verdict = await _verdict(problem, sandboxes)
             if verdict.outcome != "correct":
@@ -100,8 +100,8 @@ async def _check(problems: Sequence[Problem], sandboxes: OpensSandboxes | None, 
                 record = f" (record {_record(problem)[1]}, from 0)" if "record" in problem.metadata else ""
                 failed[problem.id] = f"{problem.id}{record}: {verdict.reason}"
             done += 1
-            if time.monotonic() - told > _INTERVAL_S:
-                told = time.monotonic()
+            if time.monotonic() - reported > _INTERVAL_S:
+                reported = time.monotonic()
                 note(f"gold answers: {done:,} of {len(waiting):,} graded")
 
     await all_or_none([grade_the_rest() for _ in range(_AT_ONCE)])
@@ -122,7 +122,7 @@ async def _check(problems: Sequence[Problem], sandboxes: OpensSandboxes | None, 
 
 
 def _record(problem: Problem) -> tuple[str, int]:
-    """The source, and the place in it: that of the record, or of a generated problem."""
+    """The source, and the index of the record or generated problem in it."""
     return problem.source, int(problem.metadata.get("record", problem.id.rpartition("/")[2]))
 
 
@@ -139,8 +139,8 @@ def golds_directory() -> Path:
 
 
 class Passed:
-    """The golds that passed, stored as one file of hashes per task type: `Passed(sandboxes).has(problem)`. Those of tasks that are
-    not nmoe's are graded each time, since no hash covers all that their grade depends on."""
+    """The golds that passed, stored as one file of hashes per task type: `Passed(sandboxes).has(problem)`. Golds of
+    users' tasks are graded each time, since no hash covers all that their grade depends on."""
 
     def __init__(self, sandboxes: OpensSandboxes | None) -> None:
         self._sandbox = (

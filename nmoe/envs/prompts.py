@@ -69,9 +69,9 @@ class PromptBuilder:
         rounds, start = [], 0
         for exchange in exchanges:
             assert exchange.user is not None, "a conversation that goes on was not over before"
-            places = range(start, exchange.turn + 1)
-            answers = [[one for one in tool_events if one.call.call_id.startswith(f"{place}/")] for place in places]
-            rounds.append(Round([turns[place].sample.token_ids for place in places], answers, exchange.user))
+            indices = range(start, exchange.turn + 1)
+            answers = [[one for one in tool_events if one.call.call_id.startswith(f"{index}/")] for index in indices]
+            rounds.append(Round([turns[index].sample.token_ids for index in indices], answers, exchange.user))
             start = exchange.turn + 1
         return self._renderer.follow_up(self.messages(problem), rounds)
 

@@ -38,7 +38,7 @@ _FORMS = {
     "fraction_simplification": r"(\$?)\s*(?:\d+\s*/\s*\d+|\\d?frac\{\d+\}\{\d+\})\s*\1",
     "gsm_symbolic": r"[-+]?[\d,]*(?:\d|\.\d+)",
     "kakurasu": r"[01\s,]+",
-    # Nobody is two things.
+    # Each person is one thing.
     "knights_knaves": rf"(?!.*\b(\w+) is .*\b\1 is ){_CLAIM}(?:,? and {_CLAIM}|, {_CLAIM})*\.?",
     "polynomial_equations": rf"(?:{_NUMBER}(?:\s*,\s*{_NUMBER})*)?",
     "quantum_lock": r"[A-Ca-c](?:\s*(?:(?:→|->|,)\s*)?[A-Ca-c])*",

@@ -93,16 +93,16 @@ def _last(text: str) -> str | None:
         return numbers[0].group().rstrip(",")
     if not formulas:
         return None
-    place = len(formulas) - 1
-    while place and joins(text[formulas[place - 1].end : formulas[place].start]):
-        place -= 1
-    return _joined(text, formulas, place)
+    index = len(formulas) - 1
+    while index and joins(text[formulas[index - 1].end : formulas[index].start]):
+        index -= 1
+    return _joined(text, formulas, index)
 
 
-def _joined(text: str, formulas: list[_Formula], place: int) -> str | None:
+def _joined(text: str, formulas: list[_Formula], index: int) -> str | None:
     """The formula at an index and the formulas after it that are joined to it."""
-    found = [formulas[place]]
-    for formula in formulas[place + 1 :]:
+    found = [formulas[index]]
+    for formula in formulas[index + 1 :]:
         if not joins(text[found[-1].end : formula.start]):
             break
         found.append(formula)

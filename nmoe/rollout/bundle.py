@@ -196,14 +196,14 @@ class Bundle:
             bit for span in spans for bit in [int(span["kind"] == "sampled")] * (span["end"] - span["start"])
         ] != record["mask"]:
             first = next(
-                place
+                index
                 for span in spans
-                for place in range(span["start"], span["end"])
-                if record["mask"][place] != (span["kind"] == "sampled")
+                for index in range(span["start"], span["end"])
+                if record["mask"][index] != (span["kind"] == "sampled")
             )
             yield f"token {first}: the mask says {record['mask'][first]}, and its span something else"
         if [span["turn"] for span in spans if span["kind"] == "sampled"] != list(range(turns)):
-            yield f"the spans are not those of {turns} turns"
+            yield f"the spans do not belong to {turns} turns"
         answered = [exchange["turn"] for exchange in record.get("exchanges", ())]
         if answered != sorted(set(answered) & set(range(turns))):
             yield f"the exchanges are of the turns {answered}, and there are {turns} turns"

@@ -51,7 +51,7 @@ class UserCodeFailedError(GradingError, UserError):
 
 
 def _failed(trajectory: Trajectory, error: BaseException | None, doing: str) -> GradingError:
-    """What ends the run: for a mistake in the user's code its message alone, for any other exception a defect."""
+    """Returns the error that ends the run: for a mistake in the user's code its message alone, for any other exception a defect."""
     if isinstance(error, UserError):
         return UserCodeFailedError(trajectory, str(error))
     return GradingError(trajectory, doing)
@@ -255,7 +255,7 @@ class Collector:
         """Returns where the workspace came from and, if its `keep` setting asks for it, where its files were kept."""
         if session.prepared is None:
             return None
-        assert self._workspaces is not None, "what was prepared came from somewhere"
+        assert self._workspaces is not None, "only `workspaces` prepares files"
         record = dict(session.prepared.provenance)
         if session.opened is not None:
             name = "-".join(map(str, (*episode.key, episode.problem.id, episode.index)))

@@ -55,7 +55,7 @@ class Episode:
 
     def ids(self) -> tuple[int, ...]:
         """Returns the prompt of the last branch and all tokens after it."""
-        start = max((place for place, turn in enumerate(self.turns) if turn.given == "prompt"), default=0)
+        start = max((index for index, turn in enumerate(self.turns) if turn.given == "prompt"), default=0)
         after = (token_id for turn in self.turns[start:] for token_id in (*turn.given_ids, *turn.sample.token_ids))
         return (*(() if start else self.prompt_ids), *after)
 

@@ -60,7 +60,7 @@ class ReplayRecorder:
         return self._write(step, trajectory, reason)
 
     def sampled(self, step: int, trajectory: Trajectory) -> bool:
-        """Whether a trajectory belongs to the random share."""
+        """Whether a trajectory belongs to the random fraction that is kept."""
         key = ("replay", self._seed, step, trajectory.problem.id, trajectory.index)
         return stable_hash(*key) < self._sample_rate * 2**64
 
@@ -107,8 +107,8 @@ class FailureRecords:
         self._run, self._tokenizer, self._replays = run, tokenizer, replays
 
     def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Records each trajectory that the infrastructure lost, the first with each other failure, of its own or of a tool call,
-        and the step's replay bundles."""
+        """Records each trajectory that the infrastructure lost, the first with each other failure (its grade's or a tool
+        call's), and the step's replay bundles."""
         seen: set[Failure] = {"ok"}
         for trajectory in trajectories:
             failures = {trajectory.grade.failure, *(event.failure for event in trajectory.tool_events)}

@@ -1,6 +1,6 @@
 """Replays a recorded trajectory: prompt, parsing of every turn, tool results and grade must all come out the same.
 
-Each check says what it compared and locates the first difference. `nmoe.rl.replay_bundle` adds the log-probabilities, which need
+Each check names the compared part and locates the first difference. `nmoe.rl.replay_bundle` adds the log-probabilities, which need
 the model.
 """
 
@@ -138,9 +138,9 @@ def _text(bundle: Bundle, tokenizer: Tokenizer) -> Check:
     if decoded != text:
         # A character can take several tokens, so a prefix may end within one.
         agree = next((n for n, (a, b) in enumerate(zip_longest(text, decoded)) if a != b), 0)
-        place = next((n for n in range(len(ids)) if len(tokenizer.decode(ids[: n + 1])) > agree), len(ids) - 1)
+        index = next((n for n in range(len(ids)) if len(tokenizer.decode(ids[: n + 1])) > agree), len(ids) - 1)
         difference = (
-            f"token {place}: the tokens say {_around(decoded, agree)}, and the record's text {_around(text, agree)}"
+            f"token {index}: the tokens say {_around(decoded, agree)}, and the record's text {_around(text, agree)}"
         )
     return Check("text", f"{len(text)} characters decoded from {len(ids)} tokens", difference)
 
@@ -148,9 +148,9 @@ def _text(bundle: Bundle, tokenizer: Tokenizer) -> Check:
 def _turns(bundle: Bundle, environment: Environment, trajectory: Trajectory) -> Check:
     now = [environment.renderer.transcript(turn.said_ids) for turn in trajectory.turns]
     difference = None
-    for place, read in enumerate(now):
-        recorded = bundle.transcript[place] if place < len(bundle.transcript) else []
-        difference = difference or _first_in(recorded, read, f"turn {place}, message", "read")
+    for index, read in enumerate(now):
+        recorded = bundle.transcript[index] if index < len(bundle.transcript) else []
+        difference = difference or _first_in(recorded, read, f"turn {index}, message", "read")
     messages = sum(map(len, now))
     return Check("turns", f"{len(now)} turns in {messages} messages", difference)
 
@@ -175,24 +175,24 @@ async def _tools(environment: Environment, trajectory: Trajectory, session: Tool
     """Runs every recorded call again, in order, and renders the answers. Times may differ."""
     executor = AsyncToolExecutor(environment.tools, environment.budget)
     recorded, rounds, differences = list(trajectory.tool_events), list[list[ToolEvent]](), list[str]()
-    for place, turn in enumerate(trajectory.turns):
-        events = [event for event in recorded if event.call.call_id.startswith(f"{place}/")]
-        following = trajectory.turns[place + 1] if place + 1 < len(trajectory.turns) else None
+    for index, turn in enumerate(trajectory.turns):
+        events = [event for event in recorded if event.call.call_id.startswith(f"{index}/")]
+        following = trajectory.turns[index + 1] if index + 1 < len(trajectory.turns) else None
         if not events and following is None:
             break  # the policy was done, or its budget used up
-        calls = environment.renderer.calls(place, turn.sample.token_ids)
-        said = _first_in([event.call for event in events], calls, f"turn {place}, call", "read")
+        calls = environment.renderer.calls(index, turn.sample.token_ids)
+        said = _first_in([event.call for event in events], calls, f"turn {index}, call", "read")
         if said is not None:
             differences.append(said)
             break
         for old, new in zip(events, await executor.run(calls, session), strict=True):
-            said = _first_of(_returned(old), _returned(new), f"turn {place}, call {old.call.call_id}, {old.call.name}")
+            said = _first_of(_returned(old), _returned(new), f"turn {index}, call {old.call.call_id}, {old.call.name}")
             differences += [] if said is None else [said]
         rounds.append(events)
         if following is not None and events:
             given = environment.renderer.answer_calls(environment.prompts.messages(trajectory.problem), rounds)
             said = _kind(following, "tool") or _first_in(
-                following.given_ids, given, f"turn {place + 1}, given token", "rendered"
+                following.given_ids, given, f"turn {index + 1}, given token", "rendered"
             )
             differences += [] if said is None else [said]
     compared = f"{len(recorded)} calls and what they returned" if recorded else "no calls"
@@ -204,29 +204,29 @@ def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
     problem, recorded = trajectory.problem, {exchange.turn: exchange for exchange in trajectory.exchanges}
     done: list[Exchange] = []
     ended = len(trajectory.turns)
-    for place, turn in enumerate(trajectory.turns):
-        turns = trajectory.turns[: place + 1]
-        calls = environment.renderer.calls(place, turn.sample.token_ids)
+    for index, turn in enumerate(trajectory.turns):
+        turns = trajectory.turns[: index + 1]
+        calls = environment.renderer.calls(index, turn.sample.token_ids)
         try:
             now = None if calls else environment.respond(problem, trajectory.seed, trajectory.index, turns, done)
         except Exception as error:
             # It may also have raised when the trajectory was recorded, which stopped that run.
-            return Check("exchanges", "", f"turn {place}: the task raises {type(error).__name__}: {error}")
-        old, new = ({} if one is None else asdict(one) for one in (recorded.get(place), now))
-        if (said := _first_of(old, new, f"turn {place}, exchange")) is not None:
+            return Check("exchanges", "", f"turn {index}: the task raises {type(error).__name__}: {error}")
+        old, new = ({} if one is None else asdict(one) for one in (recorded.get(index), now))
+        if (said := _first_of(old, new, f"turn {index}, exchange")) is not None:
             return Check("exchanges", "", said)
         if calls:
             continue
         if now is None or now.user is None:
-            ended = place + 1
+            ended = index + 1
             break
         done.append(now)
-        if place + 1 < len(trajectory.turns):
-            following = trajectory.turns[place + 1]
+        if index + 1 < len(trajectory.turns):
+            following = trajectory.turns[index + 1]
             kind, given = environment.prompts.follow_up(problem, turns, trajectory.tool_events, done)
             said = _kind(following, kind) or _first_in(following.given_ids, given, "given token", "rendered")
             if said is not None:
-                return Check("exchanges", "", f"turn {place + 1}, {said}")
+                return Check("exchanges", "", f"turn {index + 1}, {said}")
     if ended < len(trajectory.turns):
         return Check("exchanges", "", f"turn {ended}: there in the bundle, after a conversation that is over")
     return Check("exchanges", f"{len(recorded)} turns that the task answered")
@@ -323,9 +323,9 @@ def _altered(bundle: Bundle) -> str | None:
 
 def _first_in(recorded: Sequence[Any], now: Sequence[Any], where: str, done: str) -> str | None:
     """Describes the first index at which two sequences differ."""
-    for place, (old, new) in enumerate(zip(recorded, now, strict=False)):
+    for index, (old, new) in enumerate(zip(recorded, now, strict=False)):
         if old != new:
-            return f"{where} {place}: {_short(old)} in the bundle, {_short(new)} {done}"
+            return f"{where} {index}: {_short(old)} in the bundle, {_short(new)} {done}"
     if len(recorded) != len(now):
         return f"{where} {min(len(recorded), len(now))}: {len(recorded)} in the bundle, {len(now)} {done}"
     return None
@@ -344,8 +344,8 @@ def _first_of(recorded: dict[str, Any], now: dict[str, Any], path: str) -> str |
     return None
 
 
-def _around(text: str, place: int) -> str:
-    return repr(text[max(0, place - 10) : place + 20])
+def _around(text: str, index: int) -> str:
+    return repr(text[max(0, index - 10) : index + 20])
 
 
 def _short(value: Any) -> str:

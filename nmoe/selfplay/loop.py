@@ -1,4 +1,4 @@
-"""Self-play: solves problems without answers, verifies the solutions, and checks the verifications. What is confirmed becomes
+"""Self-play: solves problems without answers, verifies the solutions, and checks the verifications. Confirmed judgements become
 training data and, with `train`, trains verifier and generator in rounds. `nmoe selfplay CONFIG --problem_source=...`
 
 DeepSeekMath-V2 (arXiv:2511.22570), sections 2.1 to 2.3. A round has a number of steps that each play a batch of problems. With
@@ -95,9 +95,9 @@ class Schedule:
         return self.rounds * self.round_steps
 
     def at(self, step: int) -> Moment:
-        round_, place = divmod(step - 1, self.round_steps)
-        trains = place >= self.batches
-        return Moment(round_ + 1, trains, place - self.batches if trains else place)
+        round_, index = divmod(step - 1, self.round_steps)
+        trains = index >= self.batches
+        return Moment(round_ + 1, trains, index - self.batches if trains else index)
 
 
 def selfplay_environment(config: SelfplayConfig) -> EnvironmentSettings:
@@ -317,12 +317,12 @@ class Selfplay(Recipe):
     def _problems(self, round_: int) -> list[Problem]:
         """The problems of a round, each once. Rounds share one order of all problems, and start a new order when too few
         are left."""
-        order, place = divmod(round_ - 1, (self.problems.size - self.environment.overlong) // self.schedule.problems)
+        order, index = divmod(round_ - 1, (self.problems.size - self.environment.overlong) // self.schedule.problems)
         if self.order is None or self.order[0] != order:
             everything = map(self.problems.at, range(order * self.problems.size, (order + 1) * self.problems.size))
             context, limit = self.roles.context_tokens, self.config.sampling.max_new_tokens
             self.order = order, [one for one in everything if self.environment.prompts.fits(one, context, limit)]
-        return self.order[1][place * self.schedule.problems : (place + 1) * self.schedule.problems]
+        return self.order[1][index * self.schedule.problems : (index + 1) * self.schedule.problems]
 
     def _train(self, step: int, moment: Moment) -> tuple[dict[str, Any], dict[str, float]]:
         """Takes one optimizer step of each role on its share of the round's data."""

@@ -49,9 +49,9 @@ class JudgedEvaluation:
 
 @dataclass
 class Attempted:
-    """One proof of one problem, with its evaluations. `outcome` is that of its acceptance, or "no_proof" for a completion that is
-    no proof, "overlong" for a proof too long to be verified, "lost" where the infrastructure failed. `lost` counts the lost
-    verifications."""
+    """One proof of one problem, with its evaluations. `outcome` is the outcome of its acceptance, or "no_proof" for a completion
+    that is no proof, "overlong" for a proof too long to be verified, "lost" where the infrastructure failed. `lost` counts the
+    lost verifications."""
 
     trajectory: Trajectory
     proof: Proof | None
@@ -68,7 +68,7 @@ class Attempted:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The proof, its verifications, and the meta-verifications of these and of its own evaluation."""
+        """The proof, its verifications, and the meta-verifications of these and of its self-evaluation."""
         judged = [*([self.own] if self.own else []), *self.analyses]
         return [
             self.trajectory,
@@ -77,7 +77,7 @@ class Attempted:
         ]
 
     def generator_reward(self) -> float | None:
-        """None if the reward is unknown: the proof was not accepted, or the checks of its own evaluation are lost or unreadable.
+        """None if the reward is unknown: the proof was not accepted, or the checks of its self-evaluation are lost or unreadable.
         A completion that is no proof gets 0."""
         if self.outcome == "no_proof":
             return 0.0
@@ -87,7 +87,7 @@ class Attempted:
 
     def verifier_reward(self, judged: JudgedEvaluation) -> float | None:
         """The reward of one analysis of an accepted proof; None if the checks of its claims are lost or unreadable."""
-        assert self.score is not None, "only an accepted proof tells what an analysis of it is worth"
+        assert self.score is not None, "only analyses of an accepted proof have a reward"
         if judged.evaluation is None:
             return 0.0
         return None if judged.meta is None else verifier_reward(judged.evaluation.score, self.score, judged.meta)
@@ -176,8 +176,8 @@ class SelfPlay:
         for one, attempt, name in judged:
             if not one.analysis.claims:
                 continue
-            assert attempt.proof is not None, "what is judged is a proof"
-            assert one.evaluation is not None, "what claims a defect is an evaluation"
+            assert attempt.proof is not None, "only proofs are judged"
+            assert one.evaluation is not None, "only an evaluation claims a defect"
             fields = {"proof": attempt.proof.solution, "evaluation": one.evaluation.text}
             problem = self._posed("meta_verification", attempt, f"/{name}", fields)
             if self._fits(problem):

@@ -80,11 +80,11 @@ def _verifier_line(attempt: Attempted) -> dict[str, Any]:
             {
                 **_evaluation(one),
                 "confirmed": one.analysis.stands if one.analysis.claims else None,
-                "evidence": place in evidence,
+                "evidence": index in evidence,
                 "reward": attempt.verifier_reward(one),
                 **_tokens(one.trajectory),
             }
-            for place, one in enumerate(attempt.analyses)
+            for index, one in enumerate(attempt.analyses)
         ],
     }
 
@@ -92,7 +92,7 @@ def _verifier_line(attempt: Attempted) -> dict[str, Any]:
 def _meta_lines(attempt: Attempted) -> Iterator[dict[str, Any]]:
     """One line per evaluation whose checks decide whether it stands. `score` is 1 or 0, by the majority of the checks."""
     own = [] if attempt.own is None else [("own", attempt.own)]
-    for name, one in [*own, *((f"v{place}", one) for place, one in enumerate(attempt.analyses))]:
+    for name, one in [*own, *((f"v{index}", one) for index, one in enumerate(attempt.analyses))]:
         if one.checks and one.analysis.stands is not None:
             yield {
                 **_proof(attempt),
@@ -172,4 +172,4 @@ def _keep(recorder: ReplayRecorder, step: int, attempt: Attempted) -> None:
 
 def _evidence(attempt: Attempted) -> list[Trajectory]:
     assert attempt.acceptance is not None
-    return [attempt.analyses[place].trajectory for place in attempt.acceptance.evidence]
+    return [attempt.analyses[index].trajectory for index in attempt.acceptance.evidence]

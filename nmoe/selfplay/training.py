@@ -69,13 +69,13 @@ def _trajectory(name: str, prompt_ids: Sequence[int], line: Mapping[str, Any], r
 
 
 def _turns(line: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """The turns of a line's tokens: what was sampled, each after the tool results that it followed."""
+    """The turns of a line's tokens: the sampled tokens, each turn after the tool results that it followed."""
     turns: list[Turn] = []
     given: tuple[int, ...] = ()
     for sampled, group in groupby(range(len(line["token_ids"])), line["mask"].__getitem__):
-        places = list(group)
+        indices = list(group)
         tokens, logprobs, versions = (
-            line[key][places[0] : places[-1] + 1] for key in ("token_ids", "logprobs", "versions")
+            line[key][indices[0] : indices[-1] + 1] for key in ("token_ids", "logprobs", "versions")
         )
         if sampled:
             turns.append(Turn(given, Sample(tokens, logprobs, versions, "stop")))
@@ -85,13 +85,13 @@ def _turns(line: Mapping[str, Any]) -> tuple[Turn, ...]:
 
 def dealt(count: int, epochs: int, hands: int, *key: object) -> list[list[int]]:
     """`count` indices, each `epochs` times, shuffled anew each epoch, in `hands` parts whose sizes differ by at most one."""
-    places: list[int] = []
+    indices: list[int] = []
     for epoch in range(epochs):
         order = list(range(count))
         random.Random(stable_hash("deal", *key, epoch)).shuffle(order)
-        places += order
-    edges = [len(places) * hand // hands for hand in range(hands + 1)]
-    return [places[first:end] for first, end in pairwise(edges)]
+        indices += order
+    edges = [len(indices) * hand // hands for hand in range(hands + 1)]
+    return [indices[first:end] for first, end in pairwise(edges)]
 
 
 def generator_algorithm(config: SelfplayConfig) -> AlgorithmSection:
@@ -121,7 +121,7 @@ class RoundTraining:
 
     def verifier_update(self, learner: Learner, update: int) -> dict[str, float]:
         """Takes one step of cross-entropy on this update's share of the evidence. Without any, returns no metrics."""
-        trajectories = [self.evidence[place] for place in self.verifications[update]]
+        trajectories = [self.evidence[index] for index in self.verifications[update]]
         if not trajectories:
             return {}
         batch = policy_batch(trajectories, None, "sequence", 1)
@@ -135,5 +135,5 @@ class RoundTraining:
     ) -> dict[str, float]:
         """Takes one step of the policy gradient on this update's share of the problems; without any, as after the generator's last
         step of the round, takes none and returns no metrics."""
-        chosen = [self.groups[place] for place in self.problems[update]] if update < len(self.problems) else []
+        chosen = [self.groups[index] for index in self.problems[update]] if update < len(self.problems) else []
         return policy.update(step, advantages(policy.batch(judged(chosen)), chosen)) if chosen else {}

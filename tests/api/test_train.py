@@ -509,7 +509,7 @@ def by(value: Any) -> Wrong:
         ({"env": {"env_id": "x", "task": "sys:Missing"}}, "task sys:Missing: sys has no 'Missing'"),
         ({"env": {"env_id": "x", "task": "leaves:Task"}}, "importing leaves failed: SystemExit: 3"),
         ({"env": NoPrompt, "data": [{"text": "a"}]}, r"NoPrompt has no prompt: define `prompt\(self, record\)`"),
-        ({"env": NoPrompt}, "makes no problems of its own"),
+        ({"env": NoPrompt}, "generates no problems"),
         ({"env": OneArgument, "data": [{"prompt": "a"}]}, r"grade\(answer.*it gets 2 arguments"),
         ({"env": [{"prompt": "a"}], "rewards": vowels}, r"is not a list; write rewards=\[...\]"),
         ({"env": [{"prompt": "a"}], "rewards": ["vowels"]}, "'vowels', which is neither a function"),

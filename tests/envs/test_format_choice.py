@@ -153,7 +153,7 @@ def test_a_system_message_that_the_template_adds_is_named_and_replaced(tmp_path:
     assert environment.renderer.default_system == "You are SmolLM."
     prompt = tokenizer.decode(environment.prompts.ids(environment.pool.order.at(0)))
     assert prompt.startswith("<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n")
-    said = f"system       the template has one of its own, {shown('You are SmolLM.')}: "
+    said = f"system       the template has a default, {shown('You are SmolLM.')}: "
     assert f"{said}set `system` to replace it" in list(check_environment(file, tmp_path / "smol"))
     file.write_text(SETTINGS)
     environment = Environment.from_toml(file, tokenizer)

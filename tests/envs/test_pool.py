@@ -118,7 +118,7 @@ def test_a_drawn_problem_knows_its_position_in_the_order_of_all_shards(
 
 def test_the_state_of_another_shard_is_refused(make_pool: MakePool, pools: dict[str, dict[str, Any]]) -> None:
     state = make_pool(pools["endless"], 0, 2).state()
-    with pytest.raises(UserError, match="that of rank 0 of 2, and this is rank 0 of 4"):
+    with pytest.raises(UserError, match="belongs to rank 0 of 2, and this is rank 0 of 4"):
         make_pool(pools["endless"], 0, 4).load_state(state)
 
 

@@ -332,7 +332,7 @@ def test_any_one_token_that_was_changed_is_found_by_its_place(bundle: Path, toke
         ),
         (lambda c: c["trajectory"]["logprobs"].pop(), "record: ", None),
         (lambda c: c["trajectory"]["spans"][0].update(end=3), "record: the spans do not cover the ", None),
-        (lambda c: c["trajectory"]["finish_reasons"].append("stop"), "record: the spans are not those of 2 turns", None),
+        (lambda c: c["trajectory"]["finish_reasons"].append("stop"), "record: the spans do not belong to 2 turns", None),
     ],
 )  # fmt: skip
 def test_any_part_that_was_changed_is_named(

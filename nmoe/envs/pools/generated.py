@@ -58,7 +58,7 @@ class Generated:
         )
         self._settings, self._task = settings, generated_task(settings.task_type)
         first = self.at(0)
-        # A task of one's own may be another one under the same name: an instance with other attributes, or newer code.
+        # A user's task may be another one under the same name: an instance with other attributes, or newer code.
         if isinstance(self._task, OwnTask):
             self.fingerprint = fingerprint_of(self.fingerprint, first.question, *sorted(first.metadata.items()))
 
@@ -71,7 +71,7 @@ class Generated:
         )
 
     def _hint(self, position: int) -> str:
-        """The text that follows the question; the split is that of the question without it."""
+        """The text that follows the question; the question without it decides the split."""
         settings = self._settings
         rng = random.Random(stable_hash("generated hints", settings.seed, settings.task_type, position))
         return rng.choice(settings.hints) if settings.hints else ""
@@ -79,7 +79,7 @@ class Generated:
     def _history(self, position: int, problem: Problem) -> tuple[Message, ...]:
         """The solved problems that stand before the question."""
         settings = self._settings
-        # Solved training problems, whatever the split: an evaluation shows none of its own.
+        # Solved training problems in every split: an evaluation shows none of the problems that it asks.
         rng = random.Random(stable_hash("generated examples", settings.seed, settings.task_type, position))
         history: list[Message] = []
         for _ in range(settings.examples):

@@ -1,4 +1,4 @@
-"""A pool: one rank's walk along an order of problems, with a position that is part of a checkpoint.
+"""Task pools of one rank, and the orders in which problems come. The position in an order is part of a checkpoint.
 
 An order is an endless sequence of problems, a pure function of the position, and therefore has no state. A mixture interleaves
 several.
@@ -21,7 +21,7 @@ _SPLIT_ONE_IN = 8
 
 
 class Order(Protocol):
-    """The sequence that a pool walks along.
+    """An endless sequence of problems, which a pool hands out by position.
 
     `at` returns the same problem for the same position in every process, at any time. `size` is the number of problems before
     the first one repeats, None if unknown. `fingerprint` differs between orders that differ at any position, so that a saved
@@ -97,7 +97,7 @@ class Shuffled:
 
 
 class EasyFirst(Shuffled):
-    """The same, but the first epoch goes from the easiest problem to the hardest; equally hard ones stay shuffled."""
+    """Cycles through problems; the first epoch goes from the easiest to the hardest, and equally hard ones stay shuffled."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class EasyFirst(Shuffled):
         content: str,
         read_as: str = "",
     ) -> None:
-        """`difficulties[i]` is that of the i-th problem."""
+        """`difficulties[i]` is the difficulty of the i-th problem."""
         super().__init__(name, len(difficulties), problem, seed, fingerprint_of(content, *difficulties), read_as)
         self._difficulties = difficulties
 
@@ -279,7 +279,7 @@ class Pool:
         saved_shard = {key: state.get(key) for key in self._shard_state()}
         if saved_shard != self._shard_state():
             raise UserError(
-                f"the saved position of pool {self.name!r} is that of rank {saved_shard['rank']} of "
+                f"the saved position of pool {self.name!r} belongs to rank {saved_shard['rank']} of "
                 f"{saved_shard['world_size']}, and this is rank {self.shard.rank} of {self.shard.world_size}; resume "
                 "with the same number of ranks"
             )

@@ -44,12 +44,12 @@ def prm_order(name: str, settings: PrmPool) -> Order:
             f"{settings.source}, split {settings.split!r}: no solution whose steps all have labels to score it by"
         )
 
-    def problem(place: int) -> Problem:
-        one = judged[place]
+    def problem(index: int) -> Problem:
+        one = judged[index]
         record = {"steps": list(one.solution.steps[: one.end])}
         question, gold, metadata = TASKS[settings.task_type].pose(one.solution.problem, one.gold, record)
-        metadata = {"record": place, "where": one.solution.where, **metadata}
-        return Problem(f"{name}/{place}", settings.task_type, question, gold, name, metadata)
+        metadata = {"record": index, "where": one.solution.where, **metadata}
+        return Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata)
 
     content = fingerprint_of(
         settings.task_type, *((one.solution.problem, one.solution.steps[: one.end], one.gold) for one in judged)

@@ -1,7 +1,7 @@
 """Problems of the package reasoning-gym: the i-th is a pure function of the settings; a hash of the question decides its split.
 
 Positions come in blocks of 64. Each block has a dataset with its own seed and takes that dataset's entries in order, skipping
-those of other splits. As with generated problems, about one question in eight belongs to the eval split, whatever the seed,
+entries of other splits. As with generated problems, about one question in eight belongs to the eval split under any seed,
 and questions of a small space repeat.
 """
 
@@ -55,11 +55,11 @@ class ReasoningGym:
         self.at(0)
 
     def at(self, position: int) -> Problem:
-        number, place = divmod(position, _BLOCK)
+        number, offset = divmod(position, _BLOCK)
         block = self._block(number)
-        while len(block.found) <= place:
+        while len(block.found) <= offset:
             self._look_further(block)
-        index, question, answer = block.found[place]
+        index, question, answer = block.found[offset]
         return Problem(
             id=f"{self.name}/{position}",
             task_type="reasoning_gym",

@@ -38,7 +38,7 @@ from nmoe.types import Message, Problem
 
 
 def called_rows(name: str) -> Iterator[Row]:
-    """The records of the pool that `name` names, each with its place: ("my_module:problems, record 0", {...}).
+    """The records of the pool that `name` names, each with its location: ("my_module:problems, record 0", {...}).
 
     Raises UserError for a function that fails and for records that are not dicts.
     """
@@ -256,7 +256,7 @@ def _plain(value: Any) -> Any:
 
 
 def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Returns the required and the optional fields of a record; None if only the records can tell."""
+    """Returns the required and the optional fields of a record; None if they are known from the records alone."""
     task = TASKS[settings.task_type]
     fields = (settings.problem_field, settings.answer_field)
     needed = () if isinstance(task, RecordTask) else fields[:1] if isinstance(task, OpenTask) else fields

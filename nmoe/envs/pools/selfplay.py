@@ -1,7 +1,7 @@
 """Problems for self-play, without answers: the answer in a record is not even read.
 
     prm800k[:PATH]                  the problems of PRM800K: from the hub, a local copy, or the file or directory PATH
-    math_shepherd[:PATH]            those of Math-Shepherd, likewise
+    math_shepherd[:PATH]            the problems of Math-Shepherd, likewise
     hf:NAME[:SUBSET]:SPLIT          a dataset of the hub, or a local copy of one
     deepseek_math_v2_inputs:PATH    DeepSeek-Math-V2's inputs: a JSON list of {id, question, answer, contest, problem_idx}
     jsonl:PATH                      one object per line

@@ -37,7 +37,7 @@ class FunctionReward:
         self.only_if_correct = settings.only_if_correct
         self._timeout_s = settings.timeout_s
         self._function = load_function(REWARDS, settings.call)
-        self._who = f"reward {settings.name!r} ({_place(self._function)}{settings.call})"
+        self._who = f"reward {settings.name!r} ({_location(self._function)}{settings.call})"
         self._names = _names(self._function, self._who)
         self._alone = asyncio.Lock()
 
@@ -122,7 +122,7 @@ def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise UserError(f"{who}: its arguments cannot be told: {error}") from error
+        raise UserError(f"{who}: its signature cannot be read: {error}") from error
     names: dict[str, bool] = {}
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -134,7 +134,7 @@ def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:
     return names
 
 
-def _place(function: Callable[..., Any]) -> str:
+def _location(function: Callable[..., Any]) -> str:
     """Returns "rewards.py:12, " if the source is known."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}, "

@@ -46,7 +46,7 @@ class JudgeReward:
         return self._service.opened()
 
     async def rate(self, samples: Samples) -> Sequence[Rating]:
-        requests = [self._request(samples, place) for place in range(len(samples.completions))]
+        requests = [self._request(samples, index) for index in range(len(samples.completions))]
         # At temperature 0, equal questions get equal answers.
         distinct = {key_of(request): request for request in requests}
         asked = dict(zip(distinct, await all_or_none([self._rate(one) for one in distinct.values()]), strict=True))
@@ -64,12 +64,12 @@ class JudgeReward:
             self._cache.put(key, said)
         return Rating(value, cached=kept is not None)
 
-    def _request(self, samples: Samples, place: int) -> dict[str, Any]:
+    def _request(self, samples: Samples, index: int) -> dict[str, Any]:
         texts = {name: _text(value) for name, value in samples.columns.items()}
         texts |= {
             "prompt": _prompt_text(samples.prompt),
-            "completion": samples.answers[place],
-            "reasoning": _reasoning(samples.completions[place]),
+            "completion": samples.answers[index],
+            "reasoning": _reasoning(samples.completions[index]),
         }
         system = [{"role": "system", "content": self._settings.system}] if self._settings.system else []
         return {
@@ -128,7 +128,7 @@ def key_of(content: Mapping[str, Any]) -> str:
 def fence_of(texts: Sequence[str]) -> str:
     """Returns 16 hexadecimal digits, a hash of the texts that occurs in none of them.
 
-    A policy cannot write the digest of its own text. Text between two fences is therefore the policy's, and text outside them
+    A policy cannot write the digest of its text. Text between two fences is therefore the policy's, and text outside them
     the template's.
     """
     key = json.dumps(texts)

@@ -137,20 +137,20 @@ def checked_values(who: str, returned: Any, count: int) -> list[float | None]:
         raise RewardError(
             f"{who} returned {len(values)} values for {count} completions, {_shown(values)}; it has to return one for each"
         )
-    return [_checked(who, value, place, count) for place, value in enumerate(values)]
+    return [_checked(who, value, index, count) for index, value in enumerate(values)]
 
 
-def _checked(who: str, value: Any, place: int, count: int) -> float | None:
+def _checked(who: str, value: Any, index: int, count: int) -> float | None:
     if value is None:
         return None
     if not isinstance(value, numbers.Real) and hasattr(value, "item"):
         with suppress(ValueError, RuntimeError, TypeError):
             value = value.item()  # a tensor or an array of one number
-    where = f"as value {place + 1} of {count}"
+    where = f"as value {index + 1} of {count}"
     if not isinstance(value, numbers.Real):
         raise RewardError(
             f"{who} returned {_shown(value)}, a {type(value).__name__}, {where}; a reward is a number, or None to leave it out",
-            place,
+            index,
         )
     try:
         number = float(value)
@@ -160,6 +160,6 @@ def _checked(who: str, value: Any, place: int, count: int) -> float | None:
         raise RewardError(
             f"{who} returned {_shown(value)} {where}; a reward is finite and at most {LARGEST:g}, or None to leave it out of this "
             "sample's score",
-            place,
+            index,
         )
     return number

@@ -52,34 +52,34 @@ async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:
     """Returns the samples' grades with the ratings of all rewards. Raises RewardError."""
     asked = await all_or_none([rate(reward, samples) for reward in rewards])
     grades = []
-    for place, trajectory in enumerate(samples.trajectories):
-        ratings = {reward.name: (reward.weight, one[place]) for reward, one in zip(rewards, asked, strict=True)}
+    for index, trajectory in enumerate(samples.trajectories):
+        ratings = {reward.name: (reward.weight, one[index]) for reward, one in zip(rewards, asked, strict=True)}
         try:
             grades.append(with_ratings(trajectory.grade, ratings))
         except RewardError as error:
-            raise RewardError(str(error), place) from None
+            raise RewardError(str(error), index) from None
     return grades
 
 
 async def rate(reward: Reward, samples: Samples) -> Sequence[Rating]:
     """Returns one rating for each sample: 0 for those that are not right, where the reward is for right answers only. Raises
-    RewardError with the place of the sample among all."""
+    RewardError with the index of the sample among all."""
     if not reward.only_if_correct:
         return await reward.rate(samples)
-    right = [place for place, one in enumerate(samples.trajectories) if is_right(one.grade)]
+    right = [index for index, one in enumerate(samples.trajectories) if is_right(one.grade)]
     if not right:
         return [Rating(0.0)] * len(samples.trajectories)
     asked = replace(
         samples,
-        completions=[samples.completions[place] for place in right],
-        answers=[samples.answers[place] for place in right],
-        trajectories=[samples.trajectories[place] for place in right],
+        completions=[samples.completions[index] for index in right],
+        answers=[samples.answers[index] for index in right],
+        trajectories=[samples.trajectories[index] for index in right],
     )
     try:
         ratings = dict(zip(right, await reward.rate(asked), strict=True))
     except RewardError as error:
         raise RewardError(str(error), right[error.index]) from error
-    return [ratings.get(place, Rating(0.0)) for place in range(len(samples.trajectories))]
+    return [ratings.get(index, Rating(0.0)) for index in range(len(samples.trajectories))]
 
 
 def is_right(grade: Grade) -> bool:
@@ -166,12 +166,12 @@ def completion_of(environment: Environment, trajectory: Trajectory) -> Completio
         texts = [form.said(turn.said_ids)[1] for turn in trajectory.turns]
         return "\n".join(text for pair in zip_longest(texts, users.values()) for text in pair if text is not None)
     messages: list[dict[str, Any]] = []
-    for place, turn in enumerate(trajectory.turns):
+    for index, turn in enumerate(trajectory.turns):
         reasoning, content = form.said(turn.said_ids)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
             message["reasoning_content"] = reasoning
-        if calls := form.calls(place, turn.sample.token_ids):
+        if calls := form.calls(index, turn.sample.token_ids):
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
             ]
@@ -179,8 +179,8 @@ def completion_of(environment: Environment, trajectory: Trajectory) -> Completio
         messages += [
             {"role": "tool", "name": event.call.name, "content": event.output}
             for event in trajectory.tool_events
-            if event.call.call_id.startswith(f"{place}/")
+            if event.call.call_id.startswith(f"{index}/")
         ]
-        if place in users:
-            messages.append({"role": "user", "content": users[place]})
+        if index in users:
+            messages.append({"role": "user", "content": users[index]})
     return messages

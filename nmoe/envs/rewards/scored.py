@@ -39,11 +39,11 @@ class VerifierReward:
         return nullcontext()
 
     async def rate(self, samples: Samples) -> Sequence[Rating]:
-        return await all_or_none([self._rate(samples, place) for place in range(len(samples.answers))])
+        return await all_or_none([self._rate(samples, index) for index in range(len(samples.answers))])
 
-    async def _rate(self, samples: Samples, place: int) -> Rating:
+    async def _rate(self, samples: Samples, index: int) -> Rating:
         assert self._scorer is not None, "attach_scorers comes before a run"
-        answer = samples.answers[place]
+        answer = samples.answers[index]
         steps = split_steps(answer)
         if not steps:
             return Rating(0.0)
@@ -51,11 +51,11 @@ class VerifierReward:
         if self._step_scorer is None:
             return Rating(value)
         scores = await self._step_scorer.step_scores(samples.messages, steps)
-        trajectory = samples.trajectories[place]
+        trajectory = samples.trajectories[index]
         last = trajectory.turns[-1].sample.token_ids
         before = len(trajectory.token_ids) - len(last)
-        places = step_places(samples.decode, last, answer, steps)
-        return Rating(value, steps=tuple((before + end, score) for end, score in zip(places, scores, strict=True)))
+        ends = step_ends(samples.decode, last, answer, steps)
+        return Rating(value, steps=tuple((before + end, score) for end, score in zip(ends, scores, strict=True)))
 
 
 class RewardModelReward:
@@ -81,11 +81,11 @@ class RewardModelReward:
     async def rate(self, samples: Samples) -> Sequence[Rating]:
         scorer = self._scorer
         assert scorer is not None, "attach_scorers comes before a run"
-        answered = [place for place, answer in enumerate(samples.answers) if answer.strip()]
-        scores = await all_or_none([scorer.score(samples.messages, samples.answers[place]) for place in answered])
+        answered = [index for index, answer in enumerate(samples.answers) if answer.strip()]
+        scores = await all_or_none([scorer.score(samples.messages, samples.answers[index]) for index in answered])
         values = dict(zip(answered, scores, strict=True))
         lowest = min(scores, default=None)
-        return [Rating(values.get(place, lowest)) for place in range(len(samples.answers))]
+        return [Rating(values.get(index, lowest)) for index in range(len(samples.answers))]
 
 
 def attach_scorers(
@@ -102,11 +102,11 @@ def attach_scorers(
             reward.attach(reward_model)
 
 
-def step_places(decode: Decode, token_ids: Sequence[int], answer: str, steps: Sequence[str]) -> list[int]:
+def step_ends(decode: Decode, token_ids: Sequence[int], answer: str, steps: Sequence[str]) -> list[int]:
     """Returns for each step of an answer the index of the token that ends it, among the answer's tokens."""
     text = decode(token_ids)
     at = max(text.rfind(answer), 0)
-    places = []
+    ends = []
     for step in steps:
         found = text.find(step, at)
         at = len(text) if found < 0 else found + len(step)
@@ -118,5 +118,5 @@ def step_places(decode: Decode, token_ids: Sequence[int], answer: str, steps: Se
                 high = middle
             else:
                 low = middle + 1
-        places.append(low)
-    return places
+        ends.append(low)
+    return ends

@@ -128,7 +128,7 @@ def _why_not_reached(error: BaseException) -> str:
     below: list[BaseException] = [error]
     for one in below:
         if isinstance(one, OSError) and one.errno is not None:
-            # A resolver's error has numbers of its own.
+            # The numbers of a resolver's errors are not the system's.
             return (str(one.strerror) if isinstance(one, socket.gaierror) else os.strerror(one.errno)).lower()
         inside = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
         below += [

@@ -36,6 +36,6 @@ def generated_task(name: str) -> GeneratedTask:
     task = TASKS[name]
     if not isinstance(task, GeneratedTask):
         raise UserError(
-            f"task {name}: makes no problems of its own; name a dataset in [task_pool], or define `generate(self, rng, difficulty)`"
+            f"task {name}: generates no problems; name a dataset in [task_pool], or define `generate(self, rng, difficulty)`"
         )
     return task

@@ -41,7 +41,7 @@ class MultipleChoiceTask(QuestionTask):
         letters = ascii_uppercase[: len(texts)]
         lines = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True)]
         metadata = group_metadata(record) | {"options": json.dumps(texts)}
-        return "\n".join([question, "", *lines]), letters[_place_of_gold(gold, labels, texts)], metadata
+        return "\n".join([question, "", *lines]), letters[_index_of_gold(gold, labels, texts)], metadata
 
     def check_gold(self, problem: Problem) -> None:
         if "options" not in problem.metadata:
@@ -114,7 +114,7 @@ def _options(record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     return [str(label) for label in labels], texts
 
 
-def _place_of_gold(gold: str, labels: list[str], texts: list[str]) -> int:
+def _index_of_gold(gold: str, labels: list[str], texts: list[str]) -> int:
     wanted = gold.strip()
     for known in ([label.upper() for label in labels], list(ascii_uppercase[: len(texts)])):
         bare = wanted.strip("().").upper()

@@ -89,7 +89,7 @@ class CodeEditTask(QuestionTask, RecordTask, WorkspaceTask, SandboxTask):
     async def _judge(self, problem: Problem, attempt: Attempt, sandbox: Sandbox) -> Verdict:
         for path, content in self._protected(problem).items():
             try:
-                # First remove what is in its place, such as a directory or a link.
+                # First remove a directory or a link of that path.
                 await sandbox.run(["rm", "-rf", "--", path], cwd="/workspace")
                 await sandbox.write(path, content)
             except SandboxFileError as error:

@@ -102,7 +102,7 @@ def _copy(value: Any, path: str) -> Any:
     if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and value - value == 0):
         return value
     if isinstance(value, list):
-        return [_copy(one, f"{path}[{place}]") for place, one in enumerate(value)]
+        return [_copy(one, f"{path}[{index}]") for index, one in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _copy(one, f"{path}.{key}") for key, one in value.items()}
     raise TypeError(f"{path} is not JSON: {value!r}")

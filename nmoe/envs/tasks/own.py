@@ -1,4 +1,4 @@
-"""Tasks of one's own: `Task`, one prompt and one graded answer, and `MultiTurnEnv`, an episode of several turns.
+"""Tasks that users write: `Task`, one prompt and one graded answer, and `MultiTurnEnv`, an episode of several turns.
 
 Both are named by `task = "my_module:Name"` in an environment, or passed to `nmoe.train_rl`. `adapted` makes either of them a task
 as the rest of nmoe knows it (docs/guides/environments.md).
@@ -84,11 +84,11 @@ class MultiTurnEnv:
         >>> run.metrics[0]["correctness/Guess"]
         0.0
 
-    Each episode has its own instance. Its attributes are its state: JSON values, recorded with every turn, so that an episode
-    can be replayed. Attributes whose names begin with `_` are shared by all episodes and not recorded; lists and dicts of the class
-    are shared, too, so an episode may only read them. `record` is the object of
-    the task pool, empty where there is no dataset. `rng` is a random.Random: the problem seeds it in `prompt`; run,
-    problem, the sample and the turn. `difficulty` is that of the generated problem.
+    Each episode has its own instance. Its attributes are its state: JSON values, recorded with every turn, so that an episode can
+    be replayed. Attributes whose names begin with `_` are shared by all episodes and not recorded; lists and dicts of the class
+    are shared, too, so an episode may only read them. `record` is the object of the task pool, empty where there is no dataset.
+    `rng` is a random.Random: the problem seeds it in `prompt`; in `step` the seed depends on run, problem, sample and turn.
+    `difficulty` belongs to the generated problem.
     """
 
     record: Record = MappingProxyType({})
@@ -124,7 +124,7 @@ def _of_the_user(who: str) -> Iterator[None]:
 
 
 def adapted(part: Any, name: str) -> QuestionTask:
-    """The task that a name of the table of tasks stands for: one of nmoe's, or a class or instance of one's own.
+    """Returns the task for a part of the table of tasks: a built-in task, or a user's class or instance.
 
     Raises UserError for anything else, and for a method that is missing or takes other arguments.
     """

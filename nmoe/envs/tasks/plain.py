@@ -11,7 +11,7 @@ the whole message goes to `verify`, and the readers below find the one answer th
 A message gets one reading, so that listing candidates earns no more than a guess. Repeating the question earns nothing: a
 choice that names two options without a statement is no answer, and an order is never asked for in its own order. What follows
 "not" is no answer either, and "34 is smaller than 72" says 72 where the larger one is asked for. The same reading applies to a
-message that was cut, for an evaluation that separates what is known from how it is said.
+message that was cut, for an evaluation that separates knowledge from form.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_number(text: str) -> str | None:
 
 def read_choice(text: str, options: Sequence[str], contrary: str = "") -> str | None:
     """The option that a message chooses, compared without case; None if it names none, or several without a statement. `contrary`
-    are words, joined by `|`, that say the opposite of what is asked for: an option that is called so is denied, and of two
+    are words, joined by `|`, that say the opposite of the question's word: an option that is called so is denied, and of two
     options the other one is then meant."""
     text = text[-MAX_CHARS:]
     either = "|".join(re.escape(one) for one in options)

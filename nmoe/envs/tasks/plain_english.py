@@ -124,11 +124,11 @@ class WordProblemsTask(NumberTask, GeneratedTask):
         name, things, most = rng.choice(_NAMES), rng.choice(_THINGS), 5 * difficulty
         if rng.random() < 0.5:
             has, more = rng.randint(1, most), rng.randint(1, most)
-            told, gold = f"has {has} {things} and gets {more} more", has + more
+            story, gold = f"has {has} {things} and gets {more} more", has + more
         else:
             gives, keeps = rng.sample(range(1, most + 1), 2)
-            told, gold = f"has {gives + keeps} {things} and gives away {gives}", keeps
-        return f"{name} {told}. How many {things} does {name} have now? Answer with one number.", str(gold)
+            story, gold = f"has {gives + keeps} {things} and gives away {gives}", keeps
+        return f"{name} {story}. How many {things} does {name} have now? Answer with one number.", str(gold)
 
 
 _QUOTED = re.compile(r"\"([a-z]+)\"")
@@ -154,8 +154,8 @@ class LettersTask(LetterTask, GeneratedTask):
     first two, and so on; from 4 on one of the first three or the last."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
-        word, place = rng.choice(words()), rng.randrange(min(difficulty, 4))
-        which, letter = ("last", word[-1]) if place == 3 else (_ORDINALS[place], word[place])
+        word, index = rng.choice(words()), rng.randrange(min(difficulty, 4))
+        which, letter = ("last", word[-1]) if index == 3 else (_ORDINALS[index], word[index])
         return f'What is the {which} letter of the word "{word}"? Answer with one letter.', letter
 
 
@@ -244,7 +244,7 @@ class CapitalsTask(PlainTask, GeneratedTask):
 class ThreeWordsTask(PlainTask, GeneratedTask):
     """ "Describe a quiet river in exactly three words." -> any three different words, none of them in the question.
 
-    It is an instruction about form: what is said is not graded. The difficulty is not used.
+    It is an instruction about form: the content is not graded. The difficulty is not used.
     """
 
     _GOLD = "known to everyone"

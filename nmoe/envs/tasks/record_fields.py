@@ -62,7 +62,7 @@ def split_prompt(prompt: object, field: str) -> tuple[tuple[Message, ...], str]:
         raise UserError(
             f"field {field!r} ends with a message by {last.role!r}; the policy answers a message of the user"
         )
-    messages = tuple(_message(message, f"{field}[{place}]") for place, message in enumerate(history))
+    messages = tuple(_message(message, f"{field}[{index}]") for index, message in enumerate(history))
     return messages, checked_text(f"{field}[{len(history)}]", last.content)
 
 

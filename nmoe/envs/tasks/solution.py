@@ -191,7 +191,10 @@ nan, inf = float("nan"), float("inf")
 
 
 class ProgramTask(SolutionTask, RecordTask):
-    """Records have a question and tests in one of the forms of `nmoe.envs.tasks.contest`, and most have solutions, of which the
+    """Programs of contests: tested by standard input and output, or a function by calls (APPS, Hendrycks et al. 2021,
+    arXiv:2105.09938; TACO, arXiv:2312.14852; LiveCodeBench, arXiv:2403.07974).
+
+    Records have a question and tests in one of the forms of `nmoe.envs.tasks.contest`, and most have solutions, of which the
     first in Python 3 is the gold. A record without one is not checked before a run.
     """
 

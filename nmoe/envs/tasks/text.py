@@ -69,8 +69,9 @@ class OpenTask(QuestionTask):
 
 
 class FileSearchTask(QuestionTask, RecordTask, WorkspaceTask):
-    """Records have `question`, `answer` and, unless the environment's [workspace] provides them, `files` (path -> content).
+    """Finding something in files: a name, a number, a path, a line.
 
+    Records have `question`, `answer` and, unless the environment's [workspace] provides them, `files` (path -> content).
     Answers are compared as text, without white space and surrounding quotes or backticks.
     """
 

@@ -147,7 +147,7 @@ def load_tools(names: Sequence[str], budget: BudgetSettings, *, user_code: bool 
 def check_source(name: str) -> Path:
     """Checks a user's tool without importing it and returns the file that defines `package.module:function`.
 
-    Raises UserError if the file or the function does not exist, and for whatever the source alone shows to be invalid: a
+    Raises UserError if the file or the function does not exist, and for faults that the source alone shows: a
     missing docstring or hint, arguments without a JSON form.
     """
     file, definition = find_definition("tool", name)

@@ -59,7 +59,7 @@ class AsyncToolExecutor:
         return ToolEvent(call, failure, text, reason, began - session.began, wall_s)
 
     def _free(self) -> asyncio.Semaphore:
-        """What a call in a sandbox waits for. Each batch of episodes has an event loop of its own, to which a semaphore belongs."""
+        """The semaphore that calls in sandboxes wait for. It belongs to one event loop, and each batch of episodes has another."""
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._loop, self._slots = loop, asyncio.Semaphore(CALLS_PER_CORE * usable_cores())
         return self._slots
@@ -89,7 +89,7 @@ class AsyncToolExecutor:
             return ToolOutput("", "workspace_failed", shortened(str(error)))
         except SandboxFileError as error:
             return ToolOutput("", error.failure, shortened(str(error)))
-        except (Exception, SystemExit) as error:  # a tool may raise anything; the policy is told and may go on
+        except (Exception, SystemExit) as error:  # a tool may raise anything; the policy sees the error and may go on
             if isinstance(error, TimeoutError) and clock is not None and clock.expired():
                 session.lost = session.lost or tool.sandbox_parameter is not None
                 return ToolOutput("", "timeout", f"{call.name} took longer than {self._budget.tool_s:g} s")

@@ -17,7 +17,7 @@ from nmoe.sandbox.workspaces.prepare import Workspaces
 
 
 class ToolRuntime:
-    """A context manager that closes what it opened. If the environment needs no sandbox, none is tried or started."""
+    """A context manager that closes its sandboxes and workspaces. If the environment needs no sandbox, none is tried or started."""
 
     def __init__(self, environment: Environment, settings: SandboxSettings) -> None:
         """Raises SandboxSetupError if the requested isolation level is not available, and UserError for gold answers that are not

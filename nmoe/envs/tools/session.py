@@ -59,7 +59,7 @@ class ToolSession:
             return self.opened
 
     async def lift(self) -> None:
-        """Lifts the limits of `access` after the policy's last call, so that the verifier can restore and read what it needs."""
+        """Lifts the limits of `access` after the policy's last call, so that the verifier can restore and read any file."""
         if self.opened is not None and not self.lost:
             with suppress(SandboxFileError):  # a sandbox that is gone needs no lifting
                 await self.opened.restrict(Access())

@@ -1,4 +1,4 @@
-"""A tool: a typed function that a policy calls. The policy is told its name, type hints and docstring.
+"""A tool: a typed function that a policy calls. The policy sees its name, type hints and docstring.
 
     async def lookup(word: Annotated[str, Field(description="an English word")], senses: int = 1) -> str:
         "Looks a word up in the dictionary."
@@ -34,7 +34,7 @@ _REASON_CHARS = 500
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """A tool's output: text, or bytes in UTF-8, and how the call went. `reason` tells the policy about a failure.
+    """A tool's output: text, or bytes in UTF-8, and how the call went. `reason` explains a failure to the policy.
 
     A function returns one if a plain value is not enough: `ToolOutput("", "command_not_found", "gcc: not here")`.
     """
@@ -52,7 +52,7 @@ class Tool:
     """A function with the schema that a policy needs to call it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises UserError for a function with an invalid name or missing hints or docstring; the message names what is missing."""
+        """Raises UserError for a function with an invalid name, or without hints or docstring; the message says which."""
         where = f"tool {function.__module__}:{function.__qualname__}"
         self.function = function
         self.name = function.__name__

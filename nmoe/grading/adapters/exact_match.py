@@ -27,7 +27,7 @@ def exact_match(responses: Sequence[str], golds: Sequence[object]) -> tuple[list
 
     Raises UserError for an unusable gold answer, and InfrastructureError if a comparison was lost and so has no verdict.
     """
-    texts = [_gold(gold, place) for place, gold in enumerate(golds)]
+    texts = [_gold(gold, index) for index, gold in enumerate(golds)]
     read = [read_response(response) for response in responses]
     answered = [(gold, one.answer) for gold, one in zip(texts, read, strict=True) if one.answer is not None]
     verdicts = grade_answers(answered, _POLICY)
@@ -50,8 +50,8 @@ def read_response(response: str) -> Extraction:
     return from_final(completion.final, bare_final=False)
 
 
-def _gold(gold: object, place: int) -> str:
+def _gold(gold: object, index: int) -> str:
     text = str(gold) if isinstance(gold, str | int | float) and not isinstance(gold, bool) else ""
     if not normalize(text) or len(text.strip()) > MAX_ANSWER_CHARS:
-        raise UserError(f"label {place} is {gold!r:.80}, and has to be an answer: a number or a text that is not empty")
+        raise UserError(f"label {index} is {gold!r:.80}, and has to be an answer: a number or a text that is not empty")
     return text

@@ -24,18 +24,18 @@ def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
     """
     lines = text.split("\n")
     fences = [_fence(line) for line in lines]
-    last_end = {line.rstrip(" \t"): place for place, line in enumerate(lines) if fences[place]}
-    place = 0
-    while place < len(lines):
-        fence = fences[place]
-        if fence and "`" not in lines[place][len(fence) :] and last_end.get(fence, -1) > place:
-            end = place + 1
+    last_end = {line.rstrip(" \t"): index for index, line in enumerate(lines) if fences[index]}
+    index = 0
+    while index < len(lines):
+        fence = fences[index]
+        if fence and "`" not in lines[index][len(fence) :] and last_end.get(fence, -1) > index:
+            end = index + 1
             while lines[end].rstrip(" \t") != fence:
                 end += 1
-            content = "".join(f"{line}\n" for line in lines[place + 1 : end])
-            yield lines[place][len(fence) :].strip(), content
-            place = end
-        place += 1
+            content = "".join(f"{line}\n" for line in lines[index + 1 : end])
+            yield lines[index][len(fence) :].strip(), content
+            index = end
+        index += 1
 
 
 def _fence(line: str) -> str:

@@ -3,8 +3,8 @@
 It runs in its own sandbox, and no code of the solution runs here. Calling a function of the solution sends a request over
 a channel. Its result is a value of exact builtin types, which the tests compare here. Any other object stays with the
 candidate. It can be passed back and called, but comparing it or testing its truth raises TypeError, so that no `__eq__` of the
-solution decides a test. Nor does it see what it should be: a method or an operator is given values of the tests only if the
-record's own solution defines one of that name.
+solution decides a test. Nor does it see the expected value: a method or an operator receives values of the tests only if the
+record's solution defines one of that name.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ class Tests:
         Tests("asserts", setup="", tests=("assert add(1, 2) == 3", "assert add(0, 0) == 0"), names=("add",))
 
     `kind`: "check" runs `setup` (the prompt) and then HumanEval's `check(candidate)` for the one name; "asserts" runs
-    statements; "files" runs test files that import `modules` of the candidate's workspace. `names` are those that the solution
-    defines. `methods` are those of the classes of the record's own solution (`nmoe.grading.code.extract.methods`): an object
-    that a solution gives is asked for no other one with arguments. `protected` files (path -> content) are copied to the judge's
+    statements; "files" runs test files that import `modules` of the candidate's workspace. The solution defines
+    `names`. The classes of the record's solution define `methods` (`nmoe.grading.code.extract.methods`): of an object that a
+    solution gives, no other method is called with arguments. `protected` files (path -> content) are copied to the judge's
     workspace, and modules among them are loaded there.
     """
 
@@ -128,7 +128,7 @@ def _verdict(judged: Result, solved: Result, nonce: str) -> Verdict:
     # SIGKILL does not come from the sandbox, which would name its limit, but from the host.
     if judged.failure == "internal_error" or judged.exit_code == -signal.SIGKILL:
         return Verdict("error", 0.0, "tests", f"the judge was lost: {judged.failure} {tail}")
-    # The tests ran through with the gold, so it is the solution that ended them, by what it gave them.
+    # The tests ran through with the gold, so the solution ended them, by its values.
     return Verdict.of(False, "tests", f"the tests did not end: {judged.failure} {tail}".strip())
 
 
@@ -230,15 +230,15 @@ def difference(printed: bytes, wanted: bytes, tolerance: float | None = None) ->
     absolutely or relative to the expected one: `difference(b"0.3333333\n", b"0.333333", 1e-6)` is "".
     """
     ours, theirs = printed.rstrip().split(b"\n"), wanted.rstrip().split(b"\n")
-    for place, (our, their) in enumerate(zip(ours, theirs, strict=False), start=1):
+    for index, (our, their) in enumerate(zip(ours, theirs, strict=False), start=1):
         if our == their:
             continue
         found, expected = our.split(), their.split()
         if len(found) != len(expected):
-            return f"line {place} has {len(found)} words, not {len(expected)}"
+            return f"line {index} has {len(found)} words, not {len(expected)}"
         for one, other in zip(found, expected, strict=True):
             if one != other and not (tolerance is not None and _close(one, other, tolerance)):
-                return f"line {place} differs"
+                return f"line {index} differs"
     return "" if len(ours) == len(theirs) else f"{len(ours)} lines, not {len(theirs)}"
 
 

@@ -36,7 +36,7 @@ OBJECTS = ("handle", "builtin", "exception")
 
 
 def encode(value: Any, of_object: Callable[[Any], dict[str, Any]], depth: int = 0) -> Any:
-    """Encodes a value as JSON data; `of_object` encodes what is not plain data, under one of OBJECTS.
+    """Encodes a value as JSON data; `of_object` encodes other values, under one of OBJECTS.
 
     Raises WireError for data that is nested too deep or too long.
     """

@@ -301,7 +301,7 @@ def without_points(points: Compound) -> Form:
     ordered = [numbers[value] for value in sorted(numbers)]
     ends = [Scalar(r"-\infty", None), *ordered, Scalar(r"\infty", None)]
     return Compound(
-        "union", tuple(Compound("brackets", tuple(ends[place : place + 2]), "()") for place in range(len(ends) - 1))
+        "union", tuple(Compound("brackets", tuple(ends[index : index + 2]), "()") for index in range(len(ends) - 1))
     )
 
 

@@ -70,7 +70,7 @@ _CONVERT = re.compile(
     r"|\bequivalent (?:fraction|decimal|percent)|\bwhat percent|\bsimplif|\bsimplest|\breduce\b|\bconvert|\brewrite",
     re.IGNORECASE,
 )
-# What it asks for is the value of the expression at its end: "Compute 1/8."
+# It asks for the value of the expression at its end: "Compute 1/8."
 _VALUE_OF = re.compile(
     r"(?:.*\b(?:what(?:'s| is)|compute|evaluate|calculate|find|determine|work out|value of)\b"
     r"(?:\s*(?:the|exact|following|expression|value|of|quotient|number|result)\b)*:?|[^A-Za-z]*(?=[\\$0-9]))(.*)",
@@ -103,7 +103,7 @@ def repeats(question: str, answer: str, gold: str) -> bool:
     number = read_number(answer)
     if number is not None:
         if number.simplest and not _asks_form(question, answer):
-            return False  # a number of the question may be the answer: the probability of tails is that of heads
+            return False  # a number of the question may be the answer: tails are as probable as heads
         if "\\" in answer and answer != gold and _squeezed(answer) in _squeezed(question):
             return True
         if not _expressions(question) and not _literals(question):

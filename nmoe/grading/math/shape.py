@@ -81,7 +81,7 @@ def multiply(factors: list[Shape]) -> Shape:
     kept = [one for one in kept if one != 1]
     if not kept:
         return Fraction(sign)
-    numbers = [place for place, one in enumerate(kept) if isinstance(one, Fraction)]
+    numbers = [index for index, one in enumerate(kept) if isinstance(one, Fraction)]
     if numbers:
         kept[numbers[0]] *= sign
     elif sign < 0:
@@ -117,7 +117,7 @@ class _NoExpressionError(Exception):
 
 
 class Parser:
-    """Parses a text. What is done with the operations that it finds are methods, so that a subclass can look at them."""
+    """Parses a text. Each operation that it finds goes to a method, which a subclass can override."""
 
     def __init__(self, text: str) -> None:
         source = _WORDS.sub(r"\\\1 ", normalize(text).replace("**", "^"))
@@ -125,7 +125,7 @@ class Parser:
         whole = sum(len(token.group()) for token in tokens) == len(source)
         self._is_readable = 0 < len(tokens) <= _MAX_TOKENS and whole
         self._tokens = [token for token in tokens if token.group() != " "]
-        self._place = 0
+        self._position = 0
 
     def read(self) -> Shape | None:
         """The shape of the text; None if it is not an expression."""
@@ -159,12 +159,12 @@ class Parser:
 
     @property
     def token(self) -> str | None:
-        return self._tokens[self._place].group() if self._place < len(self._tokens) else None
+        return self._tokens[self._position].group() if self._position < len(self._tokens) else None
 
     def _take(self, wanted: str) -> None:
         if self.token != wanted:
             raise _NoExpressionError
-        self._place += 1
+        self._position += 1
 
     def sum(self, depth: int) -> Shape:
         if depth > _MAX_DEPTH:
@@ -174,7 +174,7 @@ class Parser:
             sign = Fraction(1)
             while self.token in ("+", "-"):
                 sign *= -1 if self.token == "-" else 1
-                self._place += 1
+                self._position += 1
             terms.append(multiply([sign, self._product(depth)]))
             if self.token not in ("+", "-"):
                 return self.added(terms)
@@ -184,10 +184,10 @@ class Parser:
         while True:
             token = self.token
             if token in ("*", *(f"\\{name}" for name in _TIMES)):
-                self._place += 1
+                self._position += 1
                 factors.append(self._signed(depth))
             elif token in ("/", r"\div"):
-                self._place += 1
+                self._position += 1
                 factors.append(self.divisor(self._signed(depth)))
             elif token is not None and token not in _ENDS:
                 factors.append(self._factor(depth))
@@ -196,21 +196,21 @@ class Parser:
 
     def _signed(self, depth: int) -> Shape:
         if self.token == "-":
-            self._place += 1
+            self._position += 1
             return multiply([Fraction(-1), self._factor(depth)])
         return self._factor(depth)
 
     def _factor(self, depth: int) -> Shape:
         found = self._atom(depth)
         while self.token in ("^", "!"):
-            depth += 1  # what is raised lies deeper than what is not
+            depth += 1  # a base lies deeper than a factor without a power
             if depth > _MAX_DEPTH:
                 raise _NoExpressionError
             if self.token == "!":
-                self._place += 1
+                self._position += 1
                 found = self.applied(("!", found))
             else:
-                self._place += 1
+                self._position += 1
                 found = self.raised(found, self._argument(depth))
         return found
 
@@ -219,7 +219,7 @@ class Parser:
         if self.token in ("{", "("):
             return self._bracketed(depth)
         if self.token == "-":
-            self._place += 1
+            self._position += 1
             return multiply([Fraction(-1), self._argument(depth)])
         return self._atom(depth)
 
@@ -230,25 +230,25 @@ class Parser:
             return self._argument(depth)
         rest = _TOKEN.match(token[1:])
         assert rest is not None, "digits follow, or a point and digits"
-        self._tokens[self._place] = rest
+        self._tokens[self._position] = rest
         return Fraction(token[0])
 
     def _bracketed(self, depth: int) -> Shape:
         opening = self.token
         assert opening is not None
-        self._place += 1
+        self._position += 1
         found = self.sum(depth + 1)
         self._take(_CLOSED_BY[opening])
         return found
 
     def _atom(self, depth: int) -> Shape:
-        if self._place >= len(self._tokens) or depth > _MAX_DEPTH:
+        if self._position >= len(self._tokens) or depth > _MAX_DEPTH:
             raise _NoExpressionError
-        match = self._tokens[self._place]
+        match = self._tokens[self._position]
         token = match.group()
         if token in _CLOSED_BY:
             return self._bracketed(depth)
-        self._place += 1
+        self._position += 1
         if token == "|":
             found = self.sum(depth + 1)
             self._take("|")
@@ -257,7 +257,7 @@ class Parser:
             return Fraction(token)
         if match["letter"] or match["command"] in _SYMBOLS:
             if self.token == "_":
-                self._place += 1
+                self._position += 1
                 return ("_", token, self._argument(depth))
             return token
         return self._command(match["command"], depth)
@@ -280,7 +280,7 @@ class Parser:
         exponent: Shape = Fraction(1)
         while self.token in ("_", "^"):
             sign = self.token
-            self._place += 1
+            self._position += 1
             if sign == "_":
                 base = self._argument(depth)
             else:

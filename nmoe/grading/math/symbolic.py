@@ -71,7 +71,7 @@ def warm_up() -> None:
     """
     found = [equal(gold, answer) for gold, answer in WARM_UP]
     if not any(found):
-        raise RuntimeError("math-verify finds nothing equal: are its packages those of constraints.txt?")
+        raise RuntimeError("math-verify finds nothing equal: are its packages the versions of constraints.txt?")
 
 
 WARM_UP = [
@@ -104,7 +104,7 @@ class MathVerify:
         return _holds(lambda: _equal(parsed[0], parsed[1]))
 
     def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool:
-        """Whether left minus right of one equation is a constant times that of the other, and neither is 0 everywhere."""
+        """Whether left minus right is the same for both equations up to a constant factor, and 0 everywhere for neither."""
         if not expressions.comparable("=".join(gold), "=".join(answer)):
             return False
         sources = [expressions.latex(side) for side in (*gold, *answer)]
@@ -180,7 +180,7 @@ def _equal(gold: Any, answer: Any) -> bool:
     if not symbols:
         return _same_value(gold, answer)
     for shift in range(len(_POINTS)):
-        points = [_POINTS[(place + shift) % len(_POINTS)] for place in range(len(symbols))]
+        points = [_POINTS[(index + shift) % len(_POINTS)] for index in range(len(symbols))]
         point = dict(zip(symbols, points, strict=True))
         values = gold.xreplace(point), answer.xreplace(point)
         has_value = [_value(value, 15) is not None for value in values]

@@ -124,7 +124,7 @@ def known_unit(unit: str) -> bool:
 
 
 def is_unit(words: str) -> bool:
-    """Whether words after a number may be what it counts."""
+    """Whether words after a number may name the counted thing."""
     return any(len(word) >= 3 for word in words.split())
 
 
@@ -137,7 +137,7 @@ def changes_number(unit: str) -> bool:
 def asked_units(question: str) -> frozenset[str]:
     """The units that an answer to a question may have, as `spell_unit` writes them.
 
-    That is what is counted ("how many brown eggs": egg, brownegg), or a unit after "how many" or "in" with its power ("in square
+    That is the counted thing ("how many brown eggs": egg, brownegg), or a unit after "how many" or "in" with its power ("in square
     feet": ft^2). Otherwise it is the only unit that the question names, with the powers that it is named with or "area" or
     "volume" stand for.
     """
@@ -176,7 +176,7 @@ def _counted(words: str) -> set[str]:
             names.append(name)
     if "per" in names:
         return {spell_unit(" ".join(names), "")}
-    whole = [place for place, name in enumerate(names) if {name, name.removesuffix("s")} & _FACTORS]
+    whole = [index for index, name in enumerate(names) if {name, name.removesuffix("s")} & _FACTORS]
     first = max(whole, default=len(names))
     phrases = [names[start:end] for end in range(1, len(names) + 1) for start in range(min(end, first + 1))]
     if any(name in _POWER_WORDS for name in names):

@@ -151,7 +151,7 @@ def _content(factor: Shape) -> int:
 
 
 def _without_square(factor: Shape) -> tuple[int, Shape]:
-    """A square root of an integer as what can be taken out of it and what is left under it; 1 and the factor for any other."""
+    """Splits the square root of an integer into the factor before the root and the root; 1 and the factor for any other."""
     if not isinstance(factor, tuple) or factor[0] != "^" or constant(factor[2]) != Fraction(1, 2):
         return 1, factor
     value = constant(factor[1])

@@ -93,8 +93,8 @@ class WorkerPool:
             self._queue.append(call)
             if not self._threads:
                 self._threads = [
-                    threading.Thread(target=self._serve, args=(place,), name=f"nmoe-grading-{place}", daemon=True)
-                    for place in range(self._size)
+                    threading.Thread(target=self._serve, args=(index,), name=f"nmoe-grading-{index}", daemon=True)
+                    for index in range(self._size)
                 ]
                 for thread in self._threads:
                     thread.start()
@@ -124,13 +124,13 @@ class WorkerPool:
             thread.join()
         atexit.unregister(self.close)
 
-    def _serve(self, place: int) -> None:
+    def _serve(self, index: int) -> None:
         try:
             while calls := self._take():
-                self._run(place, calls)
+                self._run(index, calls)
         finally:
-            if place in self._processes:
-                self._processes.pop(place).end()
+            if index in self._processes:
+                self._processes.pop(index).end()
 
     def _take(self) -> list[_Call]:
         """Takes this thread's share of the queued calls, at most a batch; empty once the pool is closed."""
@@ -140,13 +140,13 @@ class WorkerPool:
             share = -(-len(self._queue) // self._size)
             return [self._queue.popleft() for _ in range(min(share, _BATCH))]
 
-    def _run(self, place: int, calls: list[_Call]) -> None:
+    def _run(self, index: int, calls: list[_Call]) -> None:
         """Runs calls, and puts those that a lost worker left unanswered back into the queue."""
         left = deque(calls)
         try:
-            worker = self._processes.get(place)
+            worker = self._processes.get(index)
             if worker is None:
-                worker = self._processes[place] = _Worker(self._command)
+                worker = self._processes[index] = _Worker(self._command)
                 if self._closed:  # closed in the meantime, so close() did not kill this worker
                     raise _LostError
                 worker.read(_START_S)
@@ -165,8 +165,8 @@ class WorkerPool:
                 if status == "exhausted":
                     break
         except (_LostError, OSError):  # OSError: no process could be started
-            if place in self._processes:
-                self._processes.pop(place).end()
+            if index in self._processes:
+                self._processes.pop(index).end()
             if not self._closed and not self._lose(left[0], None):
                 left.popleft()
         with self._changed:

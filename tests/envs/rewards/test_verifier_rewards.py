@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reward_cases import SORT
 
 from nmoe.envs.environment import Environment
-from nmoe.envs.rewards.scored import attach_scorers, step_places
+from nmoe.envs.rewards.scored import attach_scorers, step_ends
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from nmoe.trajectory import Group
 from nmoe.types import Message
@@ -91,7 +91,7 @@ def test_a_step_ends_where_its_text_is_complete(steps: list[str]) -> None:
     tokenizer = Tokenizer.train((), SMALLEST_VOCABULARY)
     answer = "\n".join(steps)
     ids = [*tokenizer.encode("thought ab 1 "), *tokenizer.encode(answer), tokenizer.special_id("<|return|>")]
-    places = step_places(tokenizer.decode, ids, answer, steps)
+    places = step_ends(tokenizer.decode, ids, answer, steps)
     assert places == sorted(set(places))
     for count, place in enumerate(places, start=1):
         said = "thought ab 1 " + "\n".join(steps[:count])
