@@ -176,7 +176,8 @@ def split_name(split: str) -> tuple[str, Slice] | None:
 
 
 def rows_of(part: Slice, length: int) -> range:
-    """Which of `length` rows: as Python slices, with percents rounded to the nearest row as the datasets library does."""
+    """The selected ones of `length` rows: as Python slices, with percents rounded to the nearest row as the datasets library
+    does."""
 
     def bound(text: str | None) -> int | None:
         if text is None or not text.endswith("%"):

@@ -69,7 +69,7 @@ def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str]
 
 
 def _remedy(path: Path, tables: Mapping[str, Any], kind: str, schema: type[Section]) -> str:
-    """Where a file of this kind belongs, or the file that was most likely meant."""
+    """A hint for the message: the key that takes a file of this kind, or the file that was most likely meant."""
     if kind == "an environment":
         return f'; name it by [environment] path = "{path}"' if "environment" in schema.model_fields else ""
     named = tables.get("environment")

@@ -17,7 +17,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written: `Place("configs/grpo.toml", line=12)`, or an override by its text.
+    """The source of a value: a file and line, `Place("configs/grpo.toml", line=12)`, or an override by its text.
 
     `root` is how many leading keys of a path the place stands for itself: the file that holds `[environment]` names its
     own keys without that prefix, and an override's text holds its whole path. `directory` is what the paths of files

@@ -275,7 +275,7 @@ def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator, annotation
 
 
 def _value_meant(kind: str, value: Any, annotation: Any) -> Any:
-    """What a value of the wrong type most likely stands for: ["csv"] for "csv", 1000 for 1e3, true for "True"; None if it is not
+    """The most likely intended value for one of the wrong type: ["csv"] for "csv", 1000 for 1e3, true for "True"; None if it is not
     clear."""
     if kind == "tuple_type" and isinstance(value, str) and not sections_of(item_of(annotation, 0)):
         return [

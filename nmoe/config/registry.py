@@ -103,7 +103,7 @@ class Registry:
 
     @cached_property
     def _offered(self) -> dict[str, list[EntryPoint]]:
-        """What installed packages offer. Raises UserError for an offer whose name is one of nmoe's own."""
+        """The parts that installed packages offer. Raises UserError for an offer whose name is one of nmoe's own."""
         offered: dict[str, list[EntryPoint]] = {}
         for entry in entry_points(group=self.group):
             if entry.name in self.own:
@@ -178,8 +178,8 @@ def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:
 
 @contextmanager
 def names_of_one_call() -> Iterator[None]:
-    """In the block, names that `hand_over` gives mean the same objects to its end: in this thread, and in those that run in a copy
-    of its context. So two runs in two threads may each have another function `reward`."""
+    """Keeps the names that `hand_over` gives bound to the same objects in the block: in this thread, and in those that run in a
+    copy of its context. So two runs in two threads may each have another function `reward`."""
     token = _of_this_call.set(dict(_of_this_call.get() or {}))
     try:
         yield

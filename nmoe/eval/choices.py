@@ -39,7 +39,7 @@ _FIGURES = {"likelihood_letter": ("likelihood_letter",), "likelihood_text": ("li
 
 
 def prompt_and_answers(problem: Problem, mode: str) -> tuple[str, list[str]]:
-    r"""What the model reads, and what may follow it behind a space.
+    r"""The prompt of a multiple-choice problem, and the answers that may follow it behind a space.
 
     Of the record {"question": "Capital of France?", "choices": ["Paris", "Rome"], "subject": "world_facts"} by letter:
     "The following are multiple choice questions (with answers) about world facts.\n\nCapital of France?\nA. Paris\nB. Rome\n" +

@@ -97,8 +97,8 @@ def find_sets() -> dict[CoreSet, Path]:
 
 
 def read_set(one: CoreSet, path: Path, most: int) -> list[Mapping[str, Any]]:
-    """At most that many items, after the shuffle that every harness shares. Raises UserError for an item without the fields of
-    its kind, or too few items for the shots."""
+    """Reads at most `most` items of a set, after the shuffle that every harness shares. Raises UserError for an item without the
+    fields of its kind, or too few items for the shots."""
     items = []
     for where, row in read_rows(str(path)):
         if why := _why_not(one, row):

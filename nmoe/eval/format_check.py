@@ -154,7 +154,7 @@ def _mixed(rows: Sequence[Sequence[bool]]) -> int:
 
 
 def _learnable(sampled: Sequence[Group]) -> Iterator[str]:
-    """What RL would learn from: the form and the answers of samples, which greedy ones may not have."""
+    """The lines on the signal for RL: form and right answers that samples have and greedy responses may lack."""
     formed = [list(map(_is_formed, group.trajectories)) for group in sampled]
     right = [list(map(is_correct, group.trajectories)) for group in sampled]
     samples, mean = len(right[0]), sum(map(sum, right)) / sum(map(len, right))

@@ -110,7 +110,7 @@ def _score(model: Transformer, groups: Sequence[_Group]) -> Iterator[list[Likeli
 def _of_targets(
     model: Transformer, states_SD: Tensor, sources: Sequence[int], targets: Sequence[int]
 ) -> tuple[list[float], list[bool]]:
-    """Of each target its log-probability in the row before it, and whether it is the most likely token there."""
+    """The log-probability of each target in the row before it, and whether it is the most likely token there."""
     logprobs: list[float] = []
     greedy: list[bool] = []
     for first in range(0, len(targets), _PIECE_ROWS):

@@ -1,4 +1,4 @@
-"""Which problems of an evaluation a model is trained on: one rule for every command.
+"""Finds the problems of an evaluation that a model was trained on, by one rule for every command.
 
 Problems that are trained on are refused, before a run begins and by `nmoe eval`, unless `allow_trained_on` of their [[eval]] or
 `--allow-trained-on` permits them; then their results say so. Questions are compared by `nmoe.text.conversation.question_key`.
@@ -61,8 +61,8 @@ class TrainedOn:
 
     @cached_property
     def questions(self) -> Questions | None:
-        """None if they are not known: of a checkpoint without its run, and of problems generated without end. Raises UserError
-        where the data of the run is no longer there."""
+        """The questions, or None if they are not known: for a checkpoint without its run, and for endless generated problems.
+        Raises UserError where the data of the run is no longer there."""
         if (settings := trained_on(self.who)) is not None:
             environment = Environment.from_settings(settings, Tokenizer.load(self._directory))
             return None if environment.pool.size is None else Questions(lambda: asked_in_pool(environment))
@@ -115,14 +115,14 @@ def problem_key(problem: Problem) -> str:
 
 
 def origin_of(problem: Problem) -> str:
-    """Where a problem comes from: its file and line where the pool kept them, else its id."""
+    """The origin of a problem: its file and line if the pool kept them, else its id."""
     return str(problem.metadata.get("where", problem.id))
 
 
 def find_overlap(benchmark: Environment, problems: int, trained: TrainedOn, *, allowed: bool) -> Overlap | None:
-    """How many of the benchmark's next problems the run was trained on; None if that is not known (`TrainedOn.questions`), and
-    where the data of the run is no longer there, which is printed. Raises UserError where there are some and that is not `allowed`,
-    and for a benchmark that cannot be read."""
+    """The number of the benchmark's next problems that the run was trained on; None if that is not known (`TrainedOn.questions`),
+    and where the data of the run is no longer there, which is printed. Raises UserError where there are some and that is not
+    `allowed`, and for a benchmark that cannot be read."""
     try:
         training = trained.questions
         if training is None:

@@ -96,7 +96,8 @@ class Pair:
 
     @property
     def trained_on(self) -> int | None:
-        """How many of the problems the model was trained on, where that is permitted; None if it was none or is not known."""
+        """The number of problems that the model was trained on, where that is permitted; None if there is none or it is not
+        known."""
         found: int | None = json_of(self.file.read_bytes().split(b"\n", 1)[0]).get("trained_on")
         return found
 

@@ -1,4 +1,4 @@
-"""What a run holds and sends on each of N ranks, computed before a machine is rented: `nmoe plan`.
+"""Plans the memory and traffic of a run on each of N ranks, before a machine is rented: `nmoe plan`.
 
 The part of each parameter on a rank follows from the sharding rules of the training code. Activations are an estimate, and
 what ranks send follows from what FSDP2 and expert groups do.
@@ -30,7 +30,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What rank 0 holds and sends, in bytes by part; no rank has more than the unevenness of the first axis.
+    """The memory and traffic of rank 0, in bytes by part; other ranks differ at most by the unevenness of the first axis.
 
     `held` is during training, with what FSDP gathers, and `host` what parallel.offload moves from there to the machine's memory;
     `sent` is of one optimizer step. `remedies` say what would make it smaller, in the order of the guidelines.
@@ -52,8 +52,8 @@ class RankPlan:
 
 
 def plan(config: RunConfig, world: int, per_node: int, prompts: Prompts | None = None) -> RankPlan:
-    """What a run needs; without its `prompts` for prompts as long as they may be. Raises UserError where the axes of [parallel] do
-    not fit, a checkpoint is missing, or the machine lacks the device."""
+    """The plan of a run; without `prompts` for the longest prompts that it permits. Raises UserError where the axes of [parallel]
+    do not fit, a checkpoint is missing, or the machine lacks the device."""
     size = size_of(config)
     with torch.device("meta"):
         model = Transformer(size.shape)
@@ -231,7 +231,7 @@ def gib(count: float) -> str:
 
 
 def lines(plan: RankPlan, memory: int | None) -> list[str]:
-    """What a rank holds and sends, and whether that fits its `memory` in bytes, if that is known."""
+    """The lines of a plan: memory and traffic of a rank, and whether they fit its `memory` in bytes, if that is known."""
     share = plan.local_parameters * plan.world / (plan.parameters * plan.axes.dp_replicate)
     found = [
         plan.axes.said or "parallel: one rank",
@@ -254,7 +254,7 @@ def lines(plan: RankPlan, memory: int | None) -> list[str]:
 
 
 def parts(plan: RankPlan) -> str:
-    """What a rank holds, in one line."""
+    """The memory of a rank by part, in one line."""
     each = ", ".join(f"{name} {gib(count)}" for name, count in plan.held.items())
     return f"{gib(plan.total)} ({each})" + ("" if plan.world == 1 else f" on each of {plan.world} ranks")
 

@@ -37,9 +37,9 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Work:
-    """At most so many tokens: `tokens` of the largest micro-batch, each sequence with its own prompt; `rows` of them run, because
-    the samples of a group share their prompt; `scored` have their vocabulary computed. The engine samples `sampled` sequences
-    of at most `sampled_tokens` in all between two updates, prompts once a group."""
+    """Upper bounds on the tokens of a step: `tokens` of the largest micro-batch, each sequence with its own prompt; `rows` of them
+    run, because the samples of a group share their prompt; `scored` have their vocabulary computed. The engine samples `sampled`
+    sequences of at most `sampled_tokens` in all between two updates, prompts once a group."""
 
     tokens: int
     rows: int

@@ -169,7 +169,7 @@ def threads() -> Finding:
 
 
 def idle_threads() -> Finding:
-    """How threads wait for one another."""
+    """The way in which idle threads wait: sleeping or spinning."""
     from nmoe.model.idle_threads import IDLE
 
     runtime = None if IDLE.runtime is None else IDLE.runtime.name
@@ -218,7 +218,7 @@ def gpu() -> Finding:
 
 
 def kernels() -> Finding:
-    """What computes on the CPU: in sampling, in training, and where the bits must not depend on the batch."""
+    """The kernels on the CPU: in sampling, in training, and with exact numerics."""
     import torch
 
     from nmoe.model.exactness import numerics_here
@@ -305,7 +305,7 @@ def _for_bubblewrap(further: str) -> str:
 
 
 def caches() -> Finding:
-    """Where things are kept between runs, and how large they are."""
+    """The directories kept between runs, with their sizes."""
     import datasets.config
     from huggingface_hub import constants
 

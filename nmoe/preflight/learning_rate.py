@@ -1,4 +1,4 @@
-"""Whether the learning rate is high enough soon enough.
+"""Checks that the learning rate is high enough within the first steps.
 
 A run whose warm-up outlasts its budget trains at a rate that never comes: it looks healthy and learns little. The playbook
 therefore refuses a schedule that is under 30% of its peak at step 20. Here the highest rate of the first 20 steps counts, so that
@@ -64,7 +64,7 @@ def _planned(settings: OptimizerSection, steps: int) -> Schedule:
 
 
 def _resumed(config: RunConfig, first: int, checkpoint: Path) -> str:
-    """What a run that goes on from `checkpoint` says about its schedule, which begins after the `first` steps."""
+    """The note of a run resumed from `checkpoint` about its schedule, which begins after the `first` steps."""
     updates = config.batch.updates if isinstance(config, RLConfig) else 1
     settings = optimizer_settings(config, updates, first)
     file, note = checkpoint / "optimizer.json", None

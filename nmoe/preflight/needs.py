@@ -1,4 +1,4 @@
-"""Whether what a run needs is there: packages, credentials of sinks, services that rate samples, data and models of the hub."""
+"""Checks for the requirements of a run: packages, credentials of sinks, services that rate samples, data and models of the hub."""
 
 from __future__ import annotations
 

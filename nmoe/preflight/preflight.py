@@ -92,7 +92,7 @@ def _model(size: Size) -> Check:
 
 
 def refuse_to_start(config: RunConfig) -> None:
-    """What a training command asks before it starts. Raises UserError with each check that fails, one line each.
+    """The checks before a training command starts. Raises UserError with each check that fails, one line each.
 
     A run that is to be resumed has to be there. What cannot be checked, such as the size of a model whose checkpoint is missing, is
     left to the run, which says so itself. A run that is resumed keeps the schedule it has."""

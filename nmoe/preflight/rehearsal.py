@@ -86,7 +86,7 @@ def rehearse(config: RLConfig) -> Iterator[Check]:
 
 
 def round_trip(tokenizer: Tokenizer) -> Check:
-    """Whether text comes back from its tokens as it was."""
+    """Checks that a text's tokens decode to the same text."""
     read = tokenizer.decode(tokenizer.encode(_TEXT))
     if read != _TEXT:
         return Check("tokenizer", "fail", f"{_TEXT!r} comes back as {read!r}: text is lost; use another tokenizer")
@@ -162,7 +162,7 @@ def _why_masked(trajectories: Sequence[Trajectory]) -> str:
 
 
 def samples(environment: Environment, problem: Problem, sampled: Sequence[Trajectory], limit: int) -> Check:
-    """What the model samples before it is trained, how it ends, and its reward; beside the right answer in the same form."""
+    """Samples of the untrained model, with their ends and rewards, beside the right answer in the same form."""
     task = TASKS[problem.task_type]
     right = ""
     if task.knows_answer(problem):

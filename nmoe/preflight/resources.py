@@ -1,4 +1,4 @@
-"""Whether a run fits the memory of the machine or of its device, and the disk."""
+"""Checks that a run fits the memory of the machine or of its device, and the disk."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def weights_fit(config: RunConfig, size: Size) -> Check:
 
 
 def said_at_the_start(config: RunConfig) -> list[str]:
-    """What a run says of its memory before it begins: one line for a process that has enough, else what each rank holds and sends
-    and what helps. Raises UserError as `plan` does."""
+    """The lines about memory at the start of a run: one line for a process that has enough, else each rank's memory and traffic and
+    remedies. Raises UserError as `plan` does."""
     planned = plan(config, gang().size, gang().local_size, prompts_of(config))
     total, _ = memory_of_rank(planned)
     if planned.world == 1 and planned.total <= (total or planned.total):
@@ -157,7 +157,8 @@ def first_checkpoint(config: RunConfig, size: Size) -> Check:
 
 
 def checkpoints_at_once(config: RunConfig) -> int:
-    """The newest that are kept, the best, and the one being written; fewer where the run saves less often."""
+    """The number of checkpoints on disk at once: the kept ones, the best, and the one being written; fewer in a run that saves less
+    often."""
     steps, every = config.run.steps, config.checkpoint.every_steps
     evaluated = isinstance(config, SupervisedConfig | RLConfig) and bool(config.eval)
     most = config.checkpoint.keep + evaluated + 1

@@ -1,4 +1,4 @@
-"""Runs the checks of what many ranks do together: each under a deadline, with one line for each."""
+"""Runs the checks of many ranks against one process: each under a deadline, with one line for each."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _sequences(brief: bool) -> int:
 
 
 def learner_of(model: Transformer, ranks: Ranks, **more: Any) -> Learner:
-    """In fp64 sequences run one by one, so that the parts that stay in fp32 round alike however the ranks deal them."""
+    """A learner of the model. In fp64 sequences run one by one, so that parts in fp32 round alike on any number of ranks."""
     return Learner(model, SETTINGS, STEPS, 1, ranks=ranks, **more)
 
 
@@ -193,7 +193,7 @@ def check_splits(brief: bool) -> str:
 
 
 def logprobs(batch: Batch) -> Callable[[Learner], Tensor]:
-    """What gives a learner's log-probabilities of a batch."""
+    """A function that returns a learner's log-probabilities of a batch."""
     return lambda learner: learner.logprobs(batch).result()
 
 
@@ -292,7 +292,7 @@ def check_heads(brief: bool) -> str:
 
 
 def check_checkpoints(brief: bool) -> str:
-    """What all ranks save is resumed along any other axes and in one process, with the same metrics from there on."""
+    """A checkpoint of all ranks is resumed along any other axes and in one process, with the same metrics afterwards."""
     worst = 0.0
     steps = batches(brief, 4)
     axes = some_axes(brief)

@@ -1,4 +1,4 @@
-"""Checks of what moves between ranks: dtypes, the mesh, and rows that travel to experts and back."""
+"""Checks of the traffic between ranks: dtypes, the mesh, and rows that travel to experts and back."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _check_traffic(dispatcher: Dispatcher, axes: Axes, counts: list[Tensor], fir
 
 
 def _counts(loads: str, rank: int, first: int) -> Tensor:
-    """How many rows this rank has for each expert."""
+    """The number of rows that this rank has for each expert."""
     generator = torch.Generator().manual_seed(rank)
     counts = torch.randint(4, (EXPERTS,), generator=generator)
     if loads == "one expert":

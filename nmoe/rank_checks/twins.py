@@ -81,7 +81,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
-    """The same weights on every rank. In fp64 with exact numerics, by which a row's values do not depend on the rows beside it."""
+    """A model with the same weights on every rank. In fp64 it has exact numerics: a row's values do not depend on other rows."""
     model = Transformer(ModelConfig(**(FAMILIES[family] | changes))).initialize(0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -92,7 +92,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def parts(self) -> Mapping[str, Part]:
-        """What a checkpoint holds, by name."""
+        """The parts of a checkpoint, by name."""
 
     def start(self) -> None:  # noqa: B027 (most recipes have nothing to do)
         """Prepares a run that starts at step 0, with nothing to load."""
@@ -261,7 +261,7 @@ class Run:
 
 
 def _schedule_notes(parts: Mapping[str, Part]) -> Iterator[str]:
-    """What the learners of a resumed run say about their schedules."""
+    """The notes of a resumed run's learners about their schedules."""
     for name, part in parts.items():
         if isinstance(part, Subdirectory):
             yield from (f"{name}, {note}" for note in _schedule_notes(part.parts))
@@ -320,7 +320,7 @@ def _opened(start: tuple[Path, str, dict[str, Any], Resume], config: RunConfig) 
 
 
 def exports_of(config: RunConfig) -> Path | None:
-    """Where the weights of each checkpoint are also written."""
+    """The directory to which the weights of each checkpoint are exported; None without one."""
     elsewhere = config.checkpoint.export_directory
     return None if elsewhere is None else Path(elsewhere) / config.run.name
 

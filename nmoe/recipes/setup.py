@@ -91,7 +91,7 @@ def prepare_process(threads: int, device: torch.device) -> None:
 
 
 def device_and_dtype(settings: ModelSection) -> tuple[torch.device, torch.dtype]:
-    """Where the model of these settings computes, and in which dtype. Raises UserError for a device that is not there."""
+    """The device and dtype of the model of these settings. Raises UserError for a device that is not there."""
     device = choose_device(settings.device)
     return device, dtype_for(device, settings.precision, settings.numerics == "exact")
 
@@ -167,7 +167,7 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
 
 @dataclass(frozen=True)
 class Start:
-    """What a supervised run starts from: its model, the adapter where that alone is trained, and the ranks that share the model."""
+    """The start of a supervised run: its model, the adapter where that alone is trained, and the ranks that share the model."""
 
     model: Transformer
     lora: Lora | None

@@ -191,12 +191,12 @@ def supervise(recipe: Supervised, threads: int) -> Path:
 
 
 def records_source(records: RecordsSection) -> str:
-    """What the records that are trained on are called in results and messages."""
+    """The name of the training records in results and messages."""
     return " and ".join(dataset.path for dataset in records.datasets)
 
 
 def held_out_source(records: RecordsSection) -> str:
-    """What the held-out records are called in results."""
+    """The name of the held-out records in results."""
     if (other := records.held_out_dataset) is None:
         of_it = f"{records.held_out:g} of it" if records.held_out < 1 else f"{records.held_out:g} records of it"
         return f"{records_source(records)}, {of_it}"

@@ -46,7 +46,7 @@ def reason(grade: Grade) -> str:
 
 
 def which_checkpoint(step: int | None, steps: int) -> str:
-    """Which checkpoint of reinforcement learning was examined as the trained model; nothing where that was not noted."""
+    """A line that names the checkpoint of RL that was examined as the trained model; empty if its step is not known."""
     if step is None:
         return ""
     best = f"The trained model is the checkpoint that solved the most validation problems, from step {step} of {steps}"
@@ -84,7 +84,7 @@ def before_and_after(before: Sequence[Transcript], after: Sequence[Transcript]) 
 
 
 def agreement(summary: Mapping[str, float | int], more: str) -> str:
-    """How well the log-probabilities of engine and learner agreed, and what `more` there is to say of it."""
+    """A paragraph on the agreement of the engine's and the learner's log-probabilities, followed by `more`."""
     if "mismatch_abs_mean" not in summary:
         return f"None of the {summary['rl_steps']} steps updated the policy, so nothing was compared.\n"
     return (

@@ -215,7 +215,7 @@ class Scratch(Pipeline):
 
 
 def _added_data() -> dict[str, Callable[[Path, int], None]]:
-    """What the added stages learn from: the names of the files, and what writes each from a seed."""
+    """The data of the added stages: names of files, each with the function that writes it from a seed."""
 
     def roles(write: Callable[[Path, int, int], None], count: int) -> Callable[[Path, int], None]:
         return lambda path, seed: write(path, seed, count)

@@ -41,7 +41,7 @@ def speedrun(
 
 
 def _begun(out: Path | None) -> Kind | None:
-    """Which pipeline there is to resume: without a network the other one may have begun; None if there is none."""
+    """The pipeline to resume: without a network the other one may have begun; None if there is none."""
     if out is None:
         return next((kind for kind in (DEFAULT, *DIRECTORIES) if begun_with(DIRECTORIES[kind]) is not None), None)
     settings = begun_with(out)

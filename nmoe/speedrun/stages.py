@@ -259,7 +259,7 @@ class Stages:
         return not continued_by_hand(path) if mark is None else fingerprint(path) == mark
 
     def _stale(self, stage: Stage) -> list[Path]:
-        """What a stage that is to be done again made before: it started from something else, or part of it is gone."""
+        """The old output of a stage that has to be done again, because its inputs changed or part of the output is gone."""
         earlier = [one for one in self._record.done if one.name == stage.name]
         return [path for one in earlier for name in one.made if _is_there(path := self._out / name)]
 

@@ -86,7 +86,7 @@ class ModelShape(Section):
 
     @property
     def rope_dim(self) -> int:
-        """How many dimensions of a head the rotary embedding turns."""
+        """The number of a head's dimensions that the rotary embedding rotates."""
         return self.head_dim
 
 

@@ -13,7 +13,7 @@ Level = Literal["warn", "stop", "off"]
 
 
 class RuleSection(Section):
-    """What every rule has."""
+    """The keys of every rule."""
 
     level: Level = "warn"
     """warn: say so and go on; stop: save and end the run; off: not watched"""

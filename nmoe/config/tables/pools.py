@@ -39,7 +39,7 @@ class GeneratedPool(Section):
 
 
 class DatasetKeys(Section):
-    """How the records of a dataset become problems; the part that all datasets share."""
+    """The keys that all datasets share: the conversion of their records to problems."""
 
     task_type: Annotated[str, NameIn(TASKS, tuple(DATASET_TASKS))] = Field(
         description=f"the task that renders and grades the problems: {', '.join(DATASET_TASKS)}, "

@@ -132,8 +132,8 @@ class RecordsSection(DatasetSettings):
         """The records to evaluate on, if they come from another path or split."""
         if self.held_out_path is None and self.held_out_split is None:
             return None
-        where: dict[str, object] = {} if self.held_out_path is None else {"path": self.held_out_path, "data_files": ()}
-        return self.model_copy(update=where | {"split": self.held_out_split or "train"})
+        source: dict[str, object] = {} if self.held_out_path is None else {"path": self.held_out_path, "data_files": ()}
+        return self.model_copy(update=source | {"split": self.held_out_split or "train"})
 
 
 class RecordSourceSection(DatasetSettings, MixtureSource):

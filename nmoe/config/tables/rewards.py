@@ -1,4 +1,4 @@
-"""What a good answer earns: [rubric] and [curriculum] of an environment, and its [[rewards]]."""
+"""The rewards of an environment: [rubric], [curriculum] and [[rewards]]."""
 
 import re
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class Rubric(Weights):
 
 
 class GateSettings(Section):
-    """What opens the next stage: `{metric = "format_ok", at_least = 0.9}`."""
+    """The condition that opens the next stage: `{metric = "format_ok", at_least = 0.9}`."""
 
     metric: GateMetric
     """the rate that is averaged over the curriculum's window"""
@@ -154,7 +154,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class RewardKeys(Section):
-    """What every reward has."""
+    """The keys of every reward."""
 
     name: str = Field(min_length=1)
     """name of the component in metrics and samples, unique among all components"""
