@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -162,39 +162,6 @@ class Batch:
         assert len(self.lengths) == 1, "of one sequence"
         columns: dict[str, Any] = {name: values_T[:positions] for name, values_T in self._columns()}
         return replace(self, lengths=(positions,), prefixes=None, **columns)
-
-
-class MicroBatch(NamedTuple):
-    """A part of a batch that runs at once: its sequences on the host, and the positions of its scored tokens in the whole batch,
-    `[N]`. One that does not count only keeps its rank in step with the others."""
-
-    batch: Batch
-    positions_N: Tensor
-    counts: bool
-
-
-@dataclass(frozen=True)
-class MicroBatches:
-    """The micro-batches of one rank, of a batch of `tokens` tokens.
-
-    All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the
-    smallest one again, which does not count.
-    """
-
-    parts: Sequence[MicroBatch]
-    tokens: int
-
-
-def deal(batch: Batch, tokens_per_microbatch: int, ranks: int) -> list[MicroBatches]:
-    """Splits a batch into micro-batches and deals them to the ranks in turns."""
-    parts = []
-    for sequences in micro_batches(batch, tokens_per_microbatch, ranks):
-        micro, rows_T = batch.select(sequences)
-        parts.append(MicroBatch(micro, rows_T[micro.scored_T], counts=True))
-    idle = min(parts, key=lambda part: part.batch.tokens)._replace(counts=False)
-    most = -(-len(parts) // ranks)
-    dealt = [parts[rank::ranks] for rank in range(ranks)]
-    return [MicroBatches([*own, *[idle] * (most - len(own))], batch.tokens) for own in dealt]
 
 
 def micro_batches(batch: Batch, tokens_per_microbatch: int, ranks: int = 1) -> list[list[int]]:

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from nmoe.config.tables.model import OptimizerSection
-from nmoe.learner.batch import Batch, MicroBatches, deal
+from nmoe.learner.batch import Batch
 from nmoe.learner.objectives import Objective
 from nmoe.learner.optimizer import TENSORS, Optimizer, StepResult
 from nmoe.learner.passes import (
+    MicroBatches,
     PassResult,
     RankResult,
     Scores,
     TrainingPass,
+    deal,
     forward_head_outputs,
     forward_logprobs,
     in_order,
@@ -194,10 +196,11 @@ class Learner:
     def optim_step(self) -> Future[StepResult]:
         """Clips, steps, moves the router biases (unless the base, which they belong to, is frozen), quantises experts that have a
         profile, advances the schedule and clears the gradient."""
-        release(self.model)
-        self.ranks.sum_gradients(self.optimizer.masters)  # of those that are sharded FSDP does it
+        if self.ranks.size > 1:
+            release(self.model)
+            self.ranks.sum_gradients(self.optimizer.masters)  # FSDP sums the gradients of sharded parameters
+            self.ranks.sum(self._load_YE)
         result = self.optimizer.step()
-        self.ranks.sum(self._load_YE)
         if self._balanced_by_bias and not result.overflow:
             move_router_bias(self.model, self._load_YE)
         for moe in self._profiled:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nmoe.learner.batch import Batch, MicroBatches, deal
+from nmoe.learner.batch import Batch, micro_batches
 from nmoe.learner.objectives import Objective, Outputs, Scored
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares
 from nmoe.model.device import fetch, kind_of, put
@@ -25,6 +25,40 @@ from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import Ranks
 from nmoe.parallel.traffic import Traffic
+
+
+class MicroBatch(NamedTuple):
+    """A part of a batch that runs at once: its sequences on the host, and the positions of its scored tokens in the whole batch,
+    `[N]`. One that does not count only keeps its rank in step with the others."""
+
+    batch: Batch
+    positions_N: Tensor
+    counts: bool
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of one rank, of a batch of `tokens` tokens.
+
+    All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the
+    smallest one again, which does not count.
+    """
+
+    parts: Sequence[MicroBatch]
+    tokens: int
+
+
+def deal(batch: Batch, tokens_per_microbatch: int, ranks: int) -> list[MicroBatches]:
+    """Splits a batch into micro-batches and deals them to the ranks in turns."""
+    parts = []
+    for sequences in micro_batches(batch, tokens_per_microbatch, ranks):
+        micro, rows_T = batch.select(sequences)
+        parts.append(MicroBatch(micro, rows_T[micro.scored_T], counts=True))
+    idle = min(parts, key=lambda part: part.batch.tokens)._replace(counts=False)
+    most = -(-len(parts) // ranks)
+    dealt = [parts[rank::ranks] for rank in range(ranks)]
+    return [MicroBatches([*own, *[idle] * (most - len(own))], batch.tokens) for own in dealt]
+
 
 Scores = list[tuple[Tensor, Tensor]]
 """Values at scored tokens with the tokens' positions in the batch, by micro-batch."""

@@ -19,6 +19,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.low_rank import LowRank
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.table import ops_for
+from nmoe.model.ops.torch import LOW_PRECISION
 
 
 class Linear(nn.Module):
@@ -36,6 +37,17 @@ class Linear(nn.Module):
             return ops_for(x_ND, self.exact).linear(x_ND, self.weight, self.bias)
         out_NF: Tensor = self.adapter(x_ND, self.weight, self.bias, self.exact)
         return out_NF
+
+
+def head_logits(x_ND: Tensor, weight_VD: Tensor, exact: bool) -> Tensor:
+    """The head's logits `x @ weight.T`, `[N, V]` in fp32 at least: logits of some tens rounded to bf16 are wrong by some
+    hundredths."""
+    low = x_ND.dtype in LOW_PRECISION
+    if low and not exact:
+        return ops_for(x_ND).linear_in_fp32(x_ND, weight_VD)
+    if low:
+        x_ND, weight_VD = x_ND.float(), weight_VD.float()
+    return ops_for(x_ND, exact).linear(x_ND, weight_VD)
 
 
 class RMSNorm(nn.Module):

@@ -32,19 +32,6 @@ _KEPT_LOGITS = 2**24
 _SHARED_ROW = 32_768
 
 
-def head_product(x_ND: Tensor, weight_VD: Tensor, exact: bool) -> Tensor:
-    """`x @ weight.T` in fp32 at least: logits of some tens rounded to bf16 are wrong by some hundredths."""
-    if exact or x_ND.dtype not in LOW_PRECISION:
-        x_ND, weight_VD = _widened(x_ND, exact), _widened(weight_VD, exact)
-        return ops_for(x_ND, exact).linear(x_ND, weight_VD)
-    return ops_for(x_ND).linear_in_fp32(x_ND, weight_VD)
-
-
-def _widened(x: Tensor, exact: bool) -> Tensor:
-    """In fp32 where exact numerics meet low precision: exact products are in fp32."""
-    return x.float() if exact and x.dtype in LOW_PRECISION else x
-
-
 def row_sums(x_NV: Tensor) -> Tensor:
     """`x.sum(-1)`, a row having the same bits alone as among others."""
     if x_NV.shape[0] != 1 or x_NV.shape[1] < _SHARED_ROW:
@@ -193,7 +180,8 @@ class _Head:
     """The head for several pieces of rows, without gradients: its weight is prepared once."""
 
     def __init__(self, weight_VD: Tensor, exact: bool) -> None:
-        weight_VD = _widened(weight_VD, exact)
+        if exact and weight_VD.dtype in LOW_PRECISION:
+            weight_VD = weight_VD.float()  # exact products are in fp32
         self.ops, self.dtype, self.vocabulary = ops_for(weight_VD, exact), weight_VD.dtype, len(weight_VD)
         self.prepares = self.ops.exact or self.dtype in LOW_PRECISION
         self.weight = self.ops.head_weight(weight_VD) if self.prepares else weight_VD

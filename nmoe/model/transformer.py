@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig, Numerics, RopeScaling
 from nmoe.model.device import kind_of
-from nmoe.model.layers import Attend, Attention, GeGLU, LatentAttentionBlock, Linear, RMSNorm, SwiGLU
-from nmoe.model.logprobs import head_product
+from nmoe.model.layers import Attend, Attention, GeGLU, LatentAttentionBlock, Linear, RMSNorm, SwiGLU, head_logits
 from nmoe.model.moe import MoE, Router, RouterTrace
 from nmoe.model.recurrence import GatedDeltaNet
 from nmoe.model.rope import extended, rope_table
@@ -188,7 +187,7 @@ class Transformer(nn.Module):
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Logits `[N, V]` of these rows, in fp32."""
-        return head_product(x_ND, self.head_weight, self.exact).float()
+        return head_logits(x_ND, self.head_weight, self.exact).float()
 
     @property
     def device(self) -> torch.device:

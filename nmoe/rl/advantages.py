@@ -428,8 +428,7 @@ def correction_weights(
 
 
 def _corrected(batch: Batch, algorithm: AlgorithmSection) -> tuple[Batch, dict[str, float]]:
-    """Multiplies the advantages by importance weights for a sampler that differs from the learner. Returns the batch and the
-    metrics of the weights."""
+    """Multiplies the advantages by `correction_weights`. Returns the batch and the metrics of the weights."""
     scored_T, window = batch.scored_T, algorithm.correction_window
     weights_N, metrics = correction_weights(
         algorithm.correction,

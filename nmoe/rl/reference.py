@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nmoe.config.commands import RLConfig
-from nmoe.learner.batch import Batch, MicroBatches
+from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, share_model
-from nmoe.learner.passes import Scores, forward_logprobs, in_order
+from nmoe.learner.passes import MicroBatches, Scores, forward_logprobs, in_order
 from nmoe.model.checkpoint import load_weights, sharded_model, snapshot_model
 from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer

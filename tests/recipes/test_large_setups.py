@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.llm_engine import LLMEngine
-from nmoe.learner.batch import Batch, deal
+from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import (
     Objective,
@@ -30,7 +30,7 @@ from nmoe.learner.objectives import (
 )
 from nmoe.learner.objectives.base import Outputs, Scored
 from nmoe.learner.objectives.dpo import dpo
-from nmoe.learner.passes import score, scored_columns
+from nmoe.learner.passes import deal, score, scored_columns
 from nmoe.learner.routing import auxiliary_loss, count_load, load_shares
 from nmoe.model.checkpoint import new_model
 from nmoe.model.families import gpt_oss, qwen3_moe
