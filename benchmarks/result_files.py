@@ -44,7 +44,7 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
     columns = [name for name in names if name not in common]
     rows = []
     for record in records:
-        last = max(index for index, name in enumerate(columns) if name in record)
+        last = max((index for index, name in enumerate(columns) if name in record), default=-1)
         rows.append([rounded(record.get(name)) for name in columns[: last + 1]])
     lines = ",\n  ".join(map(_line, rows))
     path.write_text(

@@ -240,7 +240,7 @@ def test_an_evaluation_keeps_what_is_done_and_goes_on(untrained: Path, tmp_path:
     count = len(lines) - 1
     assert 0 < count < 400
     assert (done.returncode, done.stdout) == (130, "on the eval split, which training never meets\n")
-    said = f"after {count} of 400 problems; evals keeps what is done, and the same command goes on\n"
+    said = f"after {count} of 400 problems; evals keeps the finished ones, and the same command goes on\n"
     assert done.stderr.startswith("error: interrupted at ")
     assert done.stderr.endswith(said)
     assert not (tmp_path / "kept.json").exists()

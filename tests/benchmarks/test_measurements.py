@@ -27,6 +27,9 @@ def test_records_come_back_from_their_table_with_six_digits(tmp_path: Path) -> N
     assert len(path.read_text().splitlines()) == 4 + len(records) + 2
     wanted = [records[0] | {"right": 0.123457, "steps": [1, 2.0]}, records[1] | {"right": 1234570.0}, records[2]]
     assert read_records(path) == wanted
+    for few in ([], records[:1]):
+        write_records(path, few)
+        assert read_records(path) == wanted[: len(few)]
 
 
 def test_results_have_a_line_for_each_key_and_each_object_of_a_list(tmp_path: Path) -> None:
