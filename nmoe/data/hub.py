@@ -97,7 +97,7 @@ def download(name: str, files: Sequence[str] = (), revision: str | None = None) 
     """Fetches a dataset's repository, or the files of it that match, and returns the directory of the copy.
 
     An interrupted download continues at the next call; no reader takes an unfinished one for the dataset. Raises UserError
-    for a name that is none and where the hub does not give it.
+    for an impossible name and where the hub does not give the dataset.
     """
     from huggingface_hub import snapshot_download
 
@@ -137,6 +137,6 @@ def how_to_fetch(name: str) -> str:
 
 
 def not_given(name: str, error: object) -> str:
-    """A message: the hub did not give a dataset, with the first line of the error, and what to do."""
+    """The message that the hub did not give a dataset, with the first line of the error and a remedy."""
     why = (str(error).strip() or repr(error)).splitlines()[0]
     return f"dataset {name!r}: the Hugging Face hub did not give it: {why}; {how_to_fetch(name)}"

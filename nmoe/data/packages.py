@@ -49,7 +49,7 @@ KNOWN = {
     ),
 }
 
-# Only a name and a version: pip would also take options, addresses and repositories, and build what they lead to.
+# Only a name and a version: pip would also take options, addresses and repositories, and build their code.
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.+!]+))?")
 
 # "Retrying (...) after connection broken by 'NewConnectionError('...: [Errno 111] Connection refused')': /simple/tiny/".

@@ -69,8 +69,8 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Preference:
-    """`{"prompt": "6 * 7?", "chosen": "42", "rejected": "13"}`. Where there is no prompt, it is what the message lists `chosen`
-    and `rejected` have in common at their start."""
+    """`{"prompt": "6 * 7?", "chosen": "42", "rejected": "13"}`. Without a `prompt`, it is the common start of the message lists
+    `chosen` and `rejected`."""
 
     where: str
     prompt: Messages
@@ -121,7 +121,7 @@ def read_records(settings: DatasetSettings, accepted: Sequence[Kind] = get_args(
     """The records that the settings name, of one of the `accepted` kinds.
 
     Raises UserError, at once where nothing can be read, where the first row fits no accepted kind or several, and while reading,
-    with file and line, for a record that is not what its kind asks for.
+    with file and line, for a record that lacks what its kind needs.
     """
     rows = read_rows(settings.path, subset=settings.subset, split=settings.split, data_files=settings.data_files)
     first = next(rows, None)
@@ -252,7 +252,7 @@ class _ZeroLabels:
             )
 
 
-# --- what each kind asks of a record
+# --- the checks of each kind
 
 
 def _text(where: str, fields: Mapping[str, Any]) -> Text:
@@ -343,7 +343,7 @@ def _label(value: object, column: str) -> str | None:
     label = _STEP_LABEL_OF.get(_spelling(value))
     if label is None:
         raise UserError(
-            f'{column} is {shown(value)}; a label is true or false, 1, 0 or -1, "+", "0" or "-", or null where there is none'
+            f'{column} is {shown(value)}; a label is true or false, 1, 0 or -1, "+", "0" or "-", or null for no label'
         )
     return label
 

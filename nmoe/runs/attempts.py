@@ -46,7 +46,7 @@ def start_attempt(
     top, log, config = _top(log), log.resolve(), config.resolve()
     hypothesis = " ".join(hypothesis.split())
     if not hypothesis:
-        raise UserError("--hypothesis is empty; say what the attempt is to show")
+        raise UserError("--hypothesis is empty; state the expected result of the attempt")
     if run_git(top, "rev-parse", "--verify", "--quiet", "HEAD") is None:
         raise UserError(f"{top} has no commit yet; commit the code and the configuration")
     if broken := [text for text in overrides if "\n" in text]:
@@ -142,7 +142,7 @@ def _changes(top: Path, last: int, log: Path, config: Path, tables: dict[str, An
     old = run_git(top, "show", f"{tag}:{names[-1]}") if names else None
     if old is None:
         raise UserError(
-            f"{tag}: no such tag with an entry in {log.relative_to(top)}, so what has changed since is not known"
+            f"{tag}: no such tag with an entry in {log.relative_to(top)}, so that the changes since are not known"
         )
     before, now = (_keys(each, config) for each in (_tables(old, f"{tag}: {names[-1]}", overrides), tables))
     keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key) and key not in _NO_CHANGE]

@@ -34,7 +34,7 @@ NOT_COMPARED = (
     *("run.metrics_directory", "run.samples_directory", "run.spikes_file"),
     *("sinks.to", "sinks.project", "sinks.wandb_mode"),
 )
-# How a configuration names what a program passed: `__main__:vowels`, `passed:Records`.
+# How a configuration names parts that a program passed: `__main__:vowels`, `passed:Records`.
 _PASSED = re.compile(r"\b(?:__main__|passed):[\w.]+")
 _METRICS = (*SUMMARY, "held_out_loss", "held_out_accuracy")
 # Those that lie between 0 and 1.
@@ -134,7 +134,7 @@ def _diff_lines(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[str]
         if any("changed" in resumed for resumed in run.provenance["resumed"]):
             yield from (f"  {run.path} was resumed {line}" for line in resumptions(run.provenance))
     if passed := sorted({name for run in (*a, *b) for name in _PASSED.findall(str(run.tables))}):
-        yield f"  only the names of what a program passed are compared, not code and records: {', '.join(passed)}"
+        yield f"  only the names of parts passed in Python are compared, not code and records: {', '.join(passed)}"
 
 
 def _metric_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str]]:

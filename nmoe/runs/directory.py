@@ -187,7 +187,7 @@ class RunDirectory:
 def refuse_unless_free(path: Path, resume: Resume) -> None:
     """Raises UserError unless a new run can take `path` or, with `resume`, the one that is there can go on."""
     if not resume and not _is_empty(path) and (path / LOCK).exists():
-        with suppress(StorageError):  # a disk that cannot be written: what lies there says enough
+        with suppress(StorageError):  # on a disk that cannot be written, the files show it
             RunLock(path / LOCK).release()
     _refuse_taken(path, resume)
 
@@ -296,7 +296,7 @@ def _refuse_lost_checkpoints(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Removes what `create` made of a new run, whose lock this process holds."""
+    """Removes the files that `create` made for a new run, whose lock this process holds."""
     for name in SUBDIRECTORIES:
         shutil.rmtree(path / name, ignore_errors=True)
     for file in ("config.toml", "provenance.json", "code.diff", LOCK):

@@ -104,7 +104,7 @@ class Ledger:
         write_atomically(self._directory / "samples" / f"{step_name(step)}.jsonl", lines)
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
-        """Writes eval/step_000010.json. An evaluation says on what and how each value was measured:
+        """Writes eval/step_000010.json. An evaluation names the data and the mode of each value:
 
             {"step": 10, "results": [{"mode": "greedy_pass@1", "dataset": "arithmetic", "problems": 200,
                                       "value": 0.415, "low": 0.349, "high": 0.484}]}
@@ -133,7 +133,8 @@ class Ledger:
         return probe_values(self.evaluations())
 
     def probed(self) -> dict[int, dict[str, float]]:
-        """By step, what the rules see of an evaluation: `{"probe": 0.31}`, and where that is a loss (`nmoe.runs.ledger.loss_of`)
+        """By step, the values of an evaluation that the rules see: `{"probe": 0.31}`, and where that is a loss
+        (`nmoe.runs.ledger.loss_of`)
         also the value before, `{"probe": 0.31, "probe_before": 0.5}`. Higher is better: of a held-out loss both are negative."""
         decisive = decisive_results(self.evaluations())
         values, history, found = self.probes(), list[Mapping[str, Any]](), dict[int, dict[str, float]]()

@@ -150,7 +150,7 @@ def counting(
     live = LiveProgress(*columns, console=console, disable=not console.is_terminal, transient=True)
     task = live.add_task(label, total=total)
     last_line = clock()
-    first: tuple[float, int] | None = None  # what an interrupted command had done before is no pace
+    first: tuple[float, int] | None = None  # work of an interrupted command does not count for the pace
 
     def count(done: int) -> None:
         nonlocal last_line, first

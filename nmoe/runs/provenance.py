@@ -105,7 +105,7 @@ def refuse_dirty(outputs: Path) -> None:
 
 def changed_files(top: Path, outputs: Path | None = None) -> list[str]:
     """The changed and the untracked files of a repository, but for those below `outputs`. Where that is the repository itself, or
-    holds it, only what lies in the directory of a run is left out."""
+    holds it, only files in the directory of a run are left out."""
     listed = (
         run_git(top, "diff", "HEAD", "--name-only", "-z"),
         run_git(top, "ls-files", "--others", "--exclude-standard", "-z"),

@@ -98,7 +98,7 @@ def _read_run(path: Path) -> RunRecord:
 
 
 def read_evaluations(directory: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run, oldest first. Raises UserError naming the file that is none."""
+    """The evaluations of a run, oldest first. Raises UserError naming a file that is no evaluation."""
     found = []
     for path in sorted(directory.glob("step_*.json")):
         try:
@@ -154,7 +154,8 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def _command(argv: Sequence[str], config: Path) -> str:
-    """`["nmoe", "rl", "train", "sort_grpo"]` is "rl train"; of anything else, such as a script, what the configuration is for."""
+    """`["nmoe", "rl", "train", "sort_grpo"]` is "rl train"; for any other program, such as a script, the command that the
+    configuration is for."""
     for words in (2, 1):
         if (command := " ".join(argv[1 : 1 + words])) in COMMANDS:
             return command

@@ -129,7 +129,7 @@ def _link(link: Path, target: Path, remedy: str, undo: ExitStack) -> None:
 
 
 def _holds_records(target: Path) -> bool:
-    """Whether a run wrote what lies there: the samples of steps, or a file whose first line is the record of a step."""
+    """Whether the target holds a run's records: the samples of steps, or a file whose first line is the record of a step."""
     if target.is_dir():
         return any(target.glob("step_*.jsonl"))
     try:

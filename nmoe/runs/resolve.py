@@ -18,7 +18,7 @@ from nmoe.gguf_file import SUFFIX, is_gguf
 from nmoe.parsing import toml_of
 from nmoe.runs.checkpoint import best_checkpoint, latest_checkpoint
 
-# What `nmoe speedrun --scratch` makes in its directory, and how the names begin of what only the stages of --full make.
+# Names that `nmoe speedrun --scratch` makes in its directory, and the first words of names that only --full makes.
 _MADE = (
     "tokenizer",
     "corpus.jsonl",
@@ -75,9 +75,7 @@ def _resolved(path: Path, files: list[str], neither: str = "neither a checkpoint
         except Exception as error:  # the hub's client raises many kinds
             why = why_not or (str(error).strip() or repr(error)).splitlines()[0]
             fetch = f"hf download {path} --local-dir {path.name}"
-            remedy = (
-                f", nor could it be had from the Hugging Face hub ({why}); fetch it and name the directory: {fetch}"
-            )
+            remedy = f", nor did the Hugging Face hub give it ({why}); fetch it and name the directory: {fetch}"
     what = (
         "is a file; name the directory of a checkpoint or run, or a GGUF file"
         if path.is_file()

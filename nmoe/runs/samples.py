@@ -24,7 +24,7 @@ Record = Mapping[str, Any]
 
 
 def shortened(text: str, characters: int) -> str:
-    """The beginning and the end of a text that has more than so many characters, and how many are left out between them."""
+    """The beginning and the end of a text longer than `characters`, with the number of characters left out between them."""
     left = len(text) - characters
     if left <= 0:
         return text
@@ -33,7 +33,7 @@ def shortened(text: str, characters: int) -> str:
 
 
 def sample_lines(record: Record, characters: int | None = None) -> Iterator[str]:
-    """One sample, of which prompt and completion have at most so many characters each; None: all of them.
+    """The lines of one sample. Prompt and completion are shortened to `characters` each; None shows them whole.
 
     step 20, sample 0 of sort/152: reward 0.1 (format 1 x 0.1, correctness 0 x 1)
       incorrect: different text; answer '3086', right answer '0368'
@@ -66,7 +66,7 @@ def heading_of(record: Record) -> str:
 
 
 def reasons(record: Record) -> Iterator[str]:
-    """Why the sample has its reward: the verdict, how it ended, and what a reward reported; each a line."""
+    """The reasons for the sample's reward: the verdict, how it ended, and the report of a reward function; each a line."""
     verdict, failure = record.get("verdict"), record.get("failure", "ok")
     answer, gold = record.get("answer"), record.get("gold")
     found = [] if failure == "ok" else [str(failure)]
@@ -91,8 +91,8 @@ def prompt_of(record: Record) -> str:
 
 
 def latest_samples(run: Path, problems: int = PROBLEMS) -> list[Record]:
-    """Samples of the last steps that recorded any, the newest step first: of each of so many problems the one with the highest and,
-    where it differs, the one with the lowest reward. Raises UserError, naming file and line, for a line that is no record."""
+    """Samples of the last steps that recorded any, the newest step first: for each of `problems` problems the one with the highest
+    and, where it differs, the one with the lowest reward. Raises UserError, naming file and line, for a line that is no record."""
     found: dict[str, list[Record]] = {}
     for file in reversed(_files(run)):
         if len(found) >= problems:
@@ -165,7 +165,7 @@ def show_answers(run: Path, step: int | None, problems: int) -> Iterator[str]:
     """The lines of `nmoe runs samples --eval`: the answers that the evaluation of a step kept, the wrong ones first. The default
     is the last evaluation that has any.
 
-    Raises UserError where there are none."""
+    Raises UserError if no answers were kept."""
     found = [one for one in read_evaluations(run / "eval") if any(result.get("answers") for result in one["results"])]
     if not found:
         raise UserError(
@@ -181,7 +181,7 @@ def show_answers(run: Path, step: int | None, problems: int) -> Iterator[str]:
 
 
 def answer_lines(step: int, result: Mapping[str, Any], problems: int) -> Iterator[str]:
-    """A result and the answers to so many of its problems, the wrong ones first:
+    """A result and the answers to `problems` of its problems, the wrong ones first:
 
     step 10, greedy_pass@1 on larger 0.0% of 50: 44 of 50 were cut at 12 new tokens
       larger/3: Which number is larger, 843 or 181?

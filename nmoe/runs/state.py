@@ -98,7 +98,7 @@ def snapshot_parts(parts: Mapping[str, Part], copied: bool) -> Snapshot:
 
 
 def load_parts(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Loads the parts from what their snapshot wrote. Raises UserError if something does not fit."""
+    """Loads the parts from the files of their snapshot. Raises UserError if a part does not fit."""
     state = _read(directory)
     for name, part in parts.items():
         if isinstance(part, JsonPart) and name not in state:

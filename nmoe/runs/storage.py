@@ -172,7 +172,8 @@ _LOCK = ".lock"
 @contextmanager
 def whole_directory(out: Path, remedy: str) -> Iterator[Path]:
     """Yields an empty directory beside `out` to write to, and renames it to `out` at the end of the block. If the block raises,
-    nothing stays of it, nor of the directories above that were made for it. What a killed process left is removed by the next one.
+    the directory is removed, with the directories above that were made for it. The leftovers of a killed process are removed by
+    the next one.
 
     `remedy` ends messages, such as "name another directory with --out". Raises UserError where another process writes `out`,
     where it is there and not an empty directory, and where no directory can be made; StorageError for a disk that is full or

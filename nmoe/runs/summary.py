@@ -45,7 +45,7 @@ def show_run(path: Path) -> Iterator[str]:
     run = read_run(path)
     _, command, steps, started, last, status = _row(run)
     yield f"{run.path}: {command}, {status}, step {steps}, started {started}, {last}"
-    yield "configuration (what differs from the defaults)"
+    yield "configuration (changes from the defaults)"
     yield from columns([(f"  {key}", repr(value)) for key, value in changed_keys(run).items()])
     yield "provenance"
     shown = {key: value for key, value in run.provenance.items() if key not in ("resumed", "argv")}
@@ -101,8 +101,8 @@ _ENDS_STEPS = 10
 
 
 def ends_of(steps: int) -> int:
-    """How many first and last steps of a run are compared: ten, and of a run shorter than forty a quarter of them. A mean over more
-    would hide what changed between its ends."""
+    """How many first and last steps of a run are compared: ten, and of a run shorter than forty a quarter of them. A mean over
+    more would hide the change between its ends."""
     return max(1, min(_ENDS_STEPS, steps // 4))
 
 

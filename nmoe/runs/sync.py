@@ -1,6 +1,6 @@
 """Copy code, runs, adapters and data to a second machine, and check the copy there.
 
-Code goes as a git bundle, since a commit says what runs; everything else by rsync. What has arrived is held against SHA-256 sums
+Code goes as a git bundle, since a commit identifies it; everything else by rsync. What has arrived is held against SHA-256 sums
 that were taken here, and the code against its commit.
 """
 
@@ -21,7 +21,7 @@ BUNDLE = "code.bundle"
 
 
 class _Target:
-    """`HOST:DIR`, or a directory of this machine, such as a mounted one. ssh, or what RSYNC_RSH says, leads to the host."""
+    """`HOST:DIR`, or a directory of this machine, such as a mounted one. ssh, or the command in RSYNC_RSH, leads to the host."""
 
     def __init__(self, text: str) -> None:
         host, colon, directory = text.partition(":")
@@ -132,7 +132,7 @@ def _rsync(to: _Target, names: Sequence[str], *options: str) -> str:
 
 
 def _files(name: str) -> Iterator[str]:
-    """All files below a path, but for locks; what links within it lead to is there already."""
+    """All files below a path, but for locks. Links to files within it are not followed, since these are listed already."""
     if Path(name).is_file():
         yield name
     for directory, _, files in os.walk(name):

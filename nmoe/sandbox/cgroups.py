@@ -172,7 +172,7 @@ class Cgroup:
         self._in_force: tuple[int, int] | None = None
 
     def limit(self, limits: Limits, message_bytes: int = 0) -> None:
-        """Sets the limits of the next call, whose request to the agent has so many bytes.
+        """Sets the limits of the next call, whose request to the agent has `message_bytes`.
 
         Files on the disk count as the cgroup's memory, and so does the output that the agent holds.
         """

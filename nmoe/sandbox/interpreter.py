@@ -39,7 +39,7 @@ class Interpreter:
 
 
 def interpreter_of(settings: SandboxSettings) -> Interpreter:
-    """Finds what an interpreter needs. Raises SandboxSetupError if it or a `visible` path does not exist."""
+    """Finds the files that an interpreter needs. Raises SandboxSetupError if it or a `visible` path does not exist."""
     python = settings.python or os.path.realpath(sys.executable)
     if not os.access(python, os.X_OK):
         raise SandboxSetupError(f"sandbox.python: {python} is not a program; name a Python interpreter, 3.11 or newer")

@@ -3,7 +3,7 @@
 The template writes the structure, with its control tokens. Content passes through the same template and cannot forge a control
 token (`nmoe.text.guard`).
 
-A conversation only grows. `continuation_ids` gives what the template writes after a sampled turn. A template that rewrites
+A conversation only grows. `continuation_ids` gives the text of the template after a sampled turn. A template that rewrites
 earlier messages (drops earlier reasoning, moves the system message) is refused, because the policy would be trained on another
 history than it saw.
 """
@@ -127,7 +127,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolDefinition] = ()
     ) -> list[tuple[list[int], int | None]]:
         """Renders a whole conversation of a dataset in pieces: ids, and the index of the assistant's message that samples them,
-        or None for what the assistant reads.
+        or None for ids that the assistant reads.
 
         A template with {% generation %} marks the sampled parts itself. For other templates they follow the opening of the turn
         (`add_generation_prompt`). The control token that ends a turn is always sampled with it. Pieces are encoded separately, like
@@ -170,7 +170,7 @@ class ChatTemplate:
     ) -> tuple[list[int], list[int]] | None:
         """Renders the last message, the assistant's, as a policy samples it where the template writes it in another way than it
         opens the turn: the prompt, and the turn. A template may open the reasoning of each turn that it asks for, and leave it
-        out of those that it writes (DeepSeek-R1). Then the turn is `reasoning`, closed, and what the template writes.
+        out of those that it writes (DeepSeek-R1). Then the turn is `reasoning`, closed, and the template's text.
 
         Returns None if the template begins the turn in a third form, and where that form cannot hold the reasoning.
         """
@@ -233,7 +233,7 @@ class ChatTemplate:
         return [*self._guard.encode(text, self._guard.unused([text])[0]), end]
 
     def continuation_ids(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolAnswer]]) -> list[int]:
-        """Renders what follows the last sampled token: the end of its turn as the template writes it, the answers to the latest
+        """Renders the tokens after the last sampled one: the end of its turn as the template writes it, the answers to the latest
         round of calls, and the start of the next turn. Marks stand for the sampled turns.
         """
         answers = [answer.content for round_ in rounds for answer in round_]
@@ -253,7 +253,7 @@ class ChatTemplate:
             if not whole.startswith(before) or thought not in whole[len(before) :] or not found:
                 raise UserError(
                     "the chat template writes earlier messages in another way once more follow (it drops the reasoning "
-                    "of earlier turns, perhaps): what the policy sampled would not stay in its history; use another template"
+                    "of earlier turns, perhaps): the sampled turns would not stay in the policy's history; use another template"
                 )
             end = self._end.search(after)
             if end is None or after[: end.start()].strip() or self._written_end is None:
@@ -263,7 +263,7 @@ class ChatTemplate:
         return self._guard.encode(after, breaker)
 
     def user_ids(self, messages: Sequence[Message]) -> list[int] | None:
-        """Renders what follows the last sampled token where the user speaks next: the end of the sampled turn as the template
+        """Renders the tokens after the last sampled one where the user speaks next: the end of the sampled turn as the template
         writes it, the user's words, and the start of the next turn.
 
         The last two messages are the sampled turn, for which a mark stands, and the user's message. Returns None if the

@@ -37,7 +37,7 @@ def _by(pattern: str) -> Any:
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _DIGITS_FIRST = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])
 
-# GPT-4 and GPT-4o (https://github.com/openai/tiktoken), with so many digits a piece.
+# GPT-4 and GPT-4o (https://github.com/openai/tiktoken), with the number of digits per piece left open.
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CL100K = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _REST
@@ -93,7 +93,7 @@ def tokenizer_of(file: GGUFFile) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     named = _named(file, tokens)
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    # SentencePiece's runs of spaces are words among others: what a run is made of depends on its length alone.
+    # SentencePiece's runs of spaces are words among others: the pieces of a run depend on its length alone.
     words = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED and token.strip(" ")]
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in words])
     if file.get("tokenizer.ggml.add_bos_token", bool, opened) and "bos_token" in named:

@@ -321,8 +321,8 @@ class Completion:
 class Harmony:
     """Renders and parses conversations with one tokenizer.
 
-    Raises `UserError` when the tokenizer lacks a control token. `stop_ids` are <|return|> and <|call|>: what ends
-    sampling, and belongs to the sample.
+    Raises `UserError` when the tokenizer lacks a control token. `stop_ids` are <|return|> and <|call|>, which end sampling and
+    belong to the sample.
     """
 
     def __init__(self, tokenizer: HarmonyTokenizer) -> None:
@@ -346,8 +346,8 @@ class Harmony:
     def render_completion(self, messages: Sequence[Message]) -> list[int]:
         """Renders a turn as the assistant samples it: without the first <|start|>assistant, ending in <|return|> or <|call|>.
 
-        Raises HarmonyError for what cannot be sampled in one turn: no message, another role, a message without a channel or
-        with a name, or a tool call before the last message.
+        Raises HarmonyError for messages that cannot be sampled in one turn: no message, another role, a message without a channel
+        or with a name, or a tool call before the last message.
         """
         if not messages:
             raise HarmonyError("a completion has at least one message")

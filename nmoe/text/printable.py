@@ -9,7 +9,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 # A terminal obeys control characters (Cc), str.splitlines breaks at Zl and Zp, and surrogates (Cs) cannot be encoded.
 _CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
-# Characters that turn what follows round, beyond their own text: `\u202e` shows "dlrow" as "world".
+# Characters that reverse the direction of later text, too: `\u202e` shows "dlrow" as "world".
 _DIRECTIONS = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
 
 # Of the columns; the index and the name of the row stand in front.

@@ -102,7 +102,7 @@ class StreamParser:
         return Event("content", text=text) if text else None
 
     def completion(self) -> Completion:
-        """Returns what `parse_completion` gives for the tokens fed so far."""
+        """Returns the result of `parse_completion` for the tokens fed so far."""
         error = self._error
         if error is None:
             try:

@@ -154,9 +154,8 @@ class Tokenizer:
         return cls(backend, side_files, str(directory), ends)
 
     def save(self, directory: Path) -> None:
-        """Writes the Hugging Face files, for `load` and for transformers' AutoTokenizer. A generation_config.json that is there
-        is given the ends of a turn that it lacks; where there is none, one is written for the ends that only it can name.
-        Raises StorageError.
+        """Writes the Hugging Face files, for `load` and for transformers' AutoTokenizer. An existing generation_config.json gets
+        the ends of a turn that it lacks; a new one is written only for ends that no other file can name. Raises StorageError.
         """
         try:
             directory.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ def test_what_no_configuration_shows_is_said(tmp_path: Path) -> None:
         file.write_text(f"{file.read_text()}\n[sinks]\nto = {sinks}\n\n[environment]\n{passed}")
     assert list(diff_runs(f"{tmp_path}/a", f"{tmp_path}/b")) == [
         "  the same, but for name, seed, threads and sinks",
-        "  only the names of what a program passed are compared, not code and records: __main__:vowels, passed:Records",
+        "  only the names of parts passed in Python are compared, not code and records: __main__:vowels, passed:Records",
     ]
 
 

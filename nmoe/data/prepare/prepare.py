@@ -22,7 +22,7 @@ from nmoe.parsing import json_of
 from nmoe.text.tokenizer import Tokenizer
 
 _MANIFEST = "manifest.json"
-# The names of the files of a preparation that is being written: what a killed one leaves is known by it.
+# Holds the names of the files of a preparation that is being written, to know the leftovers of a killed one.
 _UNFINISHED = ".preparation.json"
 _WITH_OUTPUT = ("sft", "dev")
 _ANSWER_FIELDS = ("answer", "label")
@@ -32,7 +32,7 @@ def prepare(settings: PreparationSettings, tokenizer: Tokenizer | None = None) -
     """Writes the files that the settings ask for, `NAME.jsonl`, and `manifest.json` last; returns the manifest. The same source and
     settings give the same bytes.
 
-    Raises UserError, before anything is written, for data that cannot be read, has not the columns, or leaves too few problems.
+    Raises UserError, before anything is written, for data that cannot be read, lacks columns, or leaves too few problems.
     """
     directory = Path(settings.directory)
     _refuse_to_mix(directory)

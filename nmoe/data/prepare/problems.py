@@ -137,7 +137,7 @@ def given_problems(settings: GivenSetSection) -> Iterator[tuple[Row, str]]:
 
 
 def field_of(row: Row, named: str | None, usual: tuple[str, ...], what: str) -> str:
-    """The text of a field: the one that is `named`, else the first of the `usual` ones. Raises UserError where there is none."""
+    """The text of a field: the one that is `named`, else the first of the `usual` ones. Raises UserError for a row without it."""
     where, fields = row
     name = named or next((one for one in usual if fields.get(one) is not None), None)
     value = None if name is None else fields.get(name)

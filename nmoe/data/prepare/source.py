@@ -18,7 +18,7 @@ _ROWS = 4096  # at once: as Arrow and Python objects, a problem with its solutio
 
 def parquet_files(path: str) -> list[Path]:
     """The Parquet files that `path` names: a file, a pattern, a directory (its training split, where names distinguish splits), or
-    a dataset on the hub, which is fetched unless a copy is kept. Raises UserError where there is none."""
+    a dataset on the hub, which is fetched unless a copy is kept. Raises UserError if there is no such file."""
     if is_pattern(path):
         return matching(Path(), [path])
     found = local_copy(path)

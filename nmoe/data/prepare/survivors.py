@@ -90,7 +90,7 @@ class Survivors:
     """The rows that stay, by their number in the source, with their priority and whether their solution ends in a box. The texts
     are not kept: a row takes less than two hundred bytes.
 
-    `stages` count what each filter leaves.
+    `stages` count the rows that each filter leaves.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def is_math_shepherd(record: Mapping[str, Any]) -> bool:
 
 
 def read_math_shepherd(rows: Iterable[Row]) -> StepDataset:
-    """Every record as a solution, through its first wrong step. Dropped are empty steps with what follows them, and steps after the
+    """Every record as a solution, through its first wrong step. Dropped are empty steps with all later ones, and steps after the
     first wrong one. Raises UserError, with file and line, for a record of another form."""
     reading = StepDataset()
     for where, record in rows:

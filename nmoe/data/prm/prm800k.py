@@ -29,8 +29,8 @@ def read_prm800k(rows: Iterable[Row]) -> StepDataset:
     """Every labelling as a solution, with its alternatives: completions that were rated and not chosen, after the steps before
     them.
 
-    Dropped are rows of quality control and screening, bad problems, flagged completions with what follows them, completions without
-    a rating that was not chosen, and empty steps. Raises UserError, with file and line, for a record of another form.
+    Dropped are rows of quality control and screening, bad problems, flagged completions with the steps after them, completions
+    without a rating that was not chosen, and empty steps. Raises UserError, with file and line, for a record of another form.
     """
     reading = StepDataset()
     for where, record in rows:

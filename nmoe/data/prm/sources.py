@@ -21,7 +21,7 @@ PRM800K = "tasksource/PRM800K"
 
 # What copies of it are called, below $NMOE_DATASETS or here: of the mirror, and of the repository on GitHub.
 _COPIES = (PRM800K, "openai/prm800k", "prm800k")
-# Where the files of both phases lie below what a copy is called.
+# Where the files of both phases lie below the directory of a copy.
 _FOLDERS = ("", "data", "prm800k", "prm800k/data", "prm800k/prm800k/data")
 _PHASES = ("phase1_{split}.jsonl", "phase2_{split}.jsonl")
 
@@ -30,8 +30,8 @@ def read_source(source: str, split: str, prm800k: str, math_shepherd: str, neutr
     """The labelled steps of a source, "prm800k", "math_shepherd", "both" or a file, directory or hub name; of those that are
     labelled twice the labels that agree (`settle`).
 
-    `prm800k` and `math_shepherd` say where the datasets of these names lie. Raises UserError for what cannot be read, with file
-    and line for a record of another form, and where nothing is left.
+    `prm800k` and `math_shepherd` say where the datasets of these names lie. Raises UserError for records that cannot be read, with
+    file and line for a record of another form, and where nothing is left.
     """
     reading = StepDataset()
     if source in ("prm800k", "both"):
@@ -91,7 +91,7 @@ def _read_stepwise(path: str, split: str) -> StepDataset:
 
 
 def _prm800k_rows(path: str, split: str) -> Iterator[Row]:
-    """Both phases, one after the other, where they lie as in the dataset's repository; otherwise what the path names.
+    """Both phases, one after the other, where they lie as in the dataset's repository; otherwise the path itself.
 
     The names of copies stand for the one that is on this machine, of the mirror or of the repository, else for the mirror.
     """

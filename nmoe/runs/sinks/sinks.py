@@ -1,4 +1,4 @@
-"""The sinks of a run: opened at its start, fed from a thread each, and asked at its end what they lost."""
+"""The sinks of a run: opened at its start, fed by one thread each, and asked at its end for lost records."""
 
 import os
 import threading

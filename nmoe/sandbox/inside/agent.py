@@ -69,7 +69,7 @@ class Agent:
         os.environ.pop("PWD", None)  # set by bubblewrap, and wrong after the first change of directory
         self._send(answer("ok", None, (0.0, 0.0, 0.0), b"", b""))
         if not select.select([self._control], [], [], _IDLE_S)[0]:
-            # Before the first call: preload what most code imports.
+            # Before the first call: preload the modules that most code imports.
             for name in _LIKELY:
                 __import__(name)
         gc.collect()
@@ -390,7 +390,7 @@ def default_landlock_rules(readable: list[str]) -> list[tuple[str, int]]:
 
 
 def system_rules(readable: list[str]) -> list[tuple[str, int]]:
-    """The Landlock rules for what every call may access outside the workspace."""
+    """The Landlock rules for the paths outside the workspace that every call may access."""
     rules = [(path, landlock.READ) for path in (*readable, "/proc", "/dev")]
     rules += [(path, landlock.WRITE) for path in ("/tmp", "/dev/shm")]
     return rules + [(f"/dev/{name}", landlock.DEVICE) for name in ("null", "zero", "full", "random", "urandom")]

@@ -27,7 +27,7 @@ def nothing() -> None:
 
 
 def state(failure_or_directory: str) -> None:
-    """Reports to the agent what ended this child, or the directory where it ended."""
+    """Reports to the agent the cause of this child's end, or its last directory."""
     os.write(STATUS, f"{failure_or_directory}\n".encode())
 
 

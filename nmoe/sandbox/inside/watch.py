@@ -106,7 +106,7 @@ _SOCKET = _most_of_a_socket()
 
 
 def socket_memory() -> int:
-    """An upper bound, in bytes, of what this network namespace's sockets hold, including sockets closed while full.
+    """An upper bound, in bytes, of the memory that this network namespace's sockets hold, including sockets closed while full.
 
     What they really hold is not visible: no process has it mapped.
     """

@@ -8,7 +8,7 @@ The bootstrap (`pip install` and the like, into `tree/.packages`) is part of pre
 needs a package index; it runs code of a repository that the user chose, before any policy has written a token. A policy only
 ever changes a copy.
 
-One policy decides what stays: `[workspace] keep` says which files of a finished trajectory are saved, `max_age_days` and
+One policy decides which files stay: `[workspace] keep` says which files of a finished trajectory are saved, `max_age_days` and
 `max_disk_mb` for how long (`nmoe env gc`).
 """
 
@@ -45,7 +45,7 @@ _OUTPUT_KEPT = 4000  # characters from the end of the output, where errors are
 
 
 def bootstrap(settings: WorkspaceSettings, tree: Path) -> dict[str, Any]:
-    """Installs what the files need into `tree/.packages` and returns a record of it. The caller checks `exit_code`."""
+    """Installs the requirements of the files into `tree/.packages` and returns a record of it. The caller checks `exit_code`."""
     mode = settings.bootstrap
     if mode == "none":
         return {"mode": mode, "command": [], "exit_code": 0, "wall_s": 0.0, "output": ""}

@@ -116,7 +116,7 @@ def fill(source: Source, identity: Mapping[str, Any], tree: Path) -> None:
     assert source.repository is not None, "a source is a directory or a repository"
     tree.mkdir()
     with tempfile.TemporaryDirectory() as scratch:
-        # Not `git archive`, which leaves out what .gitattributes marks export-ignore, often the tests.
+        # Not `git archive`, which leaves out the files that .gitattributes marks export-ignore, often the tests.
         index = {"GIT_INDEX_FILE": f"{scratch}/index"}
         repository = Path(source.repository)
         _git(repository, "read-tree", identity["base_commit"], **index)

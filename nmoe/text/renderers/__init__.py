@@ -41,7 +41,7 @@ RENDERERS: dict[str, type[HarmonyRenderer] | type[ChatRenderer] | type[PlainRend
     "harmony": HarmonyRenderer,
     "chat": ChatRenderer,
     "text": PlainRenderer,
-    "boxed": PlainRenderer,  # what environments call it, for where their answers stand
+    "boxed": PlainRenderer,  # the name in environments, whose answers stand in a box
 }
 
 

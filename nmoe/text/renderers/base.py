@@ -50,7 +50,7 @@ class Rendered:
         return sum(label != IGNORED for label in self.labels)
 
     def until_learned(self) -> Rendered:
-        """The sequence up to its last learned token, since nothing is predicted from what follows; empty where it learns none."""
+        """The sequence up to its last learned token, since nothing is predicted from later ones; empty where it learns none."""
         end = max((index for index, label in enumerate(self.labels) if label != IGNORED), default=-1) + 1
         return Rendered(self.ids[:end], self.labels[:end])
 
@@ -108,13 +108,13 @@ class Renderer(Protocol):
         """The tool calls that a turn ends in; empty for the last turn, well-formed or not."""
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
-        """Renders what follows the last sampled token: the answers to the latest round of calls, and the start of the next turn.
+        """Renders the tokens after the last sampled one: the answers to the latest round of calls, and the start of the next turn.
 
-        `messages` make the prompt, `rounds` are all rounds of calls so far. Answers are content: no text of theirs becomes a
-        control token."""
+        `messages` make the prompt, `rounds` are all rounds of calls so far. Answers are content: no text in them becomes a control
+        token."""
 
     def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
-        """Renders how a conversation continues after the user's words in the last round: what follows the last sampled token
+        """Renders how a conversation continues after the user's words in the last round: the tokens after the last sampled one
         ("user") where the history stays as it was sampled, else the prompt of a new branch ("prompt").
 
         `messages` make the first prompt; every earlier answer is well-formed. The user's words are content."""

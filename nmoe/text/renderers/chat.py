@@ -283,7 +283,7 @@ _THOUGHT, _SPACE = re.compile(f"{THINK}|{END_THINK}"), re.compile(r"\s*")
 def read_turn(text: str, opened: bool = False) -> ChatTurn:
     """Parses a turn of the Hermes and Qwen3 family; total. `opened` says that the prompt has opened the reasoning.
 
-    Where tags do not pair up, the content is what follows the last </think>, and nothing where <think> is never closed.
+    Where tags do not pair up, the content is the text after the last </think>, or empty where <think> is never closed.
     """
     begins = text.lstrip().startswith(THINK)
     well_formed = not (opened and begins)
@@ -312,7 +312,7 @@ def read_turn(text: str, opened: bool = False) -> ChatTurn:
 def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]]:
     """The text outside calls, the bodies of the calls, and the tags of reasoning outside calls with their positions.
 
-    A body is one JSON value, in whose strings a tag closes nothing. Where it is none, it ends at the next closing tag.
+    A body is one JSON value, in whose strings a tag closes nothing. Any other body ends at the next closing tag.
     """
     outside, calls, strays, position = list[str](), list[str](), list[tuple[str, int]](), 0
     while True:

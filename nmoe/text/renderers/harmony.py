@@ -159,7 +159,7 @@ class HarmonyRenderer:
 
 
 def ask_for_effort(messages: Sequence[Message], effort: ReasoningEffort, tools: bool) -> list[Message]:
-    """The messages with the effort and the channels in the first system message, which is added where there is none.
+    """The messages with the effort and the channels in the first system message, which is added to a conversation without one.
 
     The wording follows openai-harmony's SystemContent, whose `model_identity` is the system message's own text.
     """
