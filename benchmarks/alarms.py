@@ -1,4 +1,4 @@
-"""Shows the rules of [monitor] recorded runs, and prints what they would have said: false alarms, where the runs were healthy.
+"""Runs the rules of [monitor] over recorded runs and prints their alerts: false alarms, if the runs were healthy.
 
     python benchmarks/alarms.py runs/speedrun/rl runs/other
     python benchmarks/alarms.py --record runs/seeds/*/rl

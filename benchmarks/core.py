@@ -1,4 +1,4 @@
-"""CORE-18 of a model of random weights: near every baseline, as it should be, and decided as a second implementation decides.
+"""Decides CORE-18 with a model of random weights, by nmoe and by a second implementation.
 
     python benchmarks/core.py            on ../shared/eval_data, or on the core/ below $NMOE_DATASETS
 

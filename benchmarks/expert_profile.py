@@ -1,4 +1,4 @@
-"""What experts in a profile cost: CPU seconds of quantising them once, of sampling, and of a training step.
+"""Times experts in a profile: CPU seconds of quantising them once, of sampling, and of a training step.
 
     python benchmarks/expert_profile.py
 

@@ -1,4 +1,4 @@
-"""Runs that really have a fault, one for each rule of [monitor], and how many steps pass until the rule fires.
+"""Measures how many steps each rule of [monitor] takes to fire on a run that has its fault.
 
     python benchmarks/faults.py runs/speedrun/base      # all, about three minutes on a core
     python benchmarks/faults.py runs/speedrun/base --one kl

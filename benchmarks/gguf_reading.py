@@ -1,4 +1,4 @@
-"""Compares nmoe's reading of a real GGUF file with the `gguf` library's and with transformers', and with that of safetensors.
+"""Compares nmoe's reading of a real GGUF file with the `gguf` library's and with transformers', and with safetensors'.
 
     python benchmarks/gguf_reading.py                # SmolLM2-135M-Instruct, imported where it is not in the cache yet
 

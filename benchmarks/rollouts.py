@@ -1,4 +1,4 @@
-"""What rollouts cost beside the engine: the environment's work per episode, and the engine's throughput while tools sleep.
+"""Times rollouts beside the engine: the environment's work per episode, and the engine's throughput while tools sleep.
 
     python benchmarks/rollouts.py                 both, a minute on two cores
     python benchmarks/rollouts.py --device cuda   the small model on a GPU, in bf16

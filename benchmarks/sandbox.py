@@ -1,4 +1,4 @@
-"""How long `print(1)` takes in a sandbox: one that has to be started (cold), and one that is there (warm).
+"""Times `print(1)` in a sandbox that has to be started (cold) and in a started one (warm).
 
     python benchmarks/sandbox.py                 both levels, half a minute
     python benchmarks/sandbox.py --level landlock --repeats 50

@@ -1,4 +1,4 @@
-"""How the cost of a training pass and of a decode step grows: linear in the number of sequences, `a + bT + cT^2` in their length.
+"""Measures how a training pass and a decode step grow: linear in the number of sequences, `a + bT + cT^2` in their length.
 
     python benchmarks/scaling.py                 all of it, two minutes on two cores
     python benchmarks/scaling.py --repeats 9     medians of more runs

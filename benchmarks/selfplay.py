@@ -1,5 +1,4 @@
-"""What two rounds of self-play do to a verifier, measured on held-out solutions whose errors an oracle knows and self-play never
-meets.
+"""Measures two rounds of self-play on held-out solutions whose errors an oracle knows and self-play never meets.
 
     python benchmarks/selfplay.py runs/speedrun/base --out runs/selfplay_benchmark
 

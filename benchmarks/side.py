@@ -1,4 +1,4 @@
-"""One side of a benchmark in a process of its own, as its users run it: no side's allocator, threads or settings reach another.
+"""Runs one side of a benchmark in a separate process, as its users run it: no side's allocator, threads or settings reach another.
 
 Sides take turns: a side works only between a question and its answer.
 """

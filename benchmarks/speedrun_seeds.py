@@ -1,4 +1,4 @@
-"""Runs the speedrun from many seeds and kernels: what it comes to at worst, not at best.
+"""Runs the speedrun from many seeds and kernels, and prints median and worst.
 
     python benchmarks/speedrun_seeds.py --threads 2             those of README's 20 bases that run on two threads
     taskset -c 0 python benchmarks/speedrun_seeds.py --threads 1    the others, on one core; the same with -c 1 beside it

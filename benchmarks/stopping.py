@@ -1,4 +1,4 @@
-"""How often a run would be ended by its probe: where nothing changed, and where a share of what it solved was lost halfway.
+"""Measures how often a probe ends a run: if nothing changed, and if a share of the solved problems was lost halfway.
 
     python benchmarks/stopping.py            half a minute; prints a line for each kind of run
 

@@ -1,4 +1,4 @@
-"""How far the gradient that is taken lies from the one that is meant, where both are known exactly.
+"""Measures the bias of policy gradients against the exact gradient, on problems where both are known.
 
     python benchmarks/unbiasedness.py            a few seconds; tables, and one JSON object as the last line
 

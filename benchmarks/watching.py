@@ -1,5 +1,4 @@
-"""What the rules of [monitor], the measurement of what updates changed and the sinks cost: their own CPU seconds, of those of a run
-of the speedrun's RL configuration.
+"""Times the rules of [monitor], the measurement of updates and the sinks: their CPU seconds, and the whole run's.
 
     python benchmarks/watching.py runs/speedrun/base --steps 40
 

@@ -1,4 +1,4 @@
-"""Tiny runs of every kind on one device, and what their engine and learner disagree by: python scripts/gpu_runs.py [cuda]
+"""Tiny runs of every kind on one device, and the mismatch of engine and learner: python scripts/gpu_runs.py [cuda]
 
 A base, GRPO of it in bf16, in float32 and with exact numerics, an adapter and DPO, each in a process of its own as a user would
 start it (`tiny_run.py`). Prints a line of JSON for each run; exits with 1 where a run fails or a mismatch is out of bound.

@@ -1,4 +1,4 @@
-"""Draw README.md's learning curve from a run: correctness and format of each step, and the held-out evaluations.
+"""Draws a learning curve from a run: correctness and format of each step, and the held-out evaluations.
 
 python scripts/learning_curve.py runs/real/rl docs/images/learning_curve.svg
 """

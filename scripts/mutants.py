@@ -1,4 +1,4 @@
-"""Whether the tests notice mistakes: python scripts/mutants.py [COMMIT]
+"""Plants mistakes in the code and counts those that the tests notice: python scripts/mutants.py [COMMIT]
 
 Plants 50 mistakes, one at a time, in learner, grading and engine, and runs the test files that are nearest to the changed module in
 imports. A mistake changes one unit of a function, a simple statement or the condition of an `if` or a loop: it turns a comparison,

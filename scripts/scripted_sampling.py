@@ -1,4 +1,4 @@
-"""Completions drawn by a hash in place of a model's samples, for tiny runs whose model could not yet call a tool or judge a proof.
+"""Draws completions by a hash instead of a model's samples, for tiny runs whose model could not yet call a tool or judge a proof.
 
 Each is rendered in Harmony, and its log-probabilities are the model's own: the run learns from it as from any sample.
 """

@@ -1,4 +1,4 @@
-"""Render README.md's tables of measured seeds, those of the speedruns and of the other recipes, from benchmarks/results:
+"""Renders README.md's tables of measured seeds from benchmarks/results:
 
 python scripts/seeds_table.py          prints them
 python scripts/seeds_table.py --write  puts them into README.md, each between its two markers
