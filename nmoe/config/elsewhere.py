@@ -153,11 +153,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("seq-mean-token-mean", "seq_mean", "grpo", "mean"), "sequence"),
         **dict.fromkeys(("seq-mean-token-sum", "seq-mean-token-sum-norm", "dr_grpo"), "constant"),
     },
-    "algorithm.kl_estimator": {
-        **dict.fromkeys(("low_var_kl", "kl_low_var"), "k3"),
-        "mse": "k2",
-        "kl": "k1",
-    },
+    "algorithm.kl_estimator": {**dict.fromkeys(("low_var_kl", "kl_low_var"), "k3"), "mse": "k2", "kl": "k1"},
     "algorithm.correction": {"icepop": "mask", "truncate": "tis", "token": "tis", "sequence": "sequence_mask"},
     "preference.loss": {"dpo": "sigmoid"},
     "model.precision": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"},

@@ -106,8 +106,7 @@ class EnvironmentSettings(Section):
             for index, stage in enumerate(() if self.curriculum is None else self.curriculum.stages):
                 if stage.gate is not None and stage.gate.metric == "correctness":
                     yield Conflict(
-                        f"curriculum.stages.{index}.gate",
-                        "open problems have no right answer, so it would never open",
+                        f"curriculum.stages.{index}.gate", "open problems have no right answer, so it would never open"
                     )
         if not any(reward.weight for reward in self.rewards):
             stages = () if self.curriculum is None else self.curriculum.stages

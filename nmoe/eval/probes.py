@@ -168,14 +168,7 @@ class HeldOutProblems:
     """The next `problems` distinct problems of an environment, in one mode. `tools` is where its tools run."""
 
     def __init__(
-        self,
-        environment: Environment,
-        tools: ToolRuntime,
-        *,
-        problems: int,
-        mode: Mode,
-        max_new_tokens: int,
-        seed: int,
+        self, environment: Environment, tools: ToolRuntime, *, problems: int, mode: Mode, max_new_tokens: int, seed: int
     ) -> None:
         self._environment, self._tools, self._start = environment, tools, environment.state()
         self._problems, self._mode = problems, mode

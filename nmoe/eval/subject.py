@@ -57,12 +57,7 @@ class Subject:
     start: dict[str, Any]
 
     def collect(
-        self,
-        problems: int,
-        mode: Mode,
-        seed: int,
-        on_group: Callable[[Group], None],
-        done: Collection[str] = (),
+        self, problems: int, mode: Mode, seed: int, on_group: Callable[[Group], None], done: Collection[str] = ()
     ) -> list[Group]:
         """Samples and grades the environment's first problems, the same ones on every call, but for those whose keys are
         `done`."""

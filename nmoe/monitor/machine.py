@@ -22,10 +22,7 @@ class DiskRule(Rule[DiskSection]):
     name = "disk"
     source = "training guidelines, checkpoints: disk"
     looks_around = True
-    remedies = (
-        "delete old runs, or lower checkpoint.keep",
-        "raise checkpoint.every_steps",
-    )
+    remedies = ("delete old runs, or lower checkpoint.keep", "raise checkpoint.every_steps")
 
     def __init__(self, settings: DiskSection, directory: Path) -> None:
         super().__init__(settings)

@@ -22,10 +22,7 @@ class ClipRule(Rule[ClipSection]):
     name = "clip"
     smoke = True
     source = "training guidelines, early smoke-test criteria: ppo_clip_ratio below 40%"
-    remedies = (
-        "lower optimizer.learning_rate",
-        "lower batch.updates_per_step or batch.passes_per_step",
-    )
+    remedies = ("lower optimizer.learning_rate", "lower batch.updates_per_step or batch.passes_per_step")
 
     def symptom(self, metrics: Metrics) -> str | None:
         inside, after = metrics.get("ppo_clip_ratio", 0.0), metrics.get("update_clip_ratio", 0.0)
@@ -46,11 +43,7 @@ class KLRule(Rule[KLSection]):
     name = "kl"
     source = "training guidelines, tier 2: ppo_kl, large spikes or sustained negative values"
     counts_itself = True
-    remedies = (
-        "lower optimizer.learning_rate",
-        "lower algorithm.clip_low and clip_high",
-        "raise algorithm.kl_coef",
-    )
+    remedies = ("lower optimizer.learning_rate", "lower algorithm.clip_low and clip_high", "raise algorithm.kl_coef")
 
     def __init__(self, settings: KLSection) -> None:
         super().__init__(settings)

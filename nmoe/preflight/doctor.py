@@ -82,10 +82,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 _SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "triton")
-_EXTRAS = {
-    "report": "the speedrun, and figures in reports",
-    "environments": "problems of the package reasoning-gym",
-}
+_EXTRAS = {"report": "the speedrun, and figures in reports", "environments": "problems of the package reasoning-gym"}
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
 

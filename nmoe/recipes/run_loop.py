@@ -109,12 +109,7 @@ class Run:
     """A run in progress: its directory, and the lines on its console."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        directory: RunDirectory,
-        progress: Progress,
-        steps: int,
-        moved: str | None,
+        self, config: RunConfig, directory: RunDirectory, progress: Progress, steps: int, moved: str | None
     ) -> None:
         """`moved` is the line to print where a resumed run was on another device before."""
         self.directory, self.ledger, self._moved = directory, directory.ledger, moved

@@ -264,11 +264,7 @@ class ToolDocuments:
         """A call, the tool's result as the environment words it, and the final message."""
         event = ToolEvent(ToolCall(tool, arguments, "0/0"), "ok", output, "", 0.0, 0.0)
         given = self._environment.renderer.answer_calls([], [[event]])
-        return [
-            *self._said(_call(tool, arguments), opens=True),
-            *given,
-            *self._said(_final(answer), opens=False),
-        ]
+        return [*self._said(_call(tool, arguments), opens=True), *given, *self._said(_final(answer), opens=False)]
 
     def _said(self, message: Message, *, opens: bool) -> list[int]:
         """A turn of the assistant; `opens` the first one."""

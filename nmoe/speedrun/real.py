@@ -79,12 +79,7 @@ class Real(Pipeline):
         found = [memory(self._rl), disk(self._rl, size, "make room, or begin on another disk with --out")]
         if failed := [f"{check.name}: {check.text}" for check in found if check.status == "fail"]:
             raise UserError(
-                "\n".join(
-                    [
-                        *failed,
-                        "then go on with --resume; or train a smaller model, with nmoe speedrun --scratch",
-                    ]
-                )
+                "\n".join([*failed, "then go on with --resume; or train a smaller model, with nmoe speedrun --scratch"])
             )
         for check in found:
             print(f"{check.name}: {check.text}", flush=True)

@@ -138,8 +138,7 @@ def write_real_report(
         "intervals, of differences paired by problem.\n",
         "## What the model learned\n",
         markdown_table(
-            ["task", "problems", "chance", "base", "trained", "gain in points"],
-            [_row(one, summary) for one in found],
+            ["task", "problems", "chance", "base", "trained", "gain in points"], [_row(one, summary) for one in found]
         ),
         *([f"{examined}\n"] if (examined := which_checkpoint(after.step, len(metrics))) else []),
         "Chance is what a guess reaches: always the most frequent answer, or any of the options that the question names, "

@@ -96,18 +96,14 @@ def agreement(summary: Mapping[str, float | int], more: str) -> str:
 
 
 def cost(
-    out: Path,
-    summary: Mapping[str, float | int],
-    stages: Sequence[StageRecord],
-    metrics: Sequence[Mapping[str, Any]],
+    out: Path, summary: Mapping[str, float | int], stages: Sequence[StageRecord], metrics: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """A table of the stages, and what the whole took."""
     provenance = read_provenance(out / "rl")
     sampled_tokens = sum(row["time_rollout_s"] * row["tokens_per_second"] for row in metrics)
     return [
         markdown_table(
-            ["stage", "result", "seconds"],
-            [[stage.name, _figures(stage), round(stage.seconds, 1)] for stage in stages],
+            ["stage", "result", "seconds"], [[stage.name, _figures(stage), round(stage.seconds, 1)] for stage in stages]
         ),
         f"{summary['wall_s'] / 60:.1f} minutes in all, {summary['cpu_s'] / 60:.1f} CPU minutes, "
         f"{summary['peak_memory_mb']:.0f} MB of memory at most; {sampled_tokens:,.0f} tokens were sampled to learn from. "
