@@ -231,8 +231,6 @@ def _difference(value: float, interval: Interval | None, how: str) -> str:
     return f"{value:+.4g}" + (f" [{interval.low:+.4g}, {interval.high:+.4g}] {how}" if interval else "")
 
 
-# The first that a run has stands for it where it was kept in metrics alone, as pretraining once did; of losses less is better.
-_COLUMNS = ("held_out_accuracy", "held_out_loss")
 _HEADER = ("experiment", "seeds", "steps", "result", "median", "worst", "mean [95%]", "machine", "commit")
 
 
@@ -251,7 +249,7 @@ def results_table(names: Sequence[str]) -> str:
 
 
 def _rows(group: Sequence[RunRecord]) -> Iterator[list[str]]:
-    results = [last_results(run) or _measured(run) for run in group]
+    results = [last_results(run) for run in group]
     for run, of_run in zip(group, results, strict=True):
         if not of_run:
             raise UserError(f"{run.path}: has no evaluation; give it an [[eval]], or leave it out of the table")
@@ -270,14 +268,6 @@ def _rows(group: Sequence[RunRecord]) -> Iterator[list[str]]:
         middle = f"{median(values):.4g}"
         row = [f"{mode} on {dataset}", middle, f"{worst:.4g}", _mean(values, seeds, found[0])]
         yield [name, str(len(set(seeds))), str(group[0].last_step), *row, _machine(group), _commit(group)]
-
-
-def _measured(run: RunRecord) -> dict[tuple[str, str], Any]:
-    """The run's first metric of held-out data, as a result without an interval."""
-    for name in _COLUMNS:
-        if (value := run.last(name)) is not None:
-            return {(name, "held-out data"): {"value": value, "lower_is_better": name.endswith("loss")}}
-    return {}
 
 
 def _mean(values: Sequence[float], seeds: Sequence[Any], result: dict[str, Any]) -> str:

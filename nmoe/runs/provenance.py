@@ -204,10 +204,7 @@ def recorded_threads(path: Path) -> int | None:
 
     Sums are split over threads, so that only the same count gives exactly the same numbers.
     """
-    if not (path / "provenance.json").exists():
-        return None
-    provenance = read_provenance(path)
-    return [provenance, *provenance["resumed"]][-1]["threads"]
+    return _last_start(path).get("threads")
 
 
 def recorded_precision(path: Path) -> Literal["float32", "bfloat16", "float16"] | None:
@@ -247,10 +244,16 @@ def _configuration(path: Path) -> dict[str, Any]:
 
 def recorded_device(path: Path) -> str | None:
     """The device that a run last used; None if there is no such run."""
+    return _last_start(path).get("device")
+
+
+def _last_start(path: Path) -> dict[str, Any]:
+    """The provenance of a run's last start; empty if there is no such run."""
     if not (path / "provenance.json").exists():
-        return None
+        return {}
     provenance = read_provenance(path)
-    return [provenance, *provenance["resumed"]][-1]["device"]
+    last: dict[str, Any] = [provenance, *provenance["resumed"]][-1]
+    return last
 
 
 def read_provenance(path: Path) -> dict[str, Any]:

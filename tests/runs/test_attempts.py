@@ -184,12 +184,12 @@ def test_a_row_of_the_table_is_an_experiment_over_its_seeds(repository: Path) ->
         "| EPYC, 2 threads | abcdef0123, abcdef0123+ |\n"
         "| wide | 1 | 3 | greedy on sort | 0.8 | 0.8 | 0.8 [0.7, 0.9] | EPYC, 2 threads | abcdef0123 |\n"
     )
+    with Path("runs/wide/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "held_out')  # torn by a kill
+    assert "| wide | 1 | 3 | greedy on sort | 0.8 |" in results_table(["runs/wide"])
     (Path("runs/wide/eval") / "step_000003.json").unlink()
     with pytest.raises(UserError, match="runs/wide: has no evaluation"):
         results_table(["runs/wide"])
-    with Path("runs/wide/metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "held_out_loss": 2.5}\n{"step": 5, "held_out')  # torn by a kill
-    assert "| held_out_loss on held-out data | 2.5 | 2.5 | 2.5 |" in results_table(["runs/wide"])
 
 
 # documented: nmoe runs attempt higher-lr --config grpo.toml --hypothesis "1e-5 learns faster"
