@@ -144,7 +144,7 @@ CURRICULA: Mapping[str, Curriculum] = {
         settings=_SHORT,
     ),
     "hints_given": Curriculum(
-        "as the two before, with `<|channel|>` given until 90% are valid, then near misses pay",
+        "20 steps with an example shown, then most prompts name the channel; `<|channel|>` given until 90% are valid",
         stages(_SPARSE, _DENSE),
         sources=hinted(1.0, 7.0, 2.0, _MORE_HINTS),
         after_shown=True,
@@ -217,10 +217,8 @@ def shown(seed: int) -> float:
     run, spent = RUNS / f"shown_{seed}", RUNS / f"shown_{seed}.cpu_s"
     if not spent.exists():
         shutil.rmtree(run, ignore_errors=True)
-        config = tomllib.loads((CONFIGS / "harmony_zero.toml").read_text())
-        environment = tomllib.loads((ENVIRONMENTS / "harmony_zero.toml").read_text())
-        environment["task_pool"]["examples"] = 1
-        config["run"] |= {"name": run.name, "directory": str(RUNS), "seed": seed, "steps": 20, "threads": 1}
+        config, environment = packaged("harmony_shown")
+        config["run"] |= {"name": run.name, "directory": str(RUNS), "seed": seed, "threads": 1}
         config |= {"environment": environment, "model": config["model"] | {"path": str(model_of("like"))}}
         file = RUNS / f"shown_{seed}.toml"
         file.write_text(tomli_w.dumps(config))
@@ -244,11 +242,17 @@ def nmoe(*arguments: str) -> None:
         sys.exit(f"nmoe {' '.join(arguments)} ended with {code}")
 
 
+def packaged(name: str) -> tuple[Record, Record]:
+    """A packaged configuration, and the environment of the same name."""
+    config, environment = (folder / f"{name}.toml" for folder in (CONFIGS, ENVIRONMENTS))
+    return tomllib.loads(config.read_text()), tomllib.loads(environment.read_text())
+
+
 def configuration(name: str, seed: int) -> Record:
-    """The packaged configuration with the stages, rewards and settings of a curriculum."""
+    """The first step's packaged configuration, without its examples, with the stages, rewards and settings of a curriculum."""
     curriculum = CURRICULA[name]
-    config = tomllib.loads((CONFIGS / "harmony_zero.toml").read_text())
-    environment = tomllib.loads((ENVIRONMENTS / "harmony_zero.toml").read_text())
+    config, environment = packaged("harmony_shown")
+    del environment["task_pool"]["examples"]
     if curriculum.sources:
         sources = [environment["task_pool"] | source for source in curriculum.sources]
         environment["task_pool"] = {"type": "mixture", "sources": sources}
@@ -387,7 +391,8 @@ def chances(checkpoint: Path, problems: int = 8) -> list[str]:
     renderer = HarmonyRenderer(tokenizer)
     named = renderer.spelled("<|channel|>final")
     lines = ["| the prompt | P(`final`) |", "|---|---:|"]
-    compare = tomllib.loads((ENVIRONMENTS / "harmony_zero.toml").read_text())["task_pool"]
+    compare = packaged("harmony_shown")[1]["task_pool"]
+    del compare["examples"]
     kinds = [("shows a solved problem", {"examples": 1})]
     kinds += [(f"ends in `{json.dumps(hint)}`", {"hints": [hint]}) for hint in _MORE_HINTS]
     for label, keys in [*kinds, ("neither shows nor names the form", {})]:

@@ -96,7 +96,20 @@ def test_steps_with_an_example_count_as_cost(tmp_path: Path, monkeypatch: pytest
     assert calls == [("rl", "train", str(tmp_path / "shown_2.toml"))]
     config = parse(tomllib.loads((tmp_path / "shown_2.toml").read_text()), RLConfig, Locator(Place("run.toml")))
     assert config.environment.task_pool.examples == 1
-    assert (config.run.seed, config.run.steps, config.environment.env_id) == (2, 20, "harmony_zero")
+    assert (config.run.seed, config.run.steps, config.environment.env_id) == (2, 20, "harmony_shown")
+
+
+def test_the_packaged_recipe_is_the_curriculum_that_reached_the_form() -> None:
+    packaged, environment = benchmark.packaged("harmony_zero")
+    measured = benchmark.configuration("hints_given", 0)
+    for table in ("sampling", "batch", "algorithm", "optimizer", "checkpoint"):
+        assert packaged[table] == measured[table]
+    asked, curriculum = measured["environment"]["task_pool"]["sources"], measured["environment"]["curriculum"]
+    assert environment["task_pool"] == {"type": "mixture", "sources": asked}
+    assert environment["curriculum"] == curriculum
+    reached = [one["reached_step"] for key, one in benchmark.read_results().items() if key.startswith("hints_given_")]
+    assert len(reached) == 3
+    assert max(reached) <= packaged["run"]["steps"]
 
 
 def test_the_page_shows_the_recorded_results() -> None:
