@@ -100,7 +100,8 @@ def test_packaged_system_messages_fit_their_format(path: Path, harmony: Tokenize
     else:
         assert settings.system == ""
     if settings.format == "harmony":
-        assert settings.env_id in ("five_stages", "guess", "harmony_shown", "harmony_zero", "skills", "skills_longer", "sort", "tools")
+        others = ("five_stages", "guess", "harmony_shown", "harmony_zero", "skills", "skills_longer", "sort", "tools")
+        assert settings.env_id in others
 
 
 def test_the_best_answer_in_harmony_is_the_answer_alone(harmony: Tokenizer, tmp_path: Path) -> None:
