@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from nmoe.config.loader import parse
 from nmoe.config.locate import Locator, Place
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
-from nmoe.runs.storage import storage_errors
+from nmoe.runs.storage import step_name, storage_errors
 from nmoe.trajectory import Trajectory
 from nmoe.types import (
     Exchange,
@@ -268,6 +269,13 @@ class Bundle:
             trainer_state=None if state is None else TrainerState(**state),
             exchanges=tuple(Exchange(**exchange) for exchange in record.get("exchanges", ())),
         )
+
+
+def bundle_name(step: int, reason: str, trajectory: Trajectory) -> str:
+    """Returns the name of a bundle's directory: `step_000007-truncated-sort_12-3-9c1b`."""
+    problem = re.sub(r"[^\w.=+-]", "_", trajectory.problem.id)
+    # A small pool may yield a problem twice in one step; its groups differ in their seeds.
+    return f"{step_name(step)}-{reason}-{problem}-{trajectory.index}-{trajectory.seed & 0xFFFF:04x}"
 
 
 def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | None) -> None:

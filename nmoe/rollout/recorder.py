@@ -4,7 +4,6 @@ each failure class per step."""
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.pool import stable_hash
 from nmoe.errors import InfrastructureError
-from nmoe.rollout.bundle import remove, write_bundle
+from nmoe.rollout.bundle import bundle_name, remove, write_bundle
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.storage import step_name
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
 from nmoe.types import Failure
@@ -75,9 +73,7 @@ class ReplayRecorder:
                 yield trajectory, SAMPLED
 
     def _write(self, step: int, trajectory: Trajectory, reason: str) -> Path:
-        path = self._directory / f"{step_name(step)}-{reason}-{_safe(trajectory.problem.id)}-{trajectory.index}"
-        # A small pool may yield a problem twice in one step; its groups differ in their seeds.
-        path = path.with_name(f"{path.name}-{trajectory.seed & 0xFFFF:04x}")
+        path = self._directory / bundle_name(step, reason, trajectory)
         record = trajectory.record(step, self._tokenizer.decode(trajectory.token_ids))
         content = {
             "reason": reason,
@@ -129,7 +125,3 @@ class FailureRecords:
             + ", ".join(f"{count} {name}" for name, count in counts.most_common())
             + f"{why}; the reasons are in {self._run.path / 'failures.jsonl'}"
         )
-
-
-def _safe(name: str) -> str:
-    return re.sub(r"[^\w.=+-]", "_", name)

@@ -25,6 +25,10 @@ def random_digits(rng: random.Random, count: int) -> str:
     return "".join(str(rng.randrange(10)) for _ in range(count))
 
 
+_SAME_DIGITS = Verdict.of(True, "exact", "the same digits")
+_OTHER_DIGITS = Verdict.of(False, "exact", "other digits")
+
+
 class DigitsTask(QuestionTask):
     """Compares rows of digits as text: "0135" is not the number 135."""
 
@@ -40,8 +44,7 @@ class DigitsTask(QuestionTask):
         return problem.gold, problem.gold + problem.gold[-1]
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        same = attempt.answer.strip() == problem.gold
-        return Verdict.of(same, "exact", "the same digits" if same else "other digits")
+        return _SAME_DIGITS if attempt.answer.strip() == problem.gold else _OTHER_DIGITS
 
 
 class ReverseTask(DigitsTask, GeneratedTask):
