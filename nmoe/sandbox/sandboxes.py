@@ -23,116 +23,6 @@ from nmoe.sandbox.interpreter import interpreter_of
 from nmoe.sandbox.probe import probe
 from nmoe.sandbox.process import ProcessSandbox, Starter, entries_of
 
-_UIDS = 65536
-
-
-def has_uids(first: int) -> bool:
-    """Whether this process may switch to other uids, which only root may.
-
-    Raises SandboxSetupError for root of a user namespace that does not map the uids from `first` on.
-    """
-    if os.getuid() != 0:
-        return False
-    known = {kind: _known(kind) for kind in ("uid", "gid")}
-    if all(first in ids for ids in known.values()):
-        return True
-    said = " and ".join(f"{kind}s {ids.start} to {ids.stop - 1}" for kind, ids in known.items())
-    remedy = "start it as an ordinary user instead, without `unshare -r`"
-    if all(len(ids) > 1 for ids in known.values()):
-        remedy = f"name some of those, such as [sandbox] first_uid = {max(ids.start + len(ids) // 2 for ids in known.values())}"
-    raise SandboxSetupError(
-        f"sandbox_setup_failed: nmoe runs as root of a user namespace that knows {said} alone, and gives sandboxes the uids from "
-        f"sandbox.first_uid = {first} on; {remedy}"
-    )
-
-
-def free_uid(first: int) -> tuple[int, socket.socket]:
-    """Reserves a uid from `first` on that no live sandbox on this machine has.
-
-    The lock is an abstract socket's name, which is released when its process ends. Raises SandboxSetupError if no uid is free.
-    """
-    count = min(_UIDS, *(_known(kind).stop - first for kind in ("uid", "gid")))
-    for uid in _round_from(first, count, os.getpid()):
-        lock = socket.socket(socket.AF_UNIX)
-        try:
-            lock.bind(f"\0nmoe-sandbox-uid-{uid}")
-        except OSError:
-            lock.close()
-        else:
-            return uid, lock
-    raise SandboxSetupError(f"sandbox_setup_failed: all {count} uids from {first} on are in use")
-
-
-def _known(kind: str) -> range:
-    """The largest range of ids that this user namespace maps."""
-    with open(f"/proc/self/{kind}_map") as file:
-        rows = [[int(field) for field in line.split()] for line in file]
-    return max((range(inside, inside + count) for inside, _, count in rows), key=len, default=range(0))
-
-
-def _round_from(first: int, count: int, offset: int) -> Iterator[int]:
-    # Starts at an offset that depends on the process, so that the first try is usually free.
-    for index in range(count):
-        yield first + (offset * 61 + index) % count
-
-
-class WarmSandboxes:
-    """Keeps `count` sandboxes ready from the first `take` on."""
-
-    def __init__(self, count: int, start: Callable[[], Coroutine[Any, Any, ProcessSandbox]]) -> None:
-        self._count = count
-        self._start = start
-        self._ready: list[ProcessSandbox] = []
-        self._starting: set[Future[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def __len__(self) -> int:
-        return len(self._ready)
-
-    def take(self) -> ProcessSandbox | None:
-        """Takes a ready sandbox, or None, and starts missing ones in the background."""
-        taken = self._ready.pop() if self._ready else None
-        if self._count and self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            # A daemon, so that a process can end without closing its sandboxes; they end with its sockets.
-            self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-sandboxes", daemon=True)
-            self._thread.start()
-        for _ in range(self._count - len(self._ready) - len(self._starting)):
-            assert self._loop is not None, "it was made above"
-            future = asyncio.run_coroutine_threadsafe(self._start_one(), self._loop)
-            self._starting.add(future)
-            future.add_done_callback(self._starting.discard)
-        return taken
-
-    def wait(self) -> None:
-        """Waits until the full number of sandboxes is ready."""
-        for future in list(self._starting):
-            future.result()
-
-    def close(self) -> None:
-        """Ends all ready sandboxes and those being started."""
-        if self._loop is None or self._thread is None:
-            return
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _start_one(self) -> None:
-        # A failure to start is not reported here; the next caller of open gets the same error.
-        with contextlib.suppress(UserError):
-            self._ready.append(await self._start())
-
-    async def _end(self) -> None:
-        starting = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in starting:
-            task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
-        while self._ready:
-            await self._ready.pop().close()
-
-
 _ROOT = str(Path(__file__).parents[2])
 _START_DEADLINE_S = 20.0
 _INODES_PER_MB = 256
@@ -265,3 +155,113 @@ def _remedy(level: str, reason: str) -> str:
         "a runtime that allows them, such as --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
         + (", and Landlock (Linux 5.13 or newer, booted with lsm=landlock,...)" if level == "landlock" else "")
     )
+
+
+class WarmSandboxes:
+    """Keeps `count` sandboxes ready from the first `take` on."""
+
+    def __init__(self, count: int, start: Callable[[], Coroutine[Any, Any, ProcessSandbox]]) -> None:
+        self._count = count
+        self._start = start
+        self._ready: list[ProcessSandbox] = []
+        self._starting: set[Future[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def take(self) -> ProcessSandbox | None:
+        """Takes a ready sandbox, or None, and starts missing ones in the background."""
+        taken = self._ready.pop() if self._ready else None
+        if self._count and self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # A daemon, so that a process can end without closing its sandboxes; they end with its sockets.
+            self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-sandboxes", daemon=True)
+            self._thread.start()
+        for _ in range(self._count - len(self._ready) - len(self._starting)):
+            assert self._loop is not None, "it was made above"
+            future = asyncio.run_coroutine_threadsafe(self._start_one(), self._loop)
+            self._starting.add(future)
+            future.add_done_callback(self._starting.discard)
+        return taken
+
+    def wait(self) -> None:
+        """Waits until the full number of sandboxes is ready."""
+        for future in list(self._starting):
+            future.result()
+
+    def close(self) -> None:
+        """Ends all ready sandboxes and those being started."""
+        if self._loop is None or self._thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _start_one(self) -> None:
+        # A failure to start is not reported here; the next caller of open gets the same error.
+        with contextlib.suppress(UserError):
+            self._ready.append(await self._start())
+
+    async def _end(self) -> None:
+        starting = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        while self._ready:
+            await self._ready.pop().close()
+
+
+_UIDS = 65536
+
+
+def has_uids(first: int) -> bool:
+    """Whether this process may switch to other uids, which only root may.
+
+    Raises SandboxSetupError for root of a user namespace that does not map the uids from `first` on.
+    """
+    if os.getuid() != 0:
+        return False
+    known = {kind: _known(kind) for kind in ("uid", "gid")}
+    if all(first in ids for ids in known.values()):
+        return True
+    said = " and ".join(f"{kind}s {ids.start} to {ids.stop - 1}" for kind, ids in known.items())
+    remedy = "start it as an ordinary user instead, without `unshare -r`"
+    if all(len(ids) > 1 for ids in known.values()):
+        remedy = f"name some of those, such as [sandbox] first_uid = {max(ids.start + len(ids) // 2 for ids in known.values())}"
+    raise SandboxSetupError(
+        f"sandbox_setup_failed: nmoe runs as root of a user namespace that knows {said} alone, and gives sandboxes the uids from "
+        f"sandbox.first_uid = {first} on; {remedy}"
+    )
+
+
+def free_uid(first: int) -> tuple[int, socket.socket]:
+    """Reserves a uid from `first` on that no live sandbox on this machine has.
+
+    The lock is an abstract socket's name, which is released when its process ends. Raises SandboxSetupError if no uid is free.
+    """
+    count = min(_UIDS, *(_known(kind).stop - first for kind in ("uid", "gid")))
+    for uid in _round_from(first, count, os.getpid()):
+        lock = socket.socket(socket.AF_UNIX)
+        try:
+            lock.bind(f"\0nmoe-sandbox-uid-{uid}")
+        except OSError:
+            lock.close()
+        else:
+            return uid, lock
+    raise SandboxSetupError(f"sandbox_setup_failed: all {count} uids from {first} on are in use")
+
+
+def _known(kind: str) -> range:
+    """The largest range of ids that this user namespace maps."""
+    with open(f"/proc/self/{kind}_map") as file:
+        rows = [[int(field) for field in line.split()] for line in file]
+    return max((range(inside, inside + count) for inside, _, count in rows), key=len, default=range(0))
+
+
+def _round_from(first: int, count: int, offset: int) -> Iterator[int]:
+    # Starts at an offset that depends on the process, so that the first try is usually free.
+    for index in range(count):
+        yield first + (offset * 61 + index) % count
