@@ -31,7 +31,7 @@ def environment_table(
     tools: Sequence[Callable[..., Any] | str] = (),
     data: Data | None = None,
 ) -> dict[str, Any]:
-    """The `[environment]` table that says the same as these arguments of `nmoe.train_rl`.
+    """Converts arguments of `nmoe.train_rl` to an `[environment]` table.
 
     Raises UserError for anything that is not an environment, a reward, a tool or records, and where `env` and `data` name
     different problems.
@@ -72,7 +72,7 @@ _SOURCES = ("path", "dataset", "call", "source", "sources")
 
 
 def _has_gold(pool: Mapping[str, Any]) -> bool:
-    """Whether the first record of the pool has a right answer, in the field that is named or in one of those that are known."""
+    """Whether the first record of the pool has a right answer, in the named field or in a known one."""
     if "answer_field" in pool:
         return True
     try:
@@ -119,7 +119,7 @@ def _table(env: Env | None) -> dict[str, Any]:
 
 
 def joined(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the keys of the other over it, table by table."""
+    """Merges two tables, and tables within them; values of the second replace values of the first."""
     both = {
         key: joined(table[key], value) if isinstance(value, Mapping) and isinstance(table.get(key), Mapping) else value
         for key, value in over.items()
@@ -185,7 +185,7 @@ def _tools(tools: Sequence[Callable[..., Any] | str], beside: set[str]) -> list[
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> tuple[Path | None, dict[str, Any]]:
-    """The file of a configuration and the tables that a program says instead of one; `{"run.steps": 9}` is a table as well.
+    """Splits a `config` argument into a file and tables; `{"run.steps": 9}` is a table as well.
 
     Raises UserError for any other value.
     """
@@ -209,7 +209,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> tuple[Path | N
 
 
 def _merge(table: dict[str, Any], name: str, value: Any, path: str) -> None:
-    """Sets a value; of two tables, all values. Raises UserError for a key that is given twice, with different values."""
+    """Sets a value in a table, or merges a table into it. Raises UserError for a key that is given twice, with different values."""
     if isinstance(value, Mapping):
         if name in table and not isinstance(table[name], dict):
             raise UserError(f"config: {path} = {table[name]!r}, and it is a table, too: drop one of the two")

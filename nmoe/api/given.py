@@ -31,7 +31,7 @@ _OWN_LOOP = "a run makes its own AdamW by [optimizer]; with another optimizer, w
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which answers an argument that it does not take with the one that is meant, as a UserError."""
+    """Decorates a function: for an unknown argument it raises a UserError that suggests the right one."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -150,7 +150,7 @@ def _way_of(value: Any) -> str:
 
 
 def refuse_contradiction(said: Mapping[str, Any], given: Mapping[str, Any], path: str, argument: str) -> None:
-    """Raises UserError where `config` and an argument say different things of one key."""
+    """Raises UserError if `config` and an argument give one key different values."""
     for key in said.keys() & given.keys():
         one, other = said[key], given[key]
         if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -40,7 +40,7 @@ STEPS = 100
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: `TrainedRun(PosixPath("runs/records"))`. It is taken wherever a model is.
+    """A finished run: `TrainedRun(PosixPath("runs/records"))`. Functions that take a model take it, too.
 
         >>> import nmoe
         >>> run = nmoe.train_sft(checkpoint, data=[{"prompt": "2 + 2 =", "completion": " 4"}], config={"run.name": "four"})
@@ -209,7 +209,7 @@ def train_reward(model: Model | None = None, data: Data | None = None, *, config
 
 @contextmanager
 def _torch_as_it_was() -> Iterator[None]:
-    """Gives the program its torch back as it was: a run sets the number of threads and how idle ones wait, and asks for
+    """Restores the settings of torch after a run: a run sets the number of threads and how idle ones wait, and asks for
     deterministic algorithms."""
     deterministic: Any = torch.utils.deterministic
     threads, fills = torch.get_num_threads(), deterministic.fill_uninitialized_memory
@@ -241,7 +241,7 @@ def _on_records(schema: type[C], model: Model | None, data: Data | None, config:
 def _config(
     schema: type[C], model: Model | None, file: Path | None, tables: dict[str, Any], source: str, name: str
 ) -> C:
-    """The checked configuration: the model, and a name that no run has where none was given. Refuses what the commands refuse."""
+    """Checks a configuration; without a name, the run gets one that is free. Raises the errors of the commands."""
     from nmoe.preflight.preflight import refuse_to_start
 
     if model is not None:

@@ -58,7 +58,7 @@ _NUMBERS = {"gsm_symbolic": Fraction(0), "coin_flip": Fraction(1, 10**4)}
 
 
 def has_form(name: str, answer: str, gold: str) -> bool:
-    """Whether the whole answer is one to a problem of this dataset; True for datasets whose verifiers read all of it."""
+    """Whether the whole text has the form of an answer to this dataset; True for datasets whose verifiers read all of it."""
     answer = answer.strip()
     if name in _WHOLE and not _WHOLE[name].fullmatch(answer):
         return False

@@ -126,7 +126,7 @@ def key_of(content: Mapping[str, Any]) -> str:
 
 
 def fence_of(texts: Sequence[str]) -> str:
-    """Returns 16 hexadecimal digits, a hash of the texts that occurs in none of them.
+    """Returns a fence for the texts: 16 hexadecimal digits, a hash of the texts that occurs in none of them.
 
     A policy cannot write the digest of its text. Text between two fences is therefore the policy's, and text outside them
     the template's.

@@ -77,7 +77,7 @@ class Rating:
 
 
 class Reward(Protocol):
-    """One of `[[rewards]]`."""
+    """The protocol of a reward: it rates the samples of one problem."""
 
     @property
     def name(self) -> str: ...

@@ -62,7 +62,7 @@ async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:
 
 
 async def rate(reward: Reward, samples: Samples) -> Sequence[Rating]:
-    """Returns one rating for each sample: 0 for those that are not right, where the reward is for right answers only. Raises
+    """Has one reward rate each sample; with `only_if_correct`, wrong answers get 0. Raises
     RewardError with the index of the sample among all."""
     if not reward.only_if_correct:
         return await reward.rate(samples)
@@ -153,7 +153,7 @@ def columns_of(problem: Problem) -> dict[str, Any]:
 
 
 def completion_of(environment: Environment, trajectory: Trajectory) -> Completion:
-    """Returns a string in plain text; otherwise messages: every turn's, with the tools' answers and the user's messages between.
+    """Converts a trajectory for rewards: to a string in plain text, otherwise to the messages of all turns, tools and users.
 
     [{"role": "assistant", "content": "",
       "tool_calls": [{"type": "function", "function": {"name": "python", "arguments": "{...}"}}]},

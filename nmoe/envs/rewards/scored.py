@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class VerifierReward:
-    """A verifier's reward; an empty answer gets 0."""
+    """A verifier as the reward; an empty answer gets 0."""
 
     def __init__(self, settings: VerifierRewardConfig) -> None:
         self.name, self.weight = settings.name, settings.weight
@@ -59,7 +59,7 @@ class VerifierReward:
 
 
 class RewardModelReward:
-    """A reward model's reward.
+    """A reward model as the reward.
 
     Its scale is arbitrary, so an empty answer cannot be given 0. It gets the lowest reward among the answers of its group, and
     none if the group has no answer.

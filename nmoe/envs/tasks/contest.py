@@ -219,7 +219,7 @@ def _function(record: Record) -> str:
 
 
 def _plain(field: str, value: Any) -> Any:
-    """The value, or what its JSON text says; texts packed as LiveCodeBench does it are unpacked."""
+    """Decodes a value from its JSON text; texts packed as LiveCodeBench does it are unpacked."""
     if not isinstance(value, str):
         return value
     try:

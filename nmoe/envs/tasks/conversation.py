@@ -53,7 +53,7 @@ class ConversationTask(QuestionTask, ABC):
 
     @abstractmethod
     def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
-        """Responds to any turn, however strange.
+        """Responds to a turn; the turn may hold any text.
 
         `rng` is seeded by the run's seed, the problem's position, the sample and the turn.
         """

@@ -68,7 +68,7 @@ class SortTask(DigitsTask, GeneratedTask):
 
 
 class NumericTask(QuestionTask):
-    """The base of gsm8k, add, arithmetic and sum.
+    """The base of tasks whose answer is a number, compared by value: gsm8k, add, arithmetic and sum.
 
     The answer is a number in simplest form: 47 + 85 and 264/2 are still to be worked out, and a percent sign or a unit may be
     added only where the question asks for it.

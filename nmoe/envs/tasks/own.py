@@ -29,7 +29,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class Task:
-    """A prompt and a grade: the smallest task.
+    """The smallest task that a user writes: a prompt and a grade.
 
         >>> import nmoe
         >>> class Shout(nmoe.Task):
@@ -203,7 +203,7 @@ def _message(pair: tuple[str, str]) -> Message:
 
 
 class GradedTask(OwnTask):
-    """A `Task` as the rest of nmoe knows it."""
+    """Adapts a user's `Task` to `QuestionTask`."""
 
     def __init__(self, task: Any, name: str) -> None:
         self._task, self._name = task, name
@@ -239,7 +239,7 @@ class GradedTask(OwnTask):
 
 
 class GeneratedGradedTask(GradedTask, GeneratedTask):
-    """A `Task` with `generate`."""
+    """Adapts a user's `Task` that has `generate`."""
 
     def pose_new(self, rng: random.Random, difficulty: int) -> Posed:
         with _of_the_user(f"task {self._name}: generate"):
@@ -250,7 +250,7 @@ class GeneratedGradedTask(GradedTask, GeneratedTask):
 
 
 class EpisodeTask(OwnTask, ConversationTask, GeneratedTask):
-    """A `MultiTurnEnv` as the rest of nmoe knows it: a state machine whose state is the attributes of the instance."""
+    """Adapts a user's `MultiTurnEnv` to `ConversationTask`: a state machine whose state is the attributes of the instance."""
 
     def __init__(self, template: MultiTurnEnv, name: str) -> None:
         self._template, self._name = template, name

@@ -105,7 +105,7 @@ def read_order(text: str, options: Sequence[str]) -> str | None:
 
 
 class PlainTask(QuestionTask):
-    """The base of these tasks: the whole message is read by `read`, and the reading is compared with the gold."""
+    """The base of tasks in plain English: `read` reads the whole message, and its reading is compared with the gold."""
 
     answer_form: AnswerForm = "whole"
 
@@ -129,7 +129,7 @@ class PlainTask(QuestionTask):
 
 
 class NumberTask(PlainTask):
-    """The answer is a number."""
+    """A task whose answer is a number."""
 
     def read(self, problem: Problem, text: str) -> str | None:
         return read_number(text)
@@ -139,7 +139,7 @@ class NumberTask(PlainTask):
 
 
 class ChoiceTask(PlainTask):
-    """The answer is one of the options that the question names."""
+    """A task whose answer is one of the options that the question names."""
 
     contrary = ""
     """Words, joined by `|`, that say the opposite of what the question asks for."""
@@ -156,7 +156,7 @@ class ChoiceTask(PlainTask):
 
 
 class LetterTask(PlainTask):
-    """The answer is a letter, in lower case."""
+    """A task whose answer is a letter, in lower case."""
 
     def read(self, problem: Problem, text: str) -> str | None:
         return read_letter(text)
@@ -166,7 +166,7 @@ class LetterTask(PlainTask):
 
 
 class OrderTask(PlainTask):
-    """The answer is a row of options, joined by ", "."""
+    """A task whose answer is a row of options, joined by ", "."""
 
     def options(self, problem: Problem) -> list[str]:
         raise NotImplementedError

@@ -42,7 +42,7 @@ RUBRIC = """- 1: the solution is complete and correct, every step of it is justi
 
 
 def read_score(answer: str) -> Fraction | None:
-    """Returns the score that an answer gives; None if it gives none of the three."""
+    """Reads the score in an answer: 0, 1/2 or 1; None for any other answer."""
     phrases = list(_CLOSING.finditer(answer))
     text = answer[phrases[-1].end() :] if phrases else answer
     if len(text.strip()) > MAX_ANSWER_CHARS:

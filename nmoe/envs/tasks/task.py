@@ -48,10 +48,9 @@ whole   the whole final message and, in plain text without a box, the whole text
 
 
 class QuestionTask(ABC):
-    """The base of all tasks: the question is one user message, and an answer is right or wrong. `nmoe.Task` is the short form for
-    users.
+    """The base of all tasks: the question is one user message, and an answer is right or wrong.
 
-    A task with more abilities has one of the classes below as a base, too.
+    `nmoe.Task` is the short form for users. A task with more abilities has one of the classes below as a base, too.
     """
 
     answer_form: AnswerForm

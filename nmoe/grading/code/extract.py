@@ -66,7 +66,7 @@ def names_read(code: str) -> set[str]:
 
 
 def methods(code: str) -> tuple[str, ...]:
-    """The names that code gives to methods and attributes of its classes and objects; empty if it is not valid Python."""
+    """The names of methods and attributes that code gives its classes and objects; empty if it is not valid Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -356,7 +356,7 @@ def main(spec: dict[str, Any], nonce: str) -> None:
 
 
 def _stand_in(channel: Channel, name: str) -> Any:
-    """What the tests see under a name of the solution: a class for its exceptions, so that `except` can name it, or a proxy."""
+    """Returns the stand-in for a name of the solution: a class for its exceptions, so that `except` can name it, or a proxy."""
     try:
         found = channel.ask("get", [name])
     except Exception:

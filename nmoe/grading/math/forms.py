@@ -34,7 +34,7 @@ Kind = Literal["list", "record", "brackets", "set", "union", "difference", "matr
 
 @dataclass(frozen=True)
 class Compound:
-    r"""A form made of several forms.
+    r"""A form with parts: a list, set, interval, matrix, relation or record.
 
     `detail` is the brackets ("(]"), the relations ("<,\le"), the shape of a matrix ("2x3"), a record's names (one per line),
     a congruence's modulus, or "pm" for the set of a value with both signs.
@@ -50,7 +50,7 @@ Form = Scalar | Compound
 
 @dataclass(frozen=True)
 class Answer:
-    r"""A whole answer, read.
+    r"""A parsed answer: its text, form, label and condition.
 
     `label` is the name that it gives its value ("x", "f(x)"), or "". `relation` is then the form that still has the name.
     `condition` is a condition on an index at its end, "k\in\mathbb{Z}". `text` is the whole normalised text.

@@ -37,7 +37,7 @@ _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\{?([0-9
 
 @dataclass(frozen=True)
 class Number:
-    """A value and how it is written.
+    """A number: its value, and how it is written.
 
     `places` is the number of digits after the point of a decimal, which may be rounded (less the exponent of ten: 1 for 1.50e1);
     None for exact numbers. `simplest` is False for a fraction not in lowest terms, a fraction that is an integer, a scientific

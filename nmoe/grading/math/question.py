@@ -32,7 +32,7 @@ Units = Literal["asked", "as_gold", "any"]
 
 @dataclass(frozen=True)
 class Policy:
-    """Which differences in form are allowed.
+    """The differences in form that an answer may have from the gold.
 
     `answer_order`: whether a list without brackets, "1, 2", is ordered. A list of tuples is never ordered, and named values
     are always compared by name.

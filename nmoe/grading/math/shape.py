@@ -146,7 +146,7 @@ class Parser:
         return multiply(factors)
 
     def divisor(self, by: Shape) -> Shape:
-        """The factor that a division by a shape is, as written."""
+        """The factor that stands for a division by a shape, as written."""
         return power(by, Fraction(-1))
 
     def raised(self, base: Shape, exponent: Shape) -> Shape:
