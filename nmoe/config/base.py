@@ -57,7 +57,7 @@ class NameIn:
 
     def refusal(self, name: str) -> str | None:
         """Why the name is refused, if it is."""
-        if name in self.registry and (self.among is None or name in self.among or name not in self.registry.own):
+        if name in self.registry and (self.among is None or name in self.among or name not in self.registry.builtin):
             return None
         return self.registry.refusal(name, self.among)
 

@@ -2,7 +2,7 @@
 
 A configuration names a part in one of four ways:
 
-    sort                      one of nmoe's own
+    sort                      a built-in part
     countdown                 offered by an installed package, as an entry point of the table's group (`nmoe.tasks`, ...)
     countdown                 registered by the running program: `TASKS.register("countdown", Countdown)`
     my_module:Countdown       an object of a module, found as Python finds modules, first in the working directory
@@ -40,19 +40,24 @@ _of_this_call: ContextVar[dict[str, Any] | None] = ContextVar("_of_this_call", d
 class Registry:
     """The parts of one kind, by name. Its methods raise UserError for a name that has no part, or more than one."""
 
-    def __init__(self, kind: str, group: str, own: Mapping[str, str] = _NOTHING, key: str = "") -> None:
-        """`kind`, such as "task", names the parts in messages; `group`, such as `nmoe.tasks`, is the group of entry points. `own`
-        has nmoe's parts: name -> `module:attribute`. `key` is the setting that names one, if other frameworks call its values by
-        other names (`nmoe.config.elsewhere`)."""
-        self.kind, self.group, self.own, self.key = kind, group, own, key
+    def __init__(self, kind: str, group: str, builtin: Mapping[str, str] = _NOTHING, key: str = "") -> None:
+        """`kind`, such as "task", names the parts in messages; `group`, such as `nmoe.tasks`, is the group of entry points.
+        `builtin` has nmoe's parts: name -> `module:attribute`. `key` is the setting that names one, if other frameworks call its
+        values by other names (`nmoe.config.elsewhere`)."""
+        self.kind, self.group, self.builtin, self.key = kind, group, builtin, key
         self._registered: dict[str, Any] = {}
 
     def names(self) -> list[str]:
         """All names that need no module: first nmoe's, then registered names, then those that packages offer."""
-        return list(dict.fromkeys([*self.own, *self._registered, *self._offered]))
+        return list(dict.fromkeys([*self.builtin, *self._registered, *self._offered]))
 
     def __contains__(self, name: str) -> bool:
-        return name in self.own or name in self._registered or bool(_IN_MODULE.fullmatch(name)) or name in self._offered
+        return (
+            name in self.builtin
+            or name in self._registered
+            or bool(_IN_MODULE.fullmatch(name))
+            or name in self._offered
+        )
 
     def refusal(self, name: str, among: Iterable[str] | None = None) -> str:
         """Why a name that is not contained is refused: the names there are, of `among` where only those fit."""
@@ -67,8 +72,8 @@ class Registry:
         """The part of this name, imported if need be."""
         if name in self._registered:
             return self._registered[name]
-        if name in self.own:
-            return load_object(self.kind, self.own[name])
+        if name in self.builtin:
+            return load_object(self.kind, self.builtin[name])
         if ":" in name:
             return load_object(self.kind, name)
         offers = self._offered.get(name, [])
@@ -95,7 +100,7 @@ class Registry:
         self._registered[name] = part
 
     def _taken_by(self, name: str) -> str | None:
-        if name in self.own:
+        if name in self.builtin:
             return "nmoe"
         if name in self._registered:
             return _origin(self._registered[name])
@@ -103,12 +108,12 @@ class Registry:
 
     @cached_property
     def _offered(self) -> dict[str, list[EntryPoint]]:
-        """The parts that installed packages offer. Raises UserError for an offer whose name is one of nmoe's own."""
+        """The parts that installed packages offer. Raises UserError for an offer with the name of a built-in part."""
         offered: dict[str, list[EntryPoint]] = {}
         for entry in entry_points(group=self.group):
-            if entry.name in self.own:
+            if entry.name in self.builtin:
                 raise UserError(
-                    f"the {self.kind} {entry.name!r} of {_package(entry)} has the name of one of nmoe's own; the package has to "
+                    f"the {self.kind} {entry.name!r} of {_package(entry)} has the name of a built-in one; the package has to "
                     f"rename it in its entry points of the group {self.group!r}"
                 )
             offered.setdefault(entry.name, []).append(entry)

@@ -71,7 +71,7 @@ def _chosen(environment: Environment) -> Iterator[Problem]:
 
 
 def _of_nmoe(task_type: str) -> bool:
-    return task_type in names.TASKS.own
+    return task_type in names.TASKS.builtin
 
 
 def _problems(order: Order) -> list[Problem]:

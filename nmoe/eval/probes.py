@@ -49,7 +49,7 @@ class Probe:
     max_tokens: int
     shares_tools: bool
 
-    def own(self, results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def results_in(self, results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """This probe's among the results of an evaluation, in its mode: over all problems first, then by source."""
         name, mode = self.environment.settings.env_id, self.section.sampled.name
         return [one for one in results if one["mode"] == mode and f"{one['dataset']}/".startswith(f"{name}/")]
@@ -140,16 +140,16 @@ class Probes:
 
     def reason_to_end(self, evaluations: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
         """Why the run ends after the last of these evaluations, each the results of a step, oldest first; None if it goes on.
-        Only a probe that was asked last can end it: the run went on after what others said, the baseline among it."""
+        Only a probe that was asked last can end it: the run went on after the results of the others, such as the baseline."""
         for probe, _ in self._asked:
-            if not probe.own(evaluations[-1]):
+            if not probe.results_in(evaluations[-1]):
                 continue
             section = probe.section
-            own = [mine for results in evaluations if (mine := probe.own(results))]
-            whole = [results[0] for results in own]
+            history = [mine for results in evaluations if (mine := probe.results_in(results))]
+            whole = [results[0] for results in history]
             if (reason := reason_of_drops(whole, section.fatal_drops, section.role)) is not None:
                 return reason
-            rates: list[Rates] = [rates_of(results) for results in own]
+            rates: list[Rates] = [rates_of(results) for results in history]
             if rates and (reason := reason_to_end(rates, section.enough, section.patience)) is not None:
                 return reason
         return None
@@ -157,7 +157,7 @@ class Probes:
     def notes(self, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """One text for each probe among the records: its result over all problems, and the difference from step 0."""
         for probe, _ in self._asked:
-            for one in probe.own(records)[:1]:
+            for one in probe.results_in(records)[:1]:
                 where = "out of distribution" if probe.section.role == OUTSIDE else "held-out"
                 text = f"{where} {one['mode']} on {one['dataset']} {one['value']:.1%} [{one['low']:.1%}, {one['high']:.1%}]"
                 ended = how_ended(one)

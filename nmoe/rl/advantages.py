@@ -151,7 +151,7 @@ def estimator(algorithm: AlgorithmSection, critic: CriticSection | None) -> Esti
     if algorithm.multi_reward == "gdpo":
         return Gdpo()
     part = ADVANTAGES.get(algorithm.advantage)
-    if algorithm.advantage not in ADVANTAGES.own:
+    if algorithm.advantage not in ADVANTAGES.builtin:
         return UserFunction(part)
     if part is Gae:
         assert critic is not None, "gae is refused without a critic"

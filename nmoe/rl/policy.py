@@ -70,7 +70,7 @@ def own_loss(algorithm: AlgorithmSection) -> Objective | None:
     if algorithm.loss == "cispo":
         return cispo(high)
     assert low is not None, "every loss but cispo has a lower bound"
-    if algorithm.loss not in LOSSES.own:
+    if algorithm.loss not in LOSSES.builtin:
         return None
     if algorithm.loss == "gspo":
         return gspo(low, high)

@@ -25,8 +25,8 @@ def named_code(bundle: Bundle) -> list[str]:
     # The record names its problem's task beside the pool's.
     tasks = {*task_types(settings.task_pool), str(bundle.record["task_type"])}
     # What no table has is refused where it is looked up; there is nothing to run.
-    found = [_function("task", name) for name in sorted(tasks - TASKS.own.keys()) if name in TASKS]
-    found += [_function("tool", name) for name in tools if name not in TOOLS.own and name in TOOLS]
+    found = [_function("task", name) for name in sorted(tasks - TASKS.builtin.keys()) if name in TASKS]
+    found += [_function("tool", name) for name in tools if name not in TOOLS.builtin and name in TOOLS]
     found += [
         _function("reward function", one.call)
         for one in settings.rewards

@@ -161,7 +161,7 @@ def test_parts_of_an_installed_package_are_named_in_toml(install: Install) -> No
 def test_a_name_taken_twice_is_refused_with_both_owners(install: Install, name: str) -> None:
     install("first", MODULE, f"[nmoe.tasks]\n{name} = first:Shout\n")
     if name == "sort":
-        with pytest.raises(UserError, match=r"task 'sort' of first 1\.0 has the name of one of nmoe's own"):
+        with pytest.raises(UserError, match=r"task 'sort' of first 1\.0 has the name of a built-in one"):
             registry.TASKS.names()
         return
 

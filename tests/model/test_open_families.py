@@ -32,7 +32,7 @@ class Renamed:
 @pytest.fixture(autouse=True)
 def fresh(renamed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table with nmoe's own families alone, which has not looked for those of packages yet."""
-    table = Registry("family", FAMILIES.group, FAMILIES.own)
+    table = Registry("family", FAMILIES.group, FAMILIES.builtin)
     for module in (families, checkpoint):
         monkeypatch.setattr(module, "FAMILIES", table)
 

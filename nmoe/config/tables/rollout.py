@@ -63,7 +63,7 @@ class ToolsSettings(Section):
     """The tools that the policy may call between its turns."""
 
     use: Array[str] = Field(
-        description=f"the tools: {', '.join(TOOLS.own)}, or a function of your own as `package.module:function`"
+        description=f"the tools: {', '.join(TOOLS.builtin)}, or a function of your own as `package.module:function`"
     )
     read: Array[str] | None = None
     """paths of the workspace that calls may read, `.` for all of it; writable paths are readable too. Default: all"""

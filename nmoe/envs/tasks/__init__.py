@@ -20,7 +20,7 @@ class _Tasks(dict[str, QuestionTask]):
 
     def __missing__(self, name: str) -> QuestionTask:
         part = registry.TASKS.get(name)
-        if name in registry.TASKS.own:
+        if name in registry.TASKS.builtin:
             return self.setdefault(name, adapted(part, name))
         key = (name, id(part))
         if key not in self._parts:
