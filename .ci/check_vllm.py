@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from check import hold
-from nmoe.learner.forward import batch_logprobs
 
 from nmoe.learner.batch import Batch
+from nmoe.learner.passes import batch_logprobs
 from nmoe.model.policy import load_policy
 from nmoe.runs.conversions import export_checkpoint
 from nmoe.runs.resolve import resolve_checkpoint
