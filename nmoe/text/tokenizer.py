@@ -160,8 +160,9 @@ class Tokenizer:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             files = {_MODEL_FILE: self._definition(pretty=True), **self._side_files}
-            settings = generation.read_generation(directory) if (directory / generation.FILE).exists() else {}
-            there = generation.end_ids_of(settings, directory)
+            has_settings = (directory / generation.FILE).exists()
+            settings = generation.read_generation(directory) if has_settings else {}
+            there = generation.ends_in(directory) if has_settings else ()
             if (there or self.generation_ends) and not set(self.end_ids).issubset(there):
                 settings["eos_token_id"] = list(dict.fromkeys([*there, *self.end_ids]))
                 files[generation.FILE] = json.dumps(settings, indent=2) + "\n"
