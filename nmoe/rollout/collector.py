@@ -13,8 +13,9 @@ from typing import Any
 from nmoe.engine.api import Engine, Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.gather import all_or_none
+from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import RewardError
-from nmoe.envs.rewards.rewards import rated, samples_of
+from nmoe.envs.rewards.rewards import rated
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError

@@ -18,8 +18,9 @@ from nmoe.config.tables.pools import GeneratedPool
 from nmoe.config.tables.rewards import FunctionRewardConfig, Rubric
 from nmoe.envs.environment import Environment, identity_of
 from nmoe.envs.grade import COMPONENTS
+from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import Rating, RewardError
-from nmoe.envs.rewards.rewards import rate, samples_of, with_ratings
+from nmoe.envs.rewards.rewards import rate, with_ratings
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.envs.tools.executor import AsyncToolExecutor

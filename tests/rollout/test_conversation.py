@@ -20,7 +20,7 @@ from scripted_engine import ScriptedEngine
 from nmoe.engine.api import Request
 from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
-from nmoe.envs.rewards.rewards import completion_of, samples_of
+from nmoe.envs.rewards.conversation import completion_of, samples_of
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import AssistantTurn, Response, State, plain_json
 from nmoe.envs.tasks.numeric import GuessTask

@@ -1,12 +1,9 @@
-"""All rewards of an environment: loads them, gives them trajectories as chat messages or text, and adds their ratings to the
-grades."""
+"""All rewards of an environment: loads them, and adds their ratings to the grades of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
 
 from nmoe.config.tables.rewards import (
     FunctionRewardConfig,
@@ -19,14 +16,10 @@ from nmoe.config.tables.rewards import (
 from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.function import FunctionReward
 from nmoe.envs.rewards.judge import JudgeReward
-from nmoe.envs.rewards.reward import LARGEST, Completion, Prompt, Rating, Reward, RewardError, Samples
+from nmoe.envs.rewards.reward import LARGEST, Rating, Reward, RewardError, Samples
 from nmoe.envs.rewards.scored import RewardModelReward, VerifierReward
 from nmoe.envs.rewards.service import HttpReward
-from nmoe.trajectory import Trajectory
-from nmoe.types import Grade, Problem, TrainerState
-
-if TYPE_CHECKING:
-    from nmoe.envs.environment import Environment
+from nmoe.types import Grade
 
 
 def load_rewards(settings: Sequence[RewardConfig]) -> list[Reward]:
@@ -122,65 +115,3 @@ def with_ratings(grade: Grade, ratings: Mapping[str, tuple[float, Rating]]) -> G
         cached=tuple(name for name, (_, rating) in ratings.items() if rating.cached),
         step_rewards=tuple(step for _, rating in ratings.values() for step in rating.steps),
     )
-
-
-def samples_of(environment: Environment, trajectories: Sequence[Trajectory], state: TrainerState) -> Samples:
-    """Builds what the environment's rewards receive, from the trajectories of one problem."""
-    problem = trajectories[0].problem
-    messages = environment.prompts.messages(problem)
-    prompt: Prompt = [{"role": message.role, "content": message.content} for message in messages]
-    if environment.settings.format == "boxed":
-        prompt = "\n\n".join(message.content for message in messages) + "\n"
-    return Samples(
-        problem=problem,
-        messages=messages,
-        prompt=prompt,
-        completions=[completion_of(environment, trajectory) for trajectory in trajectories],
-        answers=[environment.renderer.said(trajectory.turns[-1].said_ids)[1] for trajectory in trajectories],
-        trajectories=trajectories,
-        columns=columns_of(problem),
-        state=state,
-        decode=environment.tokenizer.decode,
-    )
-
-
-def columns_of(problem: Problem) -> dict[str, Any]:
-    """Returns the problem's columns: the fields of its record by their own names.
-
-    `gold` and the task's metadata, such as a generated problem's `difficulty`, are added where no field has that name.
-    """
-    return {**problem.metadata, "gold": problem.gold, **problem.columns}
-
-
-def completion_of(environment: Environment, trajectory: Trajectory) -> Completion:
-    """Converts a trajectory for rewards: to a string in plain text, otherwise to the messages of all turns, tools and users.
-
-    [{"role": "assistant", "content": "",
-      "tool_calls": [{"type": "function", "function": {"name": "python", "arguments": "{...}"}}]},
-     {"role": "tool", "name": "python", "content": "42"},
-     {"role": "assistant", "content": "The answer is 42.", "reasoning_content": "6 * 7 is 42."}]
-    """
-    form = environment.renderer
-    users = {exchange.turn: exchange.user for exchange in trajectory.exchanges if exchange.user is not None}
-    if environment.settings.format == "boxed":
-        texts = [form.said(turn.said_ids)[1] for turn in trajectory.turns]
-        return "\n".join(text for pair in zip_longest(texts, users.values()) for text in pair if text is not None)
-    messages: list[dict[str, Any]] = []
-    for index, turn in enumerate(trajectory.turns):
-        reasoning, content = form.said(turn.said_ids)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if reasoning is not None:
-            message["reasoning_content"] = reasoning
-        if calls := form.calls(index, turn.sample.token_ids):
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
-            ]
-        messages.append(message)
-        messages += [
-            {"role": "tool", "name": event.call.name, "content": event.output}
-            for event in trajectory.tool_events
-            if event.call.call_id.startswith(f"{index}/")
-        ]
-        if index in users:
-            messages.append({"role": "user", "content": users[index]})
-    return messages

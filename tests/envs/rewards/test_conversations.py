@@ -13,7 +13,7 @@ from rollout.test_chat_episode import turns as chat_turns
 from rollout.test_episode import POOL, TOOLS, call, final, in_turn, play
 
 from nmoe.envs.environment import Environment
-from nmoe.envs.rewards.rewards import completion_of, samples_of
+from nmoe.envs.rewards.conversation import completion_of, samples_of
 from nmoe.text.harmony import Harmony
 from nmoe.types import TrainerState
 

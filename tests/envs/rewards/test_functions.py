@@ -15,8 +15,9 @@ from scripted_engine import ScriptedEngine
 
 from nmoe.envs.environment import Environment
 from nmoe.envs.grade import COMPONENTS
+from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import RewardError
-from nmoe.envs.rewards.rewards import rated, samples_of
+from nmoe.envs.rewards.rewards import rated
 from nmoe.errors import UserError
 from nmoe.rl.metrics import rollout_metrics
 from nmoe.rollout.collector import Collector, GradingError, UserCodeFailedError
