@@ -12,7 +12,6 @@ from typing import Any
 from nmoe.errors import UserError
 from nmoe.runs import PROBLEMS
 from nmoe.runs.ledger import read_lines
-from nmoe.runs.record import read_evaluations
 from nmoe.runs.storage import step_name, step_of
 from nmoe.text.printable import printable
 
@@ -166,6 +165,8 @@ def show_answers(run: Path, step: int | None, problems: int) -> Iterator[str]:
     is the last evaluation that has any.
 
     Raises UserError if no answers were kept."""
+    from nmoe.runs.record import read_evaluations  # here, so that `nmoe runs samples` does not wait for torch
+
     found = [one for one in read_evaluations(run / "eval") if any(result.get("answers") for result in one["results"])]
     if not found:
         raise UserError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from nmoe.text.tokenizer import Tokenizer
+if TYPE_CHECKING:  # `nmoe runs list` starts without the library of tokenizers
+    from nmoe.text.tokenizer import Tokenizer
 
 # A terminal obeys control characters (Cc), str.splitlines breaks at Zl and Zp, and surrogates (Cs) cannot be encoded.
 _CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
