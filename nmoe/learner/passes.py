@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nmoe.learner.batch import Batch, micro_batches
 from nmoe.learner.objectives import Objective, Outputs, Scored
-from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares
+from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, entropy_sums, load_shares
 from nmoe.model.device import fetch, kind_of, put
 from nmoe.model.head import Head
 from nmoe.model.idle_threads import IDLE
@@ -147,14 +147,16 @@ class TrainingPass:
                 continue
             if not self.head_only:
                 statistics |= {"logprobs": outputs.logprobs_N.detach(), "entropy": outputs.entropy_N.detach()}
-            here = fetch(*sums, *statistics.values())
+            routed = [] if result.routing is None else [count_load(trace, self.experts), entropy_sums(trace)]
+            # The host waits once for all of them.
+            here = fetch(*sums, *routed, *statistics.values())
             result.loss += float(here[0])
             result.auxiliary_loss += sum(map(float, here[1 : len(sums)]))
-            for name, values_N in zip(statistics, here[len(sums) :], strict=True):
+            for name, values_N in zip(statistics, here[len(sums) + len(routed) :], strict=True):
                 result.columns.setdefault(name, []).append(values_N)
             result.positions.append(positions_N)
             if result.routing is not None:
-                result.routing.add(trace)
+                result.routing.add(trace, *here[len(sums) : len(sums) + len(routed)])
         result.traffic = None if self.dispatcher is None else self.dispatcher.sent()
         return result
 
@@ -170,7 +172,7 @@ class TrainingPass:
             if counts:
                 load_YE += fetch(count_load(trace, self.experts))[0]
         self.ranks.sum(load_YE)
-        return load_shares(load_YE)
+        return put(load_shares(load_YE), self.model.device)
 
 
 def joined(results: Sequence[RankResult]) -> PassResult:

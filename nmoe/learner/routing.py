@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmoe.model.device import fetch, put
 from nmoe.model.moe import RouterTrace
 from nmoe.model.transformer import Transformer
 
@@ -36,16 +35,22 @@ def load_shares(load_YE: Tensor) -> Tensor:
 def auxiliary_loss(trace: RouterTrace, share_YE: Tensor, batch_tokens: int, coefficient: float) -> Tensor:
     """`coef * E * sum_e f_e P_e`, averaged over layers (arXiv:2101.03961, eq. 4-6), of one micro-batch.
 
-    f is the share of picks of the whole batch, P the mean normalised score. Division by the tokens of the whole batch makes the
-    parts of any split add up to the same loss.
+    f is the share of picks of the whole batch, on the model's device, P the mean normalised score. Division by the tokens of the
+    whole batch makes the parts of any split add up to the same loss.
     """
     layers, experts = share_YE.shape
     total = torch.zeros((), device=trace.scores_TE[0].device)
-    share_YE = put(share_YE, total.device)
     for layer, scores_TE in enumerate(trace.scores_TE):
         mean_E = (scores_TE / scores_TE.sum(-1, keepdim=True)).sum(0) / batch_tokens
         total = total + (share_YE[layer].to(mean_E) * mean_E).sum()
     return coefficient * experts / layers * total
+
+
+@torch.no_grad()
+def entropy_sums(trace: RouterTrace) -> Tensor:
+    """Per layer, the sum of the entropies in nats of all tokens' normalised scores, `[Y]` in fp64 on the model's device."""
+    shares = (scores_TE / scores_TE.sum(-1, keepdim=True) for scores_TE in trace.scores_TE)
+    return torch.stack([torch.special.entr(shares_TE).sum() for shares_TE in shares]).double()
 
 
 @torch.no_grad()
@@ -72,12 +77,9 @@ class RoutingStatistics:
     def empty(cls, layers: int, experts: int) -> RoutingStatistics:
         return cls(torch.zeros(layers, experts, dtype=torch.int64), torch.zeros(layers, dtype=torch.float64))
 
-    @torch.no_grad()
-    def add(self, trace: RouterTrace) -> None:
-        """Adds a micro-batch. The host waits once, and once more where routes were recorded."""
-        shares = (scores_TE / scores_TE.sum(-1, keepdim=True) for scores_TE in trace.scores_TE)
-        entropy_Y = torch.stack([torch.special.entr(shares_TE).sum() for shares_TE in shares]).double()
-        load_YE, entropy_Y = fetch(count_load(trace, self.load_YE.shape[1]), entropy_Y)
+    def add(self, trace: RouterTrace, load_YE: Tensor, entropy_Y: Tensor) -> None:
+        """Adds a micro-batch with its load and entropies, on the host. Where routes were recorded, the host waits for the
+        device."""
         self.load_YE += load_YE
         self.entropy_sum_Y += entropy_Y
         self.tokens += int(trace.chosen_TK[0].shape[0])

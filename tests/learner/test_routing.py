@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, move_router_bias
+from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, entropy_sums, move_router_bias
 from nmoe.model.moe import RouterTrace
 from nmoe.model.transformer import Transformer
 
@@ -23,6 +23,10 @@ def trace(replay: list[list[list[int]]] | None = None) -> RouterTrace:
     )
 
 
+def add(statistics: RoutingStatistics, trace: RouterTrace) -> None:
+    statistics.add(trace, count_load(trace, statistics.load_YE.shape[1]), entropy_sums(trace))
+
+
 OWN = [[[0, 1], [0, 1]], [[3, 2], [0, 1]], [[0, 1], [0, 3]]]
 
 
@@ -37,9 +41,9 @@ def test_load_counts_what_was_run_when_routes_are_replayed() -> None:
 
 def test_statistics_by_hand() -> None:
     statistics = RoutingStatistics.empty(2, 4)
-    statistics.add(trace())
+    add(statistics, trace())
     assert statistics.load_YE.tolist() == [[2, 2, 1, 1], [3, 2, 0, 1]]
-    statistics.add(trace())
+    add(statistics, trace())
     assert statistics.load_YE.tolist() == [[4, 4, 2, 2], [6, 4, 0, 2]]
     assert statistics.tokens == 6
     assert statistics.picks == 6 * 2 * 2
@@ -52,7 +56,7 @@ def test_statistics_by_hand() -> None:
 
 def test_entropy_is_that_of_normalised_scores() -> None:
     statistics = RoutingStatistics.empty(1, 2)
-    statistics.add(RouterTrace(None, [torch.tensor([[0]])], [torch.tensor([[0.9, 0.9]])], [torch.zeros(2)]))
+    add(statistics, RouterTrace(None, [torch.tensor([[0]])], [torch.tensor([[0.9, 0.9]])], [torch.zeros(2)]))
     assert statistics.router_entropy() == pytest.approx([math.log(2)], abs=1e-6)
 
 
@@ -66,27 +70,27 @@ def test_violation_of_few_tokens_over_many_experts() -> None:
 def test_replayed_routes_of_ones_own_flip_nothing() -> None:
     statistics = RoutingStatistics.empty(2, 4)
     turned = [[picks[::-1] for picks in token] for token in OWN]  # the order of picks is no difference
-    statistics.add(trace(turned))
+    add(statistics, trace(turned))
     assert (statistics.flips, statistics.largest_flip_gap) == (0, 0.0)
 
 
 def test_flips_are_counted_with_their_gap() -> None:
     replay = [[[0, 2], [0, 1]], [[3, 2], [2, 3]], [[0, 1], [0, 3]]]
     statistics = RoutingStatistics.empty(2, 4)
-    statistics.add(trace(replay))
+    add(statistics, trace(replay))
     # Token 0, layer 0: expert 2 (0.2) ran where 1 (0.3) would have. Token 1, layer 1: 2 and 3 (0.0 and 0.01 with its bias) ran
     # for 0 and 1 (0.5 each).
     assert statistics.flips == 1 + 2
     assert statistics.largest_flip_gap == pytest.approx(0.5 - 0.0)
     only_first = RoutingStatistics.empty(2, 4)
-    only_first.add(trace([replay[0], OWN[1], OWN[2]]))
+    add(only_first, trace([replay[0], OWN[1], OWN[2]]))
     assert only_first.flips == 1
     assert only_first.largest_flip_gap == pytest.approx(0.3 - 0.2)
     falling = RoutingStatistics.empty(2, 4)
-    falling.add(trace([[[0, 3], [0, 1]], OWN[1], [[0, 1], [0, 2]]]))
+    add(falling, trace([[[0, 3], [0, 1]], OWN[1], [[0, 1], [0, 2]]]))
     assert falling.largest_flip_gap == pytest.approx(0.3 - 0.1), "a later flip has a smaller gap, 0.01"
     biased = RoutingStatistics.empty(2, 4)
-    biased.add(trace([OWN[0], OWN[1], [[0, 1], [0, 2]]]))
+    add(biased, trace([OWN[0], OWN[1], [[0, 1], [0, 2]]]))
     assert biased.flips == 1
     assert biased.largest_flip_gap == pytest.approx(0.01)  # of the scores that were chosen by, bias included
 
@@ -98,8 +102,8 @@ def test_parts_of_a_batch_join_to_the_whole(order: tuple[int, int]) -> None:
     large = [[[0, 2], [0, 1]], [[3, 2], [2, 3]], OWN[2]]  # a gap of 0.5
     whole, parts = RoutingStatistics.empty(2, 4), [RoutingStatistics.empty(2, 4) for _ in range(2)]
     for part, replay in zip(parts, (small, large), strict=True):
-        part.add(trace(replay))
-        whole.add(trace(replay))
+        add(part, trace(replay))
+        add(whole, trace(replay))
     assert [round(part.largest_flip_gap, 6) for part in parts] == [0.01, 0.5]
     first, second = (parts[place] for place in order)
     first.join(second)
