@@ -24,14 +24,13 @@ import nmoe.sandbox
 from nmoe.config import registry as names
 from nmoe.config.tables.pools import DatasetKeys, GeneratedPool, MixturePool
 from nmoe.envs.environment import Environment
-from nmoe.envs.gather import all_or_none
 from nmoe.envs.pools.pool import Mixture, Order, stable_hash
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.task import SandboxTask
 from nmoe.envs.tasks.text import OpenTask
 from nmoe.errors import InfrastructureError, StorageError, UserError
 from nmoe.runs.storage import append_whole
-from nmoe.runs.waiting import wait_for
+from nmoe.runs.waiting import all_or_none, wait_for
 from nmoe.sandbox.api import OpensSandboxes
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.types import Problem, Verdict

@@ -12,7 +12,6 @@ from typing import Any
 
 from nmoe.engine.api import Engine, Request
 from nmoe.envs.environment import Environment
-from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import RewardError
 from nmoe.envs.rewards.rewards import rated
@@ -20,6 +19,7 @@ from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError
 from nmoe.rollout.episode import ConversationError, Episode, Player, request_seed
+from nmoe.runs.waiting import all_or_none
 from nmoe.sandbox.api import OpensSandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.sandbox.workspaces.sources import WorkspaceError

@@ -1,9 +1,9 @@
-"""Wait for a coroutine from code that is not asynchronous."""
+"""Waits for coroutines: from synchronous code, and for several that all stop as soon as one fails."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, TypeVar
@@ -22,3 +22,18 @@ def wait_for(coroutine: Coroutine[Any, Any, R]) -> R:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(copy_context().run, asyncio.run, coroutine).result()
+
+
+async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Runs the coroutines concurrently and returns their results in order.
+
+    If one raises, or the caller is cancelled, the others are cancelled and have ended before this function returns.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

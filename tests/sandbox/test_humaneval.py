@@ -16,8 +16,8 @@ from real_benchmarks import DATA, REAL, WHOLE
 
 from nmoe.config.packaged import packaged_environment
 from nmoe.envs.environment import Environment
-from nmoe.envs.gather import all_or_none
 from nmoe.envs.tasks import TASKS, Attempt
+from nmoe.runs.waiting import all_or_none
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Problem, Verdict
 

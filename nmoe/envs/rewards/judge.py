@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.tables.rewards import PLACEHOLDER, JudgeRewardConfig, names_in
-from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.reward import Completion, Prompt, Rating, RewardError, Samples, UnavailableError
 from nmoe.envs.rewards.service import Service
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
 from nmoe.runs.storage import storage_errors
+from nmoe.runs.waiting import all_or_none
 
 _SHOWN_CHARS = 200
 

@@ -13,12 +13,12 @@ from nmoe.config.tables.rewards import (
     RewardModelRewardConfig,
     VerifierRewardConfig,
 )
-from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.function import FunctionReward
 from nmoe.envs.rewards.judge import JudgeReward
 from nmoe.envs.rewards.reward import LARGEST, Rating, Reward, RewardError, Samples
 from nmoe.envs.rewards.scored import RewardModelReward, VerifierReward
 from nmoe.envs.rewards.service import HttpReward
+from nmoe.runs.waiting import all_or_none
 from nmoe.types import Grade
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from nmoe.config.tables.rewards import RewardModelRewardConfig, VerifierRewardConfig
 from nmoe.data.prm import split_steps
-from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.reward import Rating, Reward, Samples, Scorer, StepScorer
+from nmoe.runs.waiting import all_or_none
 
 Decode = Callable[[Sequence[int]], str]
 
