@@ -121,8 +121,8 @@ def test_the_installed_commands_need_no_checkout(installed: Callable[..., str], 
             shown.partition("\n[")[0] == (ROOT / f"nmoe/packaged/configs/{name}.toml").read_text().partition("\n[")[0]
         )
     (tmp_path / "own.toml").write_text(installed(nmoe, "env", "show", "code_fix"))
-    load = "import nmoe.config.environment as e; print(e.load_environment(e.Path('own.toml')).env_id, e.__file__)"
-    assert installed(sys.executable, "-c", load) == f"code_fix {site}/nmoe/config/environment.py\n"
+    load = "import nmoe.config.loader as e; print(e.load_environment(e.Path('own.toml')).env_id, e.__file__)"
+    assert installed(sys.executable, "-c", load) == f"code_fix {site}/nmoe/config/loader.py\n"
 
 
 def test_the_installed_speedrun_starts(installed: Callable[..., str], site: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_loaded_model_gives_what_its_path_gives_and_stays_as_it_was(run: nmoe.
 
 
 def test_what_a_loaded_model_cannot_be(run: nmoe.TrainedRun) -> None:
-    with pytest.raises(UserError, match="model is loaded already: device, expert_weights and precision are those of"):
+    with pytest.raises(UserError, match="model is loaded already: pass device, expert_weights and precision to"):
         nmoe.generate(nmoe.load_model(run), "a", precision="float32")
     with pytest.raises(UserError, match=r"does not say where its tokenizer is; pass what nmoe.load_model returned"):
         nmoe.generate(load_model(run.checkpoint), "a")
