@@ -97,6 +97,10 @@ class RankSampler:
     def forget_prefixes(self) -> None:
         self.engine.forget_prefixes()
 
+    @command
+    def sleep(self) -> None:
+        self.engine.sleep()
+
     def serve(self, version: int) -> EngineStats:
         """Samples what the controller asks for, until it says that this is all."""
         self.engine.run(self._serve(version))
@@ -279,6 +283,10 @@ class RanksEngine:
 
     def forget_prefixes(self) -> None:
         self._sampler.forget_prefixes()
+
+    def sleep(self) -> None:
+        """Frees the packed forms of each rank's weights, which its next forward pass makes again."""
+        self._sampler.sleep()
 
     def stats(self) -> EngineStats:
         """Totals over the ranks; the shares of time and cache are means."""

@@ -38,6 +38,8 @@ class ProbedEngine(Engine, Protocol):
 
     def forget_prefixes(self) -> None: ...
 
+    def sleep(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -136,6 +138,7 @@ class Probes:
             lost = error.trajectory
             directory.ledger.failure(lost.record(step, self._tokenizer.decode(lost.token_ids)))
             raise
+        engine.sleep()
         return since_baseline(records, directory.path / "eval")
 
     def reason_to_end(self, evaluations: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:

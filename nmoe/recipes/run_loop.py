@@ -28,7 +28,7 @@ from nmoe.model.device import choose_device, kind_of
 from nmoe.model.idle_threads import IDLE
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
-from nmoe.recipes.setup import provenance_of, run_path
+from nmoe.recipes.setup import provenance_of, return_freed_memory, run_path
 from nmoe.runs.checkpoint import Saver
 from nmoe.runs.directory import Resume, RunDirectory, flat_keys
 from nmoe.runs.ledger import read_lines
@@ -183,6 +183,9 @@ class Run:
                     began = time.perf_counter()
                     saver.save(step, recipe.parts(), best)
                     saving = {"time_save_s": time.perf_counter() - began}
+                    # Buffers of a save and of an evaluation leave gaps that a step's do not fill: a run at 135M grew from 4.8 to
+                    # 6.6 GB in 80 steps, and stays at 5.0 GB so.
+                    return_freed_memory()
                 if last or stopping or stopped:
                     saver.wait()
                 if stopped:

@@ -74,6 +74,7 @@ class PolicyGradient(Recipe):
         learn_began = time.perf_counter()
         updated: dict[str, float] = {}
         if rollouts.kept:
+            self.engine.sleep()
             batch = self.policy.batch(rollouts.kept_samples)
             # By default `DrGrpo` of nmoe/rl/advantages.py: reward - mean of the group.
             experience = self.advantages(batch, rollouts.kept)

@@ -334,6 +334,8 @@ class Selfplay(Recipe):
                 "proofs differ in their rewards"
             )
         training = self.training[1]
+        for engine in self.engines.values():
+            engine.sleep()
         began = time.perf_counter()
         values = training.verifier_update(self.learners[VERIFIER], moment.part)
         values |= training.generator_update(self.policy, self.advantages, step, moment.part)

@@ -16,6 +16,7 @@ from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.errors import DivergenceError, UserError
+from nmoe.model.ops.cpu.packing import ONEDNN, PackedWeights
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sample
 
@@ -81,6 +82,26 @@ def test_a_second_run_is_the_same_to_the_bit(model: Transformer, request_of: Mak
         engine = NativeEngine(model, 7)
         runs.append((list(map(record, engine.run(all_of(engine, requests)))), engine.stats().decode_steps))
     assert runs[0] == runs[1]
+
+
+def test_an_engine_that_slept_holds_no_packed_weights_and_samples_the_same(
+    model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+    clear = PackedWeights.clear
+    monkeypatch.setattr(PackedWeights, "clear", lambda self: (freed.append(len(self._packed)), clear(self))[1])
+    engine = NativeEngine(model, 40)
+    first = engine.run(all_of(engine, many(request_of)))
+    engine.forget_prefixes()
+    engine.sleep()
+    assert freed[-1] > 0 or not ONEDNN
+    assert [record(samples) for samples in engine.run(all_of(engine, many(request_of)))] == [record(s) for s in first]
+
+    async def asleep_meanwhile() -> None:
+        engine.sleep()
+
+    with pytest.raises(RuntimeError, match="before or after"):
+        engine.run(asleep_meanwhile())
 
 
 def test_a_request_that_can_not_fit_fails_alone(model: Transformer, request_of: MakeRequest) -> None:

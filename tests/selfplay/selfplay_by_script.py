@@ -55,6 +55,9 @@ class ByScript:
     async def update_weights(self, source: Any, version: int) -> None:
         self.version = version
 
+    def sleep(self) -> None:
+        return None
+
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
         for index in range(request.samples):
             yield index, self.reply(request, index)

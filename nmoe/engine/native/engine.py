@@ -195,6 +195,13 @@ class NativeEngine:
             raise RuntimeError("the engine is running a coroutine; its prefixes are forgotten before or after")
         self._engine.forget_prefixes()
 
+    def sleep(self) -> None:
+        """Frees the packed forms of the weights, which the next forward pass makes again: the learner has their memory, and its
+        update would change them. Only between two calls of `run`."""
+        if self._running:
+            raise RuntimeError("the engine is running a coroutine; it sleeps before or after")
+        self._engine.runner.free_packed()
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 

@@ -69,6 +69,10 @@ class Runner:
     def weights_changed(self, version: int) -> None:
         """Notes the new version, and frees the packed forms of the old weights."""
         self.version = version
+        self.free_packed()
+
+    def free_packed(self) -> None:
+        """Frees the packed forms of the weights; the next forward pass packs them again."""
         if self._packs:
             self._packs.clear()
 
