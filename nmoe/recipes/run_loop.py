@@ -184,7 +184,7 @@ class Run:
                     saver.save(step, recipe.parts(), best)
                     saving = {"time_save_s": time.perf_counter() - began}
                     # Buffers of a save and of an evaluation leave gaps that a step's do not fill: a run at 135M grew from 4.8 to
-                    # 6.6 GB in 80 steps, and stays at 5.0 GB so.
+                    # 6.6 GB in 80 steps, and stays at 4.6 GB so.
                     return_freed_memory()
                 if last or stopping or stopped:
                     saver.wait()
