@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from machine import machine
+from result_files import write_results
 from torch import Tensor
 
 from nmoe.config.commands import RLConfig
@@ -79,14 +80,14 @@ def run(name: str, model: Path, steps: int, out: Path) -> None:
 
 
 def found(out: Path) -> dict[str, Any]:
-    """What a run came to."""
+    """Returns the evaluations of a run, its rates in the first step and over the last five, and its alerts."""
     metrics = read_metrics(out)
     # A step without an update has no entropy.
     rates = ("correctness", "format_ok", "entropy_mean", "response_length_mean", "reward_mean")
     last = {key: [row[key] for row in metrics[-LAST:] if key in row] for key in rates}
     return {
         "evaluations": [
-            {"step": one["step"], "results": one["results"]}
+            {"step": one["step"]} | {key: one["results"][0][key] for key in ("problems", "value", "low", "high")}
             for one in (json.loads(path.read_text()) for path in sorted((out / "eval").glob("step_*.json")))
         ],
         "first": {key: metrics[0][key] for key in rates if key in metrics[0]},
@@ -114,7 +115,7 @@ def main() -> None:
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             results[name] = {"steps": given.steps, "cpu_s": round(cpu_s), **found(Path(folder) / name)}
-        RESULTS.write_text(json.dumps({"machine": machine(), "controls": results}, indent=1) + "\n")
+        write_results(RESULTS, {"machine": machine(), "controls": results})
         print(name, json.dumps(results[name]["last"]), f"{len(results[name]['alerts'])} alerts", flush=True)
 
 
