@@ -1,5 +1,5 @@
-"""Model checkpoints: a directory with `config.json` and safetensors, in nmoe's layout or a known Hugging Face family's; and a
-checkpoint's fingerprint, by which an adapter recognises its base.
+"""Reads and writes model checkpoints: directories with `config.json` and safetensors, in nmoe's layout or a known Hugging Face
+family's. Also computes a checkpoint's fingerprint, by which an adapter recognises its base.
 
 Loading streams: each stored tensor is read, in pieces where possible, converted into a part of the model, and freed, so that peak
 memory is little more than the model (`benchmarks/loading.py`).
@@ -49,14 +49,14 @@ def load_model(
 ) -> Transformer:
     """Loads the model of a checkpoint directory onto `device`, with parameters in `dtype`; routers and buffers stay in fp32.
 
-    With `expert_weights = "mxfp4"` experts that are stored in MXFP4 stay in it, and are dequantised for each product: such a
-    model computes what the dequantised one does in about a quarter of bf16's memory, but cannot be trained or exported.
+    With `expert_weights = "mxfp4"`, experts that are stored in MXFP4 stay in MXFP4 and are dequantised for each product: such a
+    model gives the same results as the dequantised one in about a quarter of bf16's memory, but cannot be trained or exported.
 
-    `share` is as in `new_model`: ranks that share the model hold their parts of it and one whole weight at a time.
+    `share` shards the model over ranks, as in `new_model`: each rank then holds its part, and one whole weight at a time.
 
-    Raises UserError, naming file and tensor, for a missing or damaged file, an unknown architecture, and weights that do not
-    fit the configuration or are not finite. Peak memory is the model and its largest stored tensor, of tables and stacked experts
-    20 MiB.
+    Raises UserError, naming file and tensor, for a missing or damaged file, an unknown architecture, and weights that do not fit
+    the configuration or are not finite. Peak memory is the model and its largest stored tensor; tables and stacked experts are read
+    in pieces of 20 MiB.
     """
     family, config = read_config(directory)
     shards, packed = open_tensors(directory), expert_weights == "mxfp4"
@@ -84,9 +84,9 @@ def new_model(
     packed: bool = False,
     share: Callable[[Transformer], None] | None = None,
 ) -> Transformer:
-    """A model whose weights and routers' biases are not set yet, allocated where and as they will be; with `packed`, experts in
-    MXFP4. `share` shards it over ranks while it has no memory yet, so that each rank allocates its part alone. Raises UserError
-    for a shape that does not fit the memory."""
+    """Allocates a model on `device` whose weights and router biases are not set yet; with `packed`, its experts are in MXFP4.
+    `share` shards the model over ranks before any memory is allocated, so that each rank allocates only its part. Raises UserError
+    if the model does not fit into memory."""
     try:
         with torch.device("meta"):
             model = cast(Transformer(config), dtype)
@@ -114,7 +114,7 @@ def new_model(
 
 
 def _is_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Whether an allocation failed: torch raises a plain RuntimeError for it on a CPU, and for sizes beyond 63 bits."""
+    """Whether the error is a failed allocation. On a CPU, and for sizes beyond 63 bits, torch raises a plain RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         sign in str(error) for sign in ("alloc", "overflow", "out of memory")
     )
@@ -177,14 +177,15 @@ def copy_gguf(path: Path, directory: Path, shard_bytes: int = SHARD_BYTES) -> No
 
 
 def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
-    """A snapshot of the files that `save_model` would write now. With `copied` later steps do not change it."""
+    """Returns a snapshot of the files that `save_model` would write now. With `copied`, later training steps do not change it."""
     state, size = hold(model.state_dict(), copied)
     config, generation = model.config, dict(model.generation)
     return Snapshot(lambda directory: write_checkpoint(state, config, generation, directory, native, SHARD_BYTES), size)
 
 
 def sharded_model(model: Transformer, shard_bytes: int = SHARD_BYTES) -> tuple[dict[str, dict[str, Tensor]], Snapshot]:
-    """The tensors that `save_model` would write, by file, of which ranks may hold parts; and its other files."""
+    """Returns the tensors that `save_model` would write, grouped by file (ranks may hold only parts of them), and a snapshot that
+    writes the other files: configuration and index."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
     files = files_of(sizes, shard_bytes)
@@ -204,13 +205,13 @@ def export_model(
     gather: Callable[[str], Tensor] | None = None,
     first: bool = True,
 ) -> None:
-    """Writes a checkpoint that transformers loads, in the dtype of the parameters; experts that have a profile are written in it,
-    as compressed-tensors stores them. Creates the directory if needed.
+    """Writes a checkpoint that transformers loads, in the dtype of the parameters; experts with a quantisation profile are written
+    quantised, as compressed-tensors stores them. Creates the directory if needed.
 
-    The family is the one that has all features of the model; a model loaded from a family returns to it. Where ranks hold parts of
-    the model, each calls this with a `gather` that gives a tensor whole, by its name, once all of them ask for it; only the `first`
-    writes. Raises UserError if no family has all features, and if the directory already holds a model, since shards of both would
-    be mixed.
+    Chooses the Hugging Face family that has all features of the model; a loaded model returns to its own family. Where ranks hold
+    parts of the model, every rank calls this function with a `gather`, which returns the whole tensor of a name once all ranks ask
+    for it; only the `first` rank writes. Raises UserError if no family has all features, and if the directory already holds a
+    model, since shards of both would be mixed.
     """
     refuse_packed(model, "exported")
     if first and (old := sorted(directory.glob("*.safetensors*"))):
@@ -235,7 +236,7 @@ def export_model(
 
 
 def _own_state(model: Transformer) -> dict[str, Tensor]:
-    """The state of a model without its adapter's."""
+    """Returns the model's `state_dict` without the tensors of its adapter."""
     with torch.device("meta"):
         names = Transformer(model.config).state_dict()
     state = model.state_dict()
@@ -243,7 +244,7 @@ def _own_state(model: Transformer) -> dict[str, Tensor]:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """The dtype of a checkpoint's stored embedding, taken for all of its weights. Raises UserError."""
+    """Returns the dtype of a checkpoint's stored embedding, which stands for all of its weights. Raises UserError."""
     family, config = read_config(directory)
     shards = open_tensors(directory)
     name = next(entry.theirs for entry in family.entries(config) if entry.ours == "embedding.weight")
@@ -253,7 +254,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def read_config(directory: Path) -> tuple[Family, ModelConfig]:
-    """The family and the decoder that a checkpoint's `config.json` describes. Raises UserError."""
+    """Reads the family of models and the decoder's configuration from a checkpoint's `config.json`. Raises UserError."""
     path, raw = _configuration(directory)
     model_type = raw.get("model_type")
     known = FAMILIES.names()
@@ -273,7 +274,7 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
 
 
 def _configuration(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
-    """The `config.json` of a checkpoint, and the file that it comes from."""
+    """Returns the file that a checkpoint's configuration comes from, and its content as a Hugging Face `config.json`."""
     if is_gguf(checkpoint):
         return checkpoint, hf_config(checkpoint)
     path = checkpoint / "config.json"
@@ -283,7 +284,8 @@ def _configuration(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def refuse_packed(model: Transformer, what: str) -> None:
-    """Raises UserError if the model's experts are in MXFP4: their weights are no parameters."""
+    """Raises UserError if the model's experts are in MXFP4, because such weights are not parameters. `what` is what cannot be done,
+    as in "exported"."""
     if any(moe.gate_up_packed is not None for moe in model.moe_layers()):
         raise UserError(
             f"a model whose experts are in MXFP4 cannot be {what}; load it with expert_weights = 'dequantized'"
@@ -299,8 +301,8 @@ def write_checkpoint(
     shard_bytes: int,
     gather: Callable[[str], Tensor] | None = None,
 ) -> None:
-    """Writes a model's weights and configuration into an existing directory, in the layout of a family that fits it. Where `gather`
-    is given, it gives each weight by its name when that is written, and `state` only says what shape and dtype it has."""
+    """Writes a model's weights and configuration into an existing directory, in the layout of `family`. If `gather` is given, it
+    returns each weight by name when that is written, and `state` only gives shapes and dtypes."""
     config = family.config_to_hf(model_config)
     if family is not native:
         config |= {name: generation.get(name) for name in TOKEN_IDS}
@@ -314,7 +316,8 @@ def write_checkpoint(
 def _tensors(
     state: dict[str, Tensor], family: Family, config: ModelConfig, gather: Callable[[str], Tensor] | None
 ) -> Iterator[Written]:
-    """The tensors of a checkpoint, experts in their profile if they have one; nmoe's format keeps the trained weights."""
+    """Yields a checkpoint's tensors. Experts are quantised by their profile if they have one, but nmoe's own format keeps the
+    trained weights."""
     if family is native or config.expert_profile is None:
         return tensors_of(state, family.entries(config), gather)
     return stored_tensors(state, family, config, gather)
@@ -334,8 +337,8 @@ _LATER = (
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over family, configuration and every stored weight: name, dtype, shape and bytes. It does not depend on the
-    files' number or location. Takes about a second per gigabyte. Raises UserError as `load_model` does."""
+    """Returns the SHA-256 over family, configuration and every stored weight: name, dtype, shape and bytes. It does not depend on
+    the files' number or location. Takes about a second per gigabyte. Raises UserError as `load_model` does."""
     family, config = read_config(directory)
     settings = {name: value for name, value in config.to_dict().items() if value or name not in _LATER}
     if (scaling := settings["rope_scaling"]) is not None:

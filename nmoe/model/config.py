@@ -1,4 +1,4 @@
-"""The shape of a decoder: what a checkpoint's `config.json` holds, as features that any family combines."""
+"""The architecture of a decoder: what a checkpoint's `config.json` holds, as features that any family of models combines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DeltaNet:
 
     @property
     def values(self) -> int:
-        """The numbers of all heads' values together."""
+        """The width of all value heads together."""
         return self.value_heads * self.value_dim
 
     @property
@@ -79,31 +79,34 @@ class DeltaNet:
 
 
 class ModelConfig(ModelShape):
-    """The shape of a decoder, with what the tokenizer and the families of checkpoints add to `[model.shape]`. Raises UserError.
+    """The architecture of a decoder: the settings of `[model.shape]`, and what the tokenizer and the families of checkpoints add.
+    Raises UserError.
 
     Example, the small MoE of the speedrun: `ModelConfig(vocab_size=512, hidden_size=128, layers=3, heads=4, kv_heads=2,
     head_dim=32, experts=8, experts_per_token=2, expert_width=128, context_tokens=160)`.
 
     `experts = 0` is a dense model with SwiGLU blocks of `intermediate_size`; with experts, `dense_layers` names the layers that
-    have such a block in place of theirs. `swiglu_limit > 0` is gpt-oss's clamped SwiGLU in the experts. `gelu` replaces SiLU by
-    GELU.
+    have such a dense block instead of experts. `swiglu_limit > 0` is gpt-oss's clamped SwiGLU in the experts. `gelu` replaces SiLU
+    by GELU.
 
-    `output_norms` norms what attention and feed-forward add to the residual stream, too; with `norm_offset` norms scale by one
-    plus their weight. `scale_embedding` multiplies embeddings by the root of their width (Gemma, arXiv:2403.08295).
+    `output_norms` also norms the outputs of attention and feed-forward before they are added to the residual stream; with
+    `norm_offset` norms scale by one plus their weight. `scale_embedding` multiplies embeddings by the root of their width (Gemma,
+    arXiv:2403.08295).
 
-    Attention: `windows` gives each layer's sliding window in tokens, itself included (0: everything before; empty: 0 in all
-    layers); `window_rope_theta` is the base of the rotary frequencies of layers with a window (0: the same as the others', scaled
-    alike). `sinks` adds to each head's softmax one learned logit that takes part in the sum alone. `attention_scale = 0` stands for
-    `head_dim ** -0.5`. `rotary_dim` dimensions of a head are turned by its position (0: all of them). `latent` replaces
-    grouped-query attention; `head_dim` is then `nope_dim + rope_dim`. `attention_gate` multiplies what each head reads by a sigmoid
-    of the hidden state. `recurrent_layers` names the layers that have `delta` instead of attention.
+    Attention: `windows` gives each layer's sliding window in tokens, the current token included (0: no window; empty: no layer has
+    one); `window_rope_theta` is the base of the rotary frequencies of layers with a window (0: the same base and scaling as in the
+    other layers). `sinks` adds one learned logit per head to the denominator of the softmax. `attention_scale = 0` stands for
+    `head_dim ** -0.5`. `rotary_dim` is the number of a head's dimensions that the rotary embedding turns (0: all). `latent`
+    replaces grouped-query attention; `head_dim` is then `nope_dim + rope_dim`. `attention_gate` multiplies each head's output by a
+    sigmoid of a linear map of the hidden state. `recurrent_layers` names the layers that have `delta` instead of attention.
 
-    Routing: K of E by score plus a balancing bias that moves the choice alone. `router_bias_rate > 0` moves that bias by this
-    rate after each optimizer step (Wang et al. 2024, arXiv:2408.15664). With `router_groups > 1` the choice is limited to the
-    `router_groups_kept` groups whose two best scores sum highest (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-    `shared_gate` weighs the shared experts by a sigmoid of the hidden state.
-    `router_aux_loss_coef` scales the auxiliary loss (Fedus et al. 2021, arXiv:2101.03961, eq. 4).
-    `expert_profile` is what routed experts are computed in (`nmoe.model.expert_profile`); None: as the rest.
+    Routing: each token takes the `experts_per_token` experts with the highest sum of score and balancing bias; the bias does not
+    enter their weights. `router_bias_rate > 0` moves that bias by this rate after each optimizer step (Wang et al. 2024,
+    arXiv:2408.15664). With `router_groups > 1` the choice is limited to the `router_groups_kept` groups whose two best scores sum
+    highest (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). `shared_gate` weighs the shared experts by a sigmoid of a linear map of
+    the hidden state. `router_aux_loss_coef` scales the auxiliary loss (Fedus et al. 2021, arXiv:2101.03961, eq. 4).
+    `expert_profile` is the number format that routed experts are computed in (`nmoe.model.expert_profile`); None: the model's
+    dtype.
     """
 
     vocab_size: int = Field(gt=0, le=LARGEST)
@@ -232,17 +235,17 @@ class ModelConfig(ModelShape):
 
     @property
     def scale(self) -> float:
-        """The factor of attention logits."""
+        """The factor by which attention logits `q @ k` are multiplied before the softmax."""
         return self.attention_scale or self.head_dim**-0.5
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that attend to keys and values, those without a recurrent state."""
+        """The indices of the layers that attend to keys and values, which are all but the recurrent layers."""
         return tuple(layer for layer in range(self.layers) if layer not in self.recurrent_layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """The layers that have experts."""
+        """The indices of the layers that have experts."""
         return tuple(layer for layer in range(self.layers) if self.experts and layer not in self.dense_layers)
 
     @property
@@ -255,7 +258,7 @@ class ModelConfig(ModelShape):
         return self.windows[layer] if self.windows else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as JSON stores it, defaults included, because another version's defaults may differ."""
+        """Returns the configuration as a JSON object that includes defaults, because another version's defaults may differ."""
         return self.model_dump(mode="json")
 
     @classmethod

@@ -28,14 +28,15 @@ from nmoe.types import Precision
 
 
 class _Utilization(ctypes.Structure):
-    """`nvmlUtilization_t`: percent of the last sample period, up to a second, in which a kernel ran, and memory was read or
-    written."""
+    """NVML's `nvmlUtilization_t`: the percent of the last sample period (up to a second) in which a kernel ran, and in which memory
+    was read or written."""
 
     _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
 
 
 def utilization(uuid: str) -> int | None:
-    """The percent of the last moment in which the GPU of this UUID (`GPU-...`) ran a kernel; None if the driver cannot say."""
+    """Returns the percent of the last second or less in which the GPU of this UUID (`GPU-...`) ran a kernel; None if the driver
+    cannot say."""
     library = _nvml()
     if library is None:
         return None
@@ -49,7 +50,8 @@ def utilization(uuid: str) -> int | None:
 
 @cache
 def _nvml() -> ctypes.CDLL | None:
-    """The library, ready to be asked; None if the driver has none. A result that is not 0 is an error."""
+    """Loads and initialises NVML, NVIDIA's management library; returns None if it is missing or fails. Its functions return 0 for
+    success."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -72,15 +74,15 @@ _SHARE_BESIDE_TRAINING, _SHARE_ALONE = 0.4, 0.85
 
 
 class Kind:
-    """A kind of device, as the host sees it. This class is the CPU."""
+    """A kind of device and what the rest of the code has to know of it. This base class describes the CPU."""
 
     name = "cpu"
     on_host = True
     precision: Precision = "float32"  # of weights and activations where nothing else is asked for
 
     def sampling_precision(self, stored: torch.dtype) -> Precision:
-        """The precision of a model that is sampled and not trained, where nothing else is asked for: bfloat16 for weights that are
-        stored in it if the processor multiplies it, else float32."""
+        """The default precision of a model that is only sampled: bfloat16 if the weights are stored in it and the processor can
+        multiply it, else float32."""
         return "bfloat16" if stored == torch.bfloat16 and _BF16_PRODUCTS & cpu_features() else "float32"
 
     def count(self) -> int:
@@ -88,48 +90,49 @@ class Kind:
         return 1
 
     def at(self, number: int) -> torch.device:
-        """The device of this number, counted from 0."""
+        """Returns the device with this index, counted from 0."""
         return torch.device("cpu")
 
     def missing(self) -> str:
-        """Why there are none, and what to do."""
+        """Says why the machine has no device of this kind, and what to do."""
         raise AssertionError("there is always a CPU")
 
     def prepare(self, device: torch.device) -> None:
-        """Makes it the process's device, and asks torch for results that repeat."""
+        """Makes this the process's current device, and asks torch for deterministic operations."""
         # Not use_deterministic_algorithms, which asks the compiler, too, and imports it for that: 1.5 s of every command.
         torch.set_deterministic_debug_mode("error")
 
     def describe(self, device: torch.device) -> str:
-        """The device as provenance records it."""
+        """Names the device as a run's provenance records it."""
         return self.name
 
     def synchronize(self, device: torch.device) -> None:
         """Waits until all work of the device is done."""
 
     def staged(self, tensor: Tensor) -> Tensor:
-        """A host tensor where the device can copy it from without the host waiting."""
+        """Copies a host tensor to memory from which the device can read without the host waiting (pinned memory on a GPU)."""
         return tensor
 
     def cache_bytes(self, device: torch.device, to_come: int, trains: bool) -> int:
-        """The default limit in bytes of an engine's cache. `to_come` bytes will be needed for other things, and `trains` says
-        whether the engine shares the device with training."""
+        """Returns the default limit in bytes of an engine's key-value cache. `to_come` is the number of bytes that will be needed
+        for other things; `trains` is whether the engine shares the device with training."""
         return _CPU_CACHE_BYTES
 
     def peak_memory_share(self, device: torch.device) -> float:
-        """The highest share of the device's own memory that was in use since the last call; 0 where it has none."""
+        """Returns the highest share of the device's memory that was in use since the last call; 0 for a device without memory of
+        its own."""
         return 0.0
 
     def is_busy(self, device: torch.device) -> bool | None:
-        """Whether the device is at work at this moment; None if it cannot say."""
+        """Whether the device is computing at this moment; None if the driver cannot say."""
         return None
 
     def records_groups(self, device: torch.device) -> bool:
-        """Whether a grouped product can be recorded, which takes that the host need not know the groups' sizes."""
+        """Whether a grouped matrix product can be part of a recorded graph: the host must not need to know the groups' sizes."""
         return False
 
     def recorder(self) -> Record:
-        """Records a decode step, to be replayed at once."""
+        """Returns a recorder, which records a decode step so that it can be replayed by one launch."""
         raise AssertionError("only an accelerator's launches are worth recording")
 
 
@@ -161,7 +164,7 @@ class Cuda(Kind):
         )
 
     def prepare(self, device: torch.device) -> None:
-        """Operations that have no kernel of fixed order run all the same, without a warning each: attention's backward has none."""
+        """Also lets operations without a deterministic kernel run without a warning each: attention's backward pass has none."""
         # Read by cuBLAS when it first starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
@@ -184,7 +187,8 @@ class Cuda(Kind):
         return int((free - to_come) * (_SHARE_BESIDE_TRAINING if trains else _SHARE_ALONE))
 
     def peak_memory_share(self, device: torch.device) -> float:
-        """Other processes count with what they hold now. What torch holds and did not use does not count."""
+        """Counts torch's allocations at their peak, and other processes at what they hold now. Memory that torch reserves but did
+        not use does not count."""
         free, total = torch.cuda.mem_get_info(device)
         peak = total - free - torch.cuda.memory_reserved(device) + torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -202,7 +206,7 @@ class Cuda(Kind):
 
 
 class CudaRecorder:
-    """A recorder of CUDA graphs. They share one memory pool, since they are replayed one at a time."""
+    """Records functions as CUDA graphs. The graphs share one memory pool, since they are replayed one at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -227,13 +231,13 @@ KINDS: dict[str, Kind] = {"cuda": Cuda(), "cpu": Kind()}
 
 
 def kind_of(device: torch.device) -> Kind:
-    """The kind of this device. A kind that is not listed (torch's `meta`) is treated as the CPU."""
+    """Returns the kind of this device. A kind that is not listed (torch's `meta`) is treated as the CPU."""
     return KINDS.get(device.type, KINDS["cpu"])
 
 
 def choose_device(asked: str = "auto", named: str = "[model] device") -> torch.device:
-    """The device for "auto", "cpu", "cuda" or "cuda:1". "auto" is a GPU where there is one. Raises UserError where there is no such
-    device; `named` says where it was asked for."""
+    """Returns the device for "auto", "cpu", "cuda" or "cuda:1"; "auto" is a GPU if the machine has one. Raises UserError if there
+    is no such device; `named` is the setting or option that the message blames."""
     name, _, index = asked.partition(":")
     if re.fullmatch(DEVICE, asked) is None:
         raise UserError(f'{named} = "{asked}" is no device: auto, cpu, cuda or, of several, cuda:1')
@@ -249,18 +253,18 @@ def choose_device(asked: str = "auto", named: str = "[model] device") -> torch.d
 
 
 def precision_for(device: torch.device, asked: Precision | None = None, exact: bool = False) -> Precision:
-    """The precision that was asked for, or else the device's; with exact numerics float32."""
+    """Returns the precision `asked` for, or else float32 for exact numerics, or else the device's default."""
     return asked or ("float32" if exact else kind_of(device).precision)
 
 
 def dtype_for(device: torch.device, asked: Precision | None = None, exact: bool = False) -> torch.dtype:
-    """The dtype of weights and activations in `precision_for` these."""
+    """Returns the torch dtype of weights and activations for the precision that `precision_for` chooses."""
     dtype: torch.dtype = getattr(torch, precision_for(device, asked, exact))
     return dtype
 
 
 def put(values: NDArray[Any] | Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """The device's copy of host values; a CPU's shares their memory. The host does not wait for it."""
+    """Copies host values to the device without the host waiting. On a CPU, the result shares memory with the values."""
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(values)
     elif not isinstance(values, Tensor):
@@ -271,7 +275,7 @@ def put(values: NDArray[Any] | Tensor | Sequence[int], device: torch.device) -> 
 
 
 def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one device on the host, which waits once for all of them."""
+    """Copies tensors from one device to the host, which waits once for all of them."""
     copies = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
     if tensors:
         kind_of(tensors[0].device).synchronize(tensors[0].device)

@@ -1,9 +1,9 @@
-"""Tests whether exact numerics are exact on this machine: runs each part of a model on all rows together, and on some rows
-alone.
+"""Tests whether exact numerics are exact on this machine: runs each part of a model on a whole batch and on parts of the batch, and
+compares the bits.
 
 Products, attention and the sum over a token's experts are exact by construction (`nmoe.model.ops.exact`). Norms, softmax,
-exponentials, rotary turns and the sums of recurrent layers are torch's, whose kernels differ between processors and versions.
-The whole test takes about 0.1 s.
+exponentials, rotary turns and the sums of recurrent layers are torch's, whose kernels differ between processors and versions. The
+whole test takes about 0.1 s.
 """
 
 # Shapes: N rows, D width, V vocabulary.
@@ -29,7 +29,8 @@ _SOME = (slice(0, 1), slice(0, 8), slice(5, 22), slice(40, 41), slice(64, _ROWS)
 
 @torch.no_grad()
 def inexact_parts(device: torch.device = _CPU) -> list[str]:
-    """The parts in which some row's bits change with the batch; empty if exact numerics are exact."""
+    """Returns the parts of a model in which some row's bits change with the batch; an empty list if exact numerics are exact
+    here."""
     found = []
     for name, part in _parts(device).items():
         whole = part(slice(0, _ROWS))
@@ -39,7 +40,7 @@ def inexact_parts(device: torch.device = _CPU) -> list[str]:
 
 
 def numerics_here(asked: str, device: torch.device = _CPU) -> str:
-    """The numerics on this device, as a run records them: `fast`, `exact`, or, for example, `exact, but for norms`."""
+    """Describes the numerics on this device, as a run records them: `fast`, `exact`, or, for example, `exact, but for norms`."""
     inexact = inexact_parts(device) if asked == "exact" else []
     return f"{asked}, but for {', '.join(inexact)}" if inexact else asked
 
@@ -63,20 +64,20 @@ def _parts(device: torch.device) -> dict[str, Callable[[slice], Tensor]]:
     )
 
     def grouped(some: slice) -> Tensor:
-        """One expert three times, each with some of the rows."""
+        """Runs a product grouped by expert, where three equal experts have some of the rows each."""
         rows = x_ND[some]
         counts = [min(len(rows), 30), 0, max(len(rows) - 30, 0)]
         return ops.linear_by_group(rows, expert.expand(3, -1, -1), counts)
 
     def attention(some: slice) -> Tensor:
-        """Queries of one sequence, which is cut off after the last query."""
+        """Runs attention over one sequence that is cut off after the last row asked for, and returns the rows asked for."""
         rows = heads_NHC[: some.stop]
         q, k, v = rows[:, :4], rows[:, 4:5], rows[:, 5:]
         packed = PackedAttention([len(rows)], x_ND.device, exact=True)
         return packed(layer, q, k, v)[some]
 
     def recurrence(some: slice) -> Tensor:
-        """Tokens of one sequence, which is cut off after the last one."""
+        """Runs a recurrent layer over one sequence that is cut off after the last row asked for, and returns the rows asked for."""
         rows = heads_NHC[: some.stop].flatten(1)
         spans = Spans([len(rows)], x_ND.device)
         return run(recurrent, spans, rows, -rows[:, :4].exp(), ops.sigmoid(rows[:, 4:8]), None, exact=True)[0][some]

@@ -1,13 +1,13 @@
-"""Routed experts in few bits: what a profile makes of their weights and of the rows that they multiply.
+"""Quantisation profiles of routed experts: how their weights, and the activation rows that they multiply, are rounded to few bits.
 
-A profile is defined by its reference: quantise, dequantise, then multiply as without one. The reference is what runs, on
-every device, in sampling as in training; a kernel that multiplies quantised numbers has to agree with it. The parameters stay as
-they are, in the run's precision, and are what the optimizer steps: the gradient passes the rounding as if it were not there
-(straight-through, Bengio et al. 2013, arXiv:1308.3432).
+A profile is defined by its reference: quantise, dequantise, then multiply as without a profile. The reference runs on every device,
+in sampling as in training; a kernel that multiplies quantised numbers has to agree with it. The parameters stay in the run's
+precision, and the optimizer steps them: the gradient passes the rounding as if it were not there (straight-through, Bengio et al.
+2013, arXiv:1308.3432).
 
 - bf16: weights and rows rounded to bf16, without scales. In a run in bf16 it changes nothing.
 - fp8: E4M3 and a scale in fp32 of amax / 448 for each row and for each output of a weight (compressed-tensors' FP8_DYNAMIC).
-- nvfp4: weights alone, E2M1 in blocks of 16 inputs with a scale in E4M3 each, and one scale in fp32 of amax / (6 * 448) for an
+- nvfp4: only weights, E2M1 in blocks of 16 inputs with a scale in E4M3 each, and one scale in fp32 of amax / (6 * 448) for an
   expert's gate and up together, and one for its down (compressed-tensors' NVFP4A16).
 """
 
@@ -34,15 +34,17 @@ _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def fp8(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Numbers in E4M3 and their scales in fp32, one for all along `axis`, which the scales keep with size 1."""
+    """Quantises to E4M3: returns the codes and fp32 scales. Numbers along `axis` share a scale; the scales keep that axis with size
+    1."""
     wide = x.float()
     scale = (wide.abs().amax(axis, keepdim=True) / _LARGEST_E4M3).clamp_min(_SMALLEST_SCALE)
     return (wide / scale).to(torch.float8_e4m3fn), scale
 
 
 def nvfp4(weight_ND: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of E2M1 `[N, D]` as bytes, the sign in bit 3; scales of their blocks `[N, G]` in E4M3; and the factor `[1]` in fp32
-    that divides those, 6 * 448 / amax. `amax` is the largest magnitude of all that share the factor. D is a multiple of 16."""
+    """Quantises to NVFP4: returns E2M1 codes `[N, D]` as bytes (sign in bit 3), the blocks' scales `[N, G]` in E4M3, and the factor
+    `[1]` in fp32 that divides the scales, 6 * 448 / amax. `amax` is the largest magnitude of all numbers that share the factor. D
+    is a multiple of 16."""
     blocks_NGW = weight_ND.float().unflatten(-1, (-1, BLOCK))
     factor = (_LARGEST_E2M1 * _LARGEST_E4M3 / amax.float().clamp_min(_SMALLEST_AMAX)).reshape(1)
     scales_NG = (blocks_NGW.abs().amax(-1) / _LARGEST_E2M1 * factor).to(torch.float8_e4m3fn)
@@ -58,14 +60,14 @@ def nvfp4(weight_ND: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def from_nvfp4(codes_ND: Tensor, scales_NG: Tensor, factor: Tensor) -> Tensor:
-    """The values that the three results of `nvfp4` encode, `[N, D]` in fp32."""
+    """Dequantises codes, scales and factor as `nvfp4` returns them to `[N, D]` in fp32."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes_ND.device)
     blocks_NGW = values[codes_ND.int()].unflatten(-1, (-1, BLOCK))
     return (blocks_NGW * (scales_NG.float() / factor).unsqueeze(-1)).flatten(-2)
 
 
 def dequantised(weight_DN: Tensor, profile: ExpertProfile) -> Tensor:
-    """One expert's projection `[D, N]` as the profile holds it, dequantised."""
+    """Quantises one expert's projection `[D, N]` by the profile and returns the dequantised result."""
     if profile == "bf16":
         return weight_DN.bfloat16()
     if profile == "fp8":
@@ -75,7 +77,7 @@ def dequantised(weight_DN: Tensor, profile: ExpertProfile) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Quantised numbers instead of others, which take their gradient."""
+    """Returns the quantised numbers in the forward pass, and passes their gradient to the original numbers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantised: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(x: Tensor, quantised: Tensor) -> Tensor:
-    """`quantised`, whose gradient goes to x."""
+    """Returns `quantised`, whose gradient goes to `x` (straight-through estimator)."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return quantised
     out: Tensor = _StraightThrough.apply(x, quantised)
@@ -95,10 +97,10 @@ def straight_through(x: Tensor, quantised: Tensor) -> Tensor:
 
 
 class ProfiledExperts:
-    """The experts of one layer in a profile. Each weight is quantised once for each of its states, however many passes of sampling
-    and training read it, and is kept dequantised beside it, in its dtype.
+    """Quantises the experts of one layer by a profile. A weight is quantised once per change, however many passes of sampling and
+    training read it, and the dequantised result is kept beside it, in the weight's dtype.
 
-    A change in place shows in the weight's version. A fused optimizer's change does not, so that `expire` has to follow it.
+    Changes in place are noticed by the tensor's version, except a fused optimizer's: after its step call `expire`.
     """
 
     def __init__(self, profile: ExpertProfile) -> None:
@@ -111,23 +113,24 @@ class ProfiledExperts:
             kept.of = None
 
     def changes(self, dtype: torch.dtype) -> bool:
-        """Whether the profile changes anything of an expert in this dtype."""
+        """Whether the profile changes the results of experts in this dtype."""
         return self.profile != "bf16" or dtype != torch.bfloat16
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether the rows are quantised, too."""
+        """Whether the profile also quantises activation rows, not only weights."""
         return self.profile != "nvfp4"
 
     def rows(self, x_RD: Tensor) -> Tensor:
-        """The rows as the profile multiplies them."""
+        """Rounds activation rows `[R, D]` as the profile does before a product."""
         if self.profile == "bf16":
             return straight_through(x_RD, x_RD.detach().bfloat16().to(x_RD.dtype))
         codes_RD, scale_R1 = fp8(x_RD.detach(), -1)
         return straight_through(x_RD, (codes_RD.float() * scale_R1).to(x_RD.dtype))
 
     def weight(self, name: str, weight_EDN: nn.Parameter) -> Tensor:
-        """The weight of this name as the profile multiplies it, `[E, D, N]`. Raises UserError for NaN and infinite weights."""
+        """Returns a weight after quantisation and dequantisation, `[E, D, N]`, from the kept copy if the weight has not changed.
+        Raises UserError for NaN and infinite weights."""
         kept = self._kept.get(name)
         state = (weight_EDN.data_ptr(), -1 if weight_EDN.is_inference() else weight_EDN._version)
         if kept is None or kept.state != state or kept.of is not weight_EDN or weight_EDN.is_inference():
@@ -135,12 +138,14 @@ class ProfiledExperts:
         return straight_through(weight_EDN, kept.value)
 
     def weight_once(self, weight_EDN: Tensor) -> Tensor:
-        """`weight` for a weight that is gathered for each pass. It is quantised in each: a gathered weight lies where the last one
-        lay, with the same version, so that nothing shows whether its value is another. To keep all would undo the sharding."""
+        """Quantises and dequantises a weight that was gathered from ranks for one pass, without keeping the result. A gathered
+        weight has the same address and version in each pass, so a change cannot be noticed, and keeping all would undo the
+        sharding."""
         return straight_through(weight_EDN, self._quantised(weight_EDN, None).data)
 
     def _quantised(self, weight_EDN: Tensor, before: _Kept | None) -> nn.Parameter:
-        """A parameter, because packed forms are kept of those alone. It keeps its memory, where a recorded step reads it."""
+        """Returns the quantised weight as a parameter, because packed forms are kept only of parameters. Reuses the memory of the
+        result `before`, which a recorded decode step reads."""
         with torch.inference_mode(False), torch.no_grad():
             out = None if before is None else before.value
             if out is None or (out.shape, out.dtype, out.device) != (
@@ -158,7 +163,8 @@ class ProfiledExperts:
 
 
 class _Kept:
-    """A quantised weight, with the parameter that it was made of, None once this has changed, and the state that it had."""
+    """A quantised weight; the parameter that it was made from (None once that has changed), and that parameter's address and
+    version then."""
 
     def __init__(self, of: nn.Parameter, state: tuple[int, int], value: nn.Parameter) -> None:
         self.of: nn.Parameter | None = of

@@ -25,8 +25,8 @@ WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 
 
 class Head(nn.Module):
-    """`x @ weight.T + bias` in fp32, in every precision of the model. It begins at zero, so every output is 0. Its own gradient is
-    not zero there; the model's gradient is zero in the first step only."""
+    """Computes `x @ weight.T + bias` in fp32, whatever the model's precision. Weights start at zero, so every output is 0 at first;
+    the head's own gradient is not zero then, and the model's gradient is zero only in the first step."""
 
     def __init__(self, hidden_size: int, outputs: int, kind: HeadKind) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ class Head(nn.Module):
         )
 
     def save(self, directory: Path) -> None:
-        """Writes weights and description into a checkpoint's directory, beside the model's."""
+        """Writes the head's weights and description into a checkpoint's directory, beside the model's files."""
         self.snapshot(copied=False).write(directory)
 
     def snapshot(self, copied: bool) -> Snapshot:
-        """A snapshot of the files that `save` would write now. With `copied` later steps do not change it."""
+        """Returns a snapshot of the files that `save` would write now. With `copied`, later training steps do not change it."""
         outputs, hidden_size = self.weight.shape
         description = {"hidden_size": hidden_size, "outputs": outputs, "kind": self.kind}
         tensors, size = hold(self.state_dict(), copied)
@@ -74,9 +74,9 @@ _MOST_OUTPUTS = 1024
 
 
 def load_head(directory: Path, hidden_size: int, kind: HeadKind) -> Head:
-    """The head of a checkpoint, for a model of this width.
+    """Loads the head of a checkpoint, for a model of this width.
 
-    Raises UserError if there is none, or if it has another kind or width, is damaged, or is not finite.
+    Raises UserError if the checkpoint has no head, or one of another kind or width, or if the head is damaged or not finite.
     """
     path = directory / DESCRIPTION
     try:

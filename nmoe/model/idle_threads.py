@@ -45,7 +45,8 @@ _CORES_AT_START = usable_cores()  # libgomp counts them when it is loaded
 
 
 class Libgomp:
-    """GCC's runtime: a team of idle threads makes its threads more than the cores."""
+    """Controls GCC's OpenMP runtime, whose waiting threads sleep while the process has more OpenMP threads than cores: a team of
+    idle threads exceeds that number."""
 
     name = "libgomp"
 
@@ -55,8 +56,8 @@ class Libgomp:
         self._end = threading.Event()
 
     def sleep(self, threads: int, again: Callable[[], None]) -> bool:
-        """Lets idle threads sleep, and calls `again` once a second while they do. False where the system may refuse the team:
-        libgomp would end the process."""
+        """Lets idle threads sleep, and calls `again` once a second while they do. Returns False if the system may refuse the extra
+        threads, because libgomp would then end the process."""
         # The process's first team has `threads`; with these libgomp counts cores + 1.
         team = max(2, max(usable_cores(), _CORES_AT_START) - threads + 2)
         if not can_start(_MARGIN * team):
@@ -84,8 +85,8 @@ class Libgomp:
 
 
 def can_start(count: int) -> bool:
-    """Whether the system lets this process have so many threads more: control groups and containers have limits. They have ended
-    when this returns True."""
+    """Whether the system lets this process start `count` more threads: control groups and containers have limits. Tries it; the
+    threads have ended when this returns True."""
     end, started = threading.Event(), list[threading.Thread]()
     try:
         for _ in range(count):
@@ -108,7 +109,7 @@ def can_start(count: int) -> bool:
 
 
 def find_runtime() -> Libgomp | None:
-    """GCC's OpenMP runtime, where torch computes with it on Linux; None for any other."""
+    """Returns GCC's OpenMP runtime if torch computes with it on Linux, else None."""
     if platform.system() != "Linux":
         return None
     for library in _libraries():
@@ -123,7 +124,7 @@ def find_runtime() -> Libgomp | None:
 
 
 def _libraries() -> Iterator[ctypes.CDLL]:
-    """The whole process, and torch's library, whose dependencies are searched for names that the process lacks."""
+    """Yields the libraries to search for the OpenMP runtime: the whole process, then torch's CPU library and its dependencies."""
     try:
         yield ctypes.CDLL(None)
         yield from (ctypes.CDLL(str(file)) for file in Path(torch.__file__).parent.glob("lib/libtorch_cpu.so"))
@@ -132,13 +133,13 @@ def _libraries() -> Iterator[ctypes.CDLL]:
 
 
 class IdleThreads:
-    """How the idle threads of this process wait.
+    """Decides whether the idle OpenMP threads of this process spin or sleep.
 
-    runtime: the OpenMP runtime that is steered; None if none can be, and after a failure.
-    own: the user's own setting, such as `GOMP_SPINCOUNT=1000`, which stays; None without one.
+    runtime: the OpenMP runtime that is controlled; None if none can be, and after a failure.
+    own: the user's own setting, such as `GOMP_SPINCOUNT=1000`, which is left as it is; None without one.
     sleeping: whether idle threads sleep now.
     why: what the last look found, such as "other processes use 1.4 cores".
-    slept: how often they were sent to sleep.
+    slept: how many times idle threads were sent to sleep.
     """
 
     def __init__(
@@ -159,8 +160,9 @@ class IdleThreads:
     _before: CoreTimes | None
 
     def look(self) -> None:
-        """Looks at what other processes use of the cores, at most once a second, and lets idle threads sleep or spin. For the
-        thread that computes: it costs the reading of a clock otherwise. Never raises: a failure ends the looking."""
+        """Measures, at most once a second, how much other processes use the cores, and lets idle threads sleep or spin accordingly.
+        Call it from the thread that computes: between measurements it only reads a clock. Never raises: a failure ends the control
+        of idle threads."""
         if self._clock() < self._next or (runtime := self.runtime) is None or not self._lock.acquire(blocking=False):
             return
         try:
@@ -189,7 +191,7 @@ class IdleThreads:
             runtime.spin()
 
     def _left(self, before: CoreTimes, now: CoreTimes) -> int:
-        """The cores that other processes left: of the usable ones, and of the CPU quota, whichever leaves fewer."""
+        """Returns the number of cores that other processes leave, of the usable cores or of the CPU quota, whichever is fewer."""
         used, used_of_quota = now.used_by_others_since(before), now.used_of_quota_since(before)
         cores = usable_cores()
         left = threads_for(cores, used, now.quota, used_of_quota)
@@ -207,11 +209,12 @@ class IdleThreads:
             self.sleeping = False
 
     def leave(self) -> None:
-        """Ends the looking in a forked child: it has no team, and a lock that nothing may ever release."""
+        """Ends the control of idle threads in a forked child, which has no OpenMP team, and a copied lock that may never be
+        released."""
         self.runtime, self.sleeping, self._lock = None, False, threading.Lock()
 
     def describe(self) -> str:
-        """What idle threads do, as the end of a sentence."""
+        """Says what idle threads do, as the end of a sentence."""
         if self.own is not None:
             return f"wait as {self.own} says"
         if self.runtime is None:

@@ -40,8 +40,8 @@ class Linear(nn.Module):
 
 
 def head_logits(x_ND: Tensor, weight_VD: Tensor, exact: bool) -> Tensor:
-    """The head's logits `x @ weight.T`, `[N, V]` in fp32 at least: logits of some tens rounded to bf16 are wrong by some
-    hundredths."""
+    """Returns the output head's logits `x @ weight.T`, `[rows, vocabulary]` in fp32 at least: rounding logits of about 30 to bf16
+    makes errors of some hundredths."""
     low = x_ND.dtype in LOW_PRECISION
     if low and not exact:
         return ops_for(x_ND).linear_in_fp32(x_ND, weight_VD)
@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
 
     @property
     def factors(self) -> Tensor:
-        """The factors of the normalised numbers."""
+        """The factors that multiply the normalised numbers."""
         # The sum is rounded only once.
         return (1 + self.weight.float()).to(self.weight.dtype) if self.offset else self.weight
 
@@ -70,7 +70,7 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A dense SwiGLU block; gate and up are one matrix, in that order."""
+    """A dense SwiGLU feed-forward block. The gate's and the up projection's weights are one matrix, in that order."""
 
     def __init__(self, width: int, intermediate: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class SwiGLU(nn.Module):
 
 
 class GeGLU(SwiGLU):
-    """A dense block with GELU, by its approximation with tanh, instead of SiLU (Shazeer 2020, arXiv:2002.05202)."""
+    """A dense feed-forward block with GELU, by its approximation with tanh, instead of SiLU (Shazeer 2020, arXiv:2002.05202)."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_up_TF = self.gate_up_proj(x_TD)
@@ -98,21 +98,22 @@ class GeGLU(SwiGLU):
 
 
 class Attend(Protocol):
-    """Attends to keys and values: `o_THU = attend(layer, q_THC, k_TJC, v_TJU)`."""
+    """Computes attention of packed queries over the keys and values that each may see: `o_THU = attend(layer, q_THC, k_TJC,
+    v_TJU)`."""
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor: ...
 
 
 @runtime_checkable
 class LatentAttend(Protocol):
-    """An `Attend` that stores latents and expands them to keys and values when needed."""
+    """An `Attend` that stores latents of latent attention, and expands them to keys and values when needed."""
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor: ...
 
     def attend_latents(
         self, layer: AttentionLayer, q_THC: Tensor, latents_TL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
-        """Attends to the tokens' latents with their rotated keys, `[T, H, U]`."""
+        """Computes attention over latents, each concatenated with its rotated key part, `[T, H, U]`."""
 
 
 class Attention(nn.Module):
@@ -148,7 +149,7 @@ class Attention(nn.Module):
         return out_TD
 
     def _normed_and_turned(self, qkv_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
-        """Query heads, then key heads."""
+        """Returns query heads, then key heads, after QK-norm (if any) and rotary embedding."""
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.factors, self.k_norm.factors, self.q_norm.eps
@@ -161,7 +162,7 @@ _LATENT_NORM_EPS = 1e-6
 
 class LatentAttentionBlock(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19), with keys and values expanded per head. A cache of
-    latents needs no expansion: see `to_latents` and `from_latents` (section 2.1.2 there)."""
+    latents can attend without expansion, by `to_latents` and `from_latents` (section 2.1.2 there)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -196,7 +197,7 @@ class LatentAttentionBlock(nn.Module):
         return out_TD
 
     def expanded(self, latents_TL: Tensor) -> tuple[Tensor, Tensor]:
-        """Every head's keys `[T, H, C]` and values `[T, H, U]`."""
+        """Expands latents to the keys `[T, H, C]` and the values `[T, H, U]` of every head."""
         latent = self.latent
         kv_TR, k_rope_TC = latents_TL.split([latent.kv_rank, latent.rope_dim], -1)
         # An adapter's small products of non-contiguous rows would depend on the batch.
@@ -205,7 +206,8 @@ class LatentAttentionBlock(nn.Module):
         return torch.cat([k_nope_THC, k_rope_TC.unsqueeze(1).expand(-1, self.heads, -1)], -1), v_THU
 
     def to_latents(self, q_THC: Tensor) -> Tensor:
-        """Queries `[T, H, L]` whose products with latents equal the products of `q` with the keys that `expanded` makes."""
+        """Turns queries into queries `[T, H, L]` over latents: their products with latents equal the products of `q_THC` with the
+        keys that `expanded` returns."""
         q_nope_THC, q_rope_THC = q_THC.split([self.latent.nope_dim, self.latent.rope_dim], -1)
         keys_HCR = self._expansion()[:, : self.latent.nope_dim]
         q_THR = torch.bmm(q_nope_THC.transpose(0, 1).to(keys_HCR.dtype), keys_HCR).transpose(0, 1)
@@ -218,7 +220,7 @@ class LatentAttentionBlock(nn.Module):
         return torch.bmm(o_HTR, values_HUR.transpose(1, 2)).transpose(0, 1).to(o_THR.dtype)
 
     def _expansion(self) -> Tensor:
-        """The weight of `kv_b_proj` by heads, `[H, nope + value, R]`, including an adapter's update, added in fp32."""
+        """Returns the weight of `kv_b_proj` by heads, `[H, nope + value, R]`, with an adapter's update added in fp32."""
         weight, adapter = self.kv_b_proj.weight, self.kv_b_proj.adapter
         whole = weight if adapter is None else adapter.merged(weight.float())
         return whole.view(self.heads, -1, self.latent.kv_rank)

@@ -33,15 +33,16 @@ _SHARED_ROW = 32_768
 
 
 def row_sums(x_NV: Tensor) -> Tensor:
-    """`x.sum(-1)`, a row having the same bits alone as among others."""
+    """Returns `x.sum(-1)` with the same bits for a single row as for that row in a batch."""
     if x_NV.shape[0] != 1 or x_NV.shape[1] < _SHARED_ROW:
         return x_NV.sum(-1)
     return torch.cat([x_NV, x_NV]).sum(-1)[:1]
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """With p = softmax(x W^T / t): d logp[target] / d logits = (onehot(target) - p) / t and dH / d logits = -p (log p + H) / t,
-    from which dx and dW are two products. An output that no loss uses costs nothing in the backward pass."""
+    """Computes log-probabilities and entropies, and their gradients. With p = softmax(x W^T / t): d logp[target] / d logits =
+    (onehot(target) - p) / t and dH / d logits = -p (log p + H) / t, from which dx and dW are two products. An output that no loss
+    uses costs nothing in the backward pass."""
 
     @staticmethod
     def forward(
@@ -103,8 +104,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _WideHeadLogprobs(torch.autograd.Function):
-    """Log-probabilities and entropies by the kernels of a wide vocabulary, over all tokens. Exact log-probabilities come from the
-    sampler's operations."""
+    """Computes log-probabilities and entropies with the CPU kernels for a wide vocabulary, for all tokens at once. For exact
+    numerics the forward pass uses the sampler's operations instead."""
 
     @staticmethod
     def forward(
@@ -142,8 +143,8 @@ def _in_pieces(
     exact: bool,
     exps_NV: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, the largest logits and the sums of `exp(logits - largest)`, which go to `exps_NV`, if that is
-    given: `[N]` each."""
+    """Returns log-probabilities, entropies, largest logits and sums of `exp(logits - largest)`, each `[N]`. Writes the exponentials
+    to `exps_NV` if given."""
     rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
     logprobs_N = torch.empty(rows, dtype=torch.promote_types(x_ND.dtype, torch.float32), device=x_ND.device)
     entropy_N, largest_N, total_N = (torch.empty_like(logprobs_N) for _ in range(3))
@@ -167,8 +168,8 @@ def _in_pieces(
 
 
 def _plus_weight_gradient(sum_VD: Tensor | None, x_nD: Tensor, grad_nV: Tensor, dtype: torch.dtype) -> Tensor:
-    """Adds a piece's gradient of the head to the gradients of earlier pieces, in `dtype`. With a wide vocabulary the gradient is as
-    large as the head, so it is added to in place if possible, in the head's layout, which saves a copy."""
+    """Adds a piece's gradient of the head's weight to the sum over earlier pieces, in `dtype`. With a wide vocabulary the gradient
+    is as large as the head, so the sum is made in place if possible, in the head's layout, which saves a copy."""
     if is_wide(grad_nV.shape[-1]) and grad_nV.dtype == dtype:
         return grad_nV.t() @ x_nD if sum_VD is None else sum_VD.addmm_(grad_nV.t(), x_nD)
     if sum_VD is None:
@@ -177,7 +178,7 @@ def _plus_weight_gradient(sum_VD: Tensor | None, x_nD: Tensor, grad_nV: Tensor, 
 
 
 class _Head:
-    """The head for several pieces of rows, without gradients: its weight is prepared once."""
+    """The output head, without gradients, with its weight prepared once for several pieces of rows."""
 
     def __init__(self, weight_VD: Tensor, exact: bool) -> None:
         if exact and weight_VD.dtype in LOW_PRECISION:
@@ -187,7 +188,7 @@ class _Head:
         self.weight = self.ops.head_weight(weight_VD) if self.prepares else weight_VD
 
     def logits(self, x_nD: Tensor) -> Tensor:
-        """In fp32, or in fp64 for fp64 inputs."""
+        """Returns the logits `[n, V]` of a piece, in fp32, or in fp64 for fp64 inputs."""
         if not self.prepares:
             return self.ops.linear(x_nD, self.weight)
         return self.ops.logits(x_nD.to(self.dtype), self.weight, self.vocabulary)
@@ -196,8 +197,8 @@ class _Head:
 def _shifted(
     logits_nV: Tensor, temperature: float, kept_NM: Tensor | None, piece: slice, largest_n: Tensor | None = None
 ) -> Tensor:
-    """The logits of these rows at the temperature, in place, less the largest of each row, which goes to `largest_n`, if that
-    is given."""
+    """Divides a piece's logits by the temperature, in place, restricts them to the kept set if there is one, and subtracts each
+    row's largest, which is also written to `largest_n` if given."""
     if temperature != 1.0:
         logits_nV.div_(temperature)
     if kept_NM is not None:
@@ -209,18 +210,19 @@ def _shifted(
 
 
 def is_wide(vocabulary: int) -> bool:
-    """Whether the minimum of rows makes a piece larger than 2^20 logits."""
+    """Whether the vocabulary is so wide that the minimum of 256 rows makes a piece larger than 2^20 logits."""
     return vocabulary * _LEAST_ROWS > _PIECE_LOGITS
 
 
 def kept_logits(rows: int, vocabulary: int, width: int) -> int:
-    """The number of values kept for the backward pass of a head whose rows have `width` numbers."""
+    """Returns how many exponentials of logits the forward pass keeps for the backward pass, 0 if these are too many. `width` is the
+    model's hidden size."""
     logits = rows * vocabulary
     return logits if logits <= max(_KEPT_LOGITS, vocabulary * width) else 0
 
 
 def piece_logits(rows: int, vocabulary: int) -> int:
-    """The number of logits of the largest piece."""
+    """Returns the number of logits of the largest piece."""
     return min(rows, max(_LEAST_ROWS, _PIECE_LOGITS // vocabulary)) * vocabulary
 
 
@@ -245,8 +247,8 @@ def head_logprobs(
     kept_NM: Tensor | None = None,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`log softmax(x @ weight.T / temperature)[target]` and the entropy in nats of that distribution, both `[N]` in fp32 and with
-    gradient.
+    """Returns `log softmax(x @ weight.T / temperature)[target]` and the entropy in nats of that distribution, both `[N]` in fp32
+    and with gradient.
 
     `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is as in `ops_for`.
     """
@@ -260,8 +262,8 @@ def head_logprobs(
 
 
 def restrict_to_kept(logits_NV: Tensor, kept_NM: Tensor) -> Tensor:
-    """Logits with everything outside each row's kept set at -inf, so that a learner scores over the support that sampling
-    had after top-k and top-p. `kept_NM` holds token ids, padded with -1; a row of only -1 is not restricted."""
+    """Sets logits outside each row's kept set to -inf, so that a learner scores over the support that sampling had after top-k and
+    top-p. `kept_NM` holds token ids, padded with -1; a row of only -1 is not restricted."""
     whole_N1 = (kept_NM < 0).all(-1, keepdim=True)
     allowed_NV = torch.zeros(logits_NV.shape, dtype=torch.bool, device=logits_NV.device)
     allowed_NV = allowed_NV.scatter(-1, kept_NM.clamp(min=0), True)

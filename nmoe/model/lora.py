@@ -1,7 +1,7 @@
-"""An adapter on a model: which projections have low-rank updates, and operations on all of them.
+"""The LoRA adapter of a model: which projections have low-rank updates, and operations on all updates together.
 
 Projections have their Hugging Face names, because an adapter's files and settings name the modules of a checkpoint. Our decoder
-holds several projections in one matrix; a `Site` says where each one lies.
+holds several projections in one matrix; a `Site` says which rows of which matrix a projection is.
 """
 
 # Shapes: D inputs, F outputs, E experts, r rank.
@@ -41,7 +41,7 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Rank and scale of an adapter, and the projections that have an update (empty: those usual for the architecture).
+    """Rank and scale of an adapter, and the projections that have a low-rank update (empty: the usual ones for the architecture).
 
     The update's scale is `alpha / rank`, or `alpha / sqrt(rank)` with `rslora` (Kalajdzievski 2023, arXiv:2312.03732).
     `rank_pattern` and `alpha_pattern` are PEFT's: other values where a regular expression matches the end of a module's name.
@@ -63,23 +63,23 @@ class LoraSettings:
                 raise UserError(f"lora alpha = {alpha!r} is not a number above 0")
 
     def of(self, site: Site) -> tuple[int, float]:
-        """Rank and scale of a site's update."""
+        """Returns the rank and the scale of the update of this projection."""
         rank = _by_pattern(self.rank_pattern, site.theirs, self.rank)
         alpha = _by_pattern(self.alpha_pattern, site.theirs, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 def _by_pattern(patterns: dict[str, N], name: str, default: N) -> N:
-    """The value of the first pattern that PEFT would find in a module's name."""
+    """Returns the value of the first pattern that matches a module's name as in PEFT, or the default."""
     return next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", name)), default)
 
 
 @dataclass(frozen=True)
 class Site:
-    """One projection, and its position in the decoder.
+    """One projection that can have an update: its name in a Hugging Face checkpoint and its rows in our decoder's weights.
 
-    Example, the keys of layer 0 with four query and two key heads of width 8: `Site("k_proj",
-    "model.layers.0.self_attn.k_proj", "blocks.0.attention.qkv_proj", (32, 48))`.
+    Example, the keys of layer 0 with four query and two key heads of width 8: `Site("k_proj", "model.layers.0.self_attn.k_proj",
+    "blocks.0.attention.qkv_proj", (32, 48))`.
     """
 
     target: str  # as settings name it
@@ -89,7 +89,7 @@ class Site:
 
 
 def sites(model: Transformer) -> list[Site]:
-    """Every projection of the model that can have an update, in the order of its layers."""
+    """Returns every projection of the model that can have an update, in the order of the layers."""
     config, found = model.config, []
 
     def add(theirs: str, ours: str, *names_and_widths: tuple[str, int]) -> None:
@@ -140,8 +140,8 @@ def sites(model: Transformer) -> list[Site]:
 
 
 def choose(model: Transformer, targets: tuple[str, ...]) -> list[Site]:
-    """The sites of these targets. Without targets: the sites of attention and, in a dense model, of the MLP. Raises UserError, with
-    the closest name, for a target that the model does not have."""
+    """Returns the projections that these targets name. Without targets: attention's projections and, in a dense model, the MLP's.
+    Raises UserError, with the closest name, for a target that the model does not have."""
     known = sites(model)
     names = {site.target for site in known}
     if not targets:
@@ -167,8 +167,8 @@ class Lora:
     def __init__(
         self, model: Transformer, settings: LoraSettings, chosen: Sequence[Site], base: str, fingerprint: str
     ) -> None:
-        """Attaches updates at the chosen sites. B is zero, so nothing changes yet; A is set by `initialize` or read from a
-        file. Raises UserError if projections that are computed as one matrix have different ranks."""
+        """Attaches updates to the chosen projections. B is zero, so the model's results do not change yet; A is set by `initialize`
+        or read from a file. Raises UserError if projections that are computed as one matrix have different ranks."""
         self.model, self.settings, self.sites = model, settings, tuple(chosen)
         self.base, self.fingerprint = base, fingerprint
         self.notes: tuple[str, ...] = ()
@@ -209,13 +209,14 @@ class Lora:
         self._attached.append((module, weight, name, update))
 
     def part(self, site: Site) -> tuple[Tensor, Tensor]:
-        """Views of a site's A `[r, D]` and B `[F, r]`; of experts, `[E, r, D]` and `[E, F, r]`."""
+        """Returns views of one projection's A `[r, D]` and B `[F, r]`; for experts, `[E, r, D]` and `[E, F, r]`."""
         a, b = self._parts[site]
         return a.detach(), b.detach()
 
     @torch.no_grad()
     def initialize(self, seed: int) -> Lora:
-        """Draws A uniformly within `inputs ** -0.5`, as PEFT does, and sets B to zero, so the adapter begins as no change."""
+        """Draws A uniformly within `inputs ** -0.5`, as PEFT does, and sets B to zero, so that the adapter does not change the
+        model at first."""
         generator = torch.Generator().manual_seed(seed)
         for site in self.sites:
             a, b = self.part(site)
@@ -228,8 +229,8 @@ class Lora:
 
     @contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[Transformer]:
-        """Inside the context the adapter's `parameters` have these values, copied earlier. Afterwards the trained values are
-        back, in the same tensors."""
+        """Gives the adapter's `parameters` these earlier values inside the context. Afterwards the trained values are back, in the
+        same tensors."""
         parameters = self.parameters()
         trained = [parameter.data for parameter in parameters]
         try:
@@ -242,7 +243,7 @@ class Lora:
 
     @contextmanager
     def disabled(self) -> Iterator[Transformer]:
-        """Inside the context the model is the base, bit for bit."""
+        """Removes the adapter inside the context: the model is then the base, bit for bit."""
         for module, _, name, _ in self._attached:
             setattr(module, name, None)
         try:
@@ -253,8 +254,8 @@ class Lora:
 
     @contextmanager
     def merged(self) -> Iterator[Transformer]:
-        """Inside the context the model has no adapter, and its weights include the updates; this is what an export writes.
-        Afterwards the base's weights are back, unchanged. The adapted weights are held twice meanwhile."""
+        """Adds the updates to the model's weights and removes the adapter inside the context, as an export needs it. Afterwards the
+        base's weights are back, unchanged. Inside, adapted weights take memory twice."""
         frozen = [getattr(module, weight) for module, weight, _, _ in self._attached]
         with self.disabled():
             try:
@@ -266,12 +267,12 @@ class Lora:
                     setattr(module, weight, before)
 
     def updates(self) -> dict[str, LowRank | ExpertsLowRank]:
-        """The updates by the name of the weight that each is of."""
+        """Returns the low-rank updates, keyed by the name of the weight that each one changes."""
         names = {module: name for name, module in self.model.named_modules()}
         return {f"{names[module]}.{weight}": update for module, weight, _, update in self._attached}
 
     def describe(self) -> list[str]:
-        """Lines such as `adapter: 24,576 parameters beside 1,203,456 (2.0%), at q_proj, o_proj; rank 8, alpha 16`."""
+        """Returns lines such as `adapter: 24,576 parameters beside 1,203,456 (2.0%), at q_proj, o_proj; rank 8, alpha 16`."""
         own = sum(parameter.numel() for parameter in self.parameters())
         every = sum(parameter.numel() for parameter in self.model.parameters())
         targets = ", ".join(dict.fromkeys(site.target for site in self.sites))

@@ -40,7 +40,7 @@ class LowRank(nn.Module):
         self.b_Sr = nn.Parameter(torch.zeros(outputs, rank, dtype=like.dtype, device=like.device))
 
     def forward(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, exact: bool = False) -> Tensor:
-        """The whole layer, frozen weight and updates, `[N, F]`; `exact` is as in `ops_for`."""
+        """Computes the whole layer, frozen weight plus updates, `[N, F]`; `exact` is as in `ops_for`."""
         if torch.is_grad_enabled():
             out_NF: Tensor = _LinearWithUpdates.apply(x_ND, weight_FD, bias_F, self.a_GD, self.b_Sr, self, exact)
             return out_NF
@@ -49,7 +49,7 @@ class LowRank(nn.Module):
     def product(
         self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, a_GD: Tensor, b_Sr: Tensor, exact: bool
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output and `x @ A.T`, called where no gradient is recorded."""
+        """Returns the layer's output `[N, F]` and `x @ A.T`. Called where no gradient is recorded."""
         ops = ops_for(x_ND, exact)
         out_NF = ops.linear(x_ND, weight_FD, bias_F)
         low_NG = ops.linear(x_ND, a_GD) if exact else F.linear(x_ND, a_GD)
@@ -63,7 +63,7 @@ class LowRank(nn.Module):
         return out_NF, low_NG
 
     def parts(self) -> list[tuple[Span, slice, slice]]:
-        """For each projection its outputs, its rows of A (columns of `x @ A.T`) and its rows of B."""
+        """Returns for each projection its span of outputs, its rows of A (which are columns of `x @ A.T`) and its rows of B."""
         parts, row = [], 0
         for i, (start, stop) in enumerate(self.spans):
             rows = slice(row, row + stop - start)
@@ -73,7 +73,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_FD: Tensor) -> Tensor:
-        """The frozen weight with its updates added in fp32 and rounded once, `[F, D]`."""
+        """Returns the frozen weight `[F, D]` with the updates added in fp32 and rounded once."""
         merged_FD = weight_FD.clone()
         for (start, stop), ranks, rows in self.parts():
             update_FD = self.b_Sr[rows].float() @ self.a_GD[ranks].float()
@@ -82,8 +82,8 @@ class LowRank(nn.Module):
 
 
 class _LinearWithUpdates(torch.autograd.Function):
-    """`LowRank.product` with a backward that writes each projection's part in place. The frozen weight gets no gradient, which
-    saves a third of a linear layer's work."""
+    """`LowRank.product` with a backward pass that writes each projection's gradient in place. The frozen weight gets no gradient,
+    which saves a third of a linear layer's work."""
 
     @staticmethod
     def forward(
@@ -121,7 +121,7 @@ class _LinearWithUpdates(torch.autograd.Function):
 
 
 class ExpertsLowRank(nn.Module):
-    """The update of one weight of a layer's routed experts, an A and a B for each expert: `a_EDr` and `b_ErF`."""
+    """The low-rank update of one weight of a layer's routed experts, with an A and a B for each expert: `a_EDr` and `b_ErF`."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, rank: int, scale: float, like: Tensor) -> None:
         super().__init__()
@@ -130,11 +130,11 @@ class ExpertsLowRank(nn.Module):
         self.b_ErF = nn.Parameter(torch.zeros(experts, rank, outputs, dtype=like.dtype, device=like.device))
 
     def forward(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The update of `product(x, weight_EDF)`, which multiplies each row by its expert's weight."""
+        """Returns the update to add to `product(x, weight_EDF)`, where `product` multiplies each row by its expert's weight."""
         return self.scale * product(product(x, self.a_EDr), self.b_ErF)
 
     @torch.no_grad()
     def merged(self, weight_EDF: Tensor) -> Tensor:
-        """The frozen weight with its update added in fp32 and rounded once, `[E, D, F]`."""
+        """Returns the frozen weight `[E, D, F]` with the update added in fp32 and rounded once."""
         update_EDF = torch.bmm(self.a_EDr.float(), self.b_ErF.float())
         return torch.add(weight_EDF, update_EDF, alpha=self.scale).to(weight_EDF.dtype)

@@ -22,11 +22,11 @@ from nmoe.model.ops.table import ops_for
 
 
 class RouterTrace:
-    """Records the routers of one forward pass, layer by layer: their own picks (`chosen_TK`), the scores with gradient
-    (`scores_TE`), and the biases added to the scores for the choice (`biases_E`).
+    """Records what the routers do in one forward pass, layer by layer: the experts that they choose (`chosen_TK`), the scores with
+    gradient (`scores_TE`), and the biases added to the scores for the choice (`biases_E`).
 
-    With `replay` (`[T, layers, K]`), each layer uses those picks and not its own, so that a learner recomputes exactly the engine's
-    pass even if two scores are equal up to rounding. Its own picks are still recorded for comparison.
+    With `replay` (`[T, layers, K]`), each layer uses those experts instead of its own choice, so that a learner recomputes exactly
+    the engine's pass even if two scores are equal up to rounding. The router's own choice is still recorded for comparison.
 
     Not a dataclass, because FSDP2 would pass the module a copy with new lists.
     """
@@ -44,16 +44,17 @@ class RouterTrace:
         self.biases_E = biases_E or []
 
     def repetition(self, layer: int) -> RouterTrace:
-        """A trace to run the layers from `layer` on again with the same replay; nothing is recorded in this one."""
+        """Returns a separate trace with the same replay, for running the layers from `layer` on a second time."""
         return RouterTrace(None if self.replay is None else self.replay[:, layer:])
 
     def routes(self) -> Tensor:
-        """All layers' own picks, `[T, layers, K]` in int16."""
+        """Returns the experts that all layers' routers chose themselves, `[T, layers, K]` in int16."""
         return torch.stack(self.chosen_TK, 1).to(torch.int16)
 
 
 class Router(nn.Module):
-    """Scores are in fp32. The balancing bias changes the choice but not the weights (arXiv:2408.15664, eq. 3)."""
+    """Chooses K experts per token by scores in fp32. The balancing bias changes the choice but not the weights (arXiv:2408.15664,
+    eq. 3)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Router(nn.Module):
         self.exact = False
 
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> tuple[Tensor, Tensor]:
-        """Weights `[T, K]` and expert ids `[T, K]` of the chosen experts."""
+        """Returns the weights `[T, K]` and the expert ids `[T, K]` of the chosen experts."""
         bias_E = None if self.linear_bias is None else self.linear_bias.float()
         if self.groups == 1 and trace.replay is None:
             rule = (self.sigmoid, self.renormalize, self.scale, self.experts_per_token)
@@ -107,7 +108,8 @@ class Router(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a layer. Biases are `[E, 2F]` and `[E, D]` or absent; `limit` is as in `swiglu`, `exact` as in `ops_for`."""
+    """The weights of a layer's experts. Biases are `[E, 2F]` and `[E, D]` or None; `limit` is as in `swiglu`, `exact` as in
+    `ops_for`."""
 
     gate_up_EDF: Tensor
     down_EFD: Tensor
@@ -118,9 +120,10 @@ class ExpertWeights:
     gate_up_adapter: ExpertsLowRank | None = None
     down_adapter: ExpertsLowRank | None = None
     own: Callable[[Tensor], Tensor] | None = None
-    """What takes these experts' part of the adapters' weights, if those are of more experts than these."""
+    """Selects this rank's experts from an adapter's weights, if the adapters hold the experts of all ranks; None if they hold the
+    same experts."""
     rows: Callable[[Tensor], Tensor] | None = None
-    """What quantises the rows before each product, if the experts' profile does so."""
+    """Quantises activation rows before each product, if the experts' profile does so; else None."""
 
 
 class Dispatcher(Protocol):
@@ -136,19 +139,19 @@ class Dispatcher(Protocol):
 
 
 class ExpertComputation(ABC):
-    """Runs the experts of a layer, and their adapters, on rows sorted by expert; `counts_E` has the number of rows of each expert.
-    A subclass says how rows are multiplied by their experts' weights."""
+    """Runs a layer's experts and their adapters on rows sorted by expert; `counts_E` is the number of rows of each expert. A
+    subclass implements the product of rows with their experts' weights."""
 
     def __init__(self, x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> None:
         self.x_RD, self.counts_E, self.weights = x_RD, counts_E, weights
         self.ops = ops_for(x_RD, weights.exact)
 
     def run(self) -> Tensor:
-        """`down(swiglu(gate_up(x)))` of each row by its expert, `[R, D]`."""
+        """Returns `down(swiglu(gate_up(x)))` of each row by its expert, `[R, D]`."""
         return self.feed_forward(self.x_RD)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """`run` for rows in the layout of `product`."""
+        """Computes what `run` does, for rows in the layout that `product` takes."""
         weights = self.weights
         hidden = self._layer(x, weights.gate_up_EDF, weights.gate_up_bias_EF, weights.gate_up_adapter)
         hidden = self.ops.swiglu(hidden, weights.limit)
@@ -167,19 +170,19 @@ class ExpertComputation(ABC):
 
     @abstractmethod
     def product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
-        """Each row times its expert's weight."""
+        """Multiplies each row by its expert's weight."""
 
     @abstractmethod
     def narrow_product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
-        """`product` for the narrow weights of adapters."""
+        """Does the same as `product`, for the narrow weights of adapters."""
 
     def spread(self, bias_EF: Tensor) -> Tensor:
-        """Each expert's bias, repeated for its rows."""
+        """Repeats each expert's bias for each of the expert's rows, `[R, F]`."""
         return bias_EF.repeat_interleave(self.counts_E, 0, output_size=self.x_RD.shape[0])
 
 
 class ExpertsByLoop(ExpertComputation):
-    """One expert after another, each on its rows."""
+    """Runs one expert after another, each on its rows."""
 
     def __init__(self, x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> None:
         super().__init__(x_RD, counts_E, weights)
@@ -198,8 +201,8 @@ class ExpertsByLoop(ExpertComputation):
 
 
 class ExpertsByGroupedMM(ExpertComputation):
-    """One grouped matrix product per projection. In bf16 on CUDA neither forward nor backward waits for the device, and a group may
-    have any number of rows; only the bytes of a row must be aligned."""
+    """Runs all experts by one grouped matrix product per projection. In bf16 on CUDA neither forward nor backward pass waits for
+    the device, and an expert may have any number of rows; only the bytes of a row must be aligned."""
 
     def __init__(self, x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> None:
         super().__init__(x_RD, counts_E, weights)
@@ -212,7 +215,8 @@ class ExpertsByGroupedMM(ExpertComputation):
 
 
 class ExpertsByPadding(ExpertComputation):
-    """One batched product per projection, with every expert's rows padded to the number of the busiest: `[E, longest, D]`."""
+    """Runs all experts by one batched product per projection, with every expert's rows padded to the busiest expert's: `[E,
+    longest, D]`."""
 
     def run(self) -> Tensor:
         x_RD, counts_E = self.x_RD, self.counts_E
@@ -233,9 +237,9 @@ class ExpertsByPadding(ExpertComputation):
 
 
 def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:
-    """Whether `grouped_mm` is worth using. It needs row strides that are multiples of 16 bytes. It is slow in fp16 on a CPU, and on
-    CUDA it has a kernel for bf16 only: other types run one group after another, as in `ExpertsByLoop`. `widths` are the experts'
-    widths and the ranks of their adapters."""
+    """Whether `grouped_mm` is worth using for these rows. It needs row strides that are multiples of 16 bytes. It is slow in fp16
+    on a CPU, and on CUDA it has a kernel only for bf16: other types run one group after another, as in `ExpertsByLoop`. `widths`
+    are the experts' widths and the ranks of their adapters."""
     row = 16 // x_RD.element_size()
     dtypes = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16)
     return x_RD.dtype in dtypes and all(width % row == 0 for width in (x_RD.shape[-1], *widths))
@@ -254,12 +258,13 @@ _MEDIUM_PRODUCT = 2**24
 
 
 def compute_experts(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """Runs the experts by the fastest method, `[R, D]`."""
+    """Runs the experts on rows sorted by expert, by the fastest method; returns `[R, D]`."""
     return fastest_computation(x_RD, counts_E, weights)(x_RD, counts_E, weights).run()
 
 
 def fastest_computation(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> type[ExpertComputation]:
-    """The fastest method on this device; with exact numerics, the one that gives a row the same bits in any batch."""
+    """Returns the fastest method to run experts on this device; with exact numerics, the method that gives a row the same bits in
+    any batch."""
     if weights.exact or x_RD.shape[0] == 0:  # grouped and batched products refuse to have no row
         return ExpertsByLoop
     ranks = [a.rank for a in (weights.gate_up_adapter, weights.down_adapter) if a is not None]
@@ -282,8 +287,8 @@ def fastest_computation(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) 
 
 
 def _elsewhere(dispatcher: Dispatcher, rows_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """Runs each row on the rank that owns its expert. The two projections in `weights` belong to this rank's experts, biases and
-    adapters to all experts; each rank uses its part."""
+    """Sends each row to the rank that owns its expert, runs it there, and returns the results in the original order. In `weights`,
+    the two projections belong to this rank's experts; biases and adapters belong to all experts, and each rank uses its part."""
     rows_SD, counts_e, handle = dispatcher.dispatch(rows_RD, counts_E)
     own, gate_up_bias, down_bias = dispatcher.own, weights.gate_up_bias_EF, weights.down_bias_ED
     weights = replace(
@@ -296,8 +301,8 @@ def _elsewhere(dispatcher: Dispatcher, rows_RD: Tensor, counts_E: Tensor, weight
 
 
 class MoE(nn.Module):
-    """Routed SwiGLU experts plus optional shared experts that every token passes through (arXiv:2401.06066), weighed by a gate if
-    there is one."""
+    """Routed SwiGLU experts plus optional shared experts that every token passes through (arXiv:2401.06066); a gate weighs the
+    shared experts if the configuration has one."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -323,7 +328,7 @@ class MoE(nn.Module):
         )
 
     def pack(self) -> None:
-        """Allocates the experts' weights, which are not set yet, in MXFP4."""
+        """Replaces the experts' weights by unset MXFP4 buffers of the same shape."""
         assert self.gate_up is not None
         assert self.down is not None
         self.gate_up_packed, self.down_packed = PackedExperts(*self.gate_up.shape), PackedExperts(*self.down.shape)
@@ -343,8 +348,8 @@ class MoE(nn.Module):
         return out_TD + shared_TD
 
     def _projections(self, chosen_TK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gate and up `[E, D, 2F]`, and down `[E, F, D]`, of this rank's experts, in their profile if there is one; packed ones are
-        dequantised, and gathered ones quantised, for this pass alone."""
+        """Returns gate and up `[E, D, 2F]`, and down `[E, F, D]`, of this rank's experts, rounded by their profile if there is one.
+        MXFP4 weights are dequantised, and weights gathered from ranks quantised, for this pass only."""
         if self.gate_up_packed is not None and self.down_packed is not None:
             return self.gate_up_packed(chosen_TK, dtype), self.down_packed(chosen_TK, dtype)
         assert self.gate_up is not None
@@ -361,7 +366,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def quantise(self) -> None:
-        """Quantises the experts anew, if they have a profile and are kept quantised."""
+        """Quantises the experts again after their weights changed, if they have a profile and the quantised weights are kept."""
         if self.profile is not None and self.gate_up is not None and not self.sharded:
             self.profile.expire()
             self._projections(self.gate_up.new_empty(0, dtype=torch.int64), self.gate_up.dtype)
@@ -373,7 +378,7 @@ class MoE(nn.Module):
     def _at_once(
         self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor
     ) -> Tensor | None:
-        """All experts by one kernel; None if there is no such kernel."""
+        """Runs all experts by one kernel; returns None if there is no kernel for these weights."""
         if self.gate_up_adapter is not None or self.down_adapter is not None or self.dispatcher is not None:
             return None
         if self._quantise_rows(x_TD.dtype) is not None:  # which the kernel does not do between its two products

@@ -1,4 +1,5 @@
-"""Experts that stay in MXFP4: four bits a number and a shared power of two for each 32, dequantised for each product."""
+"""Experts that stay in MXFP4 in memory: four bits per number and a shared power of two for each 32 numbers, dequantised for each
+product."""
 
 # Shapes: E experts, D inputs, N outputs, G blocks of 32 numbers, W bytes of a block, T tokens, K chosen experts.
 
@@ -19,8 +20,9 @@ LARGEST_SCALE = 252
 
 
 def dequantised(blocks_ENGW: Tensor, scales_ENG: Tensor) -> Tensor:
-    """Experts `[E, inputs, N]` in bf16, a view of `[E, N, inputs]`, from MXFP4: two numbers of four bits a byte, the lower
-    bits first, and a power of two, `2 ** (scale - 127)`, for each block of 32; 255 is NaN. Exact: bf16 holds every product.
+    """Dequantises MXFP4 experts to bf16, `[E, inputs, N]` as a view of `[E, N, inputs]`. A byte holds two numbers of four bits, the
+    lower bits first; each block of 32 numbers has a power of two, `2 ** (scale - 127)`, where a scale of 255 is NaN. Exact: bf16
+    holds every product.
 
     Raises UserError if blocks and scales do not match.
     """
@@ -47,7 +49,8 @@ def dequantised(blocks_ENGW: Tensor, scales_ENG: Tensor) -> Tensor:
 
 
 class PackedExperts(nn.Module):
-    """One projection of a layer's experts, `[E, D, N]`, in 17/32 bytes a number. It has no parameter: it cannot be trained."""
+    """One projection of a layer's experts, `[E, D, N]`, in MXFP4: 17/32 bytes a number. It has no parameters, so it cannot be
+    trained."""
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -58,8 +61,8 @@ class PackedExperts(nn.Module):
         self.scales: Tensor
 
     def forward(self, chosen_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """All experts `[E, D, N]`, of which on a CPU only the chosen ones are set. A GPU dequantises all of them, because the host
-        would have to wait to learn which."""
+        """Dequantises the experts to `[E, D, N]`. On a CPU only the chosen experts are set; a GPU dequantises all, because
+        otherwise the host would have to wait to learn which are chosen."""
         experts, outputs, groups = self.scales.shape
         out_EDN = torch.empty(experts, groups * BLOCK, outputs, dtype=dtype, device=self.blocks.device)
         used = range(experts) if self.blocks.device.type != "cpu" else chosen_TK.unique().tolist()

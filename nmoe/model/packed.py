@@ -37,8 +37,9 @@ _WIDTH_STEP, _WIDEST = 8, 256
 
 
 class VarlenAttention:
-    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. If they share rows, `shared`
-    gives the rows, of all T, that it is called with, and the index of each of the T among them."""
+    """An `Attend` by torch's variable-length kernel over sequences laid end to end, with these `lengths`. If sequences share rows,
+    such as a common prompt, `shared` holds for each row given the position in the packed tokens that it computes (`[S]`), and for
+    each packed token the index of its row (`[T]`)."""
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device, shared: tuple[Tensor, Tensor] | None = None
@@ -55,8 +56,8 @@ class VarlenAttention:
         self.says_gqa = "enable_gqa" in inspect.signature(self.kernel).parameters
 
     def takes(self, layer: AttentionLayer, q_THC: Tensor) -> bool:
-        """Whether the kernel computes this layer, gradients included. A sink could be added by the log of the softmax's sum,
-        which the kernel returns, but no gradient passes through that."""
+        """Whether the kernel computes this layer, gradients included. A sink could be added by the log of the softmax's sum, which
+        the kernel returns, but no gradient passes through that."""
         return q_THC.dtype in (torch.bfloat16, torch.float16) and q_THC.shape[-1] <= _WIDEST and layer.sinks_H is None
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ _BLOCK = 16  # positions, of attention.cpp
 
 
 class ExactAttention:
-    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `order_free` is used where the
+    """An `Attend` with exact numerics over sequences laid end to end, with these `lengths`. `order_free` is used where the decoding
     kernel cannot run. Gradients come from `differentiable`, the same attention by torch's operations; their bits may depend on the
     batch."""
 
@@ -127,7 +128,7 @@ class ExactAttention:
         )
 
     def _in_blocks(self, x_TJW: Tensor) -> Tensor:
-        """`[blocks, J, 16, W]`."""
+        """Lays keys or values out in a cache's blocks of 16 tokens, `[blocks, key-value heads, 16, width]`."""
         rows = x_TJW.new_zeros(self.blocks * _BLOCK, *x_TJW.shape[1:]).index_copy_(0, self.index_T, x_TJW)
         return rows.unflatten(0, (self.blocks, _BLOCK)).transpose(1, 2).contiguous()
 
@@ -167,7 +168,8 @@ _VARLEN_DEVICES = ("cuda",)
 
 @dataclass
 class _Bucket:
-    """A run of sequences of similar length: its span of tokens, and their rows in the padded block (None: no padding)."""
+    """Sequences of similar length, longest first: their tokens are those from `start` to `stop`, and `rows_T` holds the index of
+    each token in the padded block (None: all have the same length)."""
 
     start: int
     lengths: list[int]
@@ -182,7 +184,8 @@ class _Bucket:
             self.rows_T = torch.cat(spans)
 
     def block(self, x_TNC: Tensor) -> Tensor:
-        """The bucket's rows of a packed tensor as `[B, N, L, C]`."""
+        """Gathers this bucket's sequences (of similar length) from a packed tensor, padded to `[sequences, heads, length,
+        channels]`."""
         part_TNC = x_TNC[self.start : self.stop]
         if self.rows_T is not None:
             padded_TNC = part_TNC.new_zeros(len(self.lengths) * self.longest, *part_TNC.shape[1:])
@@ -191,11 +194,11 @@ class _Bucket:
 
 
 class PackedAttention:
-    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `exact` attends by
-    `nmoe.model.packed`.
+    """An `Attend` over sequences laid end to end, with these `lengths`, that chooses the fastest method for each layer. `exact`
+    asks for exact numerics.
 
-    Sequences may share rows, such as a common prompt: then `shared` gives the rows, of all T, that it is called with (`[S]`),
-    and the index of each of the T among them (`[T]`).
+    If sequences share rows, such as a common prompt, `shared` holds for each row given the position in the packed tokens that it
+    computes (`[S]`), and for each packed token the index of its row (`[T]`).
     """
 
     def __init__(
@@ -210,7 +213,7 @@ class PackedAttention:
 
     @cached_property
     def bucketed(self) -> _BucketedAttention:
-        """Built when a layer first needs it."""
+        """Attention by length buckets, built when a layer first needs it."""
         return _BucketedAttention(self.lengths, self.device, self.shared, exact=False)
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
@@ -225,7 +228,7 @@ class PackedAttention:
 
     @cached_property
     def clusters(self) -> Clusters:
-        """Built when a layer first needs it."""
+        """The groups of sequences that share leading rows, built when a layer first needs them."""
         return clusters_of(self.lengths, self.shared)
 
     def _exact(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
@@ -236,7 +239,8 @@ class PackedAttention:
         return out_THU.index_select(0, rows_S)
 
     def recur(self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
-        """Runs a recurrent layer from the start of every sequence. Rows that sequences share are run for each."""
+        """Runs a recurrent layer from the start of every sequence. Rows that sequences share are computed again for each
+        sequence."""
         if self.shared is None:
             return recurrence.run(layer, self.spans, x_TW, decay_TH, beta_TH, None, self.exact)[0]
         rows_S, index_T = self.shared
@@ -245,7 +249,7 @@ class PackedAttention:
 
     @cached_property
     def spans(self) -> Spans:
-        """Built when a recurrent layer first needs it."""
+        """The sequences' positions in the pack for recurrent layers, built when such a layer first needs them."""
         return Spans(self.lengths, self.device)
 
     @cached_property
@@ -257,7 +261,7 @@ class PackedAttention:
 
 
 def clusters_of(lengths: Sequence[int], shared: tuple[Tensor, Tensor] | None) -> Clusters:
-    """The clusters of sequences whose leading rows may be shared, as `PackedAttention` is given them."""
+    """Groups sequences that share leading rows, such as a common prompt, into clusters. `shared` is as in `PackedAttention`."""
     tokens = sum(lengths)
     index_T = np.arange(tokens) if shared is None else shared[1].numpy()
     own_T = np.ones(tokens, bool) if shared is None else shared[0].numpy()[index_T] == np.arange(tokens)
@@ -279,7 +283,7 @@ def clusters_of(lengths: Sequence[int], shared: tuple[Tensor, Tensor] | None) ->
 
 
 class _BucketedAttention:
-    """An `Attend` bucket by bucket."""
+    """An `Attend` that runs one kernel for each bucket of sequences of similar length."""
 
     def __init__(
         self,

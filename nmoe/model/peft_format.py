@@ -49,8 +49,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Adapter:
-    """The content of an adapter's directory, checked against a model: `parts` has A and B of each site as `Lora.part` shapes them,
-    `notes` has warnings for the user."""
+    """The content of an adapter's directory, checked against a model: `parts` has A and B of each projection, shaped as by
+    `Lora.part`; `notes` has warnings for the user."""
 
     settings: LoraSettings
     base: str
@@ -58,7 +58,7 @@ class Adapter:
     notes: tuple[str, ...]
 
     def attach(self, model: Transformer, base: str, fingerprint: str) -> Lora:
-        """Attaches the adapter to the model that it was read for."""
+        """Attaches the adapter to `model`, which must be the model that it was read for."""
         lora = Lora(model, self.settings, list(self.parts), base, fingerprint)
         self.copy_to(lora)
         return lora
@@ -75,7 +75,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def adapter_tensors(lora: Lora) -> dict[str, Tensor]:
-    """The adapter's tensors under PEFT's names. A remote engine needs nothing else when a new version is published."""
+    """Returns the adapter's tensors under PEFT's names: all that a remote engine needs when a new version is published."""
     names, orders, tensors = _names(lora.sites), _row_orders(lora.model), {}
     for site in lora.sites:
         a, b = lora.part(site)
@@ -90,12 +90,12 @@ def adapter_tensors(lora: Lora) -> dict[str, Tensor]:
 
 
 def save_adapter(lora: Lora, directory: Path) -> None:
-    """Writes an adapter that PEFT loads, and the base's fingerprint, into an existing directory."""
+    """Writes an adapter that PEFT loads into an existing directory, together with the base's fingerprint."""
     snapshot_adapter(lora, copied=False).write(directory)
 
 
 def snapshot_adapter(lora: Lora, copied: bool) -> Snapshot:
-    """A snapshot of the files that `save_adapter` would write now. With `copied` later steps do not change it."""
+    """Returns a snapshot of the files that `save_adapter` would write now. With `copied`, later training steps do not change it."""
     settings, alpha = lora.settings, lora.settings.alpha
     experts = dict.fromkeys(site.target for site in lora.sites if site.target in EXPERTS)
     config = {
@@ -127,7 +127,7 @@ def snapshot_adapter(lora: Lora, copied: bool) -> Snapshot:
 
 
 def _target_modules(lora: Lora) -> list[str]:
-    """The names by which PEFT finds the adapted modules: their last part or, if only some layers are adapted, the whole
+    """Returns the names by which PEFT finds the adapted modules: a name's last part or, if only some layers are adapted, the whole
     name."""
     chosen = [site for site in lora.sites if site.target not in EXPERTS]
     left = {site.target for site in sites(lora.model)} & {
@@ -137,7 +137,8 @@ def _target_modules(lora: Lora) -> list[str]:
 
 
 def read_base(directory: Path) -> tuple[str, str | None]:
-    """The base that an adapter names, and its fingerprint where the adapter knows it. Raises UserError."""
+    """Reads the path of the base that an adapter was trained on, and the base's fingerprint, None if the adapter does not record
+    it. Raises UserError."""
     name = read_settings(directory)[1]
     if not (directory / BASE).exists():
         return name, None
@@ -148,8 +149,8 @@ def read_base(directory: Path) -> tuple[str, str | None]:
 
 
 def read_settings(directory: Path) -> tuple[LoraSettings, str, dict[str, Any]]:
-    """Settings, the base's name ("" if there is none) and all of adapter_config.json. Raises UserError if the file is damaged
-    or describes something other than the LoRA that nmoe supports."""
+    """Reads an adapter's settings, its base's name ("" if there is none) and all of adapter_config.json. Raises UserError if the
+    file is damaged or describes something other than the LoRA that nmoe supports."""
     file = directory / CONFIG
     raw = json_object(file, f"an adapter is {CONFIG} and {WEIGHTS}")
     if raw.get("peft_type") != "LORA":
@@ -213,7 +214,8 @@ def read_adapter(model: Transformer, directory: Path) -> Adapter:
 
 
 def base_notes(directory: Path, base: str, fingerprint: str) -> list[str]:
-    """Warnings for a user who puts the adapter on this base: it names another base, or was trained with other weights."""
+    """Returns warnings if the adapter in `directory` was trained on another base than this one, judged by fingerprint or else by
+    name."""
     name, trained_beside = read_base(directory)
     by_name = bool(name) and Path(name).name != Path(base).name
     other = by_name if trained_beside is None else trained_beside != fingerprint
@@ -221,8 +223,8 @@ def base_notes(directory: Path, base: str, fingerprint: str) -> list[str]:
 
 
 def resume_adapter(lora: Lora, directory: Path) -> None:
-    """Loads the tensors of an adapter that `save_adapter` wrote for this base with these settings. Raises UserError if either
-    has changed or a file is damaged; the adapter is then unchanged."""
+    """Loads into `lora` the tensors that `save_adapter` wrote. Raises UserError if the base or the settings have changed or a file
+    is damaged; `lora` is then unchanged."""
     path, fingerprint = read_base(directory)
     if fingerprint != lora.fingerprint:
         raise UserError(
@@ -238,7 +240,7 @@ def resume_adapter(lora: Lora, directory: Path) -> None:
 
 
 def _targeted(model: Transformer, raw: dict[str, Any], file: Path) -> list[Site]:
-    """The sites that an adapter's configuration selects, by PEFT's rules."""
+    """Returns the projections that an adapter's configuration selects, by PEFT's rules. Raises UserError if this base lacks one."""
     modules, parameters = raw.get("target_modules") or [], raw.get("target_parameters") or []
     every = modules == "all-linear"
     suffixes = [] if isinstance(modules, str) else modules
@@ -260,7 +262,7 @@ def _targeted(model: Transformer, raw: dict[str, Any], file: Path) -> list[Site]
 
 
 def _names(chosen: Any) -> dict[Site, tuple[str, str]]:
-    """The names of each site's A and B."""
+    """Returns PEFT's tensor names of A and B for each projection."""
     modules = {site.theirs for site in chosen}
     names = {}
     for site in chosen:
@@ -274,7 +276,8 @@ def _names(chosen: Any) -> dict[Site, tuple[str, str]]:
 
 
 def _widths(model: Transformer, site: Site) -> tuple[int, int, int]:
-    """Inputs and outputs of a projection, and the number of experts that have one each."""
+    """Returns a projection's number of inputs, its number of outputs, and the number of experts that have such a projection (1: not
+    an expert's)."""
     outputs = site.span[1] - site.span[0]
     if site.target in EXPERTS:
         config = model.config
@@ -297,10 +300,10 @@ def _to_ours(model: Transformer, site: Site, order_F: Tensor | None, a: Tensor, 
 
 
 def _row_orders(model: Transformer) -> dict[str, Tensor]:
-    """For projections that the base's family stores in another order: the position of each of our outputs among theirs.
+    """Returns, for projections whose outputs the base's family stores in another order, the stored index of each of our outputs.
 
-    An entry converts a stored weight by permuting its outputs. Applied to a weight in which each row holds its own number, it
-    yields the permutation.
+    A family's entry converts a stored weight by permuting its outputs. Applied to a weight in which each row holds its own number,
+    it yields the permutation.
     """
     try:
         entries = family_of(model.config).entries(model.config)

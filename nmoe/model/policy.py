@@ -22,10 +22,11 @@ def load_policy(
     device: torch.device | str = "cpu",
     expert_weights: ExpertWeightsForm = "dequantized",
 ) -> tuple[Transformer, Lora | None]:
-    """The model of a checkpoint and, if the checkpoint is an adapter, the adapter on it.
+    """Loads the model of a checkpoint; if the checkpoint is an adapter, loads its base and attaches the adapter, which is also
+    returned (else None).
 
-    Raises UserError as `load_model` and `read_adapter` do, if the base is not on this machine, and if the base's weights are
-    not those that an nmoe adapter was trained with.
+    Raises UserError as `load_model` and `read_adapter` do, if the base is not on this machine, and if the base's weights differ
+    from the weights that an nmoe adapter was trained with.
     """
     if not is_adapter(directory):
         return load_model(directory, dtype, device, expert_weights), None
@@ -54,9 +55,10 @@ def load_policy_on(
     precision: Precision | None = None,
     named: str = "--device",
 ) -> Transformer:
-    """The policy of a checkpoint on the device that `device` names, in its `sampling_precision`; an adapter is on its base.
+    """Loads a checkpoint's policy for sampling onto the device that `device` names, in its `sampling_precision`; an adapter is
+    attached to its base.
 
-    Raises UserError as `load_policy` does, and for a device that is not there, which `named` asked for.
+    Raises UserError as `load_policy` does, and for a missing device; the message names the option `named`.
     """
     on = choose_device(device, named)
     dtype = dtype_for(on, sampling_precision(directory, on, precision))
@@ -64,15 +66,15 @@ def load_policy_on(
 
 
 def sampling_precision(directory: Path, device: torch.device, asked: Precision | None = None) -> Precision:
-    """The precision in which a checkpoint is sampled: the one asked for, else bfloat16 on a GPU, and on a CPU bfloat16 if the
-    weights are stored in it and the processor multiplies it, else float32. Raises UserError for a broken checkpoint."""
+    """Returns the precision in which a checkpoint is sampled: the one asked for, else bfloat16 on a GPU, and on a CPU bfloat16 if
+    the weights are stored in it and the processor can multiply it, else float32. Raises UserError for a broken checkpoint."""
     if asked is not None:
         return asked
     return kind_of(device).sampling_precision(stored_dtype(base_of(directory) if is_adapter(directory) else directory))
 
 
 def base_of(directory: Path) -> Path:
-    """The base checkpoint that an adapter was trained on. Raises UserError if it is not on this machine."""
+    """Returns the path of the base checkpoint that an adapter was trained on. Raises UserError if it is not on this machine."""
     base = read_base(directory)[0]
     if not (is_gguf(Path(base)) or (Path(base) / "config.json").exists()):
         raise UserError(

@@ -14,7 +14,7 @@ from nmoe.types import Precision
 
 
 def set_precision(model: Transformer, precision: Precision) -> Transformer:
-    """Casts the weights in place; engine and learner share them. `exact` numerics are for fp32."""
+    """Casts the model's weights in place, for engine and learner, which share them. `exact` numerics are for fp32."""
     return cast(model, getattr(torch, precision))
 
 
@@ -28,8 +28,9 @@ def cast(model: Transformer, dtype: torch.dtype) -> Transformer:
 
 
 def set_expert_profile(model: Transformer, profile: ExpertProfile | None) -> Transformer:
-    """Computes the routed experts in this profile from now on; None is the precision of the rest. The weights stay as they are.
-    Raises UserError for a model without experts, and for one whose widths the profile does not fit."""
+    """Computes the routed experts with this quantisation profile from now on; None is the precision of the rest of the model.
+    Trained weights do not change. Raises UserError for a model without experts, and for one whose widths the profile does not
+    fit."""
     if profile is not None:
         ModelConfig.from_dict(model.config.to_dict() | {"expert_profile": profile})
     model.config = model.config.model_copy(update={"expert_profile": profile})

@@ -34,7 +34,7 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """A recurrent layer: its number in the model, its shape, and the convolution's weights `[W, K]`."""
+    """The parameters of a recurrent layer: its index in the model, its shape, and the convolution's weights `[W, K]`."""
 
     index: int
     delta: DeltaNet
@@ -43,28 +43,29 @@ class RecurrentLayer:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """The states of sequences in a layer: the last K - 1 inputs of the convolution, `[S, K - 1, W]`, and the memories `[S, H, C,
-    U]`, in fp32 (in fp64 where the model is)."""
+    """The states of sequences in one layer: the convolution's last K - 1 inputs, `[S, K - 1, W]`, and the memories of the delta
+    rule, `[S, H, C, U]`, in fp32 (in fp64 if the model is in fp64)."""
 
     inputs_SKW: Tensor
     memory_SHCU: Tensor
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the memories of a model in this one."""
+    """Returns the dtype of the memories of a model in `dtype`: fp32, or wider if the model's is."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Sequences of similar length: their numbers, and the rows of their tokens, T where a sequence has ended."""
+    """Sequences of similar length: the sequences' indices, and the indices of their tokens in the pack, padded with T."""
 
     sequences_B: Tensor
     rows_BL: Tensor
 
 
 class Spans:
-    """The spans of packed sequences of these lengths, and the indices for running them. No sequence may be empty."""
+    """Where each sequence lies in the pack, given the lengths, and the indices for running a recurrent layer. No sequence may be
+    empty."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
@@ -87,8 +88,9 @@ class Spans:
         self.index_T = put(index, device)
 
     def taps(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The rows of a convolution over this many tokens: the rows that each tap reads for each token, `[K, T]`, and the rows that
-        are a sequence's inputs to come, `[S, K - 1]`. Of the rows the first S * (K - 1) are the inputs before each sequence."""
+        """Returns indices for a convolution over `tokens` tokens: the row that each tap reads for each token, `[K, T]`, and the
+        rows that become each sequence's state, its last inputs, `[S, K - 1]`. The rows indexed are the S * (K - 1) earlier inputs
+        of the sequences, then the T new ones."""
         if tokens not in self._taps:
             earlier, own = tokens - 1, self.count * (tokens - 1)
             sequence_T = np.repeat(np.arange(self.count), self.lengths)
@@ -113,8 +115,9 @@ def run(
     state: RecurrentState | None,
     exact: bool,
 ) -> tuple[Tensor, RecurrentState]:
-    """The values that tokens read, `[T, H, U]`, and the states of their sequences afterwards. `x_TW` are queries, keys and values
-    before the convolution, `decay_TH` logarithms. Without a state sequences start from nothing."""
+    """Runs a recurrent layer over packed sequences. Returns each token's output, `[T, H, U]`, and the sequences' states after their
+    last token. `x_TW` holds queries, keys and values before the convolution; `decay_TH` is the log of the memory's decay, `beta_TH`
+    the strength of writing. `state` is None for sequences that start here."""
     delta, ops = layer.delta, ops_for(x_TW, exact)
     wide = memory_dtype(x_TW.dtype)
     if state is None:
@@ -156,23 +159,24 @@ def _nothing(delta: DeltaNet, spans: Spans, dtype: torch.dtype) -> Tensor:
 
 
 def _normed(x_TGC: Tensor) -> Tensor:
-    """Rows of length one."""
+    """Scales rows to length one."""
     return x_TGC * ((x_TGC * x_TGC).sum(-1, keepdim=True) + _NORM_EPS).rsqrt()
 
 
 @runtime_checkable
 class RecurrentAttend(Protocol):
-    """An `Attend` that runs recurrent layers, too: it knows which tokens follow each other, and the states of their sequences."""
+    """An `Attend` that also runs recurrent layers: it knows which tokens follow each other, and their sequences' states."""
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor: ...
 
     def recur(self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
-        """The value that each token reads, `[T, H, U]`, as `run` computes it."""
+        """Returns the recurrent layer's output for each token, `[T, H, U]`, as `run` computes it."""
 
 
 class GatedDeltaNet(nn.Module):
-    """A recurrent layer instead of attention. The rows of `in_proj` are queries, keys, values and output gates, each head by head;
-    the rows of `gate_proj` are strengths and decays. No rotary turn: the convolution and the decay tell positions apart."""
+    """A recurrent layer that replaces attention. The rows of `in_proj` are queries, keys, values and output gates, each head by
+    head; the rows of `gate_proj` are write strengths and decays. It needs no rotary embedding: convolution and decay tell positions
+    apart."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -202,7 +206,8 @@ class GatedDeltaNet(nn.Module):
 
     @torch.no_grad()
     def initialize_decay(self, generator: torch.Generator) -> None:
-        """Draws decay rates between 0.01 and 16, as the release does, and sets their bias to one and the norm's scale to one."""
+        """Draws decay rates between 0.01 and 16, as Qwen3-Next's release does, and sets decay biases and the norm's scale to
+        one."""
         rates = torch.empty(self.decay_log.shape).uniform_(0.01, 16, generator=generator)
         keep_part(self.decay_log, rates.log())
         self.decay_bias.fill_(1.0)

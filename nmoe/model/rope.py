@@ -16,9 +16,10 @@ from nmoe.model.config import ModelConfig, RopeScaling
 
 
 def rope_frequencies(context_tokens: int, dimensions: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Radians per token of each pair, `[dimensions / 2]`, in fp64, of a model with this context.
+    """Returns the rotation in radians per token of each pair of dimensions, `[dimensions / 2]` in fp64, for a model with this
+    context.
 
-    They are the same for sequences of any length, as in vLLM: were they to change while a sequence grows, as they do in
+    The frequencies are the same for sequences of any length, as in vLLM. If they changed while a sequence grows, as they do in
     transformers for `longrope`, cached keys would belong to another model, and learner and sampler would differ.
     """
     frequencies_c = theta ** (-torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions)
@@ -40,13 +41,13 @@ def rope_frequencies(context_tokens: int, dimensions: int, theta: float, scaling
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """How much YaRN sharpens attention over a context stretched by `factor` (arXiv:2309.00071, eq. 22)."""
+    """Returns YaRN's factor for attention over a context stretched by `factor` (arXiv:2309.00071, eq. 22)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _yarn_ramp(dimensions: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """0 for the pairs that turn more than `beta_fast` times in the original context, 1 below `beta_slow`, linear between them
-    (arXiv:2309.00071, section 3.2, over pairs as in its reference code)."""
+    """Returns for each pair how far YaRN stretches it: 0 if it turns more than `beta_fast` times in the original context, 1 if
+    fewer than `beta_slow` times, linear between (arXiv:2309.00071, section 3.2, over pairs as in its reference code)."""
 
     def pair_of(turns: float) -> float:
         return dimensions * math.log(scaling.original_context_tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -63,8 +64,8 @@ def _yarn_ramp(dimensions: int, theta: float, scaling: RopeScaling) -> Tensor:
 def rope_table(
     context_tokens: int, dimensions: int, theta: float, scaling: RopeScaling | None = None, unturned: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[context_tokens, dimensions / 2]`, computed in fp64 and kept in fp32: a table in bf16 is a known
-    source of sampler/learner mismatch. `unturned` dimensions more have the angle 0: a turn by it changes no bit."""
+    """Returns cosines and sines `[context_tokens, (dimensions + unturned) / 2]`, computed in fp64 and kept in fp32: a table in bf16
+    is a known source of sampler/learner mismatch. The `unturned` dimensions have the angle 0, which changes no bit."""
     frequencies_c = rope_frequencies(context_tokens, dimensions, theta, scaling)
     angles = torch.outer(torch.arange(context_tokens, dtype=torch.float64), frequencies_c)
     factor = scaling.attention_factor if scaling is not None and scaling.kind in ("yarn", "longrope") else 1.0
@@ -73,12 +74,12 @@ def rope_table(
 
 
 def extended(config: ModelConfig, context_tokens: int) -> ModelConfig:
-    """The decoder with a context of this many tokens.
+    """Returns the configuration with a longer context and rotary frequencies that fit it.
 
-    Frequencies as they were trained, or stretched by YaRN already, are stretched by YaRN (arXiv:2309.00071), as transformers does
-    with `rope_scaling = {"rope_type": "yarn", "factor": context_tokens / original}`. Where the checkpoint asks for `dynamic`, they
-    are those that transformers computes for a sequence of `context_tokens`, for sequences of any length: a larger base. Raises
-    UserError for fewer tokens than the checkpoint has, and for a scaling that says nothing about more.
+    Frequencies that are unscaled, or already stretched by YaRN, are stretched by YaRN (arXiv:2309.00071), as transformers does with
+    `rope_scaling = {"rope_type": "yarn", "factor": context_tokens / original}`. For a checkpoint with `dynamic` scaling, the base
+    grows as transformers computes it for a sequence of `context_tokens`, but for sequences of any length. Raises UserError for
+    fewer tokens than the checkpoint has, and for a scaling that does not define longer contexts.
     """
     scaling, trained = config.rope_scaling, config.context_tokens
     if context_tokens < trained:

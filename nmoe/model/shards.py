@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint directory, in one safetensors file or in shards under an index, read and written one by one."""
+"""Reads and writes the tensors of a checkpoint directory one by one: one safetensors file, or several shards with an index."""
 
 from __future__ import annotations
 
@@ -41,36 +41,37 @@ _DTYPES = {
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint, whichever its format: `Shards` or `GGUFTensors`."""
+    """The tensors of a checkpoint in either format: `Shards` (safetensors) or `GGUFTensors`. `files` and `shapes` have the tensors'
+    names as keys."""
 
     listing: Path  # what names them all
     files: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
 
     def dtype(self, name: str, /) -> torch.dtype | None:
-        """The dtype that a tensor is stored in."""
+        """Returns the dtype that a tensor is stored in; None if it is not supported."""
 
     def dtype_name(self, name: str, /) -> str:
-        """The type as its format writes it."""
+        """Returns the tensor's type as the file format names it, such as BF16."""
 
     def nbytes(self, name: str, /) -> int:
-        """The size of a tensor as it is read."""
+        """Returns the size in bytes of a tensor as `read` returns it."""
 
     def read(self, name: str, rows: slice | None = None, /) -> Tensor:
         """Reads one tensor, or only these rows of its first axis."""
 
 
 def open_tensors(checkpoint: Path) -> StoredTensors:
-    """The tensors of a checkpoint: a directory, or a GGUF file. Raises UserError as the two classes do."""
+    """Opens the tensors of a checkpoint directory or of a GGUF file. Raises UserError as `Shards` and `GGUFTensors` do."""
     return GGUFTensors(checkpoint) if is_gguf(checkpoint) else Shards(checkpoint)
 
 
 class Shards:
-    """The tensors of `model.safetensors`, or else of `model.safetensors.index.json` and its shards: names, shapes and dtypes are
-    read at once, data on request. At most 16 MiB and one tensor are in memory.
+    """The tensors of a safetensors checkpoint, `model.safetensors` or else the shards in `model.safetensors.index.json`: names,
+    shapes and dtypes are read at once, data on request. At most 16 MiB and one tensor are in memory.
 
-    Raises UserError, naming file and tensor, for a tensor or file that is missing, damaged, not where the index says, or
-    outside the directory.
+    Raises UserError, naming file and tensor, for a tensor or file that is missing, damaged, not where the index says, or outside
+    the directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -97,15 +98,15 @@ class Shards:
                 self._codes[name] = part.get_dtype()
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """The dtype that a tensor is stored in; None if it is not supported here."""
+        """Returns the dtype that a tensor is stored in; None if it is not supported here."""
         return _DTYPES.get(self._codes[name])
 
     def dtype_name(self, name: str) -> str:
-        """The dtype as safetensors writes it, such as BF16."""
+        """Returns the dtype as safetensors writes it, such as BF16."""
         return self._codes[name]
 
     def nbytes(self, name: str) -> int:
-        """The size of a stored tensor; 0 if its dtype is not supported here."""
+        """Returns the size of a stored tensor in bytes; 0 if its dtype is not supported here."""
         dtype = self.dtype(name)
         return 0 if dtype is None else math.prod(self.shapes[name]) * dtype.itemsize
 
@@ -135,7 +136,8 @@ class Shards:
 
 
 def _read_index(path: Path) -> dict[Path, list[str]]:
-    """The tensors of each shard that an index names. Shards must be beside the index."""
+    """Reads an index: returns the names of the tensors in each shard file. Raises UserError for a damaged index or a shard outside
+    the index's directory."""
     try:
         raw = json_of(path.read_bytes())
         weight_map = raw["weight_map"]
@@ -151,7 +153,7 @@ def _read_index(path: Path) -> dict[Path, list[str]]:
 
 
 def write_shards(directory: Path, tensors: Iterable[tuple[str, int, Callable[[], Tensor]]], shard_bytes: int) -> None:
-    """Writes tensors, given by name, size in bytes and a call that makes them, into an existing directory: one file where they
+    """Writes tensors, each given as name, size in bytes and a function that returns it, into an existing directory: one file if all
     fit into `shard_bytes`, else several and their index. One shard is held in memory at a time."""
     sizes, make = {}, {}
     for name, size, call in tensors:
@@ -165,7 +167,8 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, int, Callable[[],
 
 
 def files_of(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
-    """The names of the tensors in each file, where a file has at most `shard_bytes`, or one tensor."""
+    """Distributes tensors over files, in order: returns the tensors' names by file. A file has at most `shard_bytes`, or a single
+    larger tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -180,7 +183,7 @@ def files_of(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]
 
 
 def write_index(directory: Path, files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> None:
-    """Writes the index of several files; a single one needs none."""
+    """Writes the index of a checkpoint with several files; writes nothing for a single file."""
     if len(files) == 1:
         return
     weight_map = {name: file for file, names in files.items() for name in names}

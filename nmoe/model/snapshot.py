@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A part of a run's state at one moment.
+    """A part of a run's state at one moment, which can be written later.
 
-    write: fills an existing directory with the part's files.
-    size: bytes of the tensors that it writes; small files are not counted.
-    state: what belongs to it beside the files, as JSON has it; None if nothing.
-    start: called before `write`, by the thread that trains, with a path on the same disk: other processes begin to write there,
-        which `write` waits for.
+    write: writes the part's files into an existing directory.
+    size: bytes of the tensors that `write` writes; small files are not counted.
+    state: further state as JSON, besides the files; None if there is none.
+    start: called before `write`, by the thread that trains, with a path on the same disk where other processes begin to write;
+    `write` waits for them.
     """
 
     write: Callable[[Path], None]
@@ -28,7 +28,8 @@ class Snapshot:
 
 
 def hold(tensors: Mapping[str, Tensor], copied: bool) -> tuple[dict[str, Tensor], int]:
-    """The tensors, and the bytes they take. With `copied` they are copies in host memory, which no later step changes."""
+    """Returns the tensors without gradients, and their size in bytes. With `copied`, they are copies in host memory, which no later
+    step changes."""
     kept = {name: tensor.detach() for name, tensor in tensors.items()}
     if copied:
         kept = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}

@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 def _attention(config: ModelConfig, layer: int) -> Attention | LatentAttentionBlock | GatedDeltaNet:
-    """The token mixer of this layer."""
+    """Builds the layer that mixes tokens: attention, latent attention or Gated DeltaNet."""
     if layer in config.recurrent_layers:
         return GatedDeltaNet(config, layer)
     return Attention(config, layer) if config.latent is None else LatentAttentionBlock(config, layer)
@@ -95,8 +95,8 @@ def _separate_inductor_caches() -> None:
 def _checkpointed(
     block: nn.Module, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend, trace: RouterTrace
 ) -> Tensor:
-    """Runs the block and stores only its input; the backward pass runs it again (Chen et al. 2016, arXiv:1604.06174). Routes are
-    recorded by the first run alone."""
+    """Runs the block and stores only its input; the backward pass runs it again (Chen et al. 2016, arXiv:1604.06174). Only the
+    first run records the router's choices in `trace`."""
     layer, runs = len(trace.chosen_TK), 0
 
     def run(x_TD: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
             self.window_rope_sin: Tensor
 
     def extend_context(self, tokens: int) -> None:
-        """Gives the model a longer context, and rotary tables for it. Raises UserError as `extended` does."""
+        """Gives the model a longer context, and rotary tables that fit it. Raises UserError as `extended` does."""
         self.config = extended(self.config, tokens)
         self.reset_tables()
 
@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         self.register_buffer(f"{name}_sin", sin.to(device), persistent=False)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, trace: RouterTrace) -> Tensor:
-        """Final hidden states `[T, D]`, normalised. `positions_T` counts from 0 within each sequence."""
+        """Returns the normalised final hidden states `[T, D]`. `positions_T` counts from 0 within each sequence."""
         cos_T1c = self.rope_cos.index_select(0, positions_T).unsqueeze(1)
         sin_T1c = self.rope_sin.index_select(0, positions_T).unsqueeze(1)
         x_TD = F.embedding(token_ids_T, self.embedding.weight)
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
     def _by_two_tables(
         self, x_TD: Tensor, positions_T: Tensor, others: tuple[Tensor, Tensor], run: Callable[..., Tensor]
     ) -> Tensor:
-        """The rest of `forward` where layers with a window have a separate rotary table."""
+        """Runs the blocks as `forward` does, where layers with a sliding window have a separate rotary table."""
         cos_T1c = self.window_rope_cos.index_select(0, positions_T).unsqueeze(1)
         sin_T1c = self.window_rope_sin.index_select(0, positions_T).unsqueeze(1)
         for layer, block in enumerate(self.blocks):
@@ -186,21 +186,21 @@ class Transformer(nn.Module):
         return out_TD
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """Logits `[N, V]` of these rows, in fp32."""
+        """Returns the logits `[N, V]` of these hidden states, in fp32."""
         return head_logits(x_ND, self.head_weight, self.exact).float()
 
     @property
     def device(self) -> torch.device:
-        """The device that it computes on, which has its weights unless ranks offload them."""
+        """The device that the model computes on. Its weights are there, too, unless ranks offload them."""
         return self.rope_cos.device
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's weight `[V, D]`, the embedding's if the two are tied."""
+        """The weight of the output head, `[V, D]`: the embedding's if the two are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def set_numerics(self, numerics: Numerics) -> Transformer:
-        """Chooses between speed and results that do not depend on the batch (`nmoe.model.ops`)."""
+        """Sets the numerics of all layers: "fast", or "exact" for results that do not depend on the batch (`nmoe.model.ops`)."""
         for module in self.modules():
             if isinstance(module, Transformer | Linear | Router | MoE | GatedDeltaNet):
                 module.exact = numerics == "exact"
@@ -234,9 +234,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> Transformer:
-        """Draws normal weights of standard deviation `fan_in ** -0.5` and embeddings of 0.02. Weights that write to the
-        residual stream are scaled down by `sqrt(2 * layers)` (GPT-2). The same seed always gives the same weights, however
-        ranks shard them: every rank draws all, one at a time, and keeps its part."""
+        """Draws normal weights of standard deviation `fan_in ** -0.5` and embeddings of 0.02. Weights that write to the residual
+        stream are scaled down by `sqrt(2 * layers)` (GPT-2). The same seed gives the same weights for any sharding: every rank
+        draws all weights, one at a time, and keeps its part."""
         generator = torch.Generator().manual_seed(seed)
         residual = 1 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():

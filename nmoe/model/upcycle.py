@@ -1,8 +1,8 @@
-"""Sparse upcycling: a mixture of experts from a dense checkpoint (Komatsuzaki et al. 2023, arXiv:2212.05055, section 2.1).
+"""Sparse upcycling: turns a dense checkpoint into a mixture of experts (Komatsuzaki et al. 2023, arXiv:2212.05055, section 2.1).
 
-Every feed-forward block becomes `experts` copies of it and a new router, whose best experts' weights sum to 1. The mixture computes
-what the dense model does: in bf16 to the bit, since a sum of weights that is 1 up to fp32's rounding is too near to 1 to change an
-output of 8 bits; in fp32 up to that rounding.
+Every feed-forward block becomes `experts` copies of it and a new router; the weights of a token's chosen experts sum to 1. The
+mixture computes the same as the dense model: in bf16 to the bit, since a sum of weights that is 1 up to fp32's rounding is too near
+to 1 to change an output of 8 bits; in fp32 up to that rounding.
 """
 
 # Shapes: D width, F hidden units, E experts.
@@ -38,11 +38,11 @@ _BECOMES = "llama and mistral, which become mixtral, and qwen3, which becomes qw
 
 @dataclass(frozen=True)
 class Upcycling:
-    """The conversion of a dense model to a mixture: `top_k` of `experts` run for each token.
+    """Settings for upcycling a dense model: `top_k` of `experts` run for each token.
 
     noise: standard deviation of the noise added to each copy's weights, in standard deviations of the weight (0: equal copies).
-    shared_expert: one more copy that every token passes through. It and the routed ones give half of the output each.
-    seed: of router and noise.
+    shared_expert: adds one more copy that every token passes through. It and the routed experts give half of the output each.
+    seed: random seed of router and noise.
     """
 
     experts: int
@@ -52,7 +52,7 @@ class Upcycling:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises UserError for numbers that make no mixture."""
+        """Raises UserError for settings that do not make a mixture, naming the option."""
         if self.experts < 2:
             raise UserError(f"--experts {self.experts}: a mixture has at least 2 experts")
         if not 1 <= self.top_k <= self.experts:
@@ -77,9 +77,9 @@ class Mixture:
 
 
 def mixture_of(dense: Path, settings: Upcycling) -> Mixture:
-    """The family and shape that a dense checkpoint is upcycled to: the Hugging Face family of mixtures that has all its features;
-    with a shared expert, which those families lack, nmoe's own layout. Raises UserError for a model that is a mixture already, and
-    for one that no family of mixtures fits."""
+    """Chooses family and configuration of the mixture that a dense checkpoint becomes: the Hugging Face family of mixtures that has
+    all its features or, with a shared expert, which those families lack, nmoe's own layout. Raises UserError for a model that is a
+    mixture already, and for one that no family of mixtures fits."""
     settings.check()
     family, config = read_config(dense)
     if config.experts:
@@ -100,8 +100,8 @@ def mixture_of(dense: Path, settings: Upcycling) -> Mixture:
 
 
 def write_mixture(mixture: Mixture, settings: Upcycling, directory: Path) -> None:
-    """Writes the mixture's weights and configuration into an existing directory, without a tokenizer. Memory holds one shard, of
-    200 MB, or of a 64th where the model is larger, and one layer's experts. Raises UserError as `load_model` does."""
+    """Writes the mixture's weights and configuration into an existing directory, without a tokenizer. Memory holds one layer's
+    experts and one shard (200 MB, or a 64th of the model if that is more). Raises UserError as `load_model` does."""
     with torch.device("meta"):
         state = {name: tensor.to(mixture.dtype) for name, tensor in Transformer(mixture.config).state_dict().items()}
     gather = _weights(mixture, settings, state)
@@ -111,7 +111,7 @@ def write_mixture(mixture: Mixture, settings: Upcycling, directory: Path) -> Non
 
 
 def _weights(mixture: Mixture, settings: Upcycling, state: dict[str, Tensor]) -> Callable[[str], Tensor]:
-    """Gives a weight of the mixture by its name in `state`."""
+    """Returns a function that makes a weight of the mixture, given its name in `state`."""
     family, config = read_config(mixture.dense)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Transformer(config).state_dict().items()}
@@ -145,7 +145,7 @@ def _weights(mixture: Mixture, settings: Upcycling, state: dict[str, Tensor]) ->
 
 
 def _copies(weight_DF: Tensor, settings: Upcycling, generator: torch.Generator) -> Tensor:
-    """The weight of every expert, `[E, D, F]`."""
+    """Copies a dense weight for every expert, `[E, D, F]`, with noise if the settings ask for it."""
     copies_EDF = weight_DF.repeat(settings.experts, 1, 1)
     if settings.noise:
         std = settings.noise * float(weight_DF.float().std())
