@@ -90,7 +90,9 @@ _DATALESS = GeneratedPool(type="generated", task_type="sort")
 
 @dataclass(frozen=True)
 class _Graded:
-    """An answer to a problem, the tokens of its completion, and whether its verdict is as expected."""
+    """An example answer after grading: the token ids of its completion, its verdict in words, and whether that verdict is as
+    expected.
+    """
 
     answer: str
     completion_ids: list[int]
@@ -99,7 +101,8 @@ class _Graded:
 
 
 def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
-    """Yields the report line by line. If there are mistakes, raises UserError at the end with all of them, one line each.
+    """Checks an environment and yields the report line by line. If there are mistakes, raises UserError at the end with all of
+    them, one line each.
 
     Raises ConfigError, with all its problems, if the settings themselves are invalid.
     """
@@ -200,14 +203,16 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
 
 
 def _placed(path: Path, error: UserError, within: str = "") -> str:
-    """A mistake with the line of the file that names the missing part, or with the file and the part that it stands `within`."""
+    """Returns a mistake as text, headed by the settings file and the line that names the missing part; if that line is unknown, by
+    the file and `within`.
+    """
     placed = located(error, path, (), EnvironmentSettings)
     return f"{path}: {within}{error}" if placed is error else str(placed)
 
 
 def describe_pool(pool: TaskPool) -> str:
-    """Returns a short description: `generated sort`, `jsonl data.jsonl (math)`, `mixture of add (generated add), gsm8k (hf
-    openai/gsm8k (gsm8k))`.
+    """Describes a pool in a few words: `generated sort`, `jsonl data.jsonl as math`, `mixture of add (generated add), gsm8k (hf
+    openai/gsm8k as gsm8k)`.
     """
     if isinstance(pool, MixturePool):
         return "mixture of " + ", ".join(f"{source.name} ({describe_pool(source)})" for source in pool.sources)
@@ -238,7 +243,7 @@ def _sources(settings: EnvironmentSettings) -> Iterator[tuple[str, TaskPool]]:
 
 
 def _stand_in(name: str, pool: TaskPool) -> Problem | None:
-    """Returns an example problem for a dataset that is not available locally; None if the dataset's task cannot pose one."""
+    """Returns an example problem for a dataset that is not stored locally; None if the dataset's task cannot pose one."""
     assert isinstance(pool, HubPool), "only a dataset can be elsewhere"
     if isinstance(TASKS[pool.task_type], OpenTask):
         return Problem(f"{name}/stand-in", pool.task_type, _STAND_IN[0], "", name)
@@ -285,7 +290,9 @@ def _checked_golds(environment: Environment) -> Iterator[str]:
 
 
 def _sandboxes(environment: Environment) -> Sandboxes:
-    """Opens sandboxes for solutions and tests. They come with the data, so they run under the same isolation as a policy's code."""
+    """Returns the factory of sandboxes for solutions and tests, which come with the data and therefore run under the same isolation
+    as a policy's code.
+    """
     return Sandboxes(SandboxSettings(warm=0), sandbox_limits(environment.budget))
 
 
@@ -303,8 +310,8 @@ def _verdict_mistakes(problem: Problem, right: _Graded, wrong: _Graded) -> Itera
 
 
 def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Problem, wrong: _Graded) -> Iterator[str]:
-    """Yields the conversation after the wrong answer. Raises UserError if the task gives two answers to the same turn: it would
-    not replay.
+    """Yields the report's lines on how the conversation continues after the wrong answer. Raises UserError if the task responds to
+    the same turn in two ways, because such a conversation cannot be replayed.
     """
     turns = single_turn(wrong.completion_ids)
     exchange, again = (environment.respond(problem, 0, 0, turns, ()) for _ in range(2))
@@ -344,7 +351,9 @@ def _indented(text: str) -> Iterator[str]:
 
 
 def _describe_source(reward: RewardConfig) -> str:
-    """Returns where a reward comes from, as far as it shows without importing code or calling a service. Raises UserError."""
+    """Describes where a reward comes from (function and file, service or model) without importing code or calling a service. Raises
+    UserError for a missing function or template.
+    """
     match reward:
         case FunctionRewardConfig():
             file, _ = find_definition("reward function", reward.call)
@@ -369,7 +378,7 @@ def _describe_reward(settings: EnvironmentSettings) -> str:
 
 
 def _describe_workspace(settings: WorkspaceSettings, problems: Sequence[Problem]) -> str:
-    """Returns where the files come from, at the commit of the first problem.
+    """Describes where the workspace's files come from: a directory, or a repository at the commit of the first problem.
 
     Raises UserError or WorkspaceError if they are not available.
     """

@@ -17,7 +17,7 @@ from nmoe.errors import UserError
 
 
 class Curriculum:
-    """Moves from stage to stage and holds the weights of the current one.
+    """Moves from stage to stage as metrics reach thresholds, and holds the reward weights of the current stage.
 
     A stage's gate opens the next stage as soon as its metric, averaged over the last `window_steps` steps of the stage,
     reaches `at_least`. If the gate has `close_below`, the next stage closes again when the same average, now over that stage's
@@ -50,7 +50,8 @@ class Curriculum:
         return self._settings.stages[self._index].weights.model_dump()
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Takes in the metrics of one step; call it once per step.
+        """Records the metrics of one step and moves to the next or the previous stage if a gate's threshold is crossed; call it
+        once per step.
 
         The metrics of the gates before and after the current stage must be present and finite. Raises ValueError otherwise: a
         missing number would silently keep the curriculum where it is.
@@ -65,7 +66,9 @@ class Curriculum:
             self._move(+1)
 
     def _mean(self, window: deque[float], gate: GateSettings, metrics: Mapping[str, float]) -> float:
-        """Returns the window's mean including this step's rate; NaN, which fails every comparison, until the window is full."""
+        """Adds this step's value of the gate's metric to the window and returns the window's mean; NaN, which fails every
+        comparison, until the window is full. Raises ValueError for a missing or non-finite value.
+        """
         if gate.metric == "correctness" and gate.metric not in metrics:
             return math.nan  # all problems of this step were open: the window does not change
         rate = metrics.get(gate.metric, math.nan)
@@ -80,12 +83,14 @@ class Curriculum:
         self._closing.clear()
 
     def state(self) -> dict[str, Any]:
-        """Returns the JSON-able state: {"stages": ["format", "correctness"], "index": 0, "window": [0.5, 0.75], "closing": []}."""
+        """Returns the state for a checkpoint, as JSON values:
+        {"stages": ["format", "correctness"], "index": 0, "window": [0.5, 0.75], "closing": []}.
+        """
         windows = {"window": list(self._window), "closing": list(self._closing)}
         return {"stages": self._names(), "index": self._index, **windows}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`. Raises UserError if it was saved under other stages."""
+        """Restores a state that `state` returned. Raises UserError if it was saved under other stages."""
         if state.get("stages") != self._names():
             raise UserError(
                 f"the saved curriculum has the stages {state.get('stages')}, and this one has {self._names()}; restore "

@@ -1,4 +1,4 @@
-"""`@nmoe.reward` and `@nmoe.tool`: functions that an environment can name without their module."""
+"""`@nmoe.reward` and `@nmoe.tool` register functions, so that an environment's file can name them without their module."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def reward(function: Any = None, **settings: Any) -> Any:
         >>> short(["a brief answer"])
         [1.0]
 
-    `nmoe.train_rl(..., rewards=[short])` takes it, as it takes any function; the decorator adds settings (`name`, by
-    default the function's; `weight`; `timeout_s` of one call; `replay`, False for a function that compares the samples of
-    a group), and lets an environment's file name it: `[[rewards]] type = "function"`, `call = "short"`. Raises UserError
-    for a signature that cannot be called, a function that takes no settings, such as a bound method, and a name that
-    another reward has.
+    `nmoe.train_rl(..., rewards=[short])` accepts any function, decorated or not. The decorator adds settings: `name`, by
+    default the function's; `weight`; `timeout_s`, the limit of one call; `replay`, False for a function that compares the
+    samples of a group. An environment's file can then name the function: `[[rewards]] type = "function"`, `call = "short"`.
+    Raises UserError for a function that cannot be called with arguments by name, for one that cannot hold settings, such as
+    a bound method, and for a name that another reward has.
     """
 
     def mark(marked: F) -> F:
@@ -53,7 +53,7 @@ def reward(function: Any = None, **settings: Any) -> Any:
 
 
 def tool(function: F) -> F:
-    """Makes a function a tool that a policy may call, declared by its name, type hints and docstring.
+    """Registers a function as a tool that a policy may call, declared by its name, type hints and docstring.
 
         >>> import nmoe
         >>> @nmoe.tool
@@ -63,9 +63,9 @@ def tool(function: F) -> F:
         >>> double(21)
         42
 
-    `nmoe.train_rl(..., tools=[double])` takes it, as it takes any such function; after the decorator, an environment's
-    file can name it: `[tools] use = ["double"]`. Raises UserError for a function without docstring or hints, and for a
-    name that is taken.
+    `nmoe.train_rl(..., tools=[double])` accepts any such function, decorated or not. After decoration, an environment's
+    file can name the tool: `[tools] use = ["double"]`. Raises UserError for a function without docstring or hints, and for
+    a name that another tool has.
     """
     TOOLS.register(Tool(function).name, function)
     return function

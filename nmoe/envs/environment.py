@@ -44,14 +44,14 @@ class Environment:
 
     `pool` gives the problems, `prompts` builds their prompts, and `grader` grades what the policy answers. `rewards` are added to
     the grade. `tools` are the tools that the policy may call, by name; `access` lists the parts of the workspace that they may
-    touch. `renderer` writes and reads the format. `settings` name the resolved format and its system message, even if the file
-    leaves them to the tokenizer. `identity` is recorded with every trajectory (`identity_of`).
+    touch. `renderer` writes and reads the format. `settings` hold the resolved format and its system message, even if the file
+    leaves both to the tokenizer. `identity` is recorded with every trajectory (`identity_of`).
     """
 
     def __init__(
         self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, shard: Shard, *, user_code: bool = True
     ) -> None:
-        """Loads pool, tools and rewards. Without `user_code`, the user's own tools and rewards are left out and not imported.
+        """Loads pool, tools and rewards. Without `user_code`, the user's own tools and rewards are neither imported nor used.
 
         Raises UserError if data, tools, rewards or tokenizer do not fit the settings.
         """
@@ -110,7 +110,8 @@ class Environment:
     def held_out(self, split: Literal["validation", "eval"] = "eval") -> Environment:
         """Returns this environment at the start of a split whose problems never occur in training.
 
-        Raises UserError for a pool that cannot guarantee that: a dataset, or one that does not train on "train".
+        Raises UserError for a pool that cannot guarantee this: a dataset, or a generated pool that trains on another split than
+        "train".
         """
         settings = held_out(self.settings, split)
         if settings is None:
@@ -122,7 +123,7 @@ class Environment:
 
     @property
     def wants_sandbox(self) -> bool:
-        """Whether a trajectory may need a sandbox: for a tool, for files, or to verify its answer."""
+        """Whether a trajectory may need a sandbox: to run a tool, to hold files, or to verify its answer."""
         return (
             self.settings.workspace is not None
             or any(tool.sandbox_parameter for tool in self.tools.values())
@@ -133,9 +134,9 @@ class Environment:
         """Makes the pool skip problems whose prompt is longer than the budget, or does not fit the model's context together with
         the longest completion.
 
-        Called before a run starts. `overlong` is their number in a finite pool; an endless pool counts them as they come
-        (`pool.passed_over`). Raises the UserError of `PromptBuilder.check` if no problem of a finite pool fits, or if the first
-        problem of an endless one does not.
+        Call it before a run starts. `overlong` then counts the skipped problems of a finite pool; an endless pool counts them as
+        they come (`pool.passed_over`). Raises the UserError of `PromptBuilder.check` if no problem of a finite pool fits, or if the
+        first problem of an endless one does not.
         """
         fits = partial(self.prompts.fits, context_tokens=context_tokens, max_new_tokens=max_new_tokens)
         self.pool.keep(fits)
@@ -148,10 +149,10 @@ class Environment:
     def respond(
         self, problem: Problem, seed: int, index: int, turns: Sequence[Turn], exchanges: Sequence[Exchange]
     ) -> Exchange | None:
-        """Has the problem's task respond to the last turn, after `exchanges`. Exceptions of the task propagate.
+        """Returns the simulated user's response to the last turn in a conversation task; `exchanges` are the earlier responses.
 
-        Returns None if the task does not converse, or if the turns since the last exchange have no valid form; both end the
-        trajectory. `seed` belongs to the group and `index` to the sample.
+        None, which ends the trajectory, if the task does not converse, or if the turns since the last exchange have no valid form.
+        `seed` belongs to the group and `index` to the sample. Exceptions of the task propagate.
         """
         task, turn = TASKS[problem.task_type], len(turns) - 1
         if not isinstance(task, ConversationTask) or turns[turn].sample.finish_reason != "stop":
@@ -165,7 +166,7 @@ class Environment:
         return task.exchange(problem, before, said, turn=turn, seed=stable_hash("user", seed, index, turn))
 
     def state(self) -> dict[str, Any]:
-        """Returns the position in the pool and in the curriculum, JSON-able, for a checkpoint."""
+        """Returns the position in the pool and in the curriculum, as JSON values for a checkpoint."""
         curriculum = None if self.curriculum is None else self.curriculum.state()
         return {"env_id": self.settings.env_id, "pool": self.pool.state(), "curriculum": curriculum}
 
@@ -184,13 +185,13 @@ class Environment:
 
 
 def identity_of(settings: EnvironmentSettings) -> dict[str, str]:
-    """Identifies an environment by name, version and a fingerprint of all its settings."""
+    """Returns an environment's name, version and a fingerprint of all its settings, as recorded with every trajectory."""
     fingerprint = fingerprint_of(settings.model_dump_json())
     return {"env_id": settings.env_id, "version": settings.version, "fingerprint": fingerprint}
 
 
 def in_format(settings: EnvironmentSettings, tokenizer: HarmonyTokenizer) -> EnvironmentSettings:
-    """Fills in the tokenizer's format, and the system message of that format, where the settings leave them open.
+    """Returns the settings with the tokenizer's format, and that format's system message, filled in where they are left open.
 
     Raises UserError for a tokenizer that supports no format.
     """

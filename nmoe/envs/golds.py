@@ -46,7 +46,7 @@ _DISTRIBUTIONS = ("sympy", "mpmath", "math-verify", "latex2sympy2_extended")
 def check_golds(environment: Environment, sandboxes: OpensSandboxes | None, note: Callable[[str], None]) -> None:
     """Grades every gold answer that `[task_pool] check_gold` selects and that has not passed before; reports progress to `note`.
 
-    Raises UserError with the golds that are not graded correct, and InfrastructureError if the grader was lost.
+    Raises UserError that lists the golds not graded correct, and InfrastructureError if the grader was lost.
     """
     wait_for(_check(list(_chosen(environment)), sandboxes, note))
 
@@ -121,7 +121,7 @@ async def _check(problems: Sequence[Problem], sandboxes: OpensSandboxes | None, 
 
 
 def _record(problem: Problem) -> tuple[str, int]:
-    """The source, and the index of the record or generated problem in it."""
+    """Returns a problem's source, and the index of its record or of the generated problem in that source."""
     return problem.source, int(problem.metadata.get("record", problem.id.rpartition("/")[2]))
 
 
@@ -132,14 +132,15 @@ async def _verdict(problem: Problem, sandboxes: OpensSandboxes | None) -> Verdic
 
 
 def golds_directory() -> Path:
-    """Where the golds that passed are stored: $NMOE_GOLDS, else nmoe/golds in the user's cache directory."""
+    """Returns the directory that stores which golds passed: $NMOE_GOLDS, else nmoe/golds in the user's cache directory."""
     named, cached = os.environ.get("NMOE_GOLDS"), os.environ.get("XDG_CACHE_HOME")
     return Path(named) if named else Path(cached or Path.home() / ".cache") / "nmoe" / "golds"
 
 
 class Passed:
-    """The golds that passed, stored as one file of hashes per task type: `Passed(sandboxes).has(problem)`. Golds of
-    users' tasks are graded each time, since no hash covers all that their grade depends on."""
+    """Remembers which gold answers were graded correct, in one file of hashes per task type: `Passed(sandboxes).has(problem)`.
+    Golds of users' tasks are graded each time, since no hash covers everything that their grade depends on.
+    """
 
     def __init__(self, sandboxes: OpensSandboxes | None) -> None:
         self._sandbox = (
@@ -160,7 +161,7 @@ class Passed:
         return _key(problem, self._sandbox) in self._known[problem.task_type]
 
     def add(self, problem: Problem) -> None:
-        """Remembers a gold."""
+        """Stores that the problem's gold was graded correct; does nothing for a user's task, or if the file cannot be written."""
         if not _of_nmoe(problem.task_type):
             return
         path = self._path(problem)
@@ -182,7 +183,7 @@ def _key(problem: Problem, sandbox: str) -> str:
 
 @cache
 def _graders() -> str:
-    """Returns a digest of the sources and versions that a verdict depends on."""
+    """Returns a digest of the graders' sources and the package versions that a verdict depends on."""
     versions = (sys.version, *(f"{name} {version(name)}" for name in _DISTRIBUTIONS))
     digest = hashlib.sha256("\n".join(versions).encode())
     for package in _PACKAGES:
@@ -193,5 +194,5 @@ def _graders() -> str:
 
 
 def to_stderr(line: str) -> None:
-    """Writes progress to stderr, before a run has its log."""
+    """Prints a line of progress to stderr, for the time before a run has its log."""
     print(line, file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
 """The grade of a completion: components between 0 and 1, a failure name, and a score under given weights.
 
 format        1 if the completion ended by itself and has the form that the environment asks for
-structure     the share of that form which is in place; in formats other than Harmony 0 if the completion did not end by itself
+structure     the share of that form that is complete; in formats other than Harmony 0 if the completion did not end by itself
 reasoning     1 if the format is right and there is reasoning before the answer
 tool_use      1 if the format is right and an available tool answered a call before the answer
 correctness   the score of the task's verdict: 1 for the gold answer, 0 for a wrong one, between the two for graded scores
 efficiency    for a correct answer, the share of tokens and calls that it left unused:
               (1 - tokens / limit) * (1 - calls / limit)
 
-An answer to a problem without a gold has neither of the last two: it is not wrong.
+A problem without a gold answer gives neither correctness nor efficiency, because no answer to it is wrong.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Reading:
     """The completion as the environment's format parses it, before comparison with the gold answer.
 
     `format_ok` says whether the form is complete. In Harmony every turn parses, the last one ends in <|return|>, and it has a
-    final message that is not blank. `structure` is the share of the form that is in place, and `unfinished` the one that counts if
-    tokens ran out within the last turn. `answer_counts` says whether the answer may be graded; in Harmony a broken form forbids
-    it.
+    final message that is not blank. `structure` is the share of the form that is complete; `unfinished` is the share that counts
+    instead if the last turn was cut at the token limit. `answer_counts` says whether the answer may be graded: in Harmony only if
+    the form is complete.
     """
 
     extraction: Extraction
@@ -90,7 +90,9 @@ def read_answer(parsed: ParsedAnswer, task: QuestionTask, *, prose: bool = False
 
 
 def joined_readings(readings: Sequence[Reading]) -> Reading:
-    """Joins the readings of consecutive answers: the form is as complete as in the worst of them, and the last answer counts."""
+    """Combines the readings of a conversation's successive answers into one: every check of the form must hold for all of them, and
+    the extracted answer is the last one's.
+    """
     if len(readings) == 1:
         return readings[0]
     return Reading(
@@ -115,11 +117,13 @@ class Grader:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The current weights of the score, by the curriculum's stage or, without a curriculum, by the rubric."""
+        """The current weight of each component in the score, from the curriculum's stage or, without a curriculum, from the
+        rubric."""
         return self._rubric if self._curriculum is None else self._curriculum.weights
 
     def read(self, problem: Problem, turns: Sequence[Turn], exchanges: Sequence[Exchange] = ()) -> Reading:
-        """Reads the turns with the format's parser. Each exchange begins a new answer."""
+        """Parses the turns and finds the answer and the completeness of the form; each exchange with the user begins a new
+        answer."""
         task, ids = TASKS[problem.task_type], [turn.said_ids for turn in turns]
         starts = [0, *(one.turn + 1 for one in exchanges if one.turn + 1 < len(ids)), len(ids)]
         return joined_readings(
@@ -130,13 +134,14 @@ class Grader:
         )
 
     def answer_text(self, token_ids: Sequence[int]) -> str | None:
-        """Returns the last turn's answer without reasoning; None if the answer is blank."""
+        """Returns the answer in the last turn's tokens, without reasoning; None if it is blank."""
         _, text = self._renderer.said(token_ids)
         return text if text.strip() else None
 
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
-        """Renders a well-formed completion with this answer, including the stop token. The completion reasons before the answer if
-        the format separates reasoning, or the weights reward it."""
+        """Returns the token ids of a well-formed completion with this answer, including the stop token. A sentence of reasoning
+        comes first if the format separates reasoning or the weights reward it.
+        """
         # Only answers that the prose around them would hide need a box; otherwise the whole message is the answer.
         bare = from_final(answer, bare_final=TASKS[problem.task_type].answer_form != "boxed").answer == answer
         reasons = self._renderer.has_reasoning or self.weights["reasoning"] > 0
@@ -161,9 +166,10 @@ class Grader:
         last turn decides: "stop", "length" or "abort". `exchanges` are a conversation task's responses.
 
         A truncated completion gets 0 in every component, because a number that truncation left last is not an answer; only in
-        Harmony, whose parts no text can forge, it is paid for the parts in place. "abort" becomes `engine_error` and a verdict of
-        "error" becomes `grader_error`; neither judges the policy, so such a sample must be masked, not trained on with its score
-        of 0. Exceptions of `task.verify` propagate: a grader with a bug must stop the run, not teach that the answer was wrong.
+        Harmony, whose control tokens no text can forge, it earns `structure` for complete parts. "abort" becomes `engine_error` and
+        a verdict of "error" becomes `grader_error`; neither judges the policy, so such a sample must be masked, not trained on with
+        its score of 0. Exceptions of `task.verify` propagate: a grader with a bug must stop the run, not teach that the answer was
+        wrong.
         """
         task = TASKS[problem.task_type]
         if session is not None and session.access is not None:

@@ -1,4 +1,4 @@
-"""The prompt of a problem, and its limits: all that a policy is given before it answers."""
+"""Builds the prompts of problems, and limits the lengths of prompts and completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nmoe.types import Exchange, Given, Message, Problem, ToolEvent, Turn
 
 
 class PromptBuilder:
-    """Builds the prompts of an environment, in its format and within its budget."""
+    """Builds the prompts of an environment in its format, and checks that they fit its budget and the model's context."""
 
     def __init__(
         self, settings: EnvironmentSettings, renderer: Renderer, curriculum: Curriculum | None, *, one_turn: bool
@@ -39,7 +39,8 @@ class PromptBuilder:
 
     @property
     def given_ids(self) -> tuple[int, ...]:
-        """The start of the answer that the curriculum's stage gives the policy in training; often ()."""
+        """The tokens with which every answer begins in the curriculum's current stage, given to the policy in training; often
+        ()."""
         return () if self._curriculum is None else self._given[self._curriculum.index]
 
     def messages(self, problem: Problem) -> list[Message]:
@@ -55,7 +56,7 @@ class PromptBuilder:
         return [*system, *problem.history, *TASKS[problem.task_type].messages(problem)]
 
     def ids(self, problem: Problem) -> list[int]:
-        """Renders the prompt. A pure function of the problem."""
+        """Returns the token ids of the problem's prompt, which depend on the problem only."""
         return self._renderer.prompt_ids(self.messages(problem))
 
     def follow_up(
@@ -65,7 +66,9 @@ class PromptBuilder:
         tool_events: Sequence[ToolEvent],
         exchanges: Sequence[Exchange],
     ) -> tuple[Given, list[int]]:
-        """Returns the tokens between the last exchange, in which the user spoke, and the next turn."""
+        """Returns how the conversation continues after the user's last message: its kind and the given tokens before the next turn.
+        "user" tokens follow the previous turn; "prompt" tokens are the whole prompt of a new branch.
+        """
         rounds, start = [], 0
         for exchange in exchanges:
             assert exchange.user is not None, "a conversation that goes on was not over before"
@@ -81,13 +84,15 @@ class PromptBuilder:
         return task.files(problem) if isinstance(task, WorkspaceTask) else {}
 
     def token_limit(self, max_new_tokens: int) -> int:
-        """Returns the most tokens that a trajectory may sample: the run's limit, capped by the environment's budget."""
+        """Returns the maximum number of tokens that a trajectory may sample: the run's limit, capped by the environment's
+        budget."""
         budget = self._budget.completion_tokens
         return max_new_tokens if budget is None else min(max_new_tokens, budget)
 
     def prompt_limit(self, context_tokens: int, max_new_tokens: int) -> int:
-        """Returns the most tokens that a prompt may have: the rest of the model's context after the longest completion, capped by
-        the environment's budget."""
+        """Returns the maximum number of tokens of a prompt: the rest of the model's context after the longest completion, capped by
+        the environment's budget.
+        """
         room = context_tokens - self.token_limit(max_new_tokens) - self._most_given
         budget = self._budget.prompt_tokens
         return room if budget is None else min(room, budget)
@@ -97,7 +102,7 @@ class PromptBuilder:
         return len(self.ids(problem)) <= self.prompt_limit(context_tokens, max_new_tokens)
 
     def check(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
-        """Renders the prompt. Raises UserError if it does not fit (`fits`)."""
+        """Returns the prompt's token ids. Raises UserError if the prompt does not fit (`fits`)."""
         prompt_ids = tuple(self.ids(problem))
         if len(prompt_ids) <= self.prompt_limit(context_tokens, max_new_tokens):
             return prompt_ids

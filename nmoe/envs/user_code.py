@@ -30,7 +30,7 @@ _NO_FUNCTION = (
 
 
 def load_function(registry: Registry, name: str) -> Callable[..., Any]:
-    """The function that `name` names. Raises UserError if there is none."""
+    """Returns the function that the registry knows, or imports, under `name`. Raises UserError if there is none."""
     function: Callable[..., Any] = registry.get(name)
     if not callable(function):
         raise MissingInputError(f"{registry.kind} {name}: {shown(function)} is not a function", name)
@@ -97,14 +97,16 @@ def find_definition(kind: str, name: str) -> tuple[Path, ast.stmt]:
 
 
 def _is_no_function(assignment: ast.Assign | ast.AnnAssign, name: str) -> bool:
-    """Whether the source alone shows that the value of `name` cannot be called. `f, g = [one, two]` does not."""
+    """Whether the source alone shows that the value of `name` cannot be called: in `f = [one]` it does, in `f, g = [one, two]` it
+    does not.
+    """
     targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
     plain = any(isinstance(target, ast.Name) and target.id == name for target in targets)
     return plain and isinstance(assignment.value, _NO_FUNCTION)
 
 
 def _file_of(module: str, what: str) -> Path:
-    """Finds a module's file as an import would, starting with the working directory.
+    """Finds a module's source file as an import would, starting with the working directory.
 
     Only the first part of a dotted name is given to Python's finders, because they import the parents of the rest.
     """

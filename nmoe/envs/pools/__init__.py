@@ -27,7 +27,8 @@ __all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
 
 
 def build_pool(name: str, settings: TaskPool, shard: Shard, *, columns: bool = False) -> Pool:
-    """Loads and checks everything that the pool will hand out. With `columns`, problems keep all fields of their records.
+    """Builds one rank's pool of problems, after loading and checking all its data. With `columns`, problems keep all fields of
+    their records.
 
     Raises UserError for data that cannot be read, is malformed or does not exist.
     """
@@ -35,7 +36,7 @@ def build_pool(name: str, settings: TaskPool, shard: Shard, *, columns: bool = F
 
 
 def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Order:
-    """Builds the order that all shards of a pool share; raises as `build_pool` does."""
+    """Builds the endless sequence of problems that all ranks share; raises as `build_pool` does."""
     match settings:
         case GeneratedPool():
             return generated_order(name, settings)

@@ -35,7 +35,7 @@ def _split(task: GeneratedTask, task_type: str, question: str, metadata: Metadat
 
 
 class Generated:
-    """An endless order of fresh problems."""
+    """An endless sequence of generated problems of one split, each determined by the seed and its position."""
 
     size = None
     read_as = ""
@@ -71,13 +71,15 @@ class Generated:
         )
 
     def _hint(self, position: int) -> str:
-        """The text that follows the question; the question without it decides the split."""
+        """Returns the hint that follows the question at this position, drawn from the settings; empty without hints. Hints do not
+        affect the split.
+        """
         settings = self._settings
         rng = random.Random(stable_hash("generated hints", settings.seed, settings.task_type, position))
         return rng.choice(settings.hints) if settings.hints else ""
 
     def _history(self, position: int, problem: Problem) -> tuple[Message, ...]:
-        """The solved problems that stand before the question."""
+        """Returns the few-shot examples before the question: solved problems of the train split, as messages."""
         settings = self._settings
         # Solved training problems in every split: an evaluation shows none of the problems that it asks.
         rng = random.Random(stable_hash("generated examples", settings.seed, settings.task_type, position))
@@ -126,7 +128,7 @@ class Generated:
 
 
 def generated_order(name: str, settings: GeneratedPool) -> Order:
-    """Builds an endless order, or one that cycles through the first `max_examples` problems if that is set."""
+    """Builds an endless order of generated problems, or one that cycles through the first `max_examples` if that is set."""
     endless = Generated(name, settings)
     if settings.max_examples is None:
         return endless

@@ -1,9 +1,10 @@
-"""Labelled steps as problems: PRM800K, Math-Shepherd or stepwise records, read and cleaned as in `nmoe verifier`.
+"""Turns solutions with labelled steps (PRM800K, Math-Shepherd, stepwise records) into problems, read and cleaned as in `nmoe
+verifier`.
 
     prm_step      one problem for each labelled step: the problem and the steps through this one; the gold is its label
     prm_solution  one problem for each solution: the problem and all its steps; the gold is 0, 0.5 or 1
 
-The same steps of the same problem are one problem; contradictory labels are dropped (`nmoe.data.prm.settle`).
+Equal steps of the same problem give only one problem; contradictory labels are dropped (`nmoe.data.prm.settle`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from nmoe.types import Problem
 
 @dataclass(frozen=True)
 class _Judged:
-    """The first `end` steps of a solution and their gold judgement."""
+    """A problem of this pool: the first `end` steps of a solution, and the gold, which is a step's label or the solution's
+    score."""
 
     solution: LabelledSteps
     end: int
@@ -31,7 +33,7 @@ class _Judged:
 
 
 def prm_order(name: str, settings: PrmPool) -> Order:
-    """Cycles through the problems, reshuffled each epoch.
+    """Builds an order that cycles through the problems of a source with labelled steps, reshuffled each epoch.
 
     Raises UserError for a source that cannot be read or holds no label of the requested kind, and for a malformed record, with
     its file and line.

@@ -38,7 +38,7 @@ class _Block:
 
 
 class ReasoningGym:
-    """An endless order of problems from one dataset."""
+    """An endless sequence of problems from one dataset of the package reasoning-gym."""
 
     size = None
     read_as = ""
@@ -110,7 +110,7 @@ def _makers() -> WorkerPool:
 
 
 def reasoning_gym_order(name: str, settings: ReasoningGymPool) -> Order:
-    """Builds an endless order, or one that cycles through the first `max_examples` problems if that is set."""
+    """Builds an endless order of a dataset's problems, or one that cycles through the first `max_examples` if that is set."""
     endless = ReasoningGym(name, settings)
     if settings.max_examples is None:
         return endless

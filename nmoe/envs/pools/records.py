@@ -38,7 +38,8 @@ from nmoe.types import Message, Problem
 
 
 def called_rows(name: str) -> Iterator[Row]:
-    """The records of the pool that `name` names, each with its location: ("my_module:problems, record 0", {...}).
+    """Yields the records of a pool made by a program, registered or importable as `name`, each with its location:
+    ("my_module:problems, record 0", {...}).
 
     Raises UserError for a function that fails and for records that are not dicts.
     """
@@ -63,8 +64,8 @@ GOLD_FIELDS = ("answer", "label", "reward_spec.ground_truth", "reward_model.grou
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of question and gold: `Fields("prompt", "reward_spec.ground_truth")`; without a gold answer `Fields("prompt",
-    None)`.
+    """The names of the fields that hold question and gold: `Fields("prompt", "reward_spec.ground_truth")`; `gold` is None if
+    records have no gold answer.
     """
 
     question: str
@@ -75,7 +76,8 @@ class Fields:
 
 
 def fields_of(settings: DatasetKeys, record: Mapping[str, Any], has_gold: bool) -> Fields:
-    """Takes the fields that the settings name and detects the others in the record.
+    """Returns the names of a record's question and gold fields: as the settings name them, or else the known names that the record
+    has.
 
     Raises UserError if the record has none of the known fields, or several.
     """
@@ -86,17 +88,17 @@ def fields_of(settings: DatasetKeys, record: Mapping[str, Any], has_gold: bool) 
 
 
 def has_gold(record: Mapping[str, Any]) -> bool:
-    """Whether one of the known fields of a gold answer has a value."""
+    """Whether a record has a value in one of the known fields of gold answers."""
     return any(_at(record, field) is not None for field in GOLD_FIELDS)
 
 
 def question_of(record: Mapping[str, Any], field: str) -> tuple[tuple[Message, ...], str]:
-    """Returns the messages before the question, and the question."""
+    """Returns the messages before the question, and the question, from the record's prompt field."""
     return split_prompt(_value(record, field, "problem_field"), field)
 
 
 def gold_of(record: Mapping[str, Any], field: str, types: tuple[type, ...] = (str,)) -> str:
-    """Returns the gold answer as text; `types` are its permitted types."""
+    """Returns a record's gold answer as text. Raises UserError if its type is not one of `types`, or the text is blank."""
     value = _value(record, field, "answer_field")
     # Python's True is an int but hardly a gold answer; nan is a float and never one.
     if isinstance(value, bool):
@@ -154,8 +156,8 @@ COMMITS = ("base_commit", "target_commit")
 def record_order(
     name: str, settings: DatasetKeys, records: Iterable[Row], origin: str, *, columns: bool = False
 ) -> Order:
-    """Cycles through the problems of the first `max_examples` records, reshuffled each epoch; with `columns`, they keep all
-    fields.
+    """Builds an order that cycles through the problems of the first `max_examples` records, reshuffled each epoch; with `columns`,
+    problems keep all fields of their records.
 
     `origin` names the source of the records. Raises UserError for an invalid record, and if there are no records.
     """
@@ -187,9 +189,10 @@ def record_order(
 
 
 def _difficulty(easy_first: str, record: Mapping[str, Any]) -> float:
-    """The number in the field, negative for a rate that is high where problems are easy: 5.0 for `level` in {"level": "Level 5"}.
+    """Returns the first number in the field that `easy_first` names: 5.0 for `level` in {"level": "Level 5"}. With "-" before the
+    name it is negated, for a rate that is high where problems are easy. Raises UserError if there is no number.
 
-    Raises UserError where there is none."""
+    """
     field = easy_first.removeprefix("-")
     found = re.search(r"-?\d+(?:\.\d+)?", str(record.get(field, "")))
     if found is None:
@@ -199,7 +202,9 @@ def _difficulty(easy_first: str, record: Mapping[str, Any]) -> float:
 
 
 def level_of(problem: Problem) -> str:
-    """The level of the problem's record without MATH's word before it: "5" for "Level 5" and 5; empty where it has none."""
+    """Returns the problem's level without the word "Level", which MATH writes before it: "5" for "Level 5" and 5; empty without a
+    level.
+    """
     return str(problem.metadata.get("level", "")).strip().removeprefix("Level").strip()
 
 
@@ -256,7 +261,9 @@ def _plain(value: Any) -> Any:
 
 
 def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Returns the required and the optional fields of a record; None if they are known from the records alone."""
+    """Returns the names of the required and the optional fields of a record, so that no others are loaded; None if only the records
+    show which are needed.
+    """
     task = TASKS[settings.task_type]
     fields = (settings.problem_field, settings.answer_field)
     needed = () if isinstance(task, RecordTask) else fields[:1] if isinstance(task, OpenTask) else fields

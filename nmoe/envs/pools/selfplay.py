@@ -1,4 +1,4 @@
-"""Problems for self-play, without answers: the answer in a record is not even read.
+"""Reads the problems for self-play from one of these sources; answers in the records are ignored.
 
     prm800k[:PATH]                  the problems of PRM800K: from the hub, a local copy, or the file or directory PATH
     math_shepherd[:PATH]            the problems of Math-Shepherd, likewise
@@ -7,7 +7,8 @@
     jsonl:PATH                      one object per line
 
 The text of a problem is in the first of the fields `problem`, `question`, `prompt` and `input` that a record has, unless the
-settings name another. Records that ask the same (`nmoe.text.conversation`) are one problem; the dropped duplicates are counted.
+settings name another. Records with the same question (`nmoe.text.conversation`) give one problem; the dropped duplicates are
+counted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SOURCES = (
 
 
 class OpenProblems(Shuffled):
-    """The distinct problems of a source, ordered by the seed; `records` were read, `duplicates` of them dropped."""
+    """An order of a source's distinct problems, shuffled by the seed; `records` were read, and `duplicates` of them dropped."""
 
     def __init__(self, name: str, problems: list[Problem], seed: int, records: int) -> None:
         content = fingerprint_of(*(problem.question for problem in problems))
@@ -49,7 +50,7 @@ class OpenProblems(Shuffled):
 
 
 def open_problems(name: str, settings: SelfplayPool) -> OpenProblems:
-    """Reads the problems of a source.
+    """Reads the problems of a source and drops duplicates.
 
     Raises UserError for a source that is unknown, unreadable or empty, and for a record without a problem, with its line.
     """
@@ -85,7 +86,9 @@ def _rows(source: str) -> Iterator[Row]:
 
 
 def _inputs(path: str) -> Iterator[Row]:
-    """Reads the inputs strictly, so that a truncated file, or one of another kind, is not taken for a few problems."""
+    """Reads DeepSeek-Math-V2's inputs strictly, so that a truncated file, or one of another kind, is not mistaken for a short list
+    of problems.
+    """
     for where, record in read_rows(path, form="json"):
         if not isinstance(record.get("id"), str | int) or isinstance(record.get("id"), bool):
             raise UserError(f"{where}: no 'id'; DeepSeek-Math-V2's inputs are a list of {{id, question, answer, ...}}")

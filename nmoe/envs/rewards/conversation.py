@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def samples_of(environment: Environment, trajectories: Sequence[Trajectory], state: TrainerState) -> Samples:
-    """Builds what the environment's rewards receive, from the trajectories of one problem."""
+    """Converts the trajectories of one problem to the samples that the environment's rewards receive."""
     problem = trajectories[0].problem
     messages = environment.prompts.messages(problem)
     prompt: Prompt = [{"role": message.role, "content": message.content} for message in messages]
@@ -35,7 +35,7 @@ def samples_of(environment: Environment, trajectories: Sequence[Trajectory], sta
 
 
 def columns_of(problem: Problem) -> dict[str, Any]:
-    """Returns the problem's columns: the fields of its record by their own names.
+    """Returns the columns that rewards receive: the fields of the problem's record, by name.
 
     `gold` and the task's metadata, such as a generated problem's `difficulty`, are added where no field has that name.
     """

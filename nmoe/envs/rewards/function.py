@@ -29,7 +29,7 @@ _STANDARD = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
 class FunctionReward:
-    """A reward computed by a function."""
+    """A reward computed by a user's function."""
 
     def __init__(self, settings: FunctionRewardConfig) -> None:
         """Imports the function. Raises UserError if it does not exist or requires an argument that is never passed."""
@@ -106,7 +106,7 @@ def check_signature(function: Callable[..., Any]) -> None:
 
 
 def _copies(value: Any, count: int) -> list[Any]:
-    """Returns a copy for each completion.
+    """Returns `count` copies of a value, one for each completion.
 
     A function may modify its arguments; the other completions, later rewards and the record in a later epoch must not see
     that.
@@ -115,7 +115,7 @@ def _copies(value: Any, count: int) -> list[Any]:
 
 
 def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:
-    """Returns the argument names and whether each is required; "**" stands for any others.
+    """Returns a function's argument names and whether each is required; "**" stands for any others.
 
     Raises UserError for a function with positional-only arguments.
     """
@@ -135,7 +135,7 @@ def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:
 
 
 def _location(function: Callable[..., Any]) -> str:
-    """Returns "rewards.py:12, " if the source is known."""
+    """Returns the file and line of a function, as in "rewards.py:12, "; empty if its source is unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}, "
 

@@ -29,7 +29,7 @@ _SHOWN_CHARS = 200
 
 
 class JudgeReward:
-    """A reward computed by a judge."""
+    """A reward computed by a language model that judges each sample."""
 
     def __init__(self, settings: JudgeRewardConfig, service: Service | None = None) -> None:
         """Raises UserError if the template cannot be read, or the token's environment variable is not set."""
@@ -92,7 +92,8 @@ class JudgeReward:
         return PLACEHOLDER.sub(lambda match: {**texts, "fence": fence}[match[1]], self._template)
 
     def _value(self, said: str) -> float:
-        """Extracts the reward. Raises UnavailableError for an invalid answer."""
+        """Returns the score in the judge's answer, mapped from its scale to [0, 1]. Raises UnavailableError for an invalid
+        answer."""
         found = self._score.findall(said)
         if not found:
             raise UnavailableError(f"no score in the judge's answer {said[-_SHOWN_CHARS:]!r}")
@@ -107,7 +108,9 @@ class JudgeReward:
 
 
 def template_of(settings: JudgeRewardConfig) -> str:
-    """Returns the template, read from its file if it has one. Raises UserError."""
+    """Returns the judge's prompt template, read from its file if the settings name one. Raises UserError if the file cannot be
+    read, or shows the judge no completion.
+    """
     if settings.template is not None:
         return settings.template
     assert settings.template_file is not None, "the settings ask for one of the two"
@@ -121,12 +124,13 @@ def template_of(settings: JudgeRewardConfig) -> str:
 
 
 def key_of(content: Mapping[str, Any]) -> str:
-    """Returns a hash of the content as its name."""
+    """Returns the SHA-256 of a JSON object in hexadecimal, the key of a request."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def fence_of(texts: Sequence[str]) -> str:
-    """Returns a fence for the texts: 16 hexadecimal digits, a hash of the texts that occurs in none of them.
+    """Returns a delimiter for the texts in a judge's prompt: 16 hexadecimal digits, a hash of the texts that occurs in none of
+    them.
 
     A policy cannot write the digest of its text. Text between two fences is therefore the policy's, and text outside them
     the template's.
@@ -180,7 +184,7 @@ class Cache:
         self._directory = directory
 
     def get(self, key: str) -> str | None:
-        """Returns the text under a key; None if there is none, or if the file is not one of ours."""
+        """Returns the text under a key; None without a file, or if the file has another form."""
         try:
             content = json_of(self._path(key).read_text(encoding="utf-8"))["content"]
         except (OSError, ValueError, KeyError, TypeError):

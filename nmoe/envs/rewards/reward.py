@@ -1,7 +1,7 @@
 """The protocols of rewards and scorers, the samples that a reward receives, and the ratings that it returns.
 
 A scorer is a reward model or a verifier that rates an answer, or each step of one, for rewards and best-of-n. It takes the
-conversation that the prompt showed, as messages, and the answer as text. Implementations of scorers are outside this room.
+conversation that the prompt showed, as messages, and the answer as text. Implementations of scorers are outside this package.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Reward(Protocol):
     def only_if_correct(self) -> bool: ...
 
     def opened(self) -> AbstractAsyncContextManager[Any]:
-        """Holds resources such as connections open while the groups of a batch are rated."""
+        """Returns a context manager that keeps resources such as connections open while the groups of a batch are rated."""
 
     async def rate(self, samples: Samples) -> Sequence[Rating]:
         """Returns one rating for each sample. Raises RewardError for failures other than infrastructure; it ends the run."""
@@ -119,10 +119,10 @@ LARGEST = 1e18
 
 
 def checked_values(who: str, returned: Any, count: int) -> list[float | None]:
-    """Converts what `who` returned for `count` completions to floats.
+    """Converts the values that a reward returned for `count` completions to floats, or None where a component is left out.
 
-    It may be a list or another iterable of numbers, tensors of one number and None. Raises RewardError, which says who
-    returned what.
+    `returned` may be a list or another iterable of numbers, one-element tensors and None. Raises RewardError, which names the
+    reward (`who`) and the value.
     """
     try:
         values = None if isinstance(returned, str | bytes | dict) else list(returned)

@@ -42,7 +42,7 @@ def _load(settings: RewardConfig) -> Reward:
 
 
 async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:
-    """Returns the samples' grades with the ratings of all rewards. Raises RewardError."""
+    """Rates the samples with all rewards and returns their grades with the ratings added. Raises RewardError."""
     asked = await all_or_none([rate(reward, samples) for reward in rewards])
     grades = []
     for index, trajectory in enumerate(samples.trajectories):
@@ -55,8 +55,9 @@ async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:
 
 
 async def rate(reward: Reward, samples: Samples) -> Sequence[Rating]:
-    """Has one reward rate each sample; with `only_if_correct`, wrong answers get 0. Raises
-    RewardError with the index of the sample among all."""
+    """Rates each sample with one reward; with `only_if_correct`, wrong answers get 0 without being rated. Raises RewardError with
+    the index of the sample among all samples.
+    """
     if not reward.only_if_correct:
         return await reward.rate(samples)
     right = [index for index, one in enumerate(samples.trajectories) if is_right(one.grade)]

@@ -1,6 +1,6 @@
 """Rewards computed by models: a reward model rates the answer; a verifier rates the answer and optionally every step.
 
-This room knows no models: the caller that can load one attaches it before a run.
+This package loads no models: the caller attaches them before a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class VerifierReward:
-    """A verifier as the reward; an empty answer gets 0."""
+    """A reward computed by a verifier, which rates the answer and, with `steps`, every step; an empty answer gets 0."""
 
     def __init__(self, settings: VerifierRewardConfig) -> None:
         self.name, self.weight = settings.name, settings.weight
@@ -29,7 +29,8 @@ class VerifierReward:
         self._step_scorer: StepScorer | None = None
 
     def attach(self, scorer: Callable[[Path], Scorer], step_scorer: Callable[[Path], StepScorer]) -> None:
-        """Loads the verifier. Raises UserError if there is none, or if steps are asked of a verifier of whole solutions."""
+        """Loads the verifier. Raises UserError if there is none, or if `steps` is set and the verifier scores only whole
+        solutions."""
         path = Path(self._settings.path)
         self._scorer = scorer(path)
         if self._settings.steps:
@@ -59,10 +60,10 @@ class VerifierReward:
 
 
 class RewardModelReward:
-    """A reward model as the reward.
+    """A reward computed by a reward model.
 
-    Its scale is arbitrary, so an empty answer cannot be given 0. It gets the lowest reward among the answers of its group, and
-    none if the group has no answer.
+    The model's scale is arbitrary, so an empty answer cannot be given 0. It gets the lowest reward among the answers of its group,
+    and no reward if the group has no answer.
     """
 
     def __init__(self, settings: RewardModelRewardConfig) -> None:
@@ -94,7 +95,7 @@ def attach_scorers(
     step_scorer: Callable[[Path], StepScorer],
     reward_model: Callable[[Path], Scorer],
 ) -> None:
-    """Loads the scorers that the rewards need. Raises UserError for one that cannot be loaded."""
+    """Loads the verifiers and reward models of all rewards that use one. Raises UserError for a model that cannot be loaded."""
     for reward in rewards:
         if isinstance(reward, VerifierReward):
             reward.attach(scorer, step_scorer)

@@ -31,7 +31,7 @@ _SHOWN_CHARS = 200
 
 
 class Service:
-    """A URL that accepts JSON by POST. `opened` holds connections; `post` works within it."""
+    """Client of a service that accepts JSON by POST. `opened` holds its connections; call `post` within it."""
 
     def __init__(self, settings: ServiceKeys, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         """Reads the token from its environment variable. Raises UserError if it is not set."""
@@ -81,7 +81,9 @@ class Service:
         raise UnavailableError(f"{self._settings.url}, asked {self._settings.retries + 1} times: {reason}")
 
     async def _attempt(self, content: Any) -> tuple[str, float, Any]:
-        """Returns why the attempt failed, or "" and the response; and how long the service asked to wait."""
+        """Posts once. Returns the reason of a failure, or ""; the seconds that the service asked to wait; and the response, None on
+        failure.
+        """
         import httpx2
 
         assert self._client is not None, "a service is asked while it is open"
@@ -124,7 +126,9 @@ class Service:
 
 
 def _why_not_reached(error: BaseException) -> str:
-    """The system's own words for a failed connection, "connection refused", which the client wraps several times."""
+    """Returns the operating system's message for a failed connection, such as "connection refused", which the client wraps in
+    several exceptions; without one, the type and message of `error`.
+    """
     below: list[BaseException] = [error]
     for one in below:
         if isinstance(one, OSError) and one.errno is not None:
@@ -145,7 +149,7 @@ def _retry_after_s(response: httpx2.Response) -> float:
 
 
 class HttpReward:
-    """A reward that a service computes. One request covers one group:
+    """A reward computed by a service. One request covers one group:
 
         POST url    {"prompts": ["Sort: 312", ...], "completions": ["123", ...], "columns": {"gold": ["123", ...], ...}}
         200         {"rewards": [1.0, null, ...]}

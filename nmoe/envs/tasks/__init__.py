@@ -1,4 +1,4 @@
-"""Built-in tasks, tasks of installed packages and of users, by name (`nmoe.config.registry.TASKS` lists the names)."""
+"""All tasks by name: built-in, from installed packages, and users' own (`nmoe.config.registry.TASKS` lists the names)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TASKS", "Attempt", "GeneratedTask", "MultiTurnEnv", "OwnTask", "Ques
 
 
 class _Tasks(dict[str, QuestionTask]):
-    """Tasks by name, each made when it is first asked for. Raises UserError for a name without a task."""
+    """Tasks by name, each created at first use. Raises UserError for a name without a task."""
 
     def __init__(self) -> None:
         # A program's parts, by name and identity: a notebook may define a class again, and two threads may each have one
@@ -32,7 +32,7 @@ TASKS = _Tasks()
 
 
 def generated_task(name: str) -> GeneratedTask:
-    """Returns the task of this name. Raises UserError for a task that needs a dataset."""
+    """Returns the task of this name, which generates its own problems. Raises UserError for a task that needs a dataset."""
     task = TASKS[name]
     if not isinstance(task, GeneratedTask):
         raise UserError(

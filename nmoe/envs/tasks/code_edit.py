@@ -1,4 +1,4 @@
-"""Editing code in a workspace so that hidden tests pass, which fail at first."""
+"""A task of editing code in a workspace so that hidden tests pass, which fail without the edit."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class CodeEditTask(QuestionTask, RecordTask, WorkspaceTask, SandboxTask):
 
 
 def _unwritten(path: str, error: SandboxFileError) -> Verdict:
-    """Returns the verdict if a file cannot be written into a workspace that the policy has changed.
+    """Returns an incorrect verdict for a path that cannot be written because of the policy's changes to the workspace.
 
     Raises the error if the sandbox itself was lost.
     """
@@ -126,14 +126,14 @@ def _unwritten(path: str, error: SandboxFileError) -> Verdict:
 
 
 def _changes(answer: str) -> dict[str, bytes]:
-    """Returns the files that fenced blocks name, by the last word behind the opening fence, and their contents."""
+    """Returns path and content of each file in the answer's fenced blocks; the path is the last word behind the opening fence."""
     named = ((info.split(), content) for info, content in fenced_blocks(answer))
     # A text may contain lone surrogates, which UTF-8 cannot encode.
     return {words[-1]: content.encode("utf-8", "replace") for words, content in named if words}
 
 
 def _blocks(changed: Mapping[str, str]) -> str:
-    """Renders an answer that changes these files; its fences are longer than any in them."""
+    """Renders an answer that changes these files, as fenced blocks whose fences are longer than any in the contents."""
     longest = max(
         (len(line) - len(line.lstrip("`")) for text in changed.values() for line in text.split("\n")), default=0
     )

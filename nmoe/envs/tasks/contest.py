@@ -1,4 +1,4 @@
-"""Reads the tests of programming contests from the records that datasets have of them.
+"""Reads the tests of programming-contest problems from the record formats of public datasets.
 
 | dataset | fields |
 |---|---|
@@ -53,7 +53,7 @@ FIELDS = (
     "tolerance",
 )
 MAX_BYTES = 8 << 20
-"""The most that the tests of a record may hold together; larger ones are left out."""
+"""The maximum total size of a record's tests as JSON text; tests beyond it are left out."""
 
 _MAX_UNPACKED = 256 << 20
 _STDIN, _CALL = ("stdin_stdout", "stdin", "stdio"), ("functional", "function_call")
@@ -61,13 +61,13 @@ _STDIN, _CALL = ("stdin_stdout", "stdin", "stdio"), ("functional", "function_cal
 
 @dataclass(frozen=True)
 class Contest:
-    """The tests of a record. Two tests by standard input, and two calls of `add`:
+    """The tests of a record, by standard input or by calls of a function. Examples with two tests each:
 
         Contest(inputs=("1 2\\n", "3 4\\n"), outputs=("3\\n", "7\\n"))
         Contest(inputs=([1, 2], [3, 4]), outputs=(3, 7), function="add")
 
-    `left_out` tests were too large. With `listed`, each output is a list of one, which is the result of the call or holds it:
-    `outputs=([3], [7])` is right for a function that returns 3 and 7, and for one that returns [3] and [7].
+    `left_out` counts tests that were too large. If `listed`, each output is a list of one element, which is the call's result
+    itself or wraps it: `outputs=([3], [7])` is right for a function that returns 3 and 7, and for one that returns [3] and [7].
     """
 
     inputs: tuple[Any, ...]
@@ -118,8 +118,9 @@ def contest_of(record: Record) -> Contest:
 
 
 class _Test(NamedTuple):
-    """Input, output, the name of the function, which is empty for a test by standard input, and whether the output may be in a
-    list that is not the function's."""
+    """One test: input, expected output, the name of the function (empty for a test by standard input), and whether the output may
+    be wrapped in a list that is not part of the result.
+    """
 
     given: Any
     wanted: Any
@@ -147,7 +148,8 @@ def _tests(record: Record) -> Iterator[_Test]:
 
 
 def _read(field: str, found: Any, function: str) -> Iterator[_Test]:
-    """Reads an object of parallel lists, or a list of objects."""
+    """Yields the tests in a record's field: an object of parallel lists, or a list of objects. Raises UserError for anything
+    else."""
     if isinstance(found, Mapping):
         inputs, outputs = (found.get(f"{name}s", found.get(name)) for name in ("input", "output"))
         if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
@@ -196,7 +198,9 @@ def _stdin(field: str, given: Any, wanted: Any) -> _Test:
 
 
 def _call(field: str, given: Any, wanted: Any, function: str) -> _Test:
-    """Reads a call: a list of arguments, or texts of JSON with an argument in each line (LiveCodeBench)."""
+    """Reads a test that calls a function: the arguments are a list, or a text with one argument as JSON in each line
+    (LiveCodeBench).
+    """
     if isinstance(given, str):
         try:
             given = [json_of(line) for line in given.split("\n") if line.strip()]
@@ -209,7 +213,7 @@ def _call(field: str, given: Any, wanted: Any, function: str) -> _Test:
 
 
 def _function(record: Record) -> str:
-    """The function that the record itself names."""
+    """Returns the name of the function to call, from the record's `fn_name` or its metadata's `func_name`; empty without one."""
     if isinstance(record.get("fn_name"), str):
         return str(record["fn_name"])
     found = record.get("metadata")
@@ -219,7 +223,7 @@ def _function(record: Record) -> str:
 
 
 def _plain(field: str, value: Any) -> Any:
-    """Decodes a value from its JSON text; texts packed as LiveCodeBench does it are unpacked."""
+    """Decodes a field's value if it is JSON text, or JSON packed as in LiveCodeBench. Raises UserError for any other text."""
     if not isinstance(value, str):
         return value
     try:
@@ -230,7 +234,7 @@ def _plain(field: str, value: Any) -> Any:
 
 
 def _unpacked(field: str, packed: str) -> str:
-    """Unpacks base64 of zlib of a pickled text, without unpickling: only a pickle of one text is read, by its opcodes."""
+    """Unpacks base64 of zlib of a pickled text without unpickling: only a pickle of a single text is read, by its opcodes."""
     try:
         unzip = zlib.decompressobj()
         data = unzip.decompress(base64.b64decode(packed, validate=True), _MAX_UNPACKED)
@@ -258,7 +262,9 @@ def _unpacked(field: str, packed: str) -> str:
 
 
 def seconds_of(record: Record) -> float | None:
-    """The record's time limit: 2.0 for `{"time_limit": "2 seconds"}`, 2, and {"seconds": 2, "nanos": 0}; None without one."""
+    """Returns the record's time limit in seconds: 2.0 for `{"time_limit": "2 seconds"}`, 2, and {"seconds": 2, "nanos": 0}; None
+    without one.
+    """
     value = record.get("time_limit")
     if isinstance(value, Mapping):
         seconds, nanos = value.get("seconds") or 0, value.get("nanos") or 0
@@ -269,7 +275,7 @@ def seconds_of(record: Record) -> float | None:
 
 
 def memory_mb_of(record: Record) -> float | None:
-    """The record's memory limit in MB: 256.0 for `{"memory_limit": "256 megabytes"}`; None without one."""
+    """Returns the record's memory limit in MB: 256.0 for `{"memory_limit": "256 megabytes"}`; None without one."""
     if record.get("memory_limit_bytes"):
         return _amount("memory_limit_bytes", record["memory_limit_bytes"], {"": 1 / (1 << 20)})
     megabytes = dict.fromkeys(("", "mb", "mib", "megabyte", "megabytes"), 1.0)
@@ -279,7 +285,8 @@ def memory_mb_of(record: Record) -> float | None:
 
 
 def tolerance_of(record: Record) -> float | None:
-    """The error that the record allows a number of the output; None if numbers are compared as text."""
+    """Returns the error, between 0 and 1, that the record permits in a number of the output; None if numbers are compared as
+    text."""
     value = record.get("tolerance")
     if value is None:
         return None

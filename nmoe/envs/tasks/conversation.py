@@ -1,4 +1,4 @@
-"""Conversation tasks: a state machine answers the policy with turns of the user until it is done."""
+"""Conversation tasks: a state machine plays the user and responds to the policy's answers until the conversation is over."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """A turn that ends in an answer: the extracted answer, and the turn's text without reasoning.
-
+    """A turn of the policy that ends in an answer: the extracted answer, and the turn's text without reasoning.
     `AssistantTurn(answer="17", text="17")`.
     """
 
@@ -27,9 +26,9 @@ class AssistantTurn:
 
 @dataclass(frozen=True)
 class Response:
-    """The state machine's response: `Response({"left": 2}, "higher")`.
+    """The simulated user's response to a turn: `Response({"left": 2}, "higher")`.
 
-    It has the next state, the user's next message, None if the conversation is over, and the reward of the turn.
+    Holds the next state, the user's next message (None if the conversation is over), and the reward of the turn.
     """
 
     state: State
@@ -53,7 +52,7 @@ class ConversationTask(QuestionTask, ABC):
 
     @abstractmethod
     def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
-        """Responds to a turn; the turn may hold any text.
+        """Returns the simulated user's response to a turn of the policy, whose text may be anything.
 
         `rng` is seeded by the run's seed, the problem's position, the sample and the turn.
         """
@@ -61,7 +60,8 @@ class ConversationTask(QuestionTask, ABC):
     def exchange(
         self, problem: Problem, before: Exchange | None, said: AssistantTurn, *, turn: int, seed: int
     ) -> Exchange:
-        """Responds to the answer of turn `turn`, after the exchange `before`.
+        """Returns the record of the response to the policy's answer in turn `turn`; `before` is the previous exchange, None at the
+        start.
 
         Raises TypeError or ValueError for a response that cannot be recorded.
         """
@@ -75,7 +75,9 @@ class ConversationTask(QuestionTask, ABC):
         return Exchange(turn, plain_json(response.state), response.user, reward)
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        """Verifies by the sum of the rewards. An answer without a conversation, such as a gold's, is judged as its only turn."""
+        """Verifies by the sum of the exchanges' rewards. An answer without exchanges, such as a gold answer, is judged as the only
+        turn of a conversation.
+        """
         exchanges = attempt.exchanges or [
             self.exchange(problem, None, AssistantTurn(attempt.answer, attempt.answer), turn=0, seed=0)
         ]
@@ -91,7 +93,7 @@ class ConversationTask(QuestionTask, ABC):
 
 
 def plain_json(state: State) -> dict[str, Any]:
-    """Returns a separate copy of a state. Raises TypeError for a value that JSON does not preserve."""
+    """Returns a deep copy of a state. Raises TypeError for a value that JSON does not preserve."""
     copied = _copy(state, "state")
     if not isinstance(copied, dict):
         raise TypeError(f"a state is a JSON object, not {type(state).__name__}")

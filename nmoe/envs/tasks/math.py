@@ -21,7 +21,8 @@ _IN_ORDER = re.compile(
 
 
 class MathTask(QuestionTask):
-    r"""Compares answers for equivalence (docs/guides/grading.md), subject to the question.
+    r"""Compares answers with the gold for mathematical equivalence (docs/guides/grading.md), under rules that depend on the
+    question.
 
     An expression from the question itself is not an answer: `\sqrt{180}` equals the gold `6\sqrt{5}`, but "Simplify
     $\sqrt{180}$" asks for more. Nor is one whose constants are still to be worked out: a policy that learns that `96/4` or
@@ -35,7 +36,7 @@ class MathTask(QuestionTask):
     gold_types = (str, int, float)
 
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
-        """Keeps level and subject, by which evaluations and metrics are grouped."""
+        """Returns question, gold, and as metadata the record's level and subject, by which evaluations and metrics are grouped."""
         return question, gold, group_metadata(record)
 
     def check_gold(self, problem: Problem) -> None:
@@ -65,7 +66,9 @@ class MathTask(QuestionTask):
 
 
 def _policy(problem: Problem) -> Policy:
-    """Returns the order and unit rules of the pool's settings and the question."""
+    """Returns the rules of comparison from the pool's settings; the order of parts counts if the question asks for one, as in
+    "smallest first".
+    """
     settings = {key: problem.metadata[key] for key in POLICY_KEYS if key in problem.metadata}
     policy = Policy(**settings)  # type: ignore[arg-type]
     return replace(policy, answer_order="as_gold") if _IN_ORDER.search(problem.question) else policy

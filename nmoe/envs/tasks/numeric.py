@@ -63,7 +63,9 @@ class SortTask(DigitsTask, GeneratedTask):
         return f"Sort: {digits}", "".join(sorted(digits))
 
     def split_key(self, question: str) -> str:
-        """Sorts the digits: "Sort: 312" held out and "Sort: 321" trained on, with the same answer, would be a leak."""
+        """Returns the sorted digits as the key of the split: "Sort: 312" held out and "Sort: 321" trained on, with the same answer,
+        would be a leak.
+        """
         return "".join(sorted(question.removeprefix("Sort: ")))
 
 
@@ -115,7 +117,9 @@ class AddTask(NumericTask, GeneratedTask):
         return f"Add: {left} + {right}", str(left + right)
 
     def split_key(self, question: str) -> str:
-        """Sorts the operands: "Add: 47 + 85" held out and "Add: 85 + 47" trained on would be a leak."""
+        """Returns the sorted operands as the key of the split: "Add: 47 + 85" held out and "Add: 85 + 47" trained on would be a
+        leak.
+        """
         return " + ".join(sorted(question.removeprefix("Add: ").split(" + "), key=int))
 
 
@@ -130,7 +134,7 @@ class SumTask(NumericTask, GeneratedTask):
         return f"Sum: {'+'.join(map(str, numbers))}", str(sum(numbers))
 
     def split_key(self, question: str) -> str:
-        """Sorts the numbers: the same sum in another order is the same problem."""
+        """Returns the sorted numbers as the key of the split: the same sum in another order is the same problem."""
         return "+".join(sorted(question.removeprefix("Sum: ").split("+"), key=int))
 
 
@@ -198,7 +202,7 @@ class GuessTask(ConversationTask, NumericTask, GeneratedTask):
 
 
 def _value(gold: str) -> Fraction:
-    """The value of a gold, which a dataset may write as 1,000 or 43.0."""
+    """Returns the value of a gold number, which a dataset may write as 1,000 or 43.0."""
     number = read_number(normalize(gold))
     assert number is not None, "check_gold refuses a gold that is no number"
     return number.value

@@ -60,7 +60,9 @@ class Task:
 
     @abstractmethod
     def grade(self, record: Record, answer: str) -> bool | float:
-        """Grades an answer: the final message without reasoning, or the content of its box where the format is plain text."""
+        """Returns the grade of an answer: the final message without reasoning or, where the format is plain text, the content of
+        its box.
+        """
 
 
 class MultiTurnEnv:
@@ -103,17 +105,20 @@ class MultiTurnEnv:
     def step(self, turn: AssistantTurn) -> tuple[Prompt | None, float, bool]:
         """Responds to a turn: the user's next message, the reward of this turn, and whether the episode is done.
 
-        The rewards of an episode add up to its score; it counts as solved from 1 on. An exception stops the run.
+        The rewards of an episode add up to its score; the episode counts as solved from a score of 1 on. An exception stops the
+        run.
         """
 
 
 class TaskError(UserError):
-    """A task of the user's raised an exception or returned something invalid."""
+    """A user's task raised an exception or returned something invalid."""
 
 
 @contextmanager
 def _of_the_user(who: str) -> Iterator[None]:
-    """Names the task and the line in an exception that the user's code raises. Raises TaskError."""
+    """A context manager that turns an exception of the user's code into a TaskError with the task's name and the line; UserErrors
+    pass unchanged.
+    """
     try:
         yield
     except UserError:
@@ -124,7 +129,7 @@ def _of_the_user(who: str) -> Iterator[None]:
 
 
 def adapted(part: Any, name: str) -> QuestionTask:
-    """Returns the task for a part of the table of tasks: a built-in task, or a user's class or instance.
+    """Converts a registered part to a task: a built-in task as it is, a user's class or instance through an adapter.
 
     Raises UserError for anything else, and for a method that is missing or takes other arguments.
     """
@@ -170,7 +175,7 @@ def _json(value: Any, what: str) -> str:
 
 
 class OwnTask(QuestionTask, RecordTask):
-    """The base of both adapters: the record travels with its problem, as JSON in its metadata."""
+    """The base of the adapters of users' tasks: the record travels with its problem, as JSON in the problem's metadata."""
 
     answer_form: AnswerForm = "whole"
     _name: str
@@ -279,7 +284,9 @@ class EpisodeTask(OwnTask, ConversationTask, GeneratedTask):
         return episode
 
     def _kept(self, episode: MultiTurnEnv, when: str) -> str:
-        """The state as JSON. Raises UserError for what JSON does not preserve, TaskError for a change of what all share."""
+        """Returns the episode's state as JSON text. Raises UserError for a value that JSON does not preserve, and TaskError if a
+        class attribute that all episodes share has changed.
+        """
         for name, value in self._shared.items():
             if getattr(type(episode), name, None) != value:
                 raise TaskError(
@@ -331,7 +338,7 @@ class EpisodeTask(OwnTask, ConversationTask, GeneratedTask):
 
 
 def _shared_by(kind: type) -> dict[str, Any]:
-    """Copies of a class's lists, dicts and sets that a step could change by mistake."""
+    """Returns copies of a class's public lists, dicts and sets, by which a change made in a step by mistake is found."""
     shared: dict[str, Any] = {}
     for name in dir(kind):
         value = getattr(kind, name, None)

@@ -9,7 +9,7 @@ the whole message goes to `verify`, and the readers below find the one answer th
     order     the last options that are named, as many as there are
 
 A message gets one reading, so that listing candidates earns no more than a guess. Repeating the question earns nothing: a
-choice that names two options without a statement is no answer, and an order is never asked for in its own order. What follows
+choice that names two options without a statement is no answer, and no question lists its options in the right order. What follows
 "not" is no answer either, and "34 is smaller than 72" says 72 where the larger one is asked for. The same reading applies to a
 message that was cut, for an evaluation that separates knowledge from form.
 """
@@ -43,7 +43,7 @@ _QUOTED = re.compile(r"\"([^\"]+)\"")
 
 
 def read_number(text: str) -> str | None:
-    """The number that a message gives as its answer, without thousands commas and trailing zeros; None if it names none."""
+    """Returns the number that a message gives as its answer, without thousands commas and trailing zeros; None if it names none."""
     text = _DENIED_NUMBER.sub(" ", text[-MAX_CHARS:].replace("−", "-"))
     found = _STATED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
     if not found:
@@ -53,9 +53,10 @@ def read_number(text: str) -> str | None:
 
 
 def read_choice(text: str, options: Sequence[str], contrary: str = "") -> str | None:
-    """The option that a message chooses, compared without case; None if it names none, or several without a statement. `contrary`
-    are words, joined by `|`, that say the opposite of the question's word: an option that is called so is denied, and of two
-    options the other one is then meant."""
+    """Returns the option that a message chooses, compared without case; None if it names none, or several without a statement.
+    `contrary` are words, joined by `|`, that mean the opposite of the question's word: an option described by one is rejected,
+    and of two options the other is then chosen.
+    """
     text = text[-MAX_CHARS:]
     either = "|".join(re.escape(one) for one in options)
     word = rf"(?<![\w.-])({either})(?![\w-]|[.,]\d)"
@@ -70,8 +71,9 @@ def read_choice(text: str, options: Sequence[str], contrary: str = "") -> str | 
 
 
 def _without_contrary(text: str, word: str, options: Sequence[str], contrary: str) -> str:
-    """The message with "34 is smaller than 72" and "the smaller number is 34" replaced by the other one of two options, 72, and by
-    nothing where there are more."""
+    """Returns the message with statements such as "34 is smaller than 72" and "the smaller number is 34" replaced by the other of
+    two options, here 72, or removed if there are more options.
+    """
     called = (
         rf"{word}\W+(?:is|are|has|have)\s+(?:the\s+)?(?:{contrary})\b(?:\s+\w+){{0,2}}?(?:\s+than\W+{word})?",
         rf"\b(?:{contrary})\b(?:\s+(?!is\b)\w+){{0,6}}?\s+is{_BEFORE}{word}",
@@ -87,7 +89,8 @@ def _without_contrary(text: str, word: str, options: Sequence[str], contrary: st
 
 
 def read_letter(text: str) -> str | None:
-    """The letter that a message gives as its answer, in lower case; None if it names none, or several without a statement."""
+    """Returns the letter that a message gives as its answer, in lower case; None if it names none, or several without a
+    statement."""
     text = _DENIED_LETTER.sub(" ", text[-MAX_CHARS:])
     stated = _STATED_LETTER.findall(text)
     letters = {one.lower() for one in _ALONE.findall(text)}
@@ -97,7 +100,9 @@ def read_letter(text: str) -> str | None:
 
 
 def read_order(text: str, options: Sequence[str]) -> str | None:
-    """The last options that a message names, as many as there are, joined by ", "; None if it does not name each of them last."""
+    """Returns the options in the order in which a message names them last, joined by ", "; None if the last names in it are not all
+    of the options.
+    """
     either = "|".join(re.escape(one) for one in options)
     named = re.findall(rf"(?<![\w-])(?:{either})(?!\w)", text[-MAX_CHARS:], re.IGNORECASE)
     last = [one.casefold() for one in named[-len(options) :]]
@@ -105,7 +110,9 @@ def read_order(text: str, options: Sequence[str]) -> str | None:
 
 
 class PlainTask(QuestionTask):
-    """The base of tasks in plain English: `read` reads the whole message, and its reading is compared with the gold."""
+    """The base of tasks in plain English: `read` extracts the answer from the whole message, and the answer is compared with the
+    gold.
+    """
 
     answer_form: AnswerForm = "whole"
 
@@ -116,7 +123,7 @@ class PlainTask(QuestionTask):
             )
 
     def read(self, problem: Problem, text: str) -> str | None:
-        """The answer that a message commits to; None if there is none."""
+        """Returns the answer that a message commits to; None if there is none."""
         raise NotImplementedError
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
@@ -145,7 +152,7 @@ class ChoiceTask(PlainTask):
     """Words, joined by `|`, that say the opposite of what the question asks for."""
 
     def options(self, problem: Problem) -> list[str]:
-        """The options: by default the words in quotation marks or, without any, the numbers."""
+        """Returns the options: by default the words in quotation marks in the question or, without any, the numbers."""
         return _QUOTED.findall(problem.question) or re.findall(r"\d+", problem.question)
 
     def read(self, problem: Problem, text: str) -> str | None:
@@ -166,7 +173,7 @@ class LetterTask(PlainTask):
 
 
 class OrderTask(PlainTask):
-    """A task whose answer is a row of options, joined by ", "."""
+    """A task whose answer is the options in the right order, joined by ", "."""
 
     def options(self, problem: Problem) -> list[str]:
         raise NotImplementedError

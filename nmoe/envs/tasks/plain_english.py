@@ -21,7 +21,9 @@ _THINGS = ("apples", "books", "coins", "pens", "stamps", "cups", "balls", "eggs"
 
 
 def _different(rng: random.Random, digits: int, count: int) -> list[int]:
-    """Different numbers of so many digits, of at most 18: longer ones are beyond what `random.sample` counts to."""
+    """Returns `count` distinct random numbers with `digits` digits, at most 18, because `random.sample` cannot draw from longer
+    ranges.
+    """
     digits = min(digits, 18)
     return rng.sample(range(0 if digits == 1 else 10 ** (digits - 1), 10**digits), count)
 
@@ -40,7 +42,7 @@ class CompareTask(ChoiceTask, GeneratedTask):
         return f"Which number is larger, {left} or {right}? Answer with one number.", str(max(left, right))
 
     def split_key(self, question: str) -> str:
-        """Sorts the numbers: the same two in the other order are the same problem."""
+        """Returns the sorted numbers as the key of the split: the same two numbers in the other order are the same problem."""
         return _sorted_numbers(question)
 
 
@@ -139,12 +141,12 @@ _ORDINALS = ("first", "second", "third", "fourth")
 
 @cache
 def words() -> tuple[str, ...]:
-    """The words, in alphabetical order."""
+    """Returns the words of `words.txt`, in alphabetical order."""
     return tuple((Path(__file__).parent / "words.txt").read_text().split())
 
 
 def _listed(question: str) -> list[str]:
-    """The words of a question's list: "...: river, apple." -> ["river", "apple"]."""
+    """Returns the words listed in a question: "...: river, apple." -> ["river", "apple"]."""
     found = _LISTED.search(question)
     return [] if found is None else found[1].split(", ")
 
@@ -250,7 +252,7 @@ class ThreeWordsTask(PlainTask, GeneratedTask):
     _GOLD = "known to everyone"
 
     def read(self, problem: Problem, text: str) -> str | None:
-        """The gold where the message follows the instruction, else None."""
+        """Returns the gold if the message follows the instruction, else None."""
         said = [word.casefold() for word in re.sub(r"[.,!;:\"*]", " ", text[:MAX_CHARS]).split()]
         plain = all(re.fullmatch(r"[a-z][a-z'’-]*", word) for word in said)
         asked = set(re.findall(r"[a-z]+", problem.question.casefold()))

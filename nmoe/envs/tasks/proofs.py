@@ -65,7 +65,7 @@ class WrittenEvaluation:
 
 
 def read_evaluation(reasoning: str | None, answer: str | None) -> WrittenEvaluation | None:
-    """Finds the evaluation in any completion; None if a phrase or the score is missing.
+    """Finds the evaluation of a proof in any completion; None if a phrase or the score is missing.
 
     It is in the answer if the answer has the phrases, else in the reasoning; the score is the answer's.
     """
@@ -82,7 +82,7 @@ def read_evaluation(reasoning: str | None, answer: str | None) -> WrittenEvaluat
 
 
 class ScoreTask(QuestionTask):
-    """The base of scoring tasks: a prompt made of the record's parts, and the reward."""
+    """The base of tasks that ask for a score of 0, 0.5 or 1; the reward is 1 minus the distance from the gold score."""
 
     answer_form: AnswerForm = "final"
     gold_types = (str, int, float)
@@ -162,7 +162,7 @@ _SELF_EVALUATION = re.compile(r"^## Self Evaluation[ \t]*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Proof:
-    """The content of a generator's answer: the text of the solution, not empty, and the generator's evaluation of it."""
+    """The content of a generator's answer: the text of its solution, not empty, and its evaluation of that solution."""
 
     solution: str
     evaluation: WrittenEvaluation
@@ -217,7 +217,7 @@ _LABEL_OF = {spelling: label for label, spellings in STEP_LABELS.items() for spe
 
 
 def read_label(text: str) -> str | None:
-    """Returns the label "+", "0" or "-" if the text consists of it; None otherwise."""
+    """Returns the label "+", "0" or "-" if the text is one of its spellings; None otherwise."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
     stripped = text.strip().strip("*$").strip()

@@ -13,7 +13,9 @@ Record = Mapping[str, object]
 
 
 def text(record: Record, *names: str, default: str | None = None) -> str:
-    """Returns the first of these fields that is present and not None."""
+    """Returns the text in the first of these fields that is present and not None, else the default. Raises UserError for a missing
+    field or another type.
+    """
     value = _field(record, names, default)
     if not isinstance(value, str):
         raise UserError(f"field {names[0]!r} holds {json_word(value)}, not text")
@@ -28,7 +30,8 @@ def texts(record: Record, *names: str, default: Sequence[str] | None = None) -> 
 
 
 def files(record: Record, *names: str, default: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns a mapping of relative paths to contents."""
+    """Returns the files in the first of these fields that is present: relative path -> content. Raises UserError for anything
+    else."""
     value = _field(record, names, default)
     if not isinstance(value, Mapping):
         raise UserError(f"field {names[0]!r} holds {json_word(value)}, not an object of paths and contents")
@@ -53,7 +56,9 @@ def _field(record: Record, names: Sequence[str], default: object) -> object:
 
 
 def split_prompt(prompt: object, field: str) -> tuple[tuple[Message, ...], str]:
-    """Returns the messages before the question, and the question. Raises UserError, naming `field`, for anything else."""
+    """Splits a prompt, a text or a list of messages, into the messages before the question and the question. Raises UserError,
+    naming `field`, for anything else.
+    """
     value = text_or_messages(prompt, field)
     if not isinstance(value, list | tuple):
         return (), checked_text(field, value)
@@ -82,7 +87,9 @@ def checked_text(field: str, value: object) -> str:
 
 
 def _message(message: ChatMessage, where: str) -> Message:
-    """Returns a message of the history. The assistant's are answers: earlier reasoning is not shown again."""
+    """Converts a message of the history; an assistant's message becomes a final answer, since earlier reasoning is not shown again.
+    Raises UserError for tool calls and blank texts.
+    """
     if message.calls or message.role == "tool":
         raise UserError(f"{where}: calls of tools in a prompt have no place in a task pool; drop the record")
     if message.role == "assistant" and not message.content.strip():

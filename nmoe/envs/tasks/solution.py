@@ -18,7 +18,9 @@ from nmoe.types import Metadata, Problem, Verdict
 
 
 class SolutionTask(QuestionTask, SandboxTask):
-    """Verifies code with tests. The gold is a whole solution; the tests and what they need are in the problem's metadata."""
+    """The base of tasks whose answer is code, verified with tests. The gold is a whole solution; the problem's metadata holds the
+    tests and their inputs.
+    """
 
     answer_form: AnswerForm = "final"
 
@@ -87,7 +89,9 @@ class HumanEvalTask(SolutionTask, RecordTask):
         return Tests("check", (test,), setup=prompt + _BODY, names=(entry_point,), methods=methods(problem.gold))
 
     def program(self, problem: Problem, code: str) -> str:
-        """Joins the prompt's imports and helpers with the answer, which is the whole function or the rest of the prompt's."""
+        """Returns the prompt's imports and helpers before an answer that is the whole function; otherwise the prompt, continued by
+        the answer.
+        """
         prompt = str(problem.metadata["prompt"])
         whole = str(problem.metadata["entry_point"]) in definitions(code)
         return after(f"{prompt}{_BODY}", code) if whole else prompt + code
@@ -247,7 +251,7 @@ class ProgramTask(SolutionTask, RecordTask):
         return await verify_program(opens, code, tests, limits)
 
     def tests(self, problem: Problem, code: str) -> Tests:
-        """Calls of the function, or of the method if the answer defines a class Solution."""
+        """Returns tests that call the function, or the method if the answer defines a class Solution."""
         contest, tolerance = _contest(problem), problem.metadata.get("tolerance")
         of_class = "Solution" in definitions(code)
         called = f"Solution().{contest.function}" if of_class else contest.function
@@ -263,7 +267,7 @@ class ProgramTask(SolutionTask, RecordTask):
 
 
 def _right_results(contest: Contest) -> list[list[Any]]:
-    """The results that are right for each call."""
+    """Returns, for each call, the results that count as right."""
     return [[wanted, *wanted] if contest.listed else [wanted] for wanted in contest.outputs]
 
 
@@ -274,7 +278,7 @@ def _contest(problem: Problem) -> Contest:
 
 
 def _question(record: Record) -> str:
-    """The question: a text, or the last message of a conversation."""
+    """Returns the text of the question: a text field, or the last message of a conversation. Raises UserError without one."""
     for name in _QUESTIONS:
         value: Any = record.get(name)
         if isinstance(value, list) and value and isinstance(value[-1], dict):
@@ -285,7 +289,7 @@ def _question(record: Record) -> str:
 
 
 def _gold(record: Record) -> str:
-    """The first of the record's solutions that is Python 3; empty if there is none."""
+    """Returns the first of the record's solutions in Python 3; empty if there is none."""
     for name in _SOLUTIONS:
         found: Any = record.get(name)
         if isinstance(found, str) and found.lstrip().startswith("["):

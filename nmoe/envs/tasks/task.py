@@ -33,7 +33,7 @@ class Attempt:
 
     @property
     def opens_sandboxes(self) -> OpensSandboxes:
-        """Opens further sandboxes for the verifier of a `SandboxTask`."""
+        """The factory of further sandboxes for the verifier of a `SandboxTask`."""
         assert self.sandboxes is not None, "an attempt at a SandboxTask has `sandboxes`"
         return self.sandboxes
 
@@ -131,7 +131,9 @@ class SandboxTask:
 
 
 def group_metadata(record: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """Returns the groups that a record names: {"level": "Level 5", "subject": "Algebra"}. MATH calls the subject `type`."""
+    """Returns the fields of a record by which metrics are grouped: {"level": "Level 5", "subject": "Algebra"}. MATH calls the
+    subject `type`.
+    """
     named = {key: record[key] for key in GROUPS if isinstance(record.get(key), str | int)}
     if "subject" not in named and isinstance(record.get("type"), str):
         named["subject"] = record["type"]

@@ -42,7 +42,7 @@ class TextMatchTask(QuestionTask):
 
 
 def plain(text: str) -> str:
-    """Normalises a text for comparison."""
+    """Normalises a text for comparison: case, white space, Unicode compatibility forms and final full stops."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(". ")
 
 

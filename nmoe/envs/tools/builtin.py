@@ -24,9 +24,10 @@ _Path = Annotated[str, Field(description="path of the file, from the workspace")
 
 
 def sandbox_limits(budget: BudgetSettings) -> Limits:
-    """Returns the sandbox limits of one call.
+    """Returns the sandbox limits of one tool call, from the environment's budget.
 
-    More output is allowed than is shown, so that a call with long output is cut and not stopped.
+    The output limit is above the number of characters shown to the policy, so that a call with long output is shortened and not
+    stopped.
     """
     return Limits(
         wall_s=budget.tool_s,
@@ -40,7 +41,7 @@ def sandbox_limits(budget: BudgetSettings) -> Limits:
 
 
 def builtin_tools(budget: BudgetSettings) -> dict[str, Tool]:
-    """Returns the tools by name, each call within the budget."""
+    """Returns the built-in tools by name; the budget limits each of their calls."""
     limits = sandbox_limits(budget)
 
     async def python(
@@ -117,7 +118,7 @@ def _output(result: Result, limits: Limits) -> ToolOutput:
 
 
 def _whole_characters(cut: bytes) -> bytes:
-    """Drops the last character of truncated UTF-8 if the cut went through it."""
+    """Removes an incomplete UTF-8 character from the end of truncated bytes."""
     try:
         return cut[: codecs.utf_8_decode(cut, "strict", False)[1]]
     except UnicodeDecodeError:

@@ -30,7 +30,7 @@ CALLS_PER_CORE = 4
 
 
 class AsyncToolExecutor:
-    """Runs calls of these tools within a budget."""
+    """Runs tool calls of trajectories within the limits of a budget."""
 
     def __init__(self, tools: Mapping[str, Tool], budget: BudgetSettings) -> None:
         self.tools = tools
@@ -59,7 +59,9 @@ class AsyncToolExecutor:
         return ToolEvent(call, failure, text, reason, began - session.began, wall_s)
 
     def _free(self) -> asyncio.Semaphore:
-        """The semaphore that calls in sandboxes wait for. It belongs to one event loop, and each batch of episodes has another."""
+        """Returns the semaphore that limits how many calls run in sandboxes at once. Each batch of episodes has its own event loop
+        and therefore its own semaphore.
+        """
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._loop, self._slots = loop, asyncio.Semaphore(CALLS_PER_CORE * usable_cores())
         return self._slots
@@ -97,7 +99,8 @@ class AsyncToolExecutor:
 
 
 def _text(output: ToolOutput, limit: int) -> tuple[Any, str, str]:
-    """Returns failure, text and reason of a tool's output, at most `limit` characters of the text."""
+    """Returns the failure name, the text and the reason of a tool's output; a text longer than `limit` characters loses its
+    middle."""
     if isinstance(output.content, bytes):
         try:
             text = output.content.decode()

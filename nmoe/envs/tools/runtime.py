@@ -17,7 +17,9 @@ from nmoe.sandbox.workspaces.prepare import Workspaces
 
 
 class ToolRuntime:
-    """A context manager that closes its sandboxes and workspaces. If the environment needs no sandbox, none is tried or started."""
+    """Holds the sandboxes and workspaces of an environment, and closes them when its context ends. Starts no sandbox if the
+    environment needs none.
+    """
 
     def __init__(self, environment: Environment, settings: SandboxSettings) -> None:
         """Raises SandboxSetupError if the requested isolation level is not available, and UserError for gold answers that are not
@@ -38,7 +40,7 @@ class ToolRuntime:
             raise
 
     def record(self) -> dict[str, Any] | None:
-        """Returns the record for replays.
+        """Returns the sandboxes' settings and the isolation in force, as a replay needs them; None without sandboxes.
 
         {"settings": {"level": "bubblewrap", ...}, "in_force": "bubblewrap 0.8.0, seccomp, ..."}
         """
@@ -47,7 +49,7 @@ class ToolRuntime:
         return {"settings": self._settings.model_dump(mode="json"), "in_force": self.sandboxes.describe()}
 
     def provenance(self) -> dict[str, str]:
-        """Returns the isolation around the policy's code for a run's provenance; empty if no such code runs."""
+        """Returns the isolation of the policy's code, for a run's provenance; empty if no such code runs."""
         return {} if self.sandboxes is None else {"sandbox": self.sandboxes.describe()}
 
     def close(self) -> None:

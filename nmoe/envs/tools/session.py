@@ -16,7 +16,8 @@ from nmoe.sandbox.workspaces.sources import WorkspaceError
 
 
 class ToolSession:
-    """An asynchronous context manager; its end closes the sandbox, which kills everything that still runs in it.
+    """The sandbox of one trajectory, in an asynchronous context whose end closes the sandbox and kills everything that still runs
+    in it.
 
     `workspace` provides the sandbox's initial files and is called once; `files`, by path, are the problem's own and are added
     to them. `access` lists the parts of the workspace that calls may touch, until `lift` removes the limits. `sandboxes` also
@@ -47,7 +48,9 @@ class ToolSession:
             self.prepared = await self._workspace()
 
     async def sandbox(self) -> Sandbox:
-        """Returns the trajectory's sandbox. Raises SandboxSetupError without a sandbox, WorkspaceError without its files."""
+        """Returns the trajectory's sandbox, which the first call opens. Raises SandboxSetupError if it cannot be opened, and
+        WorkspaceError if its files cannot be provided.
+        """
         async with self._opening:
             if self.opened is None:
                 assert self.sandboxes is not None, (

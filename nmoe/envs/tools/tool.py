@@ -49,7 +49,7 @@ class ArgumentsError(Exception):
 
 
 class Tool:
-    """A function with the schema that a policy needs to call it."""
+    """A function that a policy can call, with the name, description and argument schema that declare it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Raises UserError for a function with an invalid name, or without hints or docstring; the message says which."""
@@ -118,7 +118,9 @@ def shortened(text: str) -> str:
 
 
 def _simplified(schema: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Simplifies a schema: references resolved, `X | None` as nullable, defaults that JSON can express, no titles."""
+    """Simplifies a JSON schema of arguments: references resolved, `X | None` as nullable, defaults that JSON can express, no
+    titles.
+    """
     definitions = schema.get("$defs", {})
 
     def walk(node: Any, seen: tuple[str, ...] = ()) -> Any:
