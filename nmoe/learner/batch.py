@@ -1,7 +1,8 @@
-"""A packed training batch: sequences end to end, every column aligned with the position that predicts; and the weights per token.
+"""A packed training batch (sequences concatenated without padding, columns aligned with the predicting position) and its loss
+weights.
 
-A sequence of tokens `x[0..n]` has n predicting positions: position t reads `x[t]` and predicts `x[t + 1]`. The last token is
-never read, so that it does not run through the model.
+A sequence of tokens `x[0..n]` has n predicting positions: position t reads `x[t]` and predicts `x[t + 1]`. The last token is never
+read, so that it does not run through the model.
 """
 
 # Shapes: T predicting positions over all sequences, n of one sequence, S that run, B sequences, N scored positions, M largest kept
@@ -24,28 +25,30 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def sequence_of(lengths: Sequence[int]) -> Tensor:
-    """The number of the sequence that each position belongs to, `[T]`."""
+    """Returns the index of the sequence that each position of a packed batch belongs to, `[T]` int64."""
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Example: one sequence [5, 6, 7, 2] whose prompt is [5, 6] has `inputs_T = [5, 6, 7]`, `targets_T = [6, 7, 2]`,
-    `scored_T = [False, True, True]`, and under a token mean `weights_T = [0, 1/2, 1/2]`.
+    """A packed batch of sequences with a loss weight for each token and the columns that objectives read. Example: the sequence [5,
+    6, 7, 2] with the prompt [5, 6] has `inputs_T = [5, 6, 7]`, `targets_T = [6, 7, 2]`, `scored_T = [False, True, True]` (the
+    positions that the loss covers), and under a token mean `weights_T = [0, 1/2, 1/2]`.
 
-    `weights_T` holds mask, reduction and global denominator in one: an objective returns a weighted sum, so that a batch
-    splits into micro-batches or ranks without changing its gradient.
+    `weights_T` holds mask, reduction and global denominator in one: an objective returns a weighted sum, so that a batch splits
+    into micro-batches or ranks without changing its gradient.
 
-    `prefixes` may say which sequences begin with the same tokens, as the samples of one prompt do: `((0, 2), (0, 2), (1, 3))` says
-    that the first two share their first two inputs. Shared inputs run through the model once, with the same values and gradients as
-    if each sequence ran them.
+    `prefixes` gives for each sequence a group and the number of first inputs that all sequences of the group share, as the samples
+    of one prompt do: `((0, 2), (0, 2), (1, 3))` says that the first two share their first two inputs. Shared inputs run through the
+    model once, with the same values and gradients as if each sequence ran them.
 
-    `pairs` gives for each sequence its pair and whether it is the preferred one: `((0, True), (0, False))`. Both sequences of a
-    pair run in one micro-batch, because the loss of a pair is not a sum over its sequences.
+    `pairs` gives for each sequence its preference pair and whether it is the preferred side: `((0, True), (0, False))`. Both
+    sequences of a pair run in one micro-batch, because the loss of a pair is not a sum over its sequences.
 
     `old_logprobs_T` and `old_values_T` come from the learner before the first of several updates on the same samples. `returns_T`
-    and `labels_T` are the targets of a head. Where a head judges steps of several tokens, `steps_T` numbers the step of each judged
-    token, and `label_weights_T` is the weight of its step's label, beside the weight of the token in `weights_T`.
+    and `labels_T` are the targets of a value or classification head. Where the head judges reasoning steps of several tokens,
+    `steps_T` numbers the step of each judged token, and `label_weights_T` is the loss weight of the step's label, separate from the
+    token's weight in `weights_T`.
     """
 
     lengths: tuple[int, ...]
@@ -73,14 +76,14 @@ class Batch:
         return int(self.inputs_T.shape[0])
 
     def positions(self) -> Tensor:
-        """Each token's position within its sequence, `[T]`."""
+        """Returns each token's position within its sequence, from 0, `[T]`."""
         lengths_B = torch.tensor(self.lengths, dtype=torch.int64)
         starts_T = torch.repeat_interleave(lengths_B.cumsum(0) - lengths_B, lengths_B)
         return torch.arange(self.tokens) - starts_T
 
     def shared_rows(self) -> tuple[Tensor, Tensor] | None:
-        """The rows that have to run, `[S]`, and for every row of the batch the index of its values among them, `[T]`. None if no
-        two sequences share a prefix."""
+        """Removes the repeated inputs of shared prefixes: returns the rows to run through the model, `[S]`, and for every row of
+        the batch the index of its result among those, `[T]`. None if no two sequences share a prefix."""
         if self.prefixes is None or len({group for group, _ in self.prefixes}) == len(self.prefixes):
             return None
         first_row: dict[int, int] = {}
@@ -99,31 +102,33 @@ class Batch:
 
     @cached_property
     def scored_positions(self) -> Tensor:
-        """The positions that are scored, `[N]`."""
+        """The indices of the positions that the loss covers (`scored_T`), `[N]`."""
         return self.scored_T.nonzero().flatten()
 
     def without_routes(self) -> Batch:
-        """The batch for another model, which picks its own experts: recorded routes belong to the policy that sampled."""
+        """Returns the batch without recorded expert choices, for another model, which routes for itself: the record belongs to the
+        policy that sampled."""
         return replace(self, routes_TYK=None)
 
     def with_reference(self, logprobs_N: Tensor) -> Batch:
-        """The batch with a reference policy's log-probabilities of its scored tokens."""
+        """Returns the batch with the column `reference_logprobs_T`, from a reference policy's log-probabilities of the scored
+        tokens, `[N]`."""
         return replace(self, reference_logprobs_T=self.column(logprobs_N))
 
     def column(self, values_N: Tensor) -> Tensor:
-        """Values of the scored tokens as a column of the batch, `[T]`, 0 elsewhere."""
+        """Expands values of the scored tokens, `[N]`, to a column of the batch, `[T]`, with 0 at all other positions."""
         return torch.zeros(self.tokens, dtype=values_N.dtype).masked_scatter(self.scored_T, values_N)
 
     def sequence_ids(self) -> Tensor:
-        """The number of each token's sequence, `[T]`."""
+        """Returns the index of the sequence that each position belongs to, `[T]`."""
         return sequence_of(self.lengths)
 
     def sample_ids(self) -> Tensor:
-        """The number of each sequence's sample, `[B]`: its own where a sample is one sequence."""
+        """Returns the index of the sample that each sequence belongs to, `[B]`. Without `samples`, each sequence is a sample."""
         return torch.arange(len(self.lengths)) if self.samples is None else torch.tensor(self.samples)
 
     def sample_lengths(self) -> tuple[int, ...]:
-        """The positions of each sample, over all its sequences, which follow one another, `[B]`."""
+        """Returns the number of positions of each sample, summed over its sequences, which are adjacent in the batch."""
         if self.samples is None:
             return self.lengths
         found: dict[int, int] = {}
@@ -132,7 +137,8 @@ class Batch:
         return tuple(found.values())
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device, which then need not be asked where the scored positions are."""
+        """Returns the batch with all tensors on a device, `scored_positions` included, so that no later step waits for the device
+        to find them."""
         columns: dict[str, Any] = {name: put(values_T, device) for name, values_T in self._columns()}
         there = replace(self, **columns)
         there.__dict__["scored_positions"] = put(self.scored_positions, device)
@@ -144,7 +150,8 @@ class Batch:
                 yield f.name, value
 
     def select(self, sequences: Sequence[int]) -> tuple[Batch, Tensor]:
-        """The batch of these sequences, in this order, and the row of each of its positions in this one, `[T']`."""
+        """Returns a batch of the given sequences, in the given order, and for each of its positions the index in this batch,
+        `[T']`."""
         starts = [0]
         for length in self.lengths:
             starts.append(starts[-1] + length)
@@ -158,18 +165,19 @@ class Batch:
         return part, rows_T
 
     def beginning(self, positions: int) -> Batch:
-        """The first positions of a batch of one sequence."""
+        """Returns the first `positions` positions of a batch that has only one sequence."""
         assert len(self.lengths) == 1, "of one sequence"
         columns: dict[str, Any] = {name: values_T[:positions] for name, values_T in self._columns()}
         return replace(self, lengths=(positions,), prefixes=None, **columns)
 
 
 def micro_batches(batch: Batch, tokens_per_microbatch: int, ranks: int = 1) -> list[list[int]]:
-    """Splits a batch into lists of sequence indices within the token budget, longest first; a sequence above the budget stands
-    alone. Sequences that share a prefix follow the longest of them, and a pair stays together.
+    """Splits a batch into lists of sequence indices of at most `tokens_per_microbatch` tokens each, longest sequences first; a
+    sequence above the limit gets a list to itself. Sequences that share a prefix are adjacent, and the two sides of a preference
+    pair stay in one list.
 
-    Sorting puts sequences of similar length together, for the length buckets of attention. Several `ranks` get equally
-    many lists of about equally many tokens: the largest list is as small as it can be in this order.
+    Sorting puts sequences of similar length together, for the length buckets of attention. With several `ranks` the number of lists
+    is a multiple of `ranks` and their sizes are about equal: the largest list is as small as this order allows.
     """
     units = _units(batch)
     lists = _packed(units, tokens_per_microbatch)
@@ -187,7 +195,8 @@ def micro_batches(batch: Batch, tokens_per_microbatch: int, ranks: int = 1) -> l
 
 
 def _units(batch: Batch) -> list[tuple[list[int], int]]:
-    """The sequences that stay together, with their tokens, in the order of `micro_batches`."""
+    """Groups the sequences that must share a micro-batch (the sides of a preference pair, else single sequences), and returns each
+    group's indices and tokens, in the order of `micro_batches`."""
     lengths = batch.lengths
     groups = range(len(lengths)) if batch.prefixes is None else [group for group, _ in batch.prefixes]
     longest: dict[int, int] = {}
@@ -213,14 +222,14 @@ def _packed(units: Sequence[tuple[list[int], int]], budget: int) -> list[list[in
 
 
 def alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the common prefix of two sequences, for `prefixes`."""
+    """Returns the length of the common prefix of two sequences."""
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
 def common_prefixes(inputs: Sequence[np.ndarray], shortest: int = 32) -> tuple[tuple[int, int], ...]:
-    """The `prefixes` of a batch with these inputs, `[n]` each. Sequences with the same first `shortest` inputs are a group, and
-    share the longest prefix that all of them have. The last input of a sequence is never shared, so that each sequence runs at
-    least one row.
+    """Finds the sequences that begin alike, and returns the field `prefixes` of a `Batch` with these inputs, arrays of token ids.
+    Sequences with the same first `shortest` inputs form a group, and share the longest prefix that all of its members have. The
+    last input of a sequence is never shared, so that each sequence runs at least one row.
 
     `common_prefixes([[5, 6, 7, 8], [5, 6, 9], [4, 4]], shortest=2)` is `((0, 2), (0, 2), (2, 0))`.
     """
@@ -246,15 +255,16 @@ def token_weights(
     constant_length: int | None = None,
     samples: Sequence[int] | None = None,
 ) -> Tensor:
-    """Weights `[T]` for a reduction, zero at positions that are not scored. The denominators count the whole optimizer batch, never
-    a micro-batch or a rank: an average of averages is the usual mistake of gradient accumulation.
+    """Returns each position's weight in the loss, `[T]`, for a way to average over tokens; 0 at positions that are not scored. The
+    denominators count the whole optimizer batch, never a micro-batch or a rank: an average of averages is the usual mistake of
+    gradient accumulation.
 
     - `token`: 1 / (scored tokens of the batch), DAPO's mean (arXiv:2503.14476, eq. 8);
     - `sequence`: 1 / (sequences x the sequence's own scored tokens), GRPO's mean of means (arXiv:2402.03300, eq. 3);
     - `constant`: 1 / (sequences x constant_length), free of length bias (arXiv:2503.20783, section 3.1).
 
-    Where several sequences are the branches of one sample, `samples` says which each is of, and the sample counts as one sequence
-    with the scored tokens of all of them.
+    Where several sequences are branches of one sample, `samples` gives the sample of each sequence, and a sample counts as one
+    sequence with the scored tokens of all its branches.
     """
     scored = scored_T.to(torch.float32)
     if aggregation == "token":

@@ -1,4 +1,4 @@
-"""The learner: owns the weights and the optimizer, and offers the primitives of training.
+"""The learner: owns the weights and the optimizer, and offers the primitive operations of training (gradient, step, save, publish).
 
 It knows no algorithm. A recipe gives it an objective and a batch, whose weights fix mask, reduction and denominator.
 """
@@ -52,14 +52,14 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Future(Protocol[R_co]):
-    """The result of a primitive, now or later. `result()` waits for it."""
+    """The result of a learner operation that may still run; `result()` waits for it."""
 
     def result(self) -> R_co: ...
 
 
 @dataclass(frozen=True)
 class Done(Generic[R]):
-    """The future of a primitive that ran at once, as every primitive of a single process does."""
+    """A future whose value is already there: the operation ran before it returned, as every operation of a single process does."""
 
     value: R
 
@@ -68,7 +68,7 @@ class Done(Generic[R]):
 
 
 class WeightReceiver(Protocol):
-    """Any engine, as `publish` sees it."""
+    """The part of an inference engine's interface that `Learner.publish` uses."""
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None: ...
 
@@ -78,9 +78,9 @@ class WeightReceiver(Protocol):
 def share_model(
     model: Transformer, ranks: Ranks, device: torch.device | None = None, kept: Collection[nn.Parameter] = ()
 ) -> None:
-    """Shards a model over the ranks in place and gives its experts their dispatcher; a model that they share already stays as it
-    is. A model on meta names the `device` that its parts will be allocated on. The `kept` parameters stay whole on every rank.
-    Raises UserError as `Ranks.shard` does."""
+    """Shards a model over the ranks in place, and gives its expert layers the dispatcher that exchanges tokens between ranks. Does
+    nothing for a model that is sharded already. A model on the meta device needs the `device` to allocate its parts on. The `kept`
+    parameters stay whole on every rank. Raises UserError as `Ranks.shard` does."""
     if ranks.share(model):
         return
     moes = model.moe_layers()
@@ -90,7 +90,8 @@ def share_model(
 
 
 class Learner:
-    """Trains one model, or only its adapter if there is one, together with its head if there is one.
+    """Trains one model (only the LoRA adapter, if it has one), together with a value, reward or classification head if there is
+    one.
 
         >>> import nmoe
         >>> import torch
@@ -105,14 +106,14 @@ class Learner:
         >>> learner.forward_backward(batch, cross_entropy).result().loss < first
         True
 
-    It runs in one process or on all ranks of the default group of `torch.distributed`: each rank gets the same model, or its part
-    of one that `share_model` sharded, and makes the same calls, runs a part of every batch, holds a part of the weights, and
-    returns what one process would. Adapter and head are whole on every rank.
+    It runs in one process or on all ranks of the default group of `torch.distributed`. Each rank gets the same model, or its part
+    of a model that `share_model` sharded, and makes the same calls; it runs a part of every batch, holds a part of the weights, and
+    returns the same results as a single process would. Adapter and head are whole on every rank.
 
     `tokens_per_microbatch` bounds the memory of a pass and never changes a gradient. `temperature` is the sampling temperature, so
-    that log-probabilities belong to the distribution that was sampled from. With `head_only` no pass computes the vocabulary, which
-    separate critics, reward models and classifiers do not need. With a `head_learning_rate` the head learns at that rate, without
-    weight decay.
+    that log-probabilities belong to the distribution that was sampled from. With `head_only` no pass computes vocabulary logits,
+    which separate critics, reward models and classifiers do not need. With a `head_learning_rate` the head learns at that rate,
+    without weight decay.
     """
 
     def __init__(
@@ -157,11 +158,12 @@ class Learner:
             self._files = ShardedFiles()
 
     def forward_backward(self, batch: Batch, objective: Objective) -> Future[PassResult]:
-        """Adds the gradient of this batch to the gradient accumulated since the last `optim_step`."""
+        """Runs the model on a batch and adds the objective's gradient to the gradient accumulated since the last `optim_step`."""
         return Done(joined(self.on_each_rank(partial(self._pass, objective), batch)))
 
     def on_each_rank(self, function: Callable[[MicroBatches], R], batch: Batch) -> list[R]:
-        """Calls a function with each rank's micro-batches of the batch, on that rank; returns all results."""
+        """Splits a batch into micro-batches, calls a function on every rank with that rank's share, and returns the results of all
+        ranks."""
         dealt = deal(batch, self.tokens_per_microbatch, self.ranks.size)
         if len(dealt) == 1:
             return [function(dealt[0])]
@@ -177,14 +179,16 @@ class Learner:
         return result
 
     def logprobs(self, batch: Batch) -> Future[Tensor]:
-        """Log-probabilities of the scored tokens under the present weights, `[N]`, in the batch's order."""
+        """Computes the log-probabilities of the scored tokens under the present weights, `[scored tokens]`, in the batch's
+        order."""
         return Done(in_order(self.on_each_rank(self._logprobs, batch)))
 
     def _logprobs(self, micros: MicroBatches) -> Scores:
         return forward_logprobs(self.model, micros, self.temperature)
 
     def head_outputs(self, batch: Batch) -> Future[Tensor]:
-        """Outputs of the head at the scored tokens under the present weights, `[N, K]`, in the batch's order."""
+        """Computes the head's outputs at the scored tokens under the present weights, `[scored tokens, outputs]`, in the batch's
+        order."""
         assert self.head is not None, "a learner without a head has no outputs of one"
         return Done(in_order(self.on_each_rank(self._head_outputs, batch)))
 
@@ -194,8 +198,9 @@ class Learner:
 
     @command
     def optim_step(self) -> Future[StepResult]:
-        """Clips, steps, moves the router biases (unless the base, which they belong to, is frozen), quantises experts that have a
-        profile, advances the schedule and clears the gradient."""
+        """Takes an optimizer step on the accumulated gradient: clips it, updates the weights, moves the routers' load-balancing
+        biases (not those of a frozen base), requantises experts with a quantisation profile, advances the learning-rate schedule
+        and clears the gradient."""
         if self.ranks.size > 1:
             release(self.model)
             self.ranks.sum_gradients(self.optimizer.masters)  # FSDP sums the gradients of sharded parameters
@@ -209,18 +214,19 @@ class Learner:
         return Done(result)
 
     def publish(self, engine: WeightReceiver) -> Future[int]:
-        """Hands the weights, or the adapter if only that is trained, to an engine under the next version, which is returned."""
+        """Sends the weights, or only the adapter if that is trained, to an inference engine under the next version number, which it
+        returns."""
         self.version += 1
         self.hand_over(engine)
         return Done(self.version)
 
     def hand_over(self, engine: WeightReceiver) -> None:
-        """Hands an engine the weights under their present version, for example after `load`."""
+        """Sends the weights to an inference engine under their present version number, for example after `load`."""
         engine.run(engine.update_weights(self.lora or self.model, self.version))
 
     def save(self, directory: Path) -> dict[str, int]:
-        """Writes the trained weights, a head included, and their optimizer into an existing directory. An adapter comes with a
-        reference to its base, not with the base. Returns the rest of the state, for `load`."""
+        """Writes the trained weights (a head included) and the optimizer state into an existing directory. For an adapter it writes
+        a reference to the base model, not the base. Returns the remaining state, to be passed to `load`."""
         snapshot = self.snapshot(copied=False)
         snapshot.start(directory / ".parts")
         if self.ranks.rank == 0:
@@ -232,9 +238,9 @@ class Learner:
 
     @command
     def snapshot(self, copied: bool) -> Snapshot:
-        """The state that `save` would write and return now. With `copied` it is a copy in host memory, to be written while training
-        goes on. Every rank has to call this and then the snapshot's `start`, which a controller calls for all; the first one its
-        `write`."""
+        """Returns the state that `save` would write now, to be written later. With `copied` it is a copy in host memory, which can
+        be written while training goes on. Every rank has to call this and then the snapshot's `start` (a controller calls both for
+        all ranks); only the first rank calls `write`."""
         state = {"version": self.version}
         if self._files is not None:
             release(self.model)
@@ -263,9 +269,9 @@ class Learner:
 
     @command
     def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:
-        """Writes the weights for other software into an existing, empty directory: "hf" a Hugging Face checkpoint of the family
-        that the model fits, with an adapter merged into its base; "peft" the adapter alone. The tokenizer is not part of it:
-        `tokenizer.save(directory)` adds it. Raises UserError (`export_model`)."""
+        """Writes the weights for other software into an existing, empty directory. Format "hf" is a Hugging Face checkpoint of the
+        model family that fits, with an adapter merged into its base; "peft" is the adapter without the base. The tokenizer is not
+        included: `tokenizer.save(directory)` adds it. Raises UserError as `export_model` does."""
         if format == "peft":
             if self.ranks.rank == 0:
                 assert self.lora is not None, "a learner of the whole model has no adapter"
@@ -279,8 +285,8 @@ class Learner:
         self.ranks.wait()
 
     def _gather(self) -> Callable[[str], Tensor]:
-        """A function that returns a whole weight by its name, with the adapter's update. All ranks ask for the same ones. The last
-        two are kept, because a checkpoint takes gate and up, then down, expert by expert."""
+        """Returns a function that collects a weight from all ranks by its name and merges the adapter's update. All ranks have to
+        ask for the same weights. The last two are cached, because a checkpoint takes gate and up, then down, expert by expert."""
         state, updates = self.model.state_dict(), {} if self.lora is None else self.lora.updates()
 
         @lru_cache(maxsize=2)
@@ -292,8 +298,8 @@ class Learner:
 
     @command
     def load(self, directory: Path, state: Mapping[str, int] | None = None) -> None:
-        """Loads the trained weights, their optimizer and, with the `state` that `save` returned, the version. Raises UserError if
-        the base is no longer the one that the adapter was trained beside."""
+        """Loads the trained weights and the optimizer state from a directory that `save` wrote and, with the `state` that `save`
+        returned, the version number. Raises UserError if the base model differs from the one that the adapter was trained on."""
         if self.lora is not None:
             resume_adapter(self.lora, directory)
         else:

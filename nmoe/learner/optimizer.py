@@ -1,11 +1,11 @@
 """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with global-norm clipping and a learning-rate schedule, saved without
 pickling. Weight decay applies to matrices only, never to norms or biases.
 
-The engine shares the weights, and in low precision they are too coarse to train: the spacing of bf16, 2^-8 of a weight, is far
-above a learning rate. The optimizer therefore holds fp32 master copies, accumulates their gradients in fp32, and writes the result
-of each step back (Micikevicius et al. 2017, arXiv:1710.03740, section 3.1). In fp16 small gradients would vanish, so the loss is
-scaled by a power of two. The scale halves when a gradient overflows, in which case the step is skipped, and doubles after a number
-of good steps (section 3.2).
+The model keeps its weights in low precision, as the engine that shares them needs, and they are too coarse to train: the spacing of
+bf16, 2^-8 of a weight, is far above a learning rate. The optimizer therefore holds fp32 master copies, accumulates their gradients
+in fp32, and writes the result of each step back (Micikevicius et al. 2017, arXiv:1710.03740, section 3.1). In fp16 small gradients
+would vanish, so the loss is scaled by a power of two. The scale halves when a gradient overflows, in which case the step is
+skipped, and doubles after a number of good steps (section 3.2).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from nmoe.parsing import json_of
 
 
 class AdamW:
-    """`param_groups` have `params`, of which ranks give what they hold, `lr` and `weight_decay`. `state` has the tensors `step`,
-    `exp_avg` and `exp_avg_sq` of every parameter that was stepped."""
+    """PyTorch's fused AdamW kernel with its state. Each of `param_groups` has `params` (on several ranks, this rank's parts), `lr`
+    and `weight_decay`. `state` has the tensors `step`, `exp_avg` and `exp_avg_sq` of every parameter that was updated."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], beta1: float, beta2: float, eps: float) -> None:
         self.param_groups = list(groups)
@@ -43,7 +43,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Steps the parameters that have a gradient, in place."""
+        """Updates in place all parameters that have a gradient."""
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self._state(parameter) for parameter in params]
@@ -84,8 +84,8 @@ GROWTH_STEPS = 2000
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step. `grad_norm` is measured before clipping. `loss_scale` is None except in fp16; with
-    `overflow` the gradient was too large for it, no step was taken and `grad_norm` is None."""
+    """The result of one optimizer step. `grad_norm` is measured before clipping. `loss_scale` is None except in fp16. `overflow`
+    means that the scaled fp16 gradient was not finite: no step was taken and `grad_norm` is None."""
 
     grad_norm: float | None
     learning_rate: float
@@ -93,8 +93,7 @@ class StepResult:
     overflow: bool = False
 
     def metrics(self) -> dict[str, float]:
-        """The step's metrics by the names of `docs/reference/metrics.md`. A step that was skipped for an overflow has no gradient
-        norm."""
+        """Returns the step's metrics by the names of `docs/reference/metrics.md`. `grad_norm` is missing after an overflow."""
         metrics = {"learning_rate": self.learning_rate}
         if self.grad_norm is not None:
             metrics["grad_norm"] = self.grad_norm
@@ -104,9 +103,9 @@ class StepResult:
 
 
 class Optimizer:
-    """Steps the trainable parameters of a model and of its head; `steps` counts the optimizer steps taken. The schedule has
-    `total_steps` unless the settings name another length. With a `head_learning_rate` the head learns at that rate, without weight
-    decay. A loss has to be multiplied by `loss_scale` before its backward pass."""
+    """Trains the trainable parameters of a model, and of its head if it has one; `steps` counts the steps taken. The learning-rate
+    schedule has `total_steps` unless the settings name another length. With a `head_learning_rate` the head learns at that rate,
+    without weight decay. The caller has to multiply a loss by `loss_scale` before its backward pass."""
 
     def __init__(
         self,
@@ -147,9 +146,9 @@ class Optimizer:
         self.adamw = AdamW(parts, settings.beta1, settings.beta2, settings.eps)
 
     def step(self) -> StepResult:
-        """Takes one step and clears the gradient.
+        """Takes one AdamW step with gradient clipping, and clears the gradient. A step whose fp16 gradient overflowed is skipped.
 
-        Raises DivergenceError, with the weights unchanged, if the gradient is not finite for another reason than scaling.
+        Raises DivergenceError, with the weights unchanged, if the gradient is not finite for another reason than the loss scale.
         """
         settings = self.settings
         factor = self.schedule.factor(self.steps)
@@ -212,11 +211,12 @@ class Optimizer:
         )
 
     def save(self, directory: Path) -> None:
-        """Writes the state into `directory`."""
+        """Writes the optimizer's state into `directory`."""
         self.snapshot(copied=False).write(directory)
 
     def snapshot(self, copied: bool) -> Snapshot:
-        """The state that `save` would write now. With `copied` later steps do not change it. No part of it is sharded."""
+        """Returns the state that `save` would write now, for parameters that are not sharded. With `copied` later steps do not
+        change it."""
         held, size = hold(self.tensors(), copied)
         settings = self.settings_snapshot()
 
@@ -228,7 +228,8 @@ class Optimizer:
         return Snapshot(write, size)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state of each parameter, sharded as the parameter is."""
+        """Returns AdamW's moments and the fp32 master copy of each parameter as `{"parameter/key": tensor}`, sharded as the
+        parameter is."""
         tensors: dict[str, Tensor] = {}
         for name, parameter, master, mine in self._all():
             states = {key: sharded_as(value, master) for key, value in self.adamw.state.get(mine, {}).items()}
@@ -238,7 +239,7 @@ class Optimizer:
         return tensors
 
     def settings_snapshot(self) -> Snapshot:
-        """The state that is not a tensor."""
+        """Returns the rest of the state, all but the tensors: step counts, loss scale and schedule, written as JSON."""
         state = {
             "steps": self.steps,
             "loss_scale": self.loss_scale,
@@ -252,8 +253,9 @@ class Optimizer:
         return Snapshot(write)
 
     def load(self, directory: Path) -> None:
-        """Loads what `save` wrote, and goes on with its schedule (`resumed_schedule`; `note` says so where its length has changed).
-        Raises UserError for a missing or torn file, and if the state of a parameter is missing."""
+        """Loads the state that `save` wrote, and continues its learning-rate schedule (see `resumed_schedule`; `note` is its line
+        for the user, or None). Raises UserError for a missing or torn file, for a run of another precision, and if the state of a
+        parameter is missing."""
         settings = self.settings
         try:
             stored = safe_open(directory / TENSORS, "pt")
@@ -285,12 +287,14 @@ class Optimizer:
             self.adamw.state[mine] = {key: local(value) for key, value in states.items()}
 
     def _all(self) -> Iterable[tuple[str, Tensor, Tensor, Tensor]]:
-        """Name, parameter, the tensor that is stepped for it, and this rank's part of that tensor."""
+        """Yields for each trained parameter its name, the parameter, its master (see `_master`), and this rank's part of the
+        master."""
         return zip(self.names, self.parameters, self.masters, self.stepped, strict=True)
 
 
 def _master(parameter: Tensor) -> Tensor:
-    """The tensor that is stepped for a parameter: itself, or in low precision an fp32 copy, which takes over its gradients."""
+    """Returns the tensor that the optimizer updates for a parameter: the parameter itself, or for bf16 and fp16 an fp32 copy, to
+    which a hook moves the parameter's gradients."""
     if parameter.dtype not in (torch.bfloat16, torch.float16):
         return parameter
     master = parameter.detach().float().requires_grad_()

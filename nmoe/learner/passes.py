@@ -1,4 +1,4 @@
-"""The passes of a rank's micro-batches through a model: forward and backward in training, forward alone to score tokens."""
+"""Runs a rank's micro-batches through a model: forward and backward for training, or only forward to score tokens."""
 
 # Shapes: T predicting positions, S those that run, N scored positions, D width, Y layers, K chosen experts or outputs of a head, E
 # experts.
@@ -28,8 +28,9 @@ from nmoe.parallel.traffic import Traffic
 
 
 class MicroBatch(NamedTuple):
-    """A part of a batch that runs at once: its sequences on the host, and the positions of its scored tokens in the whole batch,
-    `[N]`. One that does not count only keeps its rank in step with the others."""
+    """The sequences that run through the model at once, held on the host, and the positions of their scored tokens in the whole
+    batch, `[N]`. With `counts` False it is a repetition without effect on the result, which keeps a rank in step with the
+    others."""
 
     batch: Batch
     positions_N: Tensor
@@ -38,10 +39,10 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of one rank, of a batch of `tokens` tokens.
+    """One rank's micro-batches, and the number of tokens of the whole batch.
 
-    All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the
-    smallest one again, which does not count.
+    All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the smallest
+    one again, with `counts` False.
     """
 
     parts: Sequence[MicroBatch]
@@ -49,7 +50,7 @@ class MicroBatches:
 
 
 def deal(batch: Batch, tokens_per_microbatch: int, ranks: int) -> list[MicroBatches]:
-    """Splits a batch into micro-batches and deals them to the ranks in turns."""
+    """Splits a batch into micro-batches and deals them to the ranks in turns; returns one `MicroBatches` per rank."""
     parts = []
     for sequences in micro_batches(batch, tokens_per_microbatch, ranks):
         micro, rows_T = batch.select(sequences)
@@ -61,15 +62,15 @@ def deal(batch: Batch, tokens_per_microbatch: int, ranks: int) -> list[MicroBatc
 
 
 Scores = list[tuple[Tensor, Tensor]]
-"""Values at scored tokens with the tokens' positions in the batch, by micro-batch."""
+"""A list with an entry per micro-batch: values at its scored tokens, and these tokens' positions in the whole batch."""
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """The result of one `forward_backward`.
+    """The result of one `Learner.forward_backward`.
 
     `tokens` holds one value per scored token in the order of the batch: `logprobs`, `entropy` and the statistics of the objective.
-    `routing` is None in a dense model, `traffic` where no ranks share experts.
+    `routing` is None for a dense model; `traffic` is None unless experts are spread over ranks.
     """
 
     loss: float
@@ -79,7 +80,8 @@ class PassResult:
     traffic: Traffic | None = None
 
     def routing_metrics(self) -> dict[str, Any]:
-        """Metrics of the routers and of shared experts, by the names of `docs/reference/metrics.md`; empty for a dense model."""
+        """Returns the metrics of routers and of experts spread over ranks, by the names of `docs/reference/metrics.md`; empty for a
+        dense model."""
         metrics: dict[str, Any] = {}
         if self.routing is not None:
             metrics |= {"router_aux_loss": self.auxiliary_loss, **self.routing.metrics()}
@@ -90,7 +92,7 @@ class PassResult:
 
 @dataclass
 class RankResult:
-    """The sums and per-token columns of one rank's micro-batches; `joined` makes one `PassResult` of all ranks' results."""
+    """The sums and per-token columns of one rank's micro-batches; `joined` combines those of all ranks into a `PassResult`."""
 
     routing: RoutingStatistics | None
     loss: float = 0.0
@@ -103,8 +105,8 @@ class RankResult:
 class TrainingPass:
     """Runs forward and backward passes of a rank's micro-batches.
 
-    The auxiliary loss needs every expert's share of the picks of the whole batch before the first backward pass. With the shares of
-    one micro-batch alone, its gradient would depend on how the batch is split.
+    The load-balancing loss needs, before the first backward pass, every expert's share of the router's picks over the whole batch.
+    With the shares of only one micro-batch, its gradient would depend on how the batch is split.
     """
 
     def __init__(
@@ -123,7 +125,8 @@ class TrainingPass:
         self.dispatcher = next((one for one in dispatchers if one is not None), None)
 
     def run(self, micros: MicroBatches, objective: Objective, loss_scale: float) -> RankResult:
-        """Adds the gradient of `loss_scale` times the loss to the parameters' gradients."""
+        """Adds the gradient of `loss_scale` times the loss (load-balancing loss included) to the parameters' gradients, and returns
+        the rank's sums."""
         # If there is only one micro-batch, its own forward pass gives the shares.
         alone = self.ranks.size == 1 and len(micros.parts) == 1
         share_YE = self._load_shares(micros) if self.balancing and not alone else None
@@ -162,8 +165,8 @@ class TrainingPass:
 
     @torch.no_grad()
     def _load_shares(self, micros: MicroBatches) -> Tensor:
-        """Each expert's share of its layer's picks in the whole batch, `[Y, E]`, from recorded routes or, without them, from a
-        forward pass of all micro-batches."""
+        """Computes each expert's share of its layer's picks in the whole batch, `[Y, E]`, from recorded routes or, without them,
+        from a forward pass of all micro-batches."""
         load_YE = torch.zeros(self.layers, self.experts, dtype=torch.int64)
         for on_host, _, counts in micros.parts:
             trace = RouterTrace(replay=on_host.routes_TYK)
@@ -176,7 +179,7 @@ class TrainingPass:
 
 
 def joined(results: Sequence[RankResult]) -> PassResult:
-    """Joins the ranks' results into one, with per-token columns in the batch's order."""
+    """Combines the results of all ranks into one, with per-token columns in the batch's order."""
     order_N = torch.cat([positions_N for one in results for positions_N in one.positions]).argsort()
     names = next((one.columns for one in results if one.columns), {})
     tokens = {name: torch.cat([v for one in results for v in one.columns.get(name, [])])[order_N] for name in names}
@@ -195,8 +198,8 @@ def joined(results: Sequence[RankResult]) -> PassResult:
 
 
 def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
-    """Final hidden states of the scored tokens, `[N, D]`. Fills the trace for all tokens of the micro-batch. Of rows that several
-    sequences share, the recorded routes of the first sequence are replayed."""
+    """Runs the model and returns the final hidden states of the scored tokens, `[N, D]`. Records the routers' choices for all
+    tokens of the micro-batch in `trace`. Where sequences share a prefix, the recorded routes of the first of them are replayed."""
     device = micro.inputs_T.device
     if kind_of(device).on_host:
         IDLE.look()
@@ -223,8 +226,8 @@ def score(
     head: Head | None = None,
     head_only: bool = False,
 ) -> Outputs:
-    """Log-probabilities and entropies of the scored tokens, over the support that they were sampled from, and the outputs of the
-    head there. With `head_only` the vocabulary is not computed."""
+    """Runs the model and returns the log-probabilities and entropies of the scored tokens, over the truncated support that they
+    were sampled from, and the head's outputs. With `head_only` it computes no vocabulary logits, and the first two are NaN."""
     states_ND = scored_states(model, micro, trace)
     head_NK = None if head is None else head(states_ND, model.exact)
     if head_only:
@@ -238,7 +241,7 @@ def score(
 
 @torch.no_grad()
 def forward_logprobs(model: Transformer, micros: MicroBatches, temperature: float) -> Scores:
-    """Log-probabilities of a rank's scored tokens, with recorded routes if the batch has them, and their positions in the batch."""
+    """Computes the log-probabilities of a rank's scored tokens, without gradient; replays recorded routes if the batch has them."""
     found = []
     for micro, positions_N, counts in micros.parts:
         on_device = micro.to(model.device)
@@ -250,7 +253,7 @@ def forward_logprobs(model: Transformer, micros: MicroBatches, temperature: floa
 
 @torch.no_grad()
 def forward_head_outputs(model: Transformer, head: Head, micros: MicroBatches) -> Scores:
-    """Outputs of a head at a rank's scored tokens, with recorded routes if the batch has them, and their positions in the batch."""
+    """Computes a head's outputs at a rank's scored tokens, without gradient; replays recorded routes if the batch has them."""
     found = []
     for micro, positions_N, counts in micros.parts:
         on_device = micro.to(model.device)
@@ -261,25 +264,27 @@ def forward_head_outputs(model: Transformer, head: Head, micros: MicroBatches) -
 
 
 def in_order(found: Sequence[Scores]) -> Tensor:
-    """Joins every rank's scores in the order of the batch."""
+    """Joins the scores of all ranks into one tensor, in the order of the batch."""
     parts = [part for rank in found for part in rank]
     return torch.cat([scores for scores, _ in parts])[torch.cat([positions_N for _, positions_N in parts]).argsort()]
 
 
 def batch_logprobs(model: Transformer, batch: Batch, tokens_per_microbatch: int, temperature: float) -> Tensor:
-    """Log-probabilities of the batch's scored tokens, `[N]`, in its order, by a model of this process alone."""
+    """Computes the log-probabilities of the batch's scored tokens, `[N]`, in the batch's order, with a model that only this process
+    runs."""
     (micros,) = deal(batch, tokens_per_microbatch, 1)
     return in_order([forward_logprobs(model, micros, temperature)])
 
 
 def batch_head_outputs(model: Transformer, head: Head, batch: Batch, tokens_per_microbatch: int) -> Tensor:
-    """Outputs of a head at the batch's scored tokens, `[N, K]`, in its order, by a model of this process alone."""
+    """Computes a head's outputs at the batch's scored tokens, `[N, K]`, in the batch's order, with a model that only this process
+    runs."""
     (micros,) = deal(batch, tokens_per_microbatch, 1)
     return in_order([forward_head_outputs(model, head, micros)])
 
 
 def scored_columns(micro: Batch) -> Scored:
-    """The columns of a micro-batch at its scored tokens, as an objective takes them."""
+    """Selects the scored tokens from the columns of a micro-batch, as an objective takes them."""
 
     def column(values_T: Tensor | None) -> Tensor | None:
         return None if values_T is None else values_T[micro.scored_positions]

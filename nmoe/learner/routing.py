@@ -1,4 +1,4 @@
-"""Statistics of the routers over a batch, and the two ways to balance the load of experts."""
+"""Router statistics of a mixture-of-experts model over a batch, and two ways to balance the load of experts: a loss and a bias."""
 
 # Shapes: T tokens, Y layers, E experts, K chosen experts.
 
@@ -16,8 +16,8 @@ from nmoe.model.transformer import Transformer
 
 
 def count_load(trace: RouterTrace, experts: int) -> Tensor:
-    """Router picks per layer and expert, `[Y, E]` int64 on the model's device, of the routes that ran: recorded ones where they are
-    replayed."""
+    """Counts the router's picks per layer and expert, `[Y, E]` int64 on the model's device. Counts the recorded picks where routes
+    are replayed."""
     if trace.replay is not None:
         picks_YR = trace.replay.transpose(0, 1).flatten(1).long()
     else:
@@ -28,15 +28,16 @@ def count_load(trace: RouterTrace, experts: int) -> Tensor:
 
 
 def load_shares(load_YE: Tensor) -> Tensor:
-    """Every expert's share of its layer's picks, `[Y, E]`."""
+    """Returns every expert's share of its layer's picks, `[Y, E]`."""
     return load_YE / load_YE.sum(-1, keepdim=True)
 
 
 def auxiliary_loss(trace: RouterTrace, share_YE: Tensor, batch_tokens: int, coefficient: float) -> Tensor:
-    """`coef * E * sum_e f_e P_e`, averaged over layers (arXiv:2101.03961, eq. 4-6), of one micro-batch.
+    """Computes the load-balancing loss of a micro-batch: `coef * E * sum_e f_e P_e`, averaged over layers (arXiv:2101.03961, eq.
+    4-6).
 
-    f is the share of picks of the whole batch, on the model's device, P the mean normalised score. Division by the tokens of the
-    whole batch makes the parts of any split add up to the same loss.
+    f_e is the expert's share of the picks of the whole batch, P_e its mean normalised router score. P_e is divided by the tokens of
+    the whole batch, so that the parts of any split add up to the same loss.
     """
     layers, experts = share_YE.shape
     total = torch.zeros((), device=trace.scores_TE[0].device)
@@ -48,14 +49,16 @@ def auxiliary_loss(trace: RouterTrace, share_YE: Tensor, batch_tokens: int, coef
 
 @torch.no_grad()
 def entropy_sums(trace: RouterTrace) -> Tensor:
-    """Per layer, the sum of the entropies in nats of all tokens' normalised scores, `[Y]` in fp64 on the model's device."""
+    """Sums the router's entropy in nats, of the normalised scores over experts, over all tokens: `[Y]` in fp64 on the model's
+    device."""
     shares = (scores_TE / scores_TE.sum(-1, keepdim=True) for scores_TE in trace.scores_TE)
     return torch.stack([torch.special.entr(shares_TE).sum() for shares_TE in shares]).double()
 
 
 @torch.no_grad()
 def move_router_bias(model: Transformer, load_YE: Tensor) -> None:
-    """Raises the choice bias of experts below the mean load and lowers it above, by a fixed step (arXiv:2408.15664)."""
+    """Raises the routers' selection bias of experts with less than the mean load and lowers it for busier ones, by a fixed step
+    (balancing without a loss, arXiv:2408.15664)."""
     rate = model.config.router_bias_rate
     if rate > 0:
         for moe, load_E in zip(model.moe_layers(), load_YE.double(), strict=True):
@@ -64,7 +67,8 @@ def move_router_bias(model: Transformer, load_YE: Tensor) -> None:
 
 @dataclass
 class RoutingStatistics:
-    """Sums over the tokens of a batch; the methods turn them into figures per layer."""
+    """Router statistics summed over the tokens of a batch: load, entropy, and picks that differ from recorded routes; the methods
+    give figures per layer."""
 
     load_YE: Tensor
     entropy_sum_Y: Tensor
@@ -78,8 +82,7 @@ class RoutingStatistics:
         return cls(torch.zeros(layers, experts, dtype=torch.int64), torch.zeros(layers, dtype=torch.float64))
 
     def add(self, trace: RouterTrace, load_YE: Tensor, entropy_Y: Tensor) -> None:
-        """Adds a micro-batch with its load and entropies, on the host. Where routes were recorded, the host waits for the
-        device."""
+        """Adds a micro-batch, whose load and entropies are on the host. With recorded routes, the host waits for the device."""
         self.load_YE += load_YE
         self.entropy_sum_Y += entropy_Y
         self.tokens += int(trace.chosen_TK[0].shape[0])
@@ -88,7 +91,7 @@ class RoutingStatistics:
             self._compare(trace, trace.replay)
 
     def join(self, other: RoutingStatistics) -> None:
-        """Adds another part of the same batch."""
+        """Adds the statistics of another part of the same batch."""
         self.load_YE += other.load_YE
         self.entropy_sum_Y += other.entropy_sum_Y
         self.tokens += other.tokens
@@ -97,8 +100,8 @@ class RoutingStatistics:
         self.largest_flip_gap = max(self.largest_flip_gap, other.largest_flip_gap)
 
     def _compare(self, trace: RouterTrace, replay_TYK: Tensor) -> None:
-        """Counts picks that differ from the recorded ones. The gap of such a flip is how far the score of the recorded expert lies
-        below the score of the expert picked here: tiny if rounding is the reason, and larger for a real disagreement."""
+        """Counts flips: picks of this pass that differ from the recorded ones. The gap of a flip is how far the recorded expert's
+        score lies below the score of the expert picked here: tiny if rounding is the reason, and larger for a real disagreement."""
         own_TYK = torch.stack(trace.chosen_TK, 1)
         same_TYK = (own_TYK.unsqueeze(-1) == replay_TYK.long().unsqueeze(-2)).any(-1)
         if bool(same_TYK.all()):
@@ -112,25 +115,26 @@ class RoutingStatistics:
                 self.largest_flip_gap = max(self.largest_flip_gap, float(gap))
 
     def load_max_violation(self) -> list[float]:
-        """Per layer, the busiest expert's load over the mean, less one: 0 is perfect balance (arXiv:2408.15664, eq. 4)."""
+        """Returns for each layer the busiest expert's load over the mean load, minus 1: 0 is perfect balance (arXiv:2408.15664, eq.
+        4)."""
         load_YE = self.load_YE.double()
         return (load_YE.amax(-1) / load_YE.mean(-1) - 1).tolist()
 
     def load_shares(self) -> list[list[float]]:
-        """Per layer, the share of the picks of each expert."""
+        """Returns for each layer every expert's share of the picks."""
         load_YE = self.load_YE.double()
         return (load_YE / load_YE.sum(-1, keepdim=True)).tolist()
 
     def dead_experts(self) -> list[int]:
-        """Per layer, the number of experts without a token of the batch."""
+        """Returns for each layer the number of experts that no token of the batch picked."""
         return (self.load_YE == 0).sum(-1).tolist()
 
     def router_entropy(self) -> list[float]:
-        """Per layer, the mean entropy in nats of a token's normalised scores."""
+        """Returns for each layer the mean over tokens of the router's entropy in nats."""
         return (self.entropy_sum_Y / max(1, self.tokens)).tolist()
 
     def metrics(self) -> dict[str, Any]:
-        """All figures by the names of `docs/reference/metrics.md`, layer by layer where layers differ."""
+        """Returns all figures by the names of `docs/reference/metrics.md`, as `name/layer` where they are per layer."""
         metrics: dict[str, Any] = {
             "route_picks": float(self.picks),
             "route_flips": float(self.flips),

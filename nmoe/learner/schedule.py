@@ -1,4 +1,4 @@
-"""The learning-rate schedule, and how a run that is resumed with another length continues it."""
+"""The learning-rate schedule, and how a resumed run of another length continues it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up over `warmup_steps` optimizer steps, then a half cosine from 1 to `min_lr_ratio` at the last of `total_steps`,
-    where it stays."""
+    """A learning-rate schedule: linear warm-up over `warmup_steps` optimizer steps, then a half cosine from the peak to
+    `min_lr_ratio` times the peak at the last of `total_steps`, and constant after it."""
 
     total_steps: int
     warmup_steps: int
     min_lr_ratio: float
 
     def factor(self, step: int) -> float:
-        """The share of the peak learning rate at optimizer step `step` (from 0)."""
+        """Returns the learning rate at optimizer step `step` (from 0) as a fraction of the peak."""
         return learning_rate_factor(step, self.total_steps, self.warmup_steps, self.min_lr_ratio)
 
     def record(self) -> dict[str, int]:
-        """The part that a checkpoint keeps: `{"total_steps": 20, "warmup_steps": 5}`. The rest is configuration that may not
-        change."""
+        """Returns the part that a checkpoint keeps: `{"total_steps": 20, "warmup_steps": 5}`. The rest is configuration that may
+        not change."""
         return {"total_steps": self.total_steps, "warmup_steps": self.warmup_steps}
 
 
 def resumed_schedule(
     record: Mapping[str, Any] | None, planned: Schedule, asked: bool, done: int, peak: float
 ) -> tuple[Schedule, str | None]:
-    """The schedule of a run that is resumed after `done` optimizer steps, and a line about it if its length has changed.
+    """Returns the schedule of a run that is resumed after `done` optimizer steps, and a line for the user if its length has
+    changed, else None.
 
-    The schedule that the run began with, `record`, goes on: a longer run takes its further steps at the rate where it ends, and a
-    shorter one stops on the way. Only where the user `asked` for a length is the `planned` schedule taken. None is the record of
-    an older checkpoint, which has none.
+    The schedule that the run began with, `record` from the checkpoint, goes on: a longer run takes its further steps at the
+    schedule's final rate, and a shorter one stops on the way. Only where the user `asked` for a length is the `planned` schedule
+    taken, and where `record` is None, as in older checkpoints.
     """
     if record is None:
         return planned, None
@@ -54,7 +55,7 @@ def resumed_schedule(
 
 
 def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-    """The share of the peak learning rate at optimizer step `step` (from 0).
+    """Returns the learning rate at optimizer step `step` (from 0) as a fraction of the peak.
 
     Step s of the warm-up runs at (s + 1) / warmup_steps, so that no step has a learning rate of 0. Then a half cosine falls from 1
     to `min_lr_ratio` at the last step (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).

@@ -1,4 +1,5 @@
-"""Objectives: pure functions from a model's outputs and a batch's scored tokens to a weighted sum and per-token statistics."""
+"""Objectives (losses): pure functions from a model's outputs and a batch's scored tokens to a weighted sum and per-token
+statistics."""
 
 from nmoe.learner.objectives.base import Objective, Outputs, Scored, total
 from nmoe.learner.objectives.cispo import cispo

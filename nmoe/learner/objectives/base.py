@@ -1,7 +1,7 @@
-"""The interface of objectives, and the functions that several of them share.
+"""The interface of objectives (losses), and the functions that several of them share.
 
-A pair's weight is the sum of `weights` over the tokens of both its sides. With the aggregation "sequence" that is 1 / (pairs of the
-whole optimizer batch), so that a sum of weighted losses is their mean, however the batch is split.
+A preference pair's weight is the sum of the token weights of both its sides. With the aggregation "sequence" that is 1 / (pairs of
+the whole optimizer batch), so that a sum of weighted losses is their mean, however the batch is split.
 """
 
 # Shapes: N scored tokens of a micro-batch, B its sequences, P its pairs, K outputs of a head.
@@ -18,8 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs of the model at the scored tokens, all with gradient: log-probabilities, entropies in nats, and the raw outputs of
-    the learner's head if it has one. A learner that trains only a head computes no vocabulary; the first two are then NaN."""
+    """The model's outputs at the scored tokens, all with gradient: log-probabilities, entropies in nats, and the raw outputs of the
+    learner's head if it has one. A learner that trains only a head computes no vocabulary logits; the first two are then NaN."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
@@ -28,10 +28,10 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Scored:
-    """The batch's columns at the scored tokens; a column that the batch lacks is None.
+    """The batch's columns, restricted to the scored tokens, as objectives read them; a column that the batch lacks is None.
 
-    `sequence_N` numbers the sequences of the micro-batch, 0 to B - 1, in int64. `pairs` gives for each of them, in the same order,
-    its pair and whether it is the preferred one.
+    `sequence_N` is the index of each token's sequence in the micro-batch, 0 to B - 1, in int64. `pairs` gives for each sequence its
+    preference pair and whether it is the preferred side.
     """
 
     weights_N: Tensor
@@ -49,22 +49,22 @@ class Scored:
 
 
 class Objective(Protocol):
-    """A loss: returns the weighted sum and statistics per token, `[N]` each and detached. The learner joins the statistics of all
-    micro-batches, so that a mean or a quantile covers the whole batch."""
+    """A loss function: returns the weighted sum over the scored tokens, and named statistics per token, `[N]` each and detached.
+    The learner joins the statistics of all micro-batches, so that a mean or a quantile covers the whole batch."""
 
     def __call__(self, outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 def need(column_N: Tensor | None, name: str) -> Tensor:
-    """Returns the column. Raises ValueError, naming it, if it is missing."""
+    """Returns the column, or raises ValueError with the column's name if it is None."""
     if column_N is None:
         raise ValueError(f"this objective needs the batch column {name!r}, which is missing")
     return column_N
 
 
 def total(*objectives: Objective) -> Objective:
-    """Adds up several objectives, such as a policy loss, its penalties, a bonus and a critic. Their statistics have different
-    names."""
+    """Returns an objective that is the sum of several, such as a policy loss, its penalties, an entropy bonus and a critic's loss.
+    No two may report a statistic of the same name."""
     if len(objectives) == 1:
         return objectives[0]
 
@@ -84,8 +84,8 @@ Pairs = Sequence[tuple[int, bool]]
 
 
 def pair_sides(pairs: Pairs) -> tuple[list[int], list[int]]:
-    """The indices of the preferred sequences and of the other ones, in the same order of pairs. Raises ValueError for a pair that
-    does not have one of each."""
+    """Returns the indices of the preferred sequences, and of the other sequence of each of those pairs in the same order. Raises
+    ValueError for a pair that does not have one of each."""
     preferred = {pair: index for index, (pair, is_preferred) in enumerate(pairs) if is_preferred}
     other = {pair: index for index, (pair, is_preferred) in enumerate(pairs) if not is_preferred}
     if preferred.keys() != other.keys() or len(preferred) + len(other) != len(pairs):
@@ -94,7 +94,7 @@ def pair_sides(pairs: Pairs) -> tuple[list[int], list[int]]:
 
 
 def sequence_sums(values_N: Tensor, sequence_N: Tensor, sequences: int) -> Tensor:
-    """Sums over the scored tokens of each sequence, `[B]`."""
+    """Sums a value per scored token over each sequence, `[B]`."""
     return torch.zeros(sequences, dtype=values_N.dtype, device=values_N.device).index_add(0, sequence_N, values_N)
 
 
@@ -103,10 +103,10 @@ LOG_RATIO_CLAMP = 20.0
 
 
 def log_ratio(outputs: Outputs, scored: Scored) -> Tensor:
-    """`log pi(x_t) - log pi_old(x_t)`, `[N]`, with gradient and not yet clamped.
+    """Returns the log of the importance ratio, `log pi(x_t) - log pi_old(x_t)`, `[N]`, with gradient and not yet clamped.
 
-    pi_old is `old_logprobs`, the learner before the first of several updates, if the batch has that column, and otherwise
-    `behaviour_logprobs`, the sampler. With the column, `nmoe.rl.advantages.correction_weights` accounts for the difference between
+    pi_old is `old_logprobs` (the learner before the first of several updates) if the batch has that column, and otherwise
+    `behaviour_logprobs` (the sampler). With the column, `nmoe.rl.advantages.correction_weights` accounts for the difference between
     the two.
     """
     if scored.old_logprobs_N is not None:
@@ -115,12 +115,12 @@ def log_ratio(outputs: Outputs, scored: Scored) -> Tensor:
 
 
 def ratio(log_ratio_N: Tensor) -> Tensor:
-    """`exp` of the log ratio clamped to +-20; there is no gradient outside of the clamp."""
+    """Returns the importance ratio: `exp` of the log ratio clamped to +-20, outside of which there is no gradient."""
     return log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
 def sequence_means(values_N: Tensor, sequence_N: Tensor) -> Tensor:
-    """Each token's value replaced by the mean over its sequence, `[N]`."""
+    """Replaces each token's value by the mean over its sequence, `[N]`."""
     sequences = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
     sums_B = sequence_sums(values_N, sequence_N, sequences)
     counts_B = sequence_sums(torch.ones_like(values_N), sequence_N, sequences)

@@ -20,7 +20,8 @@ from nmoe.model.device import put
 
 
 def bradley_terry(margin: float = 0.0, centering: float = 0.0) -> Objective:
-    """An objective over pairs and a head of one output, read at the one scored position of each sequence; reports `reward`."""
+    """Returns the reward model's loss with these m and c. It needs preference pairs, and a head with one output, read at the one
+    scored position of each sequence. Reports the statistic `reward`."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         sequence_N, head_NK = need(scored.sequence_N, "sequence ids"), need(outputs.head_NK, "head outputs")

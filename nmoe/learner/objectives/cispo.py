@@ -16,7 +16,8 @@ from nmoe.learner.objectives.base import Objective, Outputs, Scored, log_ratio, 
 
 
 def cispo(clip_high: float) -> Objective:
-    """Needs `advantages` and `old_logprobs` or `behaviour_logprobs`. Only the gradient of the loss has a meaning, not its value."""
+    """Returns the CISPO objective. It needs the columns `advantages`, and `old_logprobs` or `behaviour_logprobs`. Only the gradient
+    of the loss has a meaning, not its value."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         advantages_N = need(scored.advantages_N, "advantages")

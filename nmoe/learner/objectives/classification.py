@@ -1,4 +1,5 @@
-"""Cross-entropy of a head's classes, and beside it of tokens: `loss = sum_n w_n * -log p(label_n)`."""
+"""Cross-entropy of a classification head's labels and, at unlabelled positions, of the next token: `loss = sum_n w_n * -log
+p(label_n)`."""
 
 # Shapes: N scored tokens, K classes.
 
@@ -12,9 +13,9 @@ from nmoe.learner.objectives.base import Outputs, Scored, need
 
 
 def classification(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted cross-entropy in nats. `labels_N` are class indices, of which the head's outputs are the logits; at a
-    label of -1 the token is predicted, as in the joint objective of verifiers (Cobbe et al. 2021, arXiv:2110.14168, section 4.2).
-    Reports the probability of the label or token."""
+    """Computes the weighted cross-entropy in nats. `labels_N` are class indices, with the head's outputs as logits; at a label of
+    -1 the target is the next token instead, as in the joint objective of verifiers (Cobbe et al. 2021, arXiv:2110.14168, section
+    4.2). Reports the statistic `label_probability`, of the label or token."""
     logits_NK = need(outputs.head_NK, "head")
     labels_N = need(scored.labels_N, "labels_T").long()
     classes_N = -F.cross_entropy(logits_NK, labels_N.clamp(min=0), reduction="none")

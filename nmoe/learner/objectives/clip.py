@@ -19,7 +19,8 @@ from nmoe.learner.objectives.base import Objective, Outputs, Scored, log_ratio, 
 
 
 def clip(clip_low: float, clip_high: float, dual_clip: float | None = None) -> Objective:
-    """Needs `advantages` and `old_logprobs` or `behaviour_logprobs`. `dual_clip` is c > 1; None leaves that bound out."""
+    """Returns the clipped policy-gradient objective. It needs the columns `advantages`, and `old_logprobs` or `behaviour_logprobs`.
+    `dual_clip` is c > 1; None leaves out the dual clip."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         advantages_N = need(scored.advantages_N, "advantages")

@@ -8,5 +8,5 @@ from nmoe.learner.objectives.base import Outputs, Scored
 
 
 def cross_entropy(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted negative log-likelihood in nats."""
+    """Computes the weighted negative log-likelihood of the scored tokens in nats; reports no statistics."""
     return -(scored.weights_N * outputs.logprobs_N).sum(), {}

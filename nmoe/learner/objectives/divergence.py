@@ -29,7 +29,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(difference_N: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per-token estimate of KL(pi || pi_ref) from `log pi - log pi_ref` at tokens drawn from pi."""
+    """Estimates KL(pi || pi_ref) per token from `log pi - log pi_ref` at tokens drawn from pi."""
     if estimator == "k1":
         return difference_N
     if estimator == "k2":
@@ -38,7 +38,8 @@ def kl_estimate(difference_N: Tensor, estimator: KLEstimator) -> Tensor:
 
 
 def reference_divergence(coef: float, estimator: KLEstimator = "k3", weighted: bool = True) -> Objective:
-    """Needs `reference_logprobs` and, `weighted`, `behaviour_logprobs`. Reports `reference_kl` per token, weighted alike."""
+    """Returns the penalty for leaving the reference policy. It needs the column `reference_logprobs` and, if `weighted`,
+    `behaviour_logprobs`. Reports the statistic `reference_kl` per token, importance-weighted if the penalty is."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         difference_N = outputs.logprobs_N - need(scored.reference_logprobs_N, "reference_logprobs")

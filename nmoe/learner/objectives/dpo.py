@@ -42,7 +42,7 @@ NORMALISED = ("sigmoid_norm", "ipo")
 
 
 def preference_loss(margin_P: Tensor, loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """The loss L of each pair, `[P]`, from the difference b h of its implicit rewards."""
+    """Computes the loss L of each preference pair, `[P]`, from the pair's difference of implicit rewards, b h."""
     if loss == "hinge":
         return F.relu(1 - margin_P)
     if loss == "ipo":
@@ -61,8 +61,8 @@ def implicit_rewards(
     loss: PreferenceLoss,
     beta: float,
 ) -> Tensor:
-    """b log pi(y) / pi_ref(y) of every sequence, `[B]`: the reward under which pi is optimal, up to a term of the prompt alone
-    (arXiv:2305.18290, eq. 5). Over its tokens where the loss is of means."""
+    """Returns b log pi(y) / pi_ref(y) of every sequence, `[B]`: the reward under which pi is optimal, up to a term that depends on
+    the prompt only (arXiv:2305.18290, eq. 5). For the losses "sigmoid_norm" and "ipo" it is divided by the number of tokens."""
     ratio_B = sequence_sums(logprobs_N - reference_logprobs_N, sequence_N, sequences)
     if loss in NORMALISED:
         ratio_B = ratio_B / sequence_sums(torch.ones_like(logprobs_N), sequence_N, sequences)
@@ -70,7 +70,8 @@ def implicit_rewards(
 
 
 def dpo(loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0, sft_weight: float = 0.0) -> Objective:
-    """An objective over pairs and `reference_logprobs`, which scores the completions of both sides."""
+    """Returns the preference objective that `loss` names. It needs preference pairs and the column `reference_logprobs`; the scored
+    tokens are the completions of both sides."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         sequence_N = need(scored.sequence_N, "sequence ids")

@@ -25,7 +25,8 @@ from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, Objective, Outputs, Sc
 
 
 def dppo(clip_low: float, clip_high: float, drift_coef: float = 1e-3) -> Objective:
-    """Needs `advantages` and `behaviour_logprobs`. The bounds are differences of probabilities; the paper takes 0.2 or less."""
+    """Returns the DPPO objective. It needs the columns `advantages` and `behaviour_logprobs`. The bounds are differences of
+    probabilities, not ratios; the paper takes 0.2 or less."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         advantages_N = need(scored.advantages_N, "advantages")

@@ -11,7 +11,8 @@ from nmoe.learner.objectives.base import Objective, Outputs, Scored
 
 
 def entropy_bonus(coef: float) -> Objective:
-    """An entropy bonus. It needs no column; every pass reports the entropy itself."""
+    """Returns an objective that rewards entropy with weight `coef`. It needs no column and reports nothing, because every pass
+    reports the entropy."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         return -coef * (scored.weights_N * outputs.entropy_N).sum(), {}

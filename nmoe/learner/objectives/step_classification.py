@@ -1,4 +1,5 @@
-"""Cross-entropy of steps that a head judges token by token: a step is right if each of its tokens is."""
+"""Cross-entropy of a process reward model: a head scores each token of a reasoning step, and a step is right if all its tokens
+are."""
 
 # Shapes: N scored tokens, J judged tokens, S steps.
 
@@ -15,17 +16,18 @@ _SUREST = -1e-6
 
 
 def step_logprobs(logits_J2: Tensor, step_J: Tensor, steps: int) -> Tensor:
-    """Log-probabilities `[S, 2]` that each step is wrong or right. `step_J` is the step of each token, from 0 to `steps` - 1. A
-    step is right with the product of its tokens' probabilities of being right, the second class."""
+    """Returns the log-probabilities that each step is wrong and right, `[S, 2]`, from logits per token. A step's probability of
+    being right is the product of its tokens' probabilities of class 1. `step_J` is the step of each token, from 0 to `steps` -
+    1."""
     token_J = F.log_softmax(logits_J2.float(), dim=-1)[:, 1]
     right_S = token_J.new_zeros(steps).index_add(0, step_J, token_J).clamp(max=_SUREST)
     return torch.stack([torch.log(-torch.expm1(right_S)), right_S], dim=-1)
 
 
 def step_classification(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted cross-entropy in nats of the steps' labels, plus the tokens' cross-entropy: a token may be both judged and
-    predicted. `labels_N` is 0 for a token of a wrong step, 1 for one of a right step and -1 where nothing is judged; no label says
-    which token of a wrong step is at fault. Reports the probability of each token's label or, where nothing is judged, of the
+    """Computes the weighted cross-entropy in nats of the steps' labels, plus the next-token cross-entropy: a token may count in
+    both. `labels_N` is 0 for a token of a wrong step, 1 for a token of a right step and -1 outside of judged steps; no label says
+    which token of a wrong step is at fault. Reports `label_probability`: of the step's label or, outside of judged steps, of the
     token."""
     logits_N2 = need(outputs.head_NK, "head")
     labels_N = need(scored.labels_N, "labels_T").long()

@@ -1,4 +1,4 @@
-"""The critic's loss, with PPO's clipping.
+"""The value loss of a critic, with PPO's clipping.
 
     loss = sum_t w_t coef / 2 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
@@ -18,8 +18,8 @@ from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
 
 
 def value_loss(clip_range: float | None = None, coef: float = 1.0) -> Objective:
-    """The loss of a critic. It needs `returns`, a learner with a head and, with a `clip_range`, `old_values`. It reports `value`,
-    and as `value_clipped` the tokens at which the clipped error was the larger one."""
+    """Returns the value loss of a critic. It needs a learner with a head, the column `returns` and, with a `clip_range`,
+    `old_values`. Reports per token `value`, and `value_clipped`: 1 where the clipped error was the larger, else 0."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         returns_N = need(scored.returns_N, "returns")
@@ -41,8 +41,8 @@ def value_loss(clip_range: float | None = None, coef: float = 1.0) -> Objective:
 
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float:
-    """`1 - Var(R - V) / Var(R)`: 1 for a critic that predicts the returns exactly, 0 if it is no better than a constant, negative
-    if it is worse. 0 if all returns are equal, since there is nothing to explain."""
+    """Returns `1 - Var(R - V) / Var(R)`: 1 for a critic that predicts the returns exactly, 0 if it is no better than a constant,
+    negative if it is worse. 0 if all returns are equal, since there is nothing to explain."""
     variance = float(returns_N.double().var(correction=0)) if returns_N.numel() else 0.0
     if variance == 0:
         return 0.0
