@@ -1,4 +1,4 @@
-"""Computes what the batch sizes and step counts of a run amount to, to print before it starts."""
+"""Computes a run's totals from its batch sizes and step counts, to print before the run starts."""
 
 import math
 
@@ -6,7 +6,7 @@ from nmoe.config.commands import PretrainConfig, RecordsConfig, RLConfig, RunCon
 
 
 def batch_arithmetic(config: SupervisedConfig | RLConfig) -> list[str]:
-    """The lines to print: samples and tokens of a step, micro-batches, the run's totals, evaluations, checkpoints."""
+    """Returns the lines to print: samples and tokens per step, micro-batches, totals of the run, evaluations, checkpoints."""
     if isinstance(config, PretrainConfig):
         lines = _packed(config, config.data.tokens_per_step)
         evaluated = f"{config.data.held_out_documents:,} documents"
@@ -50,7 +50,8 @@ def _packed(config: RunConfig, tokens: int) -> list[str]:
 
 
 def _reinforcement_learning(config: RLConfig) -> list[str]:
-    """Sampled tokens are upper bounds, as completions end early; prompts come on top of them in a micro-batch."""
+    """Returns the lines of an RL run. Token counts are upper bounds, since completions may end before the limit; prompts are not
+    counted."""
     steps, batch, longest = config.run.steps, config.batch, config.sampling.max_new_tokens
     samples = batch.prompts_per_step * batch.group_size
     tokens = samples * longest

@@ -1,4 +1,4 @@
-"""The base class of all tables, frozen and strict, and the marks of their fields. Errors name the key at fault."""
+"""Base class of all configuration tables (frozen, strictly typed), and markers for the fields of these tables."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -21,16 +21,17 @@ MOST = 10**12
 _SLICED_FILE = re.compile(r"(?P<file>.+\.\w+)(?P<slice>\[-?[\d%]*:-?[\d%]*\])", re.DOTALL)
 
 Array = Annotated[tuple[T, ...], Strict(False)]
-"""A TOML array as an immutable tuple. TOML readers give lists, which a strict tuple would refuse; the items stay strict."""
+"""A TOML array as an immutable tuple. TOML parsers return lists, which a strict tuple would refuse; the items stay strictly
+typed."""
 
 
 @dataclass(frozen=True)
 class FromFile:
-    """Marks a section that may lie in its own TOML file: `Annotated[Settings | None, FromFile(find)]`.
+    """Marks a section that may be written in a separate TOML file: `Annotated[Settings | None, FromFile(find)]`.
 
-    Where that table has a `path = "file.toml"`, the loader puts the named file's contents in its place: `find` gets that
-    text and the directory of the file that says so, and returns the file or raises UserError. Keys that stand beside
-    `path`, overrides among them, replace the file's.
+    If the table has a key `path = "file.toml"`, the loader replaces the table by that file's contents. `find` gets the value of
+    `path` and the directory of the file that contains it, and returns the file or raises UserError. Keys beside `path`, and
+    overrides, take precedence over the file.
     """
 
     find: Callable[[str, Path], Path]
@@ -38,35 +39,34 @@ class FromFile:
 
 @dataclass(frozen=True)
 class DataPath:
-    """Marks a string that is a path to data: `path: Annotated[str, DataPath()]`. In the file of a section with `own_file` a
-    relative one starts from that file's directory, so that file and data can be moved together; everywhere else from the
-    working directory. With `may_be_name` it is a path only where a file or directory exists there, and otherwise stays unchanged.
-    """
+    """Marks a string that is a path to data: `path: Annotated[str, DataPath()]`. A relative path starts from the working
+    directory, but in the separate file of a section with `own_file` from that file's directory, so that file and data can be
+    moved together. With `may_be_name` the string is a path only if a file or directory exists there, and otherwise a name that
+    stays unchanged."""
 
     may_be_name: bool = False
 
 
 @dataclass(frozen=True)
 class NameIn:
-    """Marks a string that names a part of a registry: `loss: Annotated[str, NameIn(LOSSES)]`. `among` limits nmoe's names to some;
-    names of packages, of the program and of modules are always accepted.
-    """
+    """Marks a string that must be a name in a registry: `loss: Annotated[str, NameIn(LOSSES)]`. `among` limits the built-in
+    names to some; names from installed packages, from the running program and of the form `module:name` are always accepted."""
 
     registry: Registry
     among: tuple[str, ...] | None = None
 
     def refusal(self, name: str) -> str | None:
-        """Why the name is refused, if it is."""
+        """Returns the error message for a name that is not allowed; None if the name is allowed."""
         if name in self.registry and (self.among is None or name in self.among or name not in self.registry.builtin):
             return None
         return self.registry.refusal(name, self.among)
 
 
 class Conflict(NamedTuple):
-    """Keys that are valid one by one but not together.
+    """A combination of values that are valid one by one but not together, and the key to report it at.
 
-    Example: `Conflict("kv_heads", "must divide heads = 6")`. `key` is the key to point at, dotted when it lies in a
-    section below, as in `stages.1.gate`, and empty for the section itself.
+    Example: `Conflict("kv_heads", "must divide heads = 6")`. `key` is dotted if it lies in a section below, as in `stages.1.gate`,
+    and empty for the section itself.
     """
 
     key: str
@@ -74,7 +74,7 @@ class Conflict(NamedTuple):
 
 
 class ConflictError(ValueError):
-    """All conflicts of one section. A ValueError, so that pydantic reports it beside the errors of other sections."""
+    """All conflicts of one section. It is a ValueError, so that pydantic reports it together with the errors of other sections."""
 
     def __init__(self, conflicts: list[Conflict]) -> None:
         super().__init__("; ".join(f"{key}: {message}" if key else message for key, message in conflicts))
@@ -82,10 +82,10 @@ class ConflictError(ValueError):
 
 
 class Section(BaseModel):
-    """A table of settings: unknown keys are refused, nothing is coerced, nothing changes after it was checked.
+    """A table of settings: unknown keys are refused, values are not coerced, and nothing can be changed after validation.
 
-    The only widening is an integer where a number is wanted. `nan` and `inf` are refused: no setting means them, and
-    every comparison that would catch one lets `nan` pass.
+    The only conversion is from an integer to a float where a float is expected. `nan` and `inf` are refused: no setting needs them,
+    and `nan` passes every comparison that would detect it.
 
     The docstring under a key is its description in `--help`, in the reference and in errors (`nmoe.config.schema.description_of`).
     """
@@ -93,10 +93,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     own_file: ClassVar[bool] = False
-    """Whether a file that holds this section alone is the start of the paths in it: see `DataPath`."""
+    """Whether relative data paths in a separate file with this section start from the file's directory (see `DataPath`)."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields every combination of values that cannot work. A section's are added to its bases'."""
+        """Yields every combination of values that cannot work. The conflicts of base classes are yielded too, by each base's own
+        method."""
         yield from ()
 
     @model_validator(mode="after")
@@ -113,7 +114,7 @@ class Section(BaseModel):
         return self
 
     def _names_of_nothing(self) -> Iterator[Conflict]:
-        """Conflicts of fields that name a part which does not exist."""
+        """Yields a conflict for each field that names a part (task, loss, ...) that its registry does not have."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             for mark in field.metadata:
@@ -121,7 +122,7 @@ class Section(BaseModel):
                     yield Conflict(name, refusal)
 
     def _numbers_of_nothing(self) -> Iterator[Conflict]:
-        """Conflicts of integers above any sensible value, in fields that set no bound."""
+        """Yields a conflict for each integer above `MOST` (10^12) in a field without an upper bound."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             bounded = any(hasattr(mark, "le") or hasattr(mark, "lt") for mark in field.metadata)
@@ -129,8 +130,8 @@ class Section(BaseModel):
                 yield Conflict(name, f"must be at most {MOST:,}")
 
     def _paths_that_are_none(self) -> Iterator[Conflict]:
-        """Conflicts of paths that cannot be opened as meant: with a null character, for which Python's error would name no key;
-        with a `~` that only a shell expands; with a slice that lacks its @."""
+        """Yields a conflict for each path that cannot be opened as meant: with a null character (Python's error would not name
+        the key), with a leading `~` (only shells expand it), or with a slice that lacks its `@`."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -155,7 +156,8 @@ def duplicates(key: str, names: Iterable[str]) -> Iterator[Conflict]:
 
 
 Slice = tuple[str | None, str | None]
-"""First and last bound as they are written: digits, with a minus in front or a percent sign behind, or None."""
+"""Lower and upper bound of a slice, as written: digits, optionally with a leading minus or a trailing percent sign; None if left
+out."""
 
 _BOUND = r"-?\d+%?"
 _SLICE = rf"\[(?P<start>{_BOUND})?:(?P<stop>{_BOUND})?\]"
@@ -164,20 +166,21 @@ _SPLIT = re.compile(rf"(?P<name>\w[\w.-]*)(?:{_SLICE})?")
 
 
 def split_path(path: str) -> tuple[str, Slice]:
-    """A path without the slice behind it, and the slice: `("train.jsonl", (None, "1024"))`."""
+    """Splits a path into the file and the slice after `@`: `"train.jsonl@[:1024]"` gives `("train.jsonl", (None, "1024"))`."""
     match = _PATH.fullmatch(path)
     return (path, (None, None)) if match is None else (match["name"], (match["start"], match["stop"]))
 
 
 def split_name(split: str) -> tuple[str, Slice] | None:
-    """A split's name and its slice; None for anything else, such as a sum of splits."""
+    """Splits the name of a dataset split from its slice: `"train[:100]"` gives `("train", (None, "100"))`. None if `split` has
+    another form, such as a sum of splits."""
     match = _SPLIT.fullmatch(split)
     return None if match is None else (match["name"], (match["start"], match["stop"]))
 
 
 def rows_of(part: Slice, length: int) -> range:
-    """The selected ones of `length` rows: as Python slices, with percents rounded to the nearest row as the datasets library
-    does."""
+    """Returns the indices that a slice selects from `length` rows: as in Python, with percentages rounded to the nearest row, as
+    the datasets library does."""
 
     def bound(text: str | None) -> int | None:
         if text is None or not text.endswith("%"):

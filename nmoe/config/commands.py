@@ -103,7 +103,7 @@ class RunConfig(Section):
 
 
 class AdaptableConfig(RunConfig):
-    """A run that trains all weights or an adapter."""
+    """A run that trains either all weights or a LoRA adapter."""
 
     lora: LoraSection | None = None
     """train an adapter; without it, all weights"""
@@ -125,24 +125,24 @@ class AdaptableConfig(RunConfig):
 
 
 class SupervisedConfig(AdaptableConfig):
-    """A run that learns from given examples."""
+    """A run that learns from given examples (pretraining, SFT, DPO, reward models, verifiers)."""
 
     eval: Array[PeriodSection] = ()
     """evaluation during the run, as [[eval]]"""
 
     @property
     def probes(self) -> Mapping[int, ExamplesEvalSection]:
-        """The [[eval]] tables that sample an environment, by number."""
+        """The [[eval]] tables that sample answers to the problems of an environment, by index."""
         return {}
 
     @property
     def held_out_tables(self) -> list[int]:
-        """The numbers of the [[eval]] tables that evaluate on held-out examples: one at most."""
+        """The indices of the [[eval]] tables that evaluate on held-out examples: at most one."""
         return [number for number in range(len(self.eval)) if number not in self.probes]
 
     @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations on held-out examples; 0: none."""
+        """Steps between evaluations on held-out examples; 0 if the run has none."""
         return self.eval[self.held_out_tables[0]].every_steps if self.held_out_tables else 0
 
     @property
@@ -160,14 +160,14 @@ _OF_PROBES = frozenset({"engine", "sandbox"})
 
 
 class ProbedConfig(SupervisedConfig):
-    """A run that learns from given examples, and whose model [[eval]] tables may sample on environments meanwhile."""
+    """A run that learns from given examples, and whose [[eval]] tables may also sample answers to an environment's problems."""
 
     eval: Array[ExamplesEvalSection] = ()
     """evaluations during the run, as [[eval]]: held-out examples, or problems of an environment"""
     engine: EngineSection = EngineSection()
-    """engine that probes sample with"""
+    """rollout engine, with which [[eval]] tables sample"""
     sandbox: SandboxSettings = SandboxSettings()
-    """isolation of the tools and tests of probes"""
+    """isolation of tools and tests in [[eval]] tables"""
 
     @property
     def probes(self) -> Mapping[int, ExamplesEvalSection]:

@@ -1,7 +1,8 @@
-"""Names of keys, values and commands in TRL, verl and OpenRLHF, so that an error can answer a habit from there with our name.
+"""Translates keys, values and commands of TRL, verl and OpenRLHF, so that an error can suggest nmoe's name.
 
-A key is looked up by its last names, longest first, in lower case and with underscores: verl's `actor_rollout_ref.rollout.n` by
-`rollout.n`. Several keys of ours in one line are for different commands: the first that the command has is meant.
+A key is looked up by its last parts, longest match first, in lower case and with underscores: verl's `actor_rollout_ref.rollout.n`
+by `rollout.n`. Where several keys of nmoe are listed for one, they belong to different commands: the first that the command has is
+suggested.
 """
 
 import difflib
@@ -129,7 +130,7 @@ WITHOUT: Mapping[str, str] = {
     **dict.fromkeys(("n_gpus_per_node", "nnodes", "actor_num_gpus_per_node"), "torchrun starts one process for each GPU"),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory"), "a run reads its data in its own process"),
 }  # fmt: skip
-"""Keys of other frameworks that nothing here corresponds to, and what holds instead."""
+"""Keys of other frameworks without a counterpart in nmoe, each with an explanation of nmoe's behaviour."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "algorithm.advantage": {
@@ -160,7 +161,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "model.device": {"gpu": "cuda", "mps": "cpu"},
     "sinks.to": {"tb": "tensorboard", "wb": "wandb"},
 }
-"""By key, in lower case: a value elsewhere, and ours."""
+"""For each of nmoe's keys: values that other frameworks use, in lower case, and nmoe's value for each."""
 
 COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("train", "grpo", "ppo", "rloo", "gspo", "dapo", "rlhf", "rlvr", "train_rl"), "rl train"),
@@ -179,32 +180,34 @@ COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("convert", "merge", "save", "push"), "export"),
     **dict.fromkeys(("quickstart", "demo", "start"), "speedrun"),
 }  # fmt: skip
-"""What a person may call a command, and the command that is meant."""
+"""Names that users may try for a command, each with nmoe's command."""
 
 
 def keys_meant(path: Sequence[str]) -> Sequence[str]:
-    """Our keys for another framework's key, in order of preference: the first that the command has is meant. Empty if unknown."""
+    """Returns nmoe's keys for another framework's key, in order of preference: the first that the command has applies. Empty if
+    unknown."""
     return next((KEYS[name] for name in _names(path) if name in KEYS), ())
 
 
 def no_counterpart(path: Sequence[str]) -> str | None:
-    """The explanation for another framework's key that has no counterpart here; None for any other key."""
+    """Returns the explanation for another framework's key that has no counterpart in nmoe; None for any other key."""
     return next((WITHOUT[name] for name in _names(path) if name in WITHOUT), None)
 
 
 def _names(path: Sequence[str]) -> Iterator[str]:
-    """The last names of a key, most of them first."""
+    """Returns the suffixes of a key, longest first: `a.b.c`, `b.c`, `c`."""
     names = [name.lower().replace("-", "_") for part in path for name in part.split(".")]
     return (".".join(names[at:]) for at in range(len(names)))
 
 
 def value_meant(key: str, value: str) -> str | None:
-    """Our value for another framework's: "k3" for `algorithm.kl_estimator` and "low_var_kl"; None if none is known."""
+    """Returns nmoe's value for another framework's: "k3" for "low_var_kl" of `algorithm.kl_estimator`; None if none is known."""
     return VALUES.get(key, {}).get(value.lower())
 
 
 def closest(value: str, choices: Sequence[str], key: str = "") -> str | None:
-    """The most likely choice: another framework's name for it, else the closest spelling, regardless of case."""
+    """Returns the most likely intended choice: nmoe's name for another framework's value, else the closest spelling, regardless
+    of case. None if no choice is similar."""
     plain = value.lower().replace("-", "_")
     same = {choice.lower().replace("-", "_"): choice for choice in choices}
     if (meant := value_meant(key, value)) in choices:
@@ -214,7 +217,8 @@ def closest(value: str, choices: Sequence[str], key: str = "") -> str | None:
 
 
 def table_leaves(path: tuple[str | int, ...], value: object) -> Iterator[tuple[str | int, ...]]:
-    """The paths of the values of a table: `(("actor", "optim", "lr"),)` for `{"optim": {"lr": 1}}` at `("actor",)`."""
+    """Yields the key paths of all values in a nested table: `("actor", "optim", "lr")` for `{"optim": {"lr": 1}}` at
+    `("actor",)`."""
     if isinstance(value, Mapping) and value:
         for key, one in value.items():
             yield from table_leaves((*path, str(key)), one)

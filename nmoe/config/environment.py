@@ -1,7 +1,7 @@
-"""An environment: its problems, the format of its answers, and what a good answer earns.
+"""Schema of an environment: its problems, the format of its answers, and how answers are rewarded.
 
-An environment is its own TOML file or the `[environment]` table of a run; both are this one schema. Relative paths
-in its own file start from that file's directory, those in a run's table from the directory that the command runs in.
+An environment is either a separate TOML file or the `[environment]` table of a run; both have this schema. Relative paths in a
+separate file start from that file's directory, in a run's table from the working directory of the command.
 """
 
 from collections.abc import Iterator
@@ -28,40 +28,39 @@ class SystemByFormat(Section):
 
 
 class EnvironmentSettings(Section):
-    """An environment: task pool, format contract, rewards and their order."""
+    """An environment: its problems (task pool), the format of answers, rewards, tools and limits."""
 
     own_file: ClassVar[bool] = True
 
     env_id: str = Field(min_length=1)
     """name of the environment"""
     version: str = Field(default="1", min_length=1)
-    """version of the environment; change it when grades or problems change"""
+    """version of the environment; change it when grading or problems change"""
     description: str = ""
-    """one line for lists of environments"""
+    """one line, shown in lists of environments"""
     format: Literal["auto", "harmony", "chat", "boxed"] = "auto"
     r"""Harmony messages, messages by the tokenizer's chat template, or plain text with the answer in \boxed{}; auto: Harmony if the
     tokenizer has its control tokens, else its chat template"""
     extraction: Literal["last_number", "prose"] = "last_number"
-    """the answer in a message without a box: its last number, or what follows `the answer is` and the like, else its last formula
-    or number (docs/guides/grading.md)"""
+    """how the answer is found in a message without a box. last_number: its last number; prose: the text after `the answer is`
+    and the like, else its last formula or number (docs/guides/grading.md)"""
     system: str = ""
     """system message before every problem; empty: none"""
     system_by_format: SystemByFormat = SystemByFormat()
-    """system messages for single formats, in place of `system`"""
+    """system messages for particular formats, in place of `system`"""
     reasoning_effort: Literal["low", "medium", "high"] | None = None
-    """how long the model is asked to reason: a line of Harmony's system message, and `reasoning_effort` of a chat template that has
-    it; default: nothing is said"""
+    """reasoning effort requested of the model: a line of Harmony's system message, or `reasoning_effort` of a chat template that
+    has it; default: no request"""
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    """values for names that the tokenizer's chat template has, as transformers and vLLM take them, such as `{enable_thinking =
-    false}`"""
+    """variables passed to the tokenizer's chat template, as in transformers and vLLM, such as `{enable_thinking = false}`"""
     task: Annotated[str | None, NameIn(TASKS)] = None
-    """the task of every pool that names no `task_type`; one of your own as `package.module:Name`"""
+    """task of every pool that sets no `task_type`: a name, or your own class as `package.module:Name`"""
     task_pool: TaskPool = Field(discriminator="type")
     """where the problems come from; default: `task` generates them"""
     rubric: Rubric | None = None
-    """weights of the reward; default: only correctness"""
+    """weights of the reward's components; default: only correctness"""
     curriculum: CurriculumSettings | None = None
-    """weights that change as gates open"""
+    """weights that change from stage to stage, as the policy learns"""
     tools: ToolsSettings | None = None
     """tools that the policy may call"""
     budget: BudgetSettings = BudgetSettings()
@@ -69,12 +68,12 @@ class EnvironmentSettings(Section):
     workspace: WorkspaceSettings | None = None
     """files that each trajectory starts with"""
     rewards: Array[RewardConfig] = ()
-    """rewards beside the rubric's components, as [[rewards]]; docs/guides/rewards.md"""
+    """rewards in addition to the rubric's components, as [[rewards]]; docs/guides/rewards.md"""
 
     @model_validator(mode="before")
     @classmethod
     def _task_of_pools(cls, data: Any) -> Any:
-        """Fills `task` in where a pool names no task type, and the pool that generates problems where there is none."""
+        """Copies `task` into pools without a `task_type`, and adds a pool that generates problems if there is no pool."""
         if not isinstance(data, dict) or not isinstance(task := data.get("task"), str):
             return data
         pool = data.get("task_pool", {"type": "generated"})
@@ -118,7 +117,8 @@ class EnvironmentSettings(Section):
                     yield Conflict(key, "all weights are 0, so every reward would be 0")
 
     def _rewards_open_problems(self) -> bool:
-        """Whether anything other than right answers is rewarded."""
+        """Whether anything other than correctness and efficiency is rewarded, so that open problems (without an answer) can earn
+        a reward."""
         stages = () if self.curriculum is None else self.curriculum.stages
         weights = [*(stage.weights for stage in stages), *([] if self.rubric is None else [self.rubric])]
         beside = any(any(one.model_dump(exclude={"correctness", "efficiency"}).values()) for one in weights)
@@ -134,9 +134,9 @@ def _with_task(pool: Any, task: str) -> Any:
 def held_out(
     settings: EnvironmentSettings, split: Literal["validation", "eval"] = "eval"
 ) -> EnvironmentSettings | None:
-    """The same environment over held-out problems: this split of its generated and reasoning-gym pools.
+    """Returns the same environment with held-out problems: its generated and reasoning-gym pools use `split`.
 
-    None if training may meet them: a pool is a dataset, or does not train on the `train` split.
+    None if training may contain those problems: a pool is a dataset, or does not train on the `train` split.
     """
     pool = settings.task_pool
     if isinstance(pool, GeneratedPool | ReasoningGymPool) and pool.split == "train":
@@ -152,7 +152,7 @@ def held_out(
 
 
 def reseeded(settings: EnvironmentSettings, seed: int) -> EnvironmentSettings:
-    """The same environment with `seed` added to the seed of every pool, so that the run's seed decides its problems."""
+    """Returns the same environment with `seed` added to the seed of every pool, so that the run's seed determines the problems."""
 
     def moved(pool: TaskPool) -> TaskPool:
         update: dict[str, object] = {"seed": (pool.seed + seed) % (MAX_SEED + 1)}

@@ -1,4 +1,5 @@
-"""Recognises the kind of a TOML file by its tables, so that a file given for another kind gets one error line."""
+"""Recognises the kind of a TOML file (run, environment, ...) by its tables, so that a file of the wrong kind gives a single
+error line."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +18,12 @@ _KINDS: Mapping[str, type[Section]] = {
     "a configuration of `nmoe data prepare`": PreparationSettings,
     **{f"a configuration of `nmoe {command}`": schema for command, schema in COMMANDS.items()},
 }
-"""The schema of each kind of file, by what messages call it."""
+"""The schema of each kind of file, by the name of the kind in messages."""
 
 
 def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
-    """The command that a configuration is written for: its schema has the fewest unknown and missing tables, the first of
-    `COMMANDS` at a tie. Raises UserError for a name that does not exist."""
+    """Returns the command that a configuration is written for: the one whose schema has the fewest unknown and missing tables,
+    at a tie the first in `COMMANDS`. Raises UserError if no configuration has that name."""
     path = find_configuration(str(path))
     try:
         tables = set(toml_of(path.read_text()))
@@ -39,11 +40,12 @@ def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str], schema: type[Section]) -> str | None:
-    """The message for a file `path` of another kind than `schema`: its kind, and where it belongs. None if it may fit `schema`.
+    """Returns the message for a file `path` of another kind than `schema`: its kind, and where it belongs. None if it may fit
+    `schema`.
 
-    `tables` is the file's document, and `keys` are its top-level keys and the overrides'. The file is of another kind if
-    `schema` knows none of its keys and the other most of them, or if `schema` lacks a required table that the other does not
-    know, and the other lacks none.
+    `tables` is the parsed file, and `keys` are the top-level keys of file and overrides. The file is of another kind if `schema`
+    has none of its keys and the other kind has most of them, or if `schema` requires a table that is missing and unknown to the
+    other kind, while the other kind misses none.
     """
     own = next((name for name, other in _KINDS.items() if other is schema), None)
     if own is None or not tables:
@@ -69,7 +71,7 @@ def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str]
 
 
 def _remedy(path: Path, tables: Mapping[str, Any], kind: str, schema: type[Section]) -> str:
-    """A hint for the message: the key that takes a file of this kind, or the file that was most likely meant."""
+    """Returns a hint for the message: the key under which a file of this kind is named, or the file that was most likely meant."""
     if kind == "an environment":
         return f'; name it by [environment] path = "{path}"' if "environment" in schema.model_fields else ""
     named = tables.get("environment")

@@ -1,4 +1,4 @@
-"""Shows the packaged environments and configurations: a table of each kind, and the text of one."""
+"""Lists the packaged environments and configurations, and shows the text of one."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def list_environments() -> Iterator[str]:
 
 
 def list_configurations() -> Iterator[str]:
-    """Returns a table of the packaged configurations and preparations: name, command, package, description. Both command and
-    description are taken from the comment that one begins with: its first sentence, and the line that runs it."""
+    """Returns a table of the packaged configurations and preparations: name, command, package, description. Command and
+    description come from the file's leading comment: the command line in it, and its first sentence."""
     listed = [*packaged_configurations(), *packaged_preparations()]
     return columns([("NAME", "COMMAND", "FROM", "DESCRIPTION"), *map(_configuration, listed)])
 
 
 def show_configuration(named: str) -> str:
-    """The text of a packaged configuration or preparation, which means the same as a file in any directory: an environment that it
-    names by a path from where it lies is written as a name, or absolute. Raises UserError where nothing has the name."""
+    """Returns the text of a packaged configuration or preparation, so that a copy works in any directory: a relative path to an
+    environment is replaced by the environment's name or an absolute path. Raises UserError if there is none of this name."""
     is_preparation = any(one.name == named.removesuffix(".toml") for one in packaged_preparations())
     return _from_anywhere(packaged_preparation(named) if is_preparation else packaged_configuration(named))
 
 
 def show_environment(named: str) -> str:
-    """The text of a packaged environment, likewise: the paths of data beside it are absolute."""
+    """Returns the text of a packaged environment, so that a copy works in any directory: data paths are made absolute."""
     return _from_anywhere(packaged_environment(named))
 
 
 def columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table whose columns are as wide as their widest cells; the last one has any width."""
+    """Yields the lines of a table: each column as wide as its widest cell, except the last."""
     rows = list(rows)
     if not rows:
         return

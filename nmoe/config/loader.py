@@ -29,26 +29,27 @@ _SYNTAX_PLACE = re.compile(r"(.*) \(at line (\d+), column (\d+)\)", re.DOTALL)
 
 
 def load(path: Path, schema: type[S], overrides: Sequence[str] = ()) -> S:
-    """Reads the TOML file `path` and lays `overrides` ("--section.key=value", the last one wins) over it.
+    """Reads the TOML file `path`, applies `overrides` ("--section.key=value"; of several for one key the last counts), and returns
+    the checked settings.
 
-    Sections in separate files (`FromFile`) are read and checked with it. Raises ConfigError with all
-    mistakes: a file that cannot be read, TOML syntax, malformed overrides, unknown keys, wrong types and values,
-    missing keys, conflicts.
+    Sections in separate files (`FromFile`) are read and checked too. Raises ConfigError with all problems: a file that cannot be
+    read, TOML syntax, malformed overrides, unknown keys, wrong types and values, missing keys, conflicts.
     """
     data, where, problems = _laid_over(path, schema, overrides)
     return _check(data, schema, where, problems)
 
 
 def places(path: Path, schema: type[Section], overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Locator]:
-    """The data that `load` checks, and the file and line of every value. Raises ConfigError for a file that cannot be read."""
+    """Returns the data that `load` would check, and the file and line of every value. Raises ConfigError if a file cannot be
+    read."""
     data, where, _ = _laid_over(path, schema, overrides)
     _read_sections(data, schema, where, (), [])
     return data, where
 
 
 def located(error: UserError, path: Path, overrides: Sequence[str], schema: type[Section]) -> UserError:
-    """The error with the lines of the file `path`, and the overrides, that name its missing input. Returns the error itself if it
-    reports no missing input, or if nothing names it, because it is a default."""
+    """Returns the error extended by the lines of the file `path`, and the overrides, that name the missing input. Returns the
+    error itself if it is about no missing input, or if only a default names the input."""
     missing: BaseException | None = error
     while missing is not None and not isinstance(missing, MissingInputError):
         missing = missing.__cause__ or missing.__context__
@@ -65,12 +66,13 @@ def located(error: UserError, path: Path, overrides: Sequence[str], schema: type
 
 
 def _names(value: str, named: str) -> bool:
-    """Whether a value names the input: alone, with a slice, or behind a source's name (`jsonl:problems.jsonl`)."""
+    """Whether a value names the input `named`: exactly, with a slice behind it, or after a source's name
+    (`jsonl:problems.jsonl`)."""
     return named in (value, split_path(value)[0], str(Path(value)), value.partition(":")[2])
 
 
 def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
-    """All strings below a value, with their paths."""
+    """Yields all strings in a nested value, with their key paths."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping | list | tuple):
@@ -81,7 +83,7 @@ def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
 def _laid_over(
     path: Path, schema: type[Section], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Locator, list[Mistake]]:
-    """The file's document with the overrides over it, and the mistakes in these."""
+    """Returns the parsed file with the overrides applied, the place of every value, and the mistakes in the overrides."""
     problems = [Mistake(Place(text, is_override=True), _no_override(text, schema)) for text in malformed(overrides)]
     try:
         data, where = _read(path, schema)
@@ -101,7 +103,8 @@ def _laid_over(
 
 
 def load_with(path: Path | None, schema: type[S], tables: Mapping[str, Any], source: str) -> S:
-    """The settings in a file, if there is one, with `tables` laid over them: what a program says, which messages call `source`.
+    """Returns the settings in a file (defaults if `path` is None) with `tables` from a program applied over it; messages name the
+    program by `source`.
 
     Raises ConfigError with all problems.
     """
@@ -116,21 +119,22 @@ def load_with(path: Path | None, schema: type[S], tables: Mapping[str, Any], sou
 def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
     """Loads a run's configuration: a file, or a packaged name (`Path("sort_grpo")`).
 
-    A run without a name is called after its file; an adapter without a learning rate has ten times the command's default. Raises
-    ConfigError with all problems, and UserError for a name that nothing has."""
+    A run without a name gets its file's name; a LoRA run without a learning rate gets ten times the command's default. Raises
+    ConfigError with all problems, and UserError for an unknown name.
+    """
     path = find_configuration(str(path))
     return _completed(load(path, schema, overrides), path.stem)
 
 
 def load_run_with(path: Path | None, schema: type[C], tables: Mapping[str, Any], source: str, name: str) -> C:
-    """The configuration of a run in a file, if there is one, with `tables` laid over it; otherwise as `load_run`. `source` is what
-    messages call the program's tables, and `name` is the run's without a file."""
+    """Loads a run's configuration as `load_run`, with `tables` from a program applied over the file, if there is one. Messages
+    name the program's tables by `source`; `name` is the name of a run without a file."""
     path = None if path is None else find_configuration(str(path))
     return _completed(load_with(path, schema, tables, source), name if path is None else path.stem)
 
 
 def _completed(config: C, stem: str) -> C:
-    """Fills in what depends on other keys: the name, and the learning rate of an adapter."""
+    """Fills in defaults that depend on other keys: the run's name, and the learning rate of an adapter."""
     if "learning_rate" not in config.optimizer.model_fields_set:
         adapts = isinstance(config, AdaptableConfig) and config.lora is not None
         rate = config.optimizer.learning_rate * (LORA_LEARNING_RATE_FACTOR if adapts else 1)
@@ -143,17 +147,18 @@ def _completed(config: C, stem: str) -> C:
 
 
 def load_environment(named: Path) -> EnvironmentSettings:
-    """The settings in a TOML file, in a directory's environment.toml, or of a packaged environment. Raises UserError."""
+    """Loads an environment: a TOML file, the environment.toml of a directory, or a packaged name. Raises UserError."""
     return load(find_environment(str(named)), EnvironmentSettings)
 
 
 def load_preparation(named: Path, overrides: Sequence[str] = ()) -> PreparationSettings:
-    """The settings in a TOML file, or of a packaged preparation (`Path("numina")`). Raises UserError."""
+    """Loads the configuration of a data preparation: a TOML file, or a packaged name (`Path("numina")`). Raises UserError."""
     return load(find_preparation(str(named)), PreparationSettings, overrides)
 
 
 def parse(data: dict[str, Any], schema: type[S], where: Locator) -> S:
-    """Checks data that was read already; `where` knows its lines, or names its source: `Locator(Place("metadata"))`.
+    """Checks data that is already parsed and returns the settings. `where` has the line of each value, or one name for the whole
+    source: `Locator(Place("metadata"))`.
 
     Raises ConfigError with all problems.
     """
@@ -181,7 +186,8 @@ def _check(data: dict[str, Any], schema: type[S], where: Locator, problems: list
 
 
 def _follows_from(unread: list[KeyPath], path: KeyPath, kind: str) -> bool:
-    """Whether an error follows from a section that could not be read: the section's own error, or a conflict around it."""
+    """Whether an error at `path` is only a consequence of a section that could not be read: an error in that section, or a
+    conflict in a section around it."""
     return any(
         path[: len(section)] == section or (kind == "value_error" and section[: len(path)] == path)
         for section in unread
@@ -191,8 +197,8 @@ def _follows_from(unread: list[KeyPath], path: KeyPath, kind: str) -> bool:
 def _read_sections(
     data: dict[str, Any], schema: type[Section], where: Locator, table: KeyPath, problems: list[Mistake]
 ) -> list[KeyPath]:
-    """Replaces sections given as a file by the file's contents, in `data` and in `where`; returns the sections it could not
-    read."""
+    """Replaces each section that names a separate file by the file's contents, in `data` and in `where`; returns the paths of
+    sections whose file could not be read."""
     unread = []
     for key, known in schema.model_fields.items():
         path, value, sections = (*table, key), data.get(key), sections_of(known.annotation)
@@ -218,7 +224,7 @@ def _read_sections(
 def _read_section(
     beside: dict[str, Any], section: type[Section], mark: FromFile, where: Locator, path: KeyPath
 ) -> dict[str, Any]:
-    """The contents of the file that the table at `path` names, under the keys that stand beside its `path`."""
+    """Returns the contents of the file that the table at `path` names, overridden by the keys beside its `path`."""
     file, place = beside.pop("path"), where.place((*path, "path"))
     if not isinstance(file, str):
         problem = at(where, (*path, "path"), "expected the path of a TOML file, as a string", file)
@@ -277,7 +283,7 @@ def _exists(path: Path) -> bool:
 
 
 def _no_override(text: str, schema: type[Section]) -> str:
-    """The message for an argument that is no override, with the override that was most likely meant."""
+    """Returns the message for an argument that is not an override, with the override that was most likely meant."""
     bare = text.lstrip("-")
     if not malformed([f"--{bare}"]):
         return f"not an override; did you mean --{bare}?"
@@ -299,14 +305,15 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
 
 
 def _data_hint(path: Path, schema: type[Section]) -> str:
-    """The message for a data file that was given instead of a configuration."""
+    """Returns the message for a data file given in place of a configuration."""
     kind = path.suffix[1:] if path.suffix in (".csv", ".parquet") else "jsonl"
     named = next((hint for key, hint in _DATA_KEYS if key in schema.model_fields), 'path = "{file}"')
     return f"is data, and no TOML file of settings; name it in one: {named.format(type=kind, file=path)}"
 
 
 def _in_directory(path: Path) -> str:
-    """A hint for a directory given as a configuration: the file in it that was probably meant."""
+    """Returns a hint for a directory given in place of a configuration: the file in it that was probably meant. Empty if there
+    is none."""
     for name, said in (
         ("config.toml", "; {} is what a run there was configured by"),
         ("config.json", "; a model's is named by --model.path={}"),
@@ -317,8 +324,8 @@ def _in_directory(path: Path) -> str:
 
 
 def _read(path: Path, schema: type[Section], named_at: str = "") -> tuple[dict[str, Any], Locator]:
-    """The document in the file `path`, which should fit `schema`. `named_at` is the file and line that name it, unless a user
-    did."""
+    """Returns the parsed file `path`, meant to fit `schema`, and the place of every value. `named_at` is the file and line that
+    names `path`, empty if the user named it on the command line."""
     place = Place(str(path))
     by = f" (named at {named_at})" if named_at else ""
     if path.suffix in _DATA_SUFFIXES and path.is_file():

@@ -1,7 +1,7 @@
-"""Finds the line of every key and array item of a TOML text, which `tomllib` reads without positions.
+"""Finds the line of every key and array item of a TOML text, since `tomllib` returns no positions.
 
-The text is known to be valid TOML when it gets here, so the scanner only has to follow the structure: what a table
-header opens, where a string ends, how deep an array goes. It decodes nothing but quoted keys.
+The text is already known to be valid TOML, so the scanner only follows its structure: table headers, the ends of strings, nested
+arrays. It decodes nothing but quoted keys.
 """
 
 import re
@@ -12,16 +12,16 @@ from pathlib import Path
 from nmoe.parsing import toml_of
 
 KeyPath = tuple[str | int, ...]
-"""The way to a value from the top of a document: `("task_pool", "sources", 1, "weight")`."""
+"""The keys and indices that lead from the top of a document to a value: `("task_pool", "sources", 1, "weight")`."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The source of a value: a file and line, `Place("configs/grpo.toml", line=12)`, or an override by its text.
+    """The source of a value: a file and line, `Place("configs/grpo.toml", line=12)`, or the text of an override.
 
-    `root` is how many leading keys of a path the place stands for itself: the file that holds `[environment]` names its
-    own keys without that prefix, and an override's text holds its whole path. `directory` is what the paths of files
-    named at this place start from.
+    `root` is the number of leading keys of a path that the source leaves out: a separate file with the contents of `[environment]`
+    names its keys without that prefix, and an override's text contains its whole path. Relative paths in the source start from
+    `directory`.
     """
 
     source: str
@@ -36,31 +36,33 @@ class Place:
 
 @dataclass
 class Locator:
-    """The place of every value of a document, by key path. A value whose place is unknown has its table's."""
+    """The place of every value of a document, by key path. A value without a known place gets the place of its table."""
 
     root: Place
     places: dict[KeyPath, Place] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> Place:
-        """The place of `path`, else of the nearest table or array around it, else of the document."""
+        """Returns the place of `path`, else of the nearest table or array around it, else of the document."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return self.root
 
     def place_of_key(self, path: KeyPath) -> Place:
-        """The place that wrote the key `path`, or a key below it, as an override does."""
+        """Returns the place where the key `path` is written, else where a key below it is (as in an override), else the place of
+        the table."""
         below = (place for known, place in self.places.items() if known[: len(path)] == path)
         return self.places.get(path) or next(below, self.place(path))
 
     def adopt(self, path: KeyPath, other: "Locator") -> None:
-        """Takes the places at and below `path` from `other`, whose value stands there from now on."""
+        """Replaces the places at and below `path` by those in `other`, because the value there now comes from `other`."""
         self.places = {known: place for known, place in self.places.items() if known[: len(path)] != path}
         self.places[path] = other.place(path)
         self.places |= {known: place for known, place in other.places.items() if known[: len(path)] == path}
 
     def below(self, prefix: KeyPath) -> "Locator":
-        """This document's locator for when its contents stand at `prefix` of another."""
+        """Returns this locator with all paths moved below `prefix`, for a document whose contents are inserted there into
+        another."""
 
         def moved(place: Place) -> Place:
             return replace(place, root=place.root + len(prefix))
@@ -70,7 +72,7 @@ class Locator:
 
 
 def locate(text: str, file: Path) -> Locator:
-    """The locator of the valid TOML document `text`, read from `file`."""
+    """Returns the locator (key path to line) of the valid TOML document `text`, read from `file`."""
     root = Place(str(file), directory=file.parent)
     lines = _Scanner(text).scan()
     return Locator(root, {path: replace(root, line=line) for path, line in lines.items()})
@@ -88,7 +90,7 @@ _BLANK_LINES = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 
 
 class _Scanner:
-    """One pass over a document. `at` is the offset reached; `lines` collects the result."""
+    """Scans a document once. `at` is the current offset; `lines` collects the line of each key path."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -122,7 +124,7 @@ class _Scanner:
         self.at += len(token)
 
     def _key(self) -> list[str]:
-        """A key of one or more parts, `a."b c".d`, and the blanks around it."""
+        """Consumes a key of one or more parts, such as `a."b c".d`, with the blanks around it; returns the parts."""
         parts = []
         while True:
             self._take(_BLANK)
@@ -138,7 +140,8 @@ class _Scanner:
             self.at += 1
 
     def _enter(self, table: KeyPath, parts: list[str]) -> KeyPath:
-        """The path of `parts` from `table`. Tables on the way begin here if they are new, arrays mean their last item."""
+        """Returns the path of `parts` below `table`, recording the current line for tables that first appear here. An array of
+        tables stands for its last item."""
         for part in parts:
             table = (*table, part)
             self.lines.setdefault(table, self.line)
@@ -194,7 +197,8 @@ class _Scanner:
         self._value(path)
 
     def _items(self, opening: str, closing: str, scan_item: Callable[[int], None]) -> None:
-        """A comma-separated list in brackets: an array's values or an inline table's pairs."""
+        """Consumes a comma-separated list in brackets (an array or inline table), calling `scan_item` with the index of each
+        item."""
         self._literally(opening)
         index = 0
         self._take(_BLANK_LINES)

@@ -1,10 +1,10 @@
-"""The modes of evaluation: how completions are sampled and how they count. Results of different modes are not comparable.
+"""The modes of evaluation: how completions are sampled and scored. Results of different modes are not comparable.
 
 - `greedy_pass@1`: one completion at temperature 0;
 - `sampling_pass@n`: the majority answer of n completions at a temperature above 0 (self-consistency; Wang et al. 2022,
   arXiv:2203.11171). n = 1 is one sample. The same completions give `pass@k` for every k up to n (Chen et al. 2021);
-- `nondet_proxy_pass@n`: whether any of n completions at temperature 0 is right. They differ only as far as the engine's
-  arithmetic does, so this is a diagnostic of it and no figure to quote.
+- `nondet_proxy_pass@n`: whether any of n completions at temperature 0 is right. These differ only by the engine's
+  nondeterminism, so the mode is a diagnostic of the engine and not a result to report.
 
 Multiple choice by likelihood (`nmoe.eval.choices`) samples nothing; its modes are LIKELIHOOD_MODES.
 """
@@ -30,7 +30,7 @@ _EXAMPLES = ("greedy_pass@1", "sampling_pass@8", "nondet_proxy_pass@8", *LIKELIH
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode with its sampling: `Mode("sampling_pass@8", samples=8, temperature=0.6)`."""
+    """A mode with its number of samples and temperature: `Mode("sampling_pass@8", samples=8, temperature=0.6)`."""
 
     name: str
     samples: int
@@ -38,14 +38,14 @@ class Mode:
 
     @property
     def is_of_nondeterminism(self) -> bool:
-        """Whether the mode samples several completions at temperature 0."""
+        """Whether the mode samples several completions at temperature 0, to measure the engine's nondeterminism."""
         return self.temperature == 0 and self.samples > 1
 
 
 def mode_of(name: str | None = None, samples: int | None = None, temperature: float | None = None) -> Mode:
-    """The mode of this name or, without one, of this many samples at this temperature, by default one at 0.
+    """Returns the mode with this name or, without a name, with this many samples at this temperature (default: one sample at 0).
 
-    Raises UserError for an unknown name, and for samples or a temperature that do not fit it.
+    Raises UserError for an unknown name, and for samples or a temperature that do not fit the name.
     """
     if name is None:
         return _mode_of_sampling(samples or 1, temperature or 0.0)
@@ -86,8 +86,8 @@ def _mode_of_sampling(samples: int, temperature: float) -> Mode:
 
 
 def why_not_comparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
-    """Why two results, as records, cannot be compared: another mode, or the same with other sampling settings; None if they can.
-    A result without settings was written before they were kept."""
+    """Returns why two recorded results cannot be compared (different modes, or different sampling settings in one mode); None if
+    they can. Older records lack sampling settings, which are then not compared."""
     if a["mode"] != b["mode"]:
         return f"{a['mode']} and {b['mode']} are different modes, which are never compared: evaluate both in one"
     left, right = a.get("sampling"), b.get("sampling")

@@ -1,4 +1,4 @@
-"""Reads `--section.key=value` from the command line into a document, ready to be laid over the file's."""
+"""Parses `--section.key=value` arguments of the command line, and applies them to the document of a file."""
 
 import re
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ _OVERRIDE = re.compile(r"--([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)=(.*)", re.DOTAL
 
 
 def read_override(text: str) -> tuple[KeyPath, Any] | None:
-    """The key path and value of `--section.key=value`, or None if `text` has another form."""
+    """Returns the key path and value of `--section.key=value`; None if `text` has another form."""
     match = _OVERRIDE.fullmatch(text)
     return None if match is None else (tuple(match[1].split(".")), read_value(match[2]))
 
 
 def read_value(text: str) -> Any:
-    """`text` as the TOML value it spells, else as the string it is: `1e-6`, `[1, 2]`, `true`, `"7"`, `grpo`."""
+    """Parses `text` as a TOML value (`1e-6`, `[1, 2]`, `true`, `"7"`); returns it unchanged, as a string, if it is not TOML
+    (`grpo`)."""
     try:
         # Inside an inline table a value has to be complete: neither a comment nor a second key can follow it.
         document = toml_of("table = {value = " + text + "}")
@@ -32,8 +33,8 @@ def read_value(text: str) -> Any:
 
 
 def indexed(path: KeyPath, schema: type[Section], data: Any) -> KeyPath | str:
-    """The path of an override with indices of array tables as integers, `("eval", 0, "every_steps")`; or an error message. The
-    index behind the array's last table in `data` begins another table."""
+    """Returns the path of an override with array indices as integers, `("eval", 0, "every_steps")`; or an error message, as a
+    string. An index one past the array's last table in `data` adds a table."""
     found: KeyPath = ()
     annotation: Any = schema
     for depth, key in enumerate(path):
@@ -54,7 +55,7 @@ def indexed(path: KeyPath, schema: type[Section], data: Any) -> KeyPath | str:
 
 
 def override_document(path: KeyPath, value: Any, text: str) -> tuple[dict[str, Any], Locator]:
-    """The document that holds only `value` at `path`; its place is the text of the override."""
+    """Returns a nested document that holds only `value` at `path`, and its locator, which names the override's text."""
     data: Any = value
     for key in reversed(path):
         data = {key: data}
@@ -65,8 +66,8 @@ def override_document(path: KeyPath, value: Any, text: str) -> tuple[dict[str, A
 def lay_over(
     data: dict[str, Any], where: Locator, over: dict[str, Any], where_over: Locator, table: KeyPath = ()
 ) -> None:
-    """Lays the document `over` onto `data`, in place: tables are joined key by key, any other value is replaced, and so is
-    a table of another `type`, whose keys are others."""
+    """Merges the document `over` into `data`, in place: tables are merged key by key, other values are replaced. A table with
+    another `type` is replaced too, since its keys differ."""
     for key, value in over.items():
         path = (*table, key)
         below = data.get(key)
@@ -92,7 +93,7 @@ def lay_over(
 def _lay_over_item(
     array: list[Any], where: Locator, index: int, value: Any, where_over: Locator, table: KeyPath
 ) -> None:
-    """Lays an override of one array item over that item."""
+    """Applies an override to the item at `index` of an array."""
     path = (*table, index)
     if isinstance(value, dict) and isinstance(array[index], dict) and path not in where_over.places:
         lay_over(array[index], where, value, where_over, path)
@@ -102,8 +103,8 @@ def _lay_over_item(
 
 
 def joined(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--section.key value` written as `--section.key=value`: a key has a dot, and its value is the argument
-    behind it unless that is an option itself."""
+    """Returns the arguments with each `--section.key value` joined into `--section.key=value`. Such a key has a dot, and its
+    value is the next argument, unless that starts with `--`."""
     whole: list[str] = []
     rest = list(arguments)
     while rest:
@@ -115,5 +116,5 @@ def joined(arguments: Sequence[str]) -> list[str]:
 
 
 def malformed(overrides: Sequence[str]) -> list[str]:
-    """The overrides that do not have the form `--section.key=value`."""
+    """Returns the overrides that do not have the form `--section.key=value`."""
     return [text for text in overrides if _OVERRIDE.fullmatch(text) is None]

@@ -39,7 +39,8 @@ _VALUE = re.compile(r"(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<resource>\w+(?:\.\w
 class Packaged:
     """A named environment, configuration or preparation: `Packaged("skills", "nmoe", Path(".../environments/skills.toml"), None)`.
 
-    `package` is the distribution it came with. `problem` says why an entry point leads nowhere; then there is no `path`.
+    `package` is the distribution that contains it. `problem` is the reason why an entry point cannot be resolved; `path` is then
+    None.
     """
 
     name: str
@@ -50,7 +51,8 @@ class Packaged:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Environments, configurations or preparations: the directory of nmoe's, and the file that stands for a whole directory."""
+    """One kind of packaged file (environments, configurations or preparations): the directory in nmoe, and the file name that
+    represents a whole directory."""
 
     noun: str
     directory: Path
@@ -67,9 +69,10 @@ class _Kind:
         ]
 
     def find(self, named: str, path: Path) -> Path:
-        """The file that `named` means, where no such file lies at `path`: the packaged one, if it is written as a name.
+        """Returns the file that `named` means if no such file exists at `path`: the packaged file of this name.
 
-        What ends in .toml or has a separator is a file and nothing else: in a wrong folder another configuration would be trained.
+        A name that ends in .toml or has a separator is always a file path: with a fallback, a command in the wrong directory would
+        train another configuration.
         """
         if match := _URL.match(named):
             url = match[0] + "//" + named[match.end() :].lstrip("/")
@@ -95,7 +98,8 @@ class _Kind:
         )
 
     def packaged(self, named: str) -> Path:
-        """The packaged file of this name; the current directory is not searched."""
+        """Returns the packaged file with this name; the current directory is not searched. Raises UserError unless there is
+        exactly one."""
         known, name = self.all(), named.removesuffix(".toml")
         found = [one for one in known if one.name == name]
         if not found:
@@ -162,27 +166,27 @@ _PREPARATION = _Kind("preparation", PREPARATIONS, "preparation.toml", "nmoe conf
 
 
 def packaged_environments() -> list[Packaged]:
-    """All of them by name: first nmoe's, then the installed packages'."""
+    """Returns all packaged environments, sorted by name: first nmoe's, then those of installed packages."""
     return _ENVIRONMENT.all()
 
 
 def packaged_configurations() -> list[Packaged]:
-    """All of them by name: first nmoe's, then the installed packages'."""
+    """Returns all packaged configurations, sorted by name: first nmoe's, then those of installed packages."""
     return _CONFIGURATION.all()
 
 
 def packaged_preparations() -> list[Packaged]:
-    """All of them by name: first nmoe's, then the installed packages'."""
+    """Returns all packaged data preparations, sorted by name: first nmoe's, then those of installed packages."""
     return _PREPARATION.all()
 
 
 def find_environment(named: str, directory: Path = Path()) -> Path:
-    """The TOML file that `named` means: a file, a directory that holds environment.toml, or else a packaged environment's name,
-    `skills`.
+    """Returns the TOML file that `named` means: a file, a directory with environment.toml, or a packaged environment's name, such
+    as `skills`.
 
-    Relative paths start from `directory`. What ends in .toml or has a separator is a file and nothing else: where it does not exist
-    it is returned as it is, for its reader to refuse. Raises UserError for a file that is not there and has a packaged one's name,
-    for a URL, for a bare name that nothing has, and for one that two packages offer.
+    Relative paths start from `directory`. A name that ends in .toml or has a separator is always a file path, returned unchanged if
+    no such file exists, so that reading it fails. Raises UserError if that missing file has a packaged environment's name, and for
+    a URL, an unknown name, or a name that two packages offer.
     """
     path = directory / named
     if path.is_dir():
@@ -191,32 +195,33 @@ def find_environment(named: str, directory: Path = Path()) -> Path:
 
 
 def find_configuration(named: str) -> Path:
-    """The TOML file that `named` means: a file, or else a packaged configuration's name, `sft`; anything else is treated as in
+    """Returns the TOML file that `named` means: a file, or a packaged configuration's name, such as `sft`; otherwise as
     `find_environment`.
 
-    A directory does not stand in a name's way: beside a folder `sft`, too, `sft` means the packaged one.
+    A directory called `sft` is ignored: `sft` still means the packaged configuration.
     """
     path = Path(named)
     return path if path.is_file() else _CONFIGURATION.find(named, path)
 
 
 def find_preparation(named: str) -> Path:
-    """The TOML file that `named` means, as `find_configuration`: a file, or else a packaged preparation's name, `numina`."""
+    """Returns the TOML file that `named` means: a file, or a packaged data preparation's name, such as `numina`, as
+    `find_configuration`."""
     path = Path(named)
     return path if path.is_file() else _PREPARATION.find(named, path)
 
 
 def packaged_environment(named: str) -> Path:
-    """The TOML file of the packaged environment of this name; the current directory is not searched. Raises UserError unless there
-    is exactly one."""
+    """Returns the TOML file of the packaged environment with this name; the current directory is not searched. Raises UserError
+    unless there is exactly one."""
     return _ENVIRONMENT.packaged(named)
 
 
 def packaged_configuration(named: str) -> Path:
-    """The TOML file of the packaged configuration of this name, as `packaged_environment`."""
+    """Returns the TOML file of the packaged configuration with this name; errors as in `packaged_environment`."""
     return _CONFIGURATION.packaged(named)
 
 
 def packaged_preparation(named: str) -> Path:
-    """The TOML file of the packaged preparation of this name, as `packaged_environment`."""
+    """Returns the TOML file of the packaged data preparation with this name; errors as in `packaged_environment`."""
     return _PREPARATION.packaged(named)

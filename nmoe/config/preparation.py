@@ -1,4 +1,5 @@
-"""The configuration of `nmoe data prepare`: a source of problems, its filters, and the files drawn from what they leave."""
+"""The configuration of `nmoe data prepare`: a source of problems, filters, and the files that are drawn from the remaining
+problems."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from nmoe.config.base import MAX_SEED, Array, Conflict, DataPath, Section
 from nmoe.config.tables.run import NAME
 
 OWN_FILES = ("rl_pool", "sft", "dev", "small_pool", "id_probe")
-"""The files that are drawn from the source, in the order in which they draw where a problem fits several."""
+"""The files drawn from the source, in order of priority: a problem that fits several goes to the first."""
 
 
 class SourceSection(Section):
@@ -25,7 +26,7 @@ class SourceSection(Section):
 
 
 class FiltersSection(Section):
-    """[filters]: which problems stay."""
+    """[filters]: which problems of the source are kept."""
 
     question_types: Array[str] = ("math-word-problem",)
     """values of `question_type` to keep; empty: all"""
@@ -40,18 +41,18 @@ class FiltersSection(Section):
 
 
 class SplitsSection(Section):
-    """[splits]: how many problems each file gets; 0: no file. No problem is in two of them."""
+    """[splits]: number of problems in each file; 0: no file. No problem is in two files."""
 
     rl_pool: int = Field(default=50_000, ge=0)
     """`rl_pool.jsonl`: input and label"""
     sft: int = Field(default=5_000, ge=0)
     r"""`sft.jsonl`: input, label, and an output that ends in \boxed{label}"""
     dev: int = Field(default=500, ge=0)
-    """`dev.jsonl`: likewise, to evaluate SFT on"""
+    """`dev.jsonl`: input, label and output as in `sft.jsonl`, to evaluate SFT on"""
     small_pool: int = Field(default=400, ge=0)
     """`small_pool.jsonl`: input and label, for short experiments"""
     id_probe: int = Field(default=200, ge=0)
-    """`id_probe.jsonl`: input and label, held out of the same distribution"""
+    """`id_probe.jsonl`: input and label, to evaluate on held-out problems of the training distribution"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if not any(getattr(self, name) for name in OWN_FILES):
@@ -59,7 +60,7 @@ class SplitsSection(Section):
 
 
 class GivenSetSection(Section):
-    """A given dataset of problems."""
+    """A dataset of problems from elsewhere: a file, a directory or a Hugging Face name."""
 
     path: Annotated[str, DataPath(may_be_name=True)] = Field(min_length=1)
     """file (JSONL, JSON, Parquet, CSV), directory or Hugging Face name"""
@@ -72,7 +73,7 @@ class GivenSetSection(Section):
 
 
 class ProbeSection(GivenSetSection):
-    """[[probes]]: problems of another dataset, to evaluate on. None of them is in a file that is drawn from the source."""
+    """[[probes]]: problems of another dataset, to evaluate on. No file drawn from the source contains any of them."""
 
     name: str = Field(default="ood_probe", min_length=1)
     """the file, `NAME.jsonl`; probes of one name are written into one"""
@@ -89,14 +90,14 @@ class ProbeSection(GivenSetSection):
 
 
 class ContaminationSection(Section):
-    """[contamination]: problems of the source that are also in given evaluation sets."""
+    """[contamination]: finds problems of the source that are also in given evaluation sets."""
 
     action: Literal["remove", "report"] = "remove"
-    """what becomes of a problem that a given set has, or shares an n-gram with"""
+    """remove or only report a problem that is in an evaluation set, or shares an n-gram with one there"""
     ngram: int = Field(default=13, ge=2)
-    """length in words of a run that two different problems do not share"""
+    """n-gram length in words: two problems that share one this long count as the same"""
     sets: Array[GivenSetSection] = ()
-    """the sets, as [[contamination.sets]]"""
+    """the evaluation sets, as [[contamination.sets]]"""
 
 
 class PreparationSettings(Section):
@@ -109,10 +110,10 @@ class PreparationSettings(Section):
     source: SourceSection = SourceSection()
     """problems to prepare"""
     filters: FiltersSection = FiltersSection()
-    """which problems stay"""
+    """which problems are kept"""
     splits: SplitsSection = SplitsSection()
     """sizes of the files"""
     probes: Array[ProbeSection] = ()
     """problems of other datasets to evaluate on"""
     contamination: ContaminationSection = ContaminationSection()
-    """evaluation sets that training must not meet"""
+    """evaluation sets whose problems must not be trained on"""

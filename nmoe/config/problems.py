@@ -1,4 +1,4 @@
-"""Describes each problem of a configuration in one line: file and line, the value, the fault and the remedy."""
+"""Describes each problem of a configuration in one line: file and line, the value, the error and how to fix it."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Mistake:
-    """One line of a report: `configs/x.toml:12` and `[optimizer] learnng_rate = 0.1: unknown key; ...`."""
+    """One line of an error report: `configs/x.toml:12` and `[optimizer] learnng_rate = 0.1: unknown key; ...`."""
 
     place: Place
     message: str
@@ -52,7 +52,7 @@ class ConfigError(UserError):
     """A configuration that cannot be used. Its text lists all problems, one per line."""
 
     def __init__(self, problems: list[Mistake], first: str = "") -> None:
-        """Orders the problems: by file, `first` before the others, and by line; overrides come last."""
+        """Sorts the problems by file (`first` before the others), then by line; overrides come last."""
         sources = list(dict.fromkeys([first, *(problem.place.source for problem in problems)]))
 
         def order(problem: Mistake) -> tuple[bool, int, int]:
@@ -65,12 +65,13 @@ class ConfigError(UserError):
 
 
 def at(where: Locator, path: KeyPath, message: str, value: Any = None) -> Mistake:
-    """The problem `message` at `path`, with the value that stands there, if any."""
+    """Returns the problem `message` at the key `path`, with the value of the key if it is given."""
     return _named(where.place(path), path, message, value)
 
 
 def _named(place: Place, path: KeyPath, message: str, value: Any) -> Mistake:
-    """Names `path` as the file of `place` does; an override's own text names its path already."""
+    """Returns the problem with `path` written as in its source: relative to the file's contents, and left out for an override,
+    whose text contains it."""
     name = key_name(path[place.root :], is_table=isinstance(value, dict))
     if name and value is not None and not isinstance(value, dict):
         name += f" = {_shown(value)}"
@@ -78,7 +79,8 @@ def _named(place: Place, path: KeyPath, message: str, value: Any) -> Mistake:
 
 
 def key_name(path: KeyPath, is_table: bool = False) -> str:
-    """`("task_pool", "sources", 1, "weight")` as `[task_pool.sources[1]] weight`, tables wholly in brackets."""
+    """Formats a key path for messages: `("task_pool", "sources", 1, "weight")` as `[task_pool.sources[1]] weight`, a table as
+    `[table]`."""
     last = len(path)
     if not is_table:
         last = max((index for index, key in enumerate(path) if isinstance(key, str)), default=0)
@@ -89,9 +91,9 @@ def key_name(path: KeyPath, is_table: bool = False) -> str:
 def explain(
     error: ErrorDetails, schema: type[Section], where: Locator, commands: Mapping[str, type[Section]]
 ) -> Iterator[Mistake]:
-    """The mistakes that one error of pydantic stands for: the conflicts of a section come as one error, all others singly.
+    """Converts one error of pydantic into mistakes: one for each conflict of a section, and one for any other error.
 
-    `commands` has the schema of each command, to say which of them an unknown key belongs to.
+    `commands` has the schema of each command, to name the commands that do have an unknown key.
     """
     path, annotations = follow(schema, error["loc"])
     value, kind, context = error["input"], error["type"], error.get("ctx", {})
@@ -129,7 +131,7 @@ def explain(
 
 
 def _leaves_by_place(path: KeyPath, value: Any, where: Locator) -> dict[Place, list[KeyPath]]:
-    """The paths of the values at and below an unknown key, by the file or override that wrote them."""
+    """Groups the paths of the values at and below an unknown key by the file or override that contains them."""
     found: dict[Place, list[KeyPath]] = {}
     for leaf in table_leaves(path, value):
         place = where.place(leaf)
@@ -145,10 +147,11 @@ def _unknown_key(
     schema: type[Section],
     commands: Mapping[str, type[Section]],
 ) -> str:
-    """Names the commands that have the key, or our key for one of another framework; else suggests a key
-    of the same table that is spelled alike, or the same key of another table.
+    """Returns the message for an unknown key: the commands that have it, or nmoe's key for another framework's, or else a similar
+    key of the same table, or the same key in another table.
 
-    `leaves` are the values below `path` that were written at `place`: a command that has the table may lack them."""
+    `leaves` are the values below `path` that were written at `place`: a command that has the table may lack some of them.
+    """
     keys, written = _names_alone(path), [_names_alone(leaf) for leaf in leaves]
     this = next((f"`nmoe {command}`" for command, other in commands.items() if other is schema), "this command")
     known_by = {command: set(paths_of(other, in_arrays=True)) for command, other in commands.items()}
@@ -181,7 +184,7 @@ def _unknown_key(
 
 
 def _names_alone(path: KeyPath) -> tuple[str, ...]:
-    """A path without the numbers of array items."""
+    """Returns a key path without the indices of array items."""
     return tuple(key for key in path if isinstance(key, str))
 
 
@@ -190,8 +193,7 @@ def _have(owners: Sequence[str]) -> str:
 
 
 def _as_written(place: Place, path: KeyPath, key: tuple[str, ...]) -> str:
-    """A key as it is written where `path` was: as an override, whose text is one dotted path, or in a file, where its table leads
-    to it."""
+    """Formats a key in the notation of the source of `path`: `--a.b` for an override, `[a] b` in a file."""
     if place.is_override:
         return f"--{'.'.join(key)}"
     inside = path[: place.root] == key[: place.root]
@@ -202,7 +204,8 @@ def _as_written(place: Place, path: KeyPath, key: tuple[str, ...]) -> str:
 def _from_elsewhere(
     place: Place, path: KeyPath, below: Sequence[KeyPath], schema: type[Section], commands: Mapping[str, type[Section]]
 ) -> str | None:
-    """The message that names our keys for another framework's: for one key, or for each known key `below` a table of theirs."""
+    """Returns the message that suggests nmoe's key for another framework's, or for each known key `below` another framework's
+    table. None if no key is known."""
     said = {}
     whole = tuple(map(str, path))
     leaves = [leaf for leaf in (tuple(map(str, one)) for one in below) if keys_meant(leaf)]
@@ -220,12 +223,13 @@ def _from_elsewhere(
 
 
 def key_meant(path: tuple[str, ...], schema: type[Section]) -> tuple[str, ...] | None:
-    """The key of a schema for another framework's key `path`; None if there is none."""
+    """Returns the schema's key for another framework's key `path`; None if there is none."""
     return next((found for key in keys_meant(path) if (found := _path_in(schema, key)) is not None), None)
 
 
 def _path_in(schema: type[Section], key: str) -> tuple[str, ...] | None:
-    """The path of one of our keys in a schema, which may be an environment's; None if the schema lacks it."""
+    """Returns the path of the dotted key `key` in a schema, which may be an environment's (without `environment.`); None if the
+    schema lacks the key."""
     paths = set(paths_of(schema, in_arrays=True))
     for candidate in (key, key.removeprefix("environment.")):
         whole = tuple(candidate.split("."))
@@ -275,8 +279,8 @@ def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator, annotation
 
 
 def _value_meant(kind: str, value: Any, annotation: Any) -> Any:
-    """The most likely intended value for one of the wrong type: ["csv"] for "csv", 1000 for 1e3, true for "True"; None if it is not
-    clear."""
+    """Returns the most likely intended value for one of the wrong type: ["csv"] for "csv", 1000 for 1e3, true for "True"; None
+    if unclear."""
     if kind == "tuple_type" and isinstance(value, str) and not sections_of(item_of(annotation, 0)):
         return [
             read_value(part.strip().strip("'\"")) for part in value.strip("[]()").split(",") if part.strip()
@@ -317,7 +321,7 @@ def _dotted(path: KeyPath) -> str:
 
 
 def _value_at(value: Any, path: KeyPath) -> Any:
-    """The value at `path` below `value`, or None if the data leaves it to a default."""
+    """Returns the value at `path` below `value`; None if the data does not contain it."""
     for key in path:
         if isinstance(value, dict):
             value = value.get(key)

@@ -1,4 +1,4 @@
-"""The reference of all settings, from the schemas: the page of the documentation, and the keys that a command's --help lists.
+"""Generates the reference of all settings from the schemas: the documentation page, and the keys that a command's --help lists.
 
 python -m nmoe.config.reference > docs/reference/configuration.md
 """
@@ -33,7 +33,7 @@ in an environment's own file.
 
 
 class Table(NamedTuple):
-    """One table of a file: `Table("task_pool", JsonlPool, True, False)` is `[task_pool]` with `type = "jsonl"`."""
+    """One table of a configuration file: `Table("task_pool", JsonlPool, True, False)` is `[task_pool]` with `type = "jsonl"`."""
 
     path: str
     section: type[Section]
@@ -47,7 +47,7 @@ class Table(NamedTuple):
 
 
 def reference() -> str:
-    """The page docs/reference/configuration.md."""
+    """Returns the text of docs/reference/configuration.md."""
     parts = [
         _INTRODUCTION,
         "## Commands\n\nKeys in bold are required. `key = value` is a default of this command alone.\n",
@@ -101,7 +101,7 @@ def _command(command: str, schema: type[RunConfig], tables: list[Table], fullest
 
 
 def _tables(path: str, section: type[Section], is_array: bool = False, has_variants: bool = False) -> Iterator[Table]:
-    """The table of a section and those below it, in the order of their keys; environments are left out."""
+    """Yields the table of a section and all tables below it, in the order of their keys; environments are left out."""
     if path:
         yield Table(path, section, has_variants, is_array)
     for name, field in section.model_fields.items():
@@ -141,7 +141,7 @@ def _rows(section: type[Section]) -> str:
 
 
 def _keys(section: type[Section]) -> dict[str, FieldInfo]:
-    """The keys of a table, without tables below it and without `type`."""
+    """Returns the keys of a table with scalar or array values: without the tables below it and without `type`."""
     return {
         name: field
         for name, field in section.model_fields.items()
@@ -150,7 +150,7 @@ def _keys(section: type[Section]) -> dict[str, FieldInfo]:
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:
-    """The sections that a field's type names, at any depth."""
+    """Yields the section classes in a field's type, at any depth."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     else:
@@ -188,8 +188,8 @@ _WIDTH, _INDENT = 110, 6
 
 
 def key_lines(schema: type[Section], table: str = "") -> Iterator[str]:
-    """Each key with its default, `--run.seed=0`, and its meaning on the next line; a key without a value is required. An
-    environment is listed by its path only, because it has its own file and reference."""
+    """Yields the help lines of each key: `--run.seed=0`, and its meaning on the next line; a key without `=value` is required.
+    An environment is listed only by its path, since it has a separate reference."""
     for name, known in schema.model_fields.items():
         key = f"{table}.{name}" if table else name
         below = sections_of(known.annotation)
@@ -213,7 +213,7 @@ def _wrapped(text: str) -> Iterator[str]:
 
 
 def _default(default: Any) -> str | None:
-    """The default as TOML has it; None for a key that is left out unless it is given."""
+    """Returns the default in TOML notation; None if there is no default value to write."""
     return None if default is None or default is PydanticUndefined else toml_value(default)
 
 

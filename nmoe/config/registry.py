@@ -1,4 +1,4 @@
-"""Open tables of named parts: tasks, tools, rewards, pools, advantages, losses, model families.
+"""Extensible tables of named parts: tasks, tools, rewards, pools, advantages, losses, model families.
 
 A configuration names a part in one of four ways:
 
@@ -7,8 +7,8 @@ A configuration names a part in one of four ways:
     countdown                 registered by the running program: `TASKS.register("countdown", Countdown)`
     my_module:Countdown       an object of a module, found as Python finds modules, first in the working directory
 
-A name belongs to one part: a second one of that name is refused. Nothing is imported before it is used. The Python API passes
-objects themselves; `hand_over` gives them the name under which the configuration finds them again.
+Names are unique: registering a second part with a taken name is refused. Parts are imported on first use. The Python API takes the
+objects themselves; `hand_over` gives each a name by which the configuration finds it again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Registry:
         self._registered: dict[str, Any] = {}
 
     def names(self) -> list[str]:
-        """All names that need no module: first nmoe's, then registered names, then those that packages offer."""
+        """Returns all names that need no module: first the built-in, then registered names, then those of installed packages."""
         return list(dict.fromkeys([*self.builtin, *self._registered, *self._offered]))
 
     def __contains__(self, name: str) -> bool:
@@ -60,7 +60,8 @@ class Registry:
         )
 
     def refusal(self, name: str, among: Iterable[str] | None = None) -> str:
-        """Why a name that is not contained is refused: the names there are, of `among` where only those fit."""
+        """Returns the error message for an unknown name, which lists the known names, or those in `among` if only these are
+        allowed."""
         names = list(self.names() if among is None else among)
         alike = closest(name, names, self.key)
         hint = f"; did you mean {alike!r}?" if alike else ""
@@ -69,7 +70,7 @@ class Registry:
         return f"must be {known}{article} {self.kind} of your own as `package.module:Name`{hint}"
 
     def get(self, name: str) -> Any:
-        """The part of this name, imported if need be."""
+        """Returns the part with this name, importing its module if necessary."""
         if name in self._registered:
             return self._registered[name]
         if name in self.builtin:
@@ -87,7 +88,7 @@ class Registry:
         return load_object(self.kind, offers[0].value)
 
     def register(self, name: str, part: Any) -> None:
-        """Adds a part. Raises UserError for a name that is taken by another part."""
+        """Adds a part under a name. Raises UserError if the name is invalid or belongs to another part."""
         if not re.fullmatch(r"[\w.-]+", name):
             raise UserError(f"{self.kind} {name!r}: a name is letters, digits and . _ -")
         taken_by = self._taken_by(name)
@@ -108,7 +109,7 @@ class Registry:
 
     @cached_property
     def _offered(self) -> dict[str, list[EntryPoint]]:
-        """The parts that installed packages offer. Raises UserError for an offer with the name of a built-in part."""
+        """The parts that installed packages offer, as entry points. Raises UserError if one has the name of a built-in part."""
         offered: dict[str, list[EntryPoint]] = {}
         for entry in entry_points(group=self.group):
             if entry.name in self.builtin:
@@ -121,7 +122,7 @@ class Registry:
 
 
 def load_object(kind: str, name: str) -> Any:
-    """Imports `package.module:Name`, searching like Python, starting with the working directory.
+    """Imports and returns the object `package.module:Name`, searching as Python does, first in the working directory.
 
     Raises UserError if it does not exist; `kind`, such as "tool", names its purpose in the message.
     """
@@ -162,9 +163,9 @@ def load_object(kind: str, name: str) -> Any:
 def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:
     """Registers objects passed to the API and returns the names by which a configuration finds them: `["my_module:reward"]`.
 
-    An object is called as in its module, an instance as its class. Of several parts with one name, and of those whose name is in
-    `beside`, the later ones get a number; a later call may take a name over, as a notebook does when it defines a function again.
-    Within `names_of_one_call` a name keeps its object, even if other threads register the same name.
+    An object is named by its module and qualified name, an instance by its class. A name that occurs twice in `parts`, or is in
+    `beside`, gets a number. A later call may reuse a name, as when a notebook defines a function again; within `names_of_one_call`
+    a name keeps its object, even if other threads register the same name.
     """
     of_this_call = _of_this_call.get()
     names: list[str] = []
@@ -183,8 +184,8 @@ def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:
 
 @contextmanager
 def names_of_one_call() -> Iterator[None]:
-    """Keeps the names that `hand_over` gives bound to the same objects in the block: in this thread, and in those that run in a
-    copy of its context. So two runs in two threads may each have another function `reward`."""
+    """Keeps the names given by `hand_over` bound to the same objects inside the block: in this thread, and in threads with a
+    copy of its context. Thus two runs in two threads can each have another function `reward`."""
     token = _of_this_call.set(dict(_of_this_call.get() or {}))
     try:
         yield
@@ -227,7 +228,7 @@ GENERATED_TASKS: Mapping[str, str] = {
     "capitals": f"{_TASKS}.plain_english:CapitalsTask",
     "three_words": f"{_TASKS}.plain_english:ThreeWordsTask",
 }
-"""Tasks of nmoe that make their own problems, and can grade the records of a dataset as well."""
+"""The built-in tasks that generate problems; they can also grade the records of a dataset."""
 
 DATASET_TASKS: Mapping[str, str] = {
     **GENERATED_TASKS,
@@ -246,7 +247,7 @@ DATASET_TASKS: Mapping[str, str] = {
     "text_match": f"{_TASKS}.text:TextMatchTask",
     "open": f"{_TASKS}.text:OpenTask",
 }
-"""Tasks of nmoe that can grade the records of a dataset."""
+"""The built-in tasks that can grade the records of a dataset."""
 
 TASKS = Registry(
     "task",

@@ -1,6 +1,6 @@
-"""Walks a settings schema along a key path, to know which keys were possible where an error happened.
+"""Walks along a key path through a settings schema, to find which keys were possible where an error happened.
 
-The members of a union of sections differ in their `type` key, whose value is a literal in each.
+The members of a union of sections are told apart by their `type` key, a literal in each.
 """
 
 import ast
@@ -19,7 +19,7 @@ TAG = "type"
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
-    """The section classes that a value of this annotation may be: none for scalars and arrays, several for a union."""
+    """Returns the section classes that a value with this annotation may have: none for scalars and arrays, several for a union."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     if get_origin(annotation) is Annotated:
@@ -30,7 +30,8 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def section_for(annotation: Any, value: Any) -> type[Section] | None:
-    """The section class that a table is read as; None if it is no table or its tag is no section's."""
+    """Returns the section class for a table, chosen in a union by its `type` key; None if the value is not a table or no class
+    has that type."""
     sections = sections_of(annotation)
     if not isinstance(value, dict) or len(sections) < 2:
         return sections[0] if sections and isinstance(value, dict) else None
@@ -38,12 +39,12 @@ def section_for(annotation: Any, value: Any) -> type[Section] | None:
 
 
 def tag_of(section: type[Section]) -> str:
-    """The value of the `type` key by which a union knows this section."""
+    """Returns the value of the `type` key that identifies this section in a union."""
     return str(get_args(section.model_fields[TAG].annotation)[0])
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The values of a literal annotation, optional or not."""
+    """Returns the values of a literal annotation, optional or not; empty for any other annotation."""
     if get_origin(annotation) is Literal:
         return tuple(str(value) for value in get_args(annotation))
     if get_origin(annotation) in (Annotated, Union, UnionType):
@@ -52,12 +53,12 @@ def choices_of(annotation: Any) -> tuple[str, ...]:
 
 
 def follow(schema: type[Section], location: KeyPath) -> tuple[KeyPath, list[Any]]:
-    """Turns pydantic's location of an error into a key path, with the annotation met at each step.
+    """Converts pydantic's location of an error to a key path, with the annotation at each step.
 
-    In a location the tag of a union's member stands between the key and what lies below it:
-    `("task_pool", "jsonl", "path")` becomes `("task_pool", "path")`. The name of a type stands behind a key that has
-    several, `("run", "resume", "bool")`, and is left out likewise. The list begins with `schema` itself, so that it is
-    one longer than the path; an unknown key's annotation is None.
+    In a location, the tag of a union's member stands between the key and the keys below: `("task_pool", "jsonl", "path")` becomes
+    `("task_pool", "path")`. The name of a type stands behind a key with several types, `("run", "resume", "bool")`, and is removed
+    too. The list of annotations begins with `schema` itself, so it is one longer than the path; the annotation of an unknown key is
+    None.
     """
     path: KeyPath = ()
     annotations: list[Any] = [schema]
@@ -88,7 +89,7 @@ def has_several_types(annotation: Any) -> bool:
 
 
 def item_of(annotation: Any, index: str | int) -> Any:
-    """The annotation of an array's item; None if the annotation is no array's."""
+    """Returns the annotation of an array's item; None if the annotation is not an array."""
     if get_origin(annotation) in (Annotated, Union, UnionType):
         arrays = [member for member in get_args(annotation) if member is not NoneType]
         return item_of(arrays[0], index)
@@ -101,12 +102,13 @@ def item_of(annotation: Any, index: str | int) -> Any:
 
 
 def keys_of(annotation: Any) -> list[str]:
-    """The keys that a table with this annotation may have, in the order of their documentation."""
+    """Returns the keys that a table with this annotation may have, in the order of their documentation."""
     return list(dict.fromkeys(key for section in sections_of(annotation) for key in section.model_fields))
 
 
 def description_of(section: type[Section], key: str) -> str:
-    """The meaning of a key: the description of its field, else the docstring under it, here or in the nearest base that has one."""
+    """Returns the description of a key: the `description` of its field, else the docstring under it, in the section or its
+    nearest base."""
     if (written := section.model_fields[key].description) is not None:
         return written
     documented = (_documented(base.__module__).get(base.__name__, {}) for base in section.__mro__ if base is not object)
@@ -115,7 +117,7 @@ def description_of(section: type[Section], key: str) -> str:
 
 @functools.cache
 def _documented(module: str) -> Mapping[str, Mapping[str, str]]:
-    """The docstrings under the attributes of each class of a module, by class and attribute."""
+    """Returns the docstrings under the attributes of each class of a module: class name, then attribute name, to docstring."""
     classes = (
         node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
     )
@@ -132,7 +134,8 @@ def _documented(module: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def paths_of(schema: type[Section], in_arrays: bool = False) -> Iterator[tuple[str, ...]]:
-    """The path of every key of the schema, tables included. With `in_arrays` also the keys of tables in arrays, without indices."""
+    """Yields the path of every key of the schema, tables included. With `in_arrays` also the keys of tables in arrays, without
+    indices."""
     for key, known in schema.model_fields.items():
         yield (key,)
         items = sections_of(item_of(known.annotation, 0)) if in_arrays else ()

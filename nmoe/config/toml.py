@@ -1,4 +1,4 @@
-"""Writes settings as TOML: a whole configuration for a file, a single value for help and messages."""
+"""Writes settings as TOML: a whole configuration for a file, or a single value for help and messages."""
 
 import re
 from typing import Any
@@ -11,13 +11,13 @@ _EXPONENT = re.compile(r"e([+-])0*(\d)")
 
 
 def to_toml(settings: Section) -> str:
-    """The TOML text of `settings`, defaults included, which reloads to an equal object. TOML has no null: keys that are None are
-    left out."""
+    """Returns `settings` as TOML text, defaults included; loading it gives an equal object. Keys with the value None are left
+    out, because TOML has no null."""
     return tomli_w.dumps(settings.model_dump(exclude_none=True))
 
 
 def toml_value(value: Any) -> str:
-    """One value in one line, as people write it: `1e-6`, `"sort"`, `[1, 8]`, `{name = "format"}`."""
+    """Formats one value as TOML in one line, as people write it: `1e-6`, `"sort"`, `[1, 8]`, `{name = "format"}`."""
     match value:
         case float():
             return _EXPONENT.sub(lambda match: f"e{match[1].strip('+')}{match[2]}", repr(value))

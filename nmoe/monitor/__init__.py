@@ -1,1 +1,1 @@
-"""Rules that watch a run: each is a pure function of the metrics so far, and fires once when its symptom lasts."""
+"""Rules that watch a run's metrics. A rule depends only on the metrics so far, and fires once when its symptom lasts."""

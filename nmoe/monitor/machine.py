@@ -1,4 +1,5 @@
-"""Rules about the machine: disk, memory, an idle device, a stalled step, and how long the process was suspended."""
+"""Rules about the machine: full or slow disk, GPU memory, an idle GPU, a stalled step; and a counter of the time in which the
+process was suspended."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from nmoe.monitor.monitor import Metrics, Rule
 
 
 class DiskRule(Rule[DiskSection]):
-    """A disk that is nearly full."""
+    """Fires when the disk that holds the run's directory is nearly full."""
 
     name = "disk"
     source = "training guidelines, checkpoints: disk"
@@ -37,8 +38,8 @@ class DiskRule(Rule[DiskSection]):
 
 
 class SlowDiskRule(Rule[SlowDiskSection]):
-    """Compares the seconds by which a save delayed the run with the seconds of the steps since the last save. A save is written
-    while training goes on, so that it holds the run up where the one before is not yet on the disk."""
+    """Fires when a save delays the run too long, compared with the time of the steps since the last save. Checkpoints are
+    written during training, so a save delays the run only if the previous one is not finished."""
 
     name = "slow_disk"
     source = "training guidelines, checkpoints: disk"
@@ -65,7 +66,7 @@ class SlowDiskRule(Rule[SlowDiskSection]):
 
 
 class MemoryRule(Rule[MemorySection]):
-    """A device whose memory is nearly full."""
+    """Fires when the GPU's memory is nearly full."""
 
     name = "memory"
     source = "training guidelines, monitoring: device memory above 95%"
@@ -90,15 +91,15 @@ _LOOK_S = 5.0
 
 
 class Pauses:
-    """The longest time in which a device was not seen at work."""
+    """Measures the longest time in which a device was never observed at work."""
 
     def __init__(self, device: torch.device, now: float) -> None:
         self._device, self._busy_at, self._longest = device, now, 0.0
         self._lock = threading.Lock()
 
     def look(self, now: float) -> None:
-        """Asks the device whether it is at work, `now` being the time in seconds of any clock that only advances. A device that
-        cannot say counts as at work."""
+        """Checks whether the device is busy at the time `now`, in seconds of a monotonic clock. A device that cannot report it
+        counts as busy."""
         busy = kind_of(self._device).is_busy(self._device)
         with self._lock:
             if busy is False:
@@ -107,14 +108,15 @@ class Pauses:
                 self._busy_at = now
 
     def take(self) -> float:
-        """The longest pause since the last call, in seconds. One that has begun goes on."""
+        """Returns the longest pause since the last call, in seconds, and resets it. A pause still in progress continues to be
+        counted."""
         with self._lock:
             longest, self._longest = self._longest, 0.0
         return longest
 
 
 class IdleRule(Rule[IdleSection]):
-    """Observes the device from a separate thread, and reports its observations at the end of each step."""
+    """Fires when the GPU was idle for too long. A separate thread observes the device; the rule reports at the end of each step."""
 
     name = "idle"
     source = "training guidelines, monitoring: a device idle for minutes"
@@ -144,7 +146,7 @@ def _watch(pauses: Pauses, over: threading.Event) -> None:
 
 
 class StalledRule(Rule[StalledSection]):
-    """A step that takes far longer than the others, the time in which the process was suspended left out."""
+    """Fires when a step takes far longer than earlier ones, without counting time in which the process was suspended."""
 
     name = "stalled"
     source = "training guidelines, monitoring: a stalled rollout"
@@ -179,10 +181,10 @@ _BUSY = 0.05
 
 
 class Suspension:
-    """Counts the seconds in which nothing of the process ran, from the beats of a thread."""
+    """Counts the seconds in which the whole process was suspended, from gaps between the regular beats of a thread."""
 
     def __init__(self, now: float, cpu: float) -> None:
-        """`now` is the time of a clock that only advances, and `cpu` the process's CPU time, in seconds."""
+        """`now` is the time of a monotonic clock, and `cpu` the CPU time of the process, both in seconds."""
         self._beat, self._cpu, self._lost = now, cpu, 0.0
         self._lock = threading.Lock()
 
@@ -194,7 +196,7 @@ class Suspension:
             self._beat, self._cpu = now, cpu
 
     def take(self, now: float, cpu: float) -> float:
-        """The seconds of suspension since the last call."""
+        """Returns the seconds of suspension since the last call, and resets the count."""
         self.beat(now, cpu)
         with self._lock:
             lost, self._lost = self._lost, 0.0
@@ -202,7 +204,7 @@ class Suspension:
 
 
 def watched() -> Suspension:
-    """A suspension of this process, with its thread, which ends with it."""
+    """Returns a `Suspension` of this process and starts the thread that updates it; the thread ends when the object is deleted."""
     suspension, over = Suspension(time.monotonic(), time.process_time()), threading.Event()
     weakref.finalize(suspension, over.set)
     threading.Thread(target=_keep_beating, args=(weakref.ref(suspension), over), name="suspension", daemon=True).start()

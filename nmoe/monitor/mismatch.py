@@ -1,4 +1,4 @@
-"""The rule about the mismatch: the engine's log-probabilities differ from the learner's by more than rounding."""
+"""The rule about the mismatch between rollout engine and learner: their log-probabilities differ by more than rounding."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _LEVEL_STEPS = 5
 
 
 def highest_mismatch(precision: str, entropy: float) -> float:
-    """The mean difference of a token's log-probabilities, in nats, that rounding in this precision does not reach. `entropy` is
-    the policy's, in nats a token.
+    """Returns the largest mean difference of a token's log-probabilities (nats) that rounding in this precision explains. `entropy`
+    is the policy's, in nats per token.
 
-    Rounding moves the likely tokens of a sharp distribution less: the difference goes with the square root of the entropy
-    (docs/decisions.md). Below one nat the bound stays where it is, because a few uncertain tokens then decide."""
+    Rounding changes the likely tokens of a sharp distribution less: the difference is proportional to the square root of the
+    entropy (docs/decisions.md). Below one nat the bound stays constant, because a few uncertain tokens then dominate.
+    """
     return _ABOVE.get(precision, _ABOVE_IN_HALF_PRECISION) * max(entropy, 1.0) ** 0.5
 
 
 class MismatchRule(Rule[MismatchSection]):
-    """Compares each step with a bound and with the run's own level: the lowest mean of five steps so far, of the difference over
-    the square root of the entropy. A level that only falls cannot hide a later growth, as the mean of the first steps would once
-    the policy is sharp."""
+    """Fires when mismatch_abs_mean exceeds a bound, or grows against the run's baseline: the lowest mean over five steps of the
+    mismatch divided by the square root of the entropy. Since this baseline can only fall, later growth stays visible after the
+    policy becomes sharp, unlike with a baseline from the first steps."""
 
     name = "mismatch"
     source = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
@@ -43,8 +44,8 @@ class MismatchRule(Rule[MismatchSection]):
         truncates: bool = False,
         corrects: bool = False,
     ) -> None:
-        """`exact`: numerics are exact on this machine, so that any difference is a symptom. `routes`: the model has routed experts;
-        `truncates`: sampling keeps a part of the vocabulary; `corrects`: the run has a correction."""
+        """`exact`: numerics are exact on this machine, so any difference is a symptom. The others select remedies: `routes`: the
+        model has routed experts; `truncates`: top-p or top-k is on; `corrects`: algorithm.correction is on."""
         super().__init__(settings)
         self._precision, self._exact = precision, exact
         self._recent: list[float] = []
@@ -77,7 +78,7 @@ class MismatchRule(Rule[MismatchSection]):
         return f"engine and learner differ by {mean:.2g} a token, {self.settings.steps} steps in a row, {said}"
 
     def _excess(self, mean: float, entropy: float) -> str | None:
-        """The bound that the difference exceeds, in words; None if it exceeds none."""
+        """Returns a description of the bound that the mismatch exceeds; None if it exceeds none."""
         if self._exact and not self.settings.above:
             return "and with exact numerics by nothing" if mean > 0 else None
         bound = highest_mismatch(self._precision, entropy)

@@ -1,5 +1,4 @@
-"""The monitor of a run: rules with a symptom and remedies, and the alerts that a step's metrics raise, once until the symptom
-ends."""
+"""The monitor of a run: applies rules to each step's metrics, and raises an alert once until the symptom is over."""
 
 from __future__ import annotations
 
@@ -17,42 +16,45 @@ Metrics = Mapping[str, float]
 
 
 class Rule(ABC, Generic[S]):
-    """One rule, with its state. It sees every step once, in order, and depends on nothing else, unless it `looks_around`, so that
-    a resumed run, which shows it the recorded steps first, goes on as an uninterrupted one."""
+    """Base class of a rule, with its state. It gets every step once, in order, and depends on nothing else (unless
+    `looks_around`): a resumed run, which first shows it the recorded steps, continues like an uninterrupted one."""
 
     name: ClassVar[str]
     """The rule's table under [monitor]."""
     source: ClassVar[str]
     """Where the rule comes from: the section of the training guidelines, or the paper."""
     remedies: tuple[str, ...]
-    """What to try, the first thing first."""
+    """What to try when the rule fires, the most useful first."""
 
     counts_itself: ClassVar[bool] = False
-    """Whether `steps` counts stretches, evaluations or measured steps, so that one symptom is enough."""
+    """Whether the rule itself counts `steps` (stretches, evaluations or measured steps), so that its first reported symptom
+    fires."""
 
     smoke: ClassVar[bool] = False
-    """Whether it is one of the training guidelines' early smoke-test criteria, which `[monitor] first_steps` is about."""
+    """Whether the rule is one of the training guidelines' early smoke-test criteria, to which `[monitor] first_steps` applies."""
 
     looks_around: ClassVar[bool] = False
-    """Whether it looks at the present state of the machine, which cannot be compared with a recorded step."""
+    """Whether the rule reads the current state of the machine, which recorded steps do not contain."""
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
 
     @abstractmethod
     def symptom(self, metrics: Metrics) -> str | None:
-        """The symptom in this step, as the beginning of a sentence; None if there is none, or the metric is missing."""
+        """Returns the symptom in this step's metrics, as the beginning of a sentence; None if there is none, or the metric is
+        missing."""
 
 
 class Recent:
-    """The mean of the first steps, to compare later ones with: `Recent(5)`."""
+    """Keeps the mean of a metric's first values, as a baseline for later ones: `Recent(5)`."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._values: list[float] = []
 
     def mean(self, value: float) -> float | None:
-        """The mean of the first values, None as long as they are not complete; `value` is counted among them if it is finite."""
+        """Returns the mean of the first values once they are complete. Before that, adds `value` if it is finite, and returns
+        None."""
         if len(self._values) < self._count:
             if math.isfinite(value):
                 self._values.append(value)
@@ -68,8 +70,8 @@ FIRST_STEPS = 10
 
 @dataclass(frozen=True)
 class Alert:
-    """A rule that fired: `Alert("truncation", "warn", "83% of the completions are cut at the token limit, 5 steps in a
-    row", (...))`, or that is over."""
+    """A rule that fired, or whose symptom is over: `Alert("truncation", "warn", "83% of the completions are cut at the token
+    limit, 5 steps in a row", (...))`."""
 
     rule: str
     level: Level
@@ -77,7 +79,7 @@ class Alert:
     remedies: tuple[str, ...] = ()
 
     def record(self, step: int) -> dict[str, Any]:
-        """The line of alerts.jsonl."""
+        """Returns the alert as a line of alerts.jsonl."""
         return {
             "step": step,
             "rule": self.rule,
@@ -100,20 +102,21 @@ class _Watched:
 
 
 class Monitor:
-    """All rules of a run that are not off. A rule fires after `steps` steps in a row with its symptom, once, and again
-    only after `CALM_STEPS` steps without it."""
+    """All rules of a run except those that are off. A rule fires once after `steps` steps in a row with its symptom, and again
+    only after `CALM_STEPS` steps without the symptom."""
 
     def __init__(self, rules: Sequence[Rule[Any]], first_steps: Literal["warn", "stop"] = "warn") -> None:
-        """With `first_steps = "stop"` a smoke rule that fires in the first `FIRST_STEPS` steps ends the run."""
+        """With `first_steps = "stop"`, a smoke-test rule that fires in the first `FIRST_STEPS` steps ends the run."""
         self._first_steps, self._steps = first_steps, 0
         self._watched = [_Watched(rule) for rule in rules if rule.settings.level != "off"]
 
     def observe(self, metrics: Mapping[str, Any], probe: Mapping[str, float] | None = None) -> list[Alert]:
-        """The alerts of a step. `probe` is what the evaluation after it found, if there was one (`Ledger.probed`)."""
+        """Returns the alerts of a step. `probe` holds the metrics of the evaluation after the step, if there was one
+        (`Ledger.probed`)."""
         return self._alerts(self._watched, metrics, probe)
 
     def recall(self, metrics: Mapping[str, Any], probe: Mapping[str, float] | None = None) -> None:
-        """Shows the rules a step from before the resumption, whose alerts were raised then."""
+        """Shows the rules a recorded step from before a resumption, without raising its alerts again."""
         self._alerts([one for one in self._watched if not one.rule.looks_around], metrics, probe)
 
     def _alerts(

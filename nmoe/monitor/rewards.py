@@ -1,4 +1,5 @@
-"""Rules about rewards: a reward that does not rise, is stuck, or is earned by wrong answers."""
+"""Rules about rewards: rewards without differences, a reward that does not rise, few solved problems, and rewards for wrong
+answers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from nmoe.monitor.monitor import Metrics, Rule
 
 
 class RewardStuckRule(Rule[RewardStuckSection]):
-    """Rewards without a difference."""
+    """Fires when all rewards within groups are equal, so that nothing can be learned."""
 
     name = "reward_stuck"
     smoke = True
@@ -39,7 +40,7 @@ _DIFFERENCES = 50
 
 
 class FlatRule(Rule[FlatSection]):
-    """A reward that does not rise."""
+    """Fires when the mean reward of ten steps does not rise beyond its noise before the problems are solved."""
 
     name = "flat"
     source = "training guidelines, tuning playbook: flat learning; early smoke-test criteria, flat after 5 episodes"
@@ -81,12 +82,12 @@ class FlatRule(Rule[FlatSection]):
         return f"the reward has not risen for {self._since} steps: {mean:.3g} in the last {_WINDOW}, {self._best:.3g} at best"
 
     def _error(self) -> float:
-        """The standard deviation of one step's mean reward."""
+        """Returns the standard deviation of one step's mean reward, estimated from differences of consecutive steps."""
         return sqrt(fmean((after - before) ** 2 for before, after in pairwise(self._rewards)) / 2)
 
 
 class SolveRateRule(Rule[SolveRateSection]):
-    """Problems of which hardly any is solved."""
+    """Fires when hardly any problem is solved."""
 
     name = "solve_rate"
     source = "training guidelines, tier 1: correctness of 20% to 60%; tuning playbook, solve rate below 5%"
@@ -102,7 +103,7 @@ class SolveRateRule(Rule[SolveRateSection]):
 
 
 class RewardHackingRule(Rule[HackingSection]):
-    """High rewards for wrong answers."""
+    """Fires when wrong answers earn high rewards. Ignored while correctness is not the largest weight of a curriculum's stage."""
 
     name = "reward_hacking"
     source = "training guidelines, tier 3: high_reward_but_wrong; tuning playbook, reward hacking"
@@ -123,7 +124,8 @@ class RewardHackingRule(Rule[HackingSection]):
 
 
 class WrongRewardRule(RewardHackingRule):
-    """The rule of [monitor.reward_hacking] where only right answers are rewarded: a wrong one must have the lowest reward."""
+    """Replaces `RewardHackingRule` where only right answers are rewarded: fires at once when a wrong answer is rewarded above
+    the mean."""
 
     source = "training guidelines, overfitting: high_reward_but_wrong is only relevant with a judge, not with pure exact match"
     counts_itself = True
@@ -141,7 +143,7 @@ class WrongRewardRule(RewardHackingRule):
 
 
 class ProbeRule(Rule[ProbeSection]):
-    """Held-out problems that are solved less than before."""
+    """Fires when the model solves significantly fewer held-out problems than before."""
 
     name = "probe"
     source = "training guidelines, overfitting: the OOD probe is worse for two evaluations in a row"

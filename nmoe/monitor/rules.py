@@ -1,4 +1,4 @@
-"""The list of rules that watch a run: some in every recipe, the others in reinforcement learning alone."""
+"""Chooses the rules that watch a run: some for every recipe, others only for reinforcement learning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from nmoe.monitor.update import ClipRule, ExpertsRule, GradNormRiseRule, GradNor
 
 
 def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
-    """The monitor of a run. `experts` are the routed experts of a layer, 0 for none; `directory` is where the run is written."""
+    """Returns the monitor of a run. `experts` is the number of routed experts per layer, 0 for a dense model; `directory` is the
+    run's."""
     watch = config.monitor
     rules: list[Rule[Any]] = [
         GradNormRule(watch.grad_norm),
@@ -71,14 +72,14 @@ def _mismatch_rule(config: RLConfig, experts: int, device: torch.device) -> Mism
 
 
 def weighs_format(environment: EnvironmentSettings) -> bool:
-    """Whether the reward asks for the format at all."""
+    """Whether the format has a weight in the rubric, or in any stage of the curriculum."""
     if environment.curriculum is not None:
         return any(stage.weights.format > 0 for stage in environment.curriculum.stages)
     return environment.rubric is not None and environment.rubric.format > 0
 
 
 def rewards_right_answers_alone(environment: EnvironmentSettings) -> bool:
-    """Whether the reward is pure exact match: nothing but correctness, and the efficiency of right answers, has a weight."""
+    """Whether the reward is exact match: only correctness, and the efficiency of right answers, have a weight."""
     if environment.curriculum is not None or any(reward.weight for reward in environment.rewards):
         return False
     weights = {} if environment.rubric is None else environment.rubric.model_dump()
@@ -86,6 +87,6 @@ def rewards_right_answers_alone(environment: EnvironmentSettings) -> bool:
 
 
 def asks_for_box(environment: EnvironmentSettings) -> bool:
-    """Whether answers belong in a box: in plain text, and where a system message says so."""
+    """Whether answers belong in a box: the format is plain text (`boxed`), or a system message mentions a box."""
     systems = (environment.system, *environment.system_by_format.model_dump().values())
     return environment.format == "boxed" or any(r"\boxed" in text for text in systems if text)

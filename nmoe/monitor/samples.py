@@ -1,4 +1,4 @@
-"""Rules about the samples: their format, their length, and how alike they are."""
+"""Rules about the samples: their format, truncation, length and diversity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nmoe.monitor.monitor import Metrics, Recent, Rule
 
 
 class FormatRule(Rule[FormatSection]):
-    """A format that is rare, or being lost."""
+    """Fires when few completions have the required format, or fewer than before."""
 
     name = "format"
     smoke = True
@@ -19,7 +19,7 @@ class FormatRule(Rule[FormatSection]):
     )
 
     def __init__(self, settings: FormatSection, boxes: bool = False) -> None:
-        """With `boxes` the answer belongs in a box, and nothing but a right answer is rewarded for it."""
+        """`boxes`: the answer belongs in a box, and only right answers are rewarded, so that missing boxes are a symptom too."""
         super().__init__(settings)
         self._boxes = boxes
         self._last: list[float] = []
@@ -43,7 +43,7 @@ class FormatRule(Rule[FormatSection]):
 
 
 class TruncationRule(Rule[TruncationSection]):
-    """Completions that are cut at the token limit."""
+    """Fires when most completions are cut at the token limit."""
 
     name = "truncation"
     smoke = True
@@ -64,7 +64,7 @@ class TruncationRule(Rule[TruncationSection]):
 
 
 class LengthRule(Rule[LengthSection]):
-    """Completions that shrink to a fraction of their length, or grow to a multiple."""
+    """Fires when completions become several times shorter or longer than at the start."""
 
     name = "length"
     source = "training guidelines, tier 3: response length; tuning playbook, length collapse"
@@ -88,7 +88,7 @@ class LengthRule(Rule[LengthSection]):
 
 
 class EntropyRule(Rule[EntropySection]):
-    """Samples that become alike while problems are still unsolved."""
+    """Fires when samples lose diversity (low entropy) before the problems are solved."""
 
     name = "entropy"
     source = "training guidelines, tier 2: entropy_mean, diversity collapse"

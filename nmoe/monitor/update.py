@@ -1,4 +1,4 @@
-"""Rules about the update: its gradient, how far it moves the policy, and the load of its experts. Limits of spikes.jsonl."""
+"""Rules about the update: its gradient, how far it moves the policy, the load of experts; and the limits of spikes.jsonl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nmoe.monitor.monitor import Metrics, Rule
 
 
 class ClipRule(Rule[ClipSection]):
-    """Updates whose tokens are mostly clipped, or leave the clip range in one update."""
+    """Fires when most tokens of an update are clipped, or the update moves most tokens out of the clip range."""
 
     name = "clip"
     smoke = True
@@ -38,7 +38,7 @@ _AT_ONCE = 10
 
 
 class KLRule(Rule[KLSection]):
-    """A policy that moves too far at once."""
+    """Fires when the policy moves too far in one step, or its KL estimate stays negative."""
 
     name = "kl"
     source = "training guidelines, tier 2: ppo_kl, large spikes or sustained negative values"
@@ -68,7 +68,7 @@ class KLRule(Rule[KLSection]):
 
 
 class RatiosRule(Rule[RatiosSection]):
-    """Tokens whose probability an update changes many times over."""
+    """Fires when an update multiplies a token's probability many times over, or divides it."""
 
     name = "ratios"
     source = "training guidelines, tier 2 tails: log_ratio_raw_max above 5, ratio_max above 10"
@@ -94,7 +94,7 @@ class RatiosRule(Rule[RatiosSection]):
 
 
 class ReferenceRule(Rule[ReferenceSection]):
-    """A policy that is far from its reference."""
+    """Fires when the policy is far from its reference model."""
 
     name = "reference"
     source = "training guidelines, tier 2: ppo_kl from the reference policy; tails: log_ratio_raw_max of policy against reference"
@@ -115,7 +115,7 @@ class ReferenceRule(Rule[ReferenceSection]):
 
 
 class GradNormRule(Rule[GradNormSection]):
-    """A gradient of 0, or a huge one."""
+    """Fires when the gradient's norm is 0, not a number, or too large."""
 
     name = "grad_norm"
     smoke = True
@@ -137,7 +137,7 @@ class GradNormRule(Rule[GradNormSection]):
 
 
 class GradNormRiseRule(Rule[GradNormRiseSection]):
-    """Ever larger gradients."""
+    """Fires when the maximum gradient norm rises over consecutive stretches of steps."""
 
     name = "grad_norm_rise"
     source = "training guidelines, overfitting: the maximum of grad_norm per ten steps rises"
@@ -173,7 +173,7 @@ _VIOLATION = "expert_load_max_violation/"
 
 
 class ExpertsRule(Rule[ExpertsSection]):
-    """Collapsing experts."""
+    """Fires when the router of a layer sends most tokens to few experts."""
 
     name = "experts"
     source = "DeepSeek-V3 (arXiv:2412.19437), section 2.1.2: MaxVio, which a healthy start of 8 experts brings below 2 by step 38"
@@ -183,7 +183,7 @@ class ExpertsRule(Rule[ExpertsSection]):
     )
 
     def __init__(self, settings: ExpertsSection, experts: int) -> None:
-        """`experts` is the number of routed experts of a layer."""
+        """`experts` is the number of routed experts per layer."""
         super().__init__(settings)
         self._experts, self._seen = experts, 0
 
@@ -216,7 +216,7 @@ _SPIKE_DIVERGENCES = ("ppo_kl", "update_kl")
 
 
 def spikes_in(metrics: Metrics, kl_above: float) -> list[str]:
-    """The metrics of a step beyond their limits, in either direction: `["grad_norm", "update_kl"]`. `kl_above` is [monitor.kl]
-    above."""
+    """Returns the names of a step's metrics whose magnitude exceeds its limit: `["grad_norm", "update_kl"]`. `kl_above` is the
+    setting `above` of [monitor.kl]."""
     limits = _SPIKE_LIMITS | dict.fromkeys(_SPIKE_DIVERGENCES, kl_above)
     return [name for name, limit in limits.items() if abs(metrics.get(name, 0.0)) > limit]

@@ -1,4 +1,4 @@
-"""[algorithm], [batch], [critic] and [distillation]: the policy gradient, its samples, and the models that judge tokens."""
+"""[algorithm], [batch], [critic] and [distillation]: the policy gradient, its batches, the critic and the teacher."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -37,27 +37,27 @@ class GroupBatchSection(MicroBatchSection):
 
 
 class BatchSection(GroupBatchSection):
-    """[batch]: how many samples go into a step, and how many tokens through the model at once."""
+    """[batch]: how many samples a step has, and how many tokens a forward and backward pass has."""
 
     updates_per_step: int = Field(default=1, ge=1)
-    """optimizer steps per pass over a step's groups; each takes its part of the groups"""
+    """optimizer steps per pass over a step's groups; each uses an equal part of the groups"""
     passes_per_step: int = Field(default=1, ge=1)
     """passes over a step's groups"""
     oversampling: float = Field(default=1.0, ge=1)
-    """problems sampled per problem wanted, because some groups carry no signal"""
+    """problems sampled per problem needed, as groups with equal rewards carry no learning signal and are dropped"""
     max_refills: int = Field(default=1, ge=0)
-    """how many times a step samples more prompts to replace groups without signal"""
+    """how often a step may sample more problems to replace groups without learning signal"""
     favour_unsolved: bool = False
-    """weight the sources of problems by the share of each that is unsolved, at least a tenth"""
+    """draw from each source of problems in proportion to its unsolved share, at least a tenth"""
     favour_learnable: bool = False
-    """weight the sources of problems by r (1 - r), r the share of each that is solved, at least a tenth: easy ones first, and
+    """draw from each source of problems in proportion to r (1 - r), r its solved share, at least a tenth: easy sources first,
     harder ones as they begin to be solved"""
     solve_rate: Array[float] = (0.0, 1.0)
     """train only on groups whose mean correctness lies in this range"""
 
     @property
     def updates(self) -> int:
-        """The most optimizer steps of one step."""
+        """The maximum number of optimizer steps in one training step."""
         return self.updates_per_step * self.passes_per_step
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -89,17 +89,18 @@ StepBaseline = Literal["leave_one_out", "none", "normalised"]
 
 
 class PolicyLossSection(Section):
-    """[algorithm] of self-play."""
+    """[algorithm] of self-play: the policy-gradient loss."""
 
     advantage: Annotated[str, NameIn(ADVANTAGES, ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"))] = "dr_grpo"
-    """dr_grpo: reward minus the group's mean; grpo: over its deviation; rloo: minus the others' mean; maxrl: divided by the mean;
-    reinforce_pp: normalised over the batch; or a function of your own over rewards and group ids, as `module:name`"""
+    """dr_grpo: reward minus the group's mean; grpo: the same, divided by the group's standard deviation; rloo: minus the others'
+    mean; maxrl: divided by the mean; reinforce_pp: normalised over the batch; or your own function of rewards and group ids, as
+    `module:name`"""
     loss: Annotated[str, NameIn(LOSSES)] = "clip"
-    """clip: PPO's clipped ratio; dual_clip: also bounded for negative advantages; gspo: one ratio per sequence; cispo: the clipped
-    ratio as a weight; dppo: a trust region in probabilities; or a function of your own that takes this table and returns an
+    """clip: PPO's clipped ratio; dual_clip: also bounded for negative advantages; gspo: one ratio per sequence; cispo: the
+    clipped ratio as a weight; dppo: a trust region in probabilities; or your own function of this table that returns an
     objective, as `module:name`"""
     aggregation: Literal["token", "sequence", "constant"] = "constant"
-    """token: mean of all tokens; sequence: mean of the sequences' means; constant: sum over sampling.max_new_tokens"""
+    """token: mean over all tokens; sequence: mean of each sequence's mean; constant: sum divided by sampling.max_new_tokens"""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     """the ratio is clipped below at 1 - clip_low; default: 0.2, gspo 3e-4; dppo: 0.2, in probabilities"""
     clip_high: float | None = Field(default=None, gt=0)
@@ -107,27 +108,27 @@ class PolicyLossSection(Section):
     dual_clip_bound: float = Field(default=3.0, gt=1)
     """bound of dual_clip on the ratio for negative advantages"""
     correction: Literal["none", "tis", "mask", "sequence_mask"] = "none"
-    """weights for a sampler that differs from the learner. tis: capped; mask: tokens outside a window are masked (icepop);
-    sequence_mask: sequences outside it are masked"""
+    """importance weights for an engine that computes other probabilities than the learner. tis: truncated weights; mask: tokens
+    with a ratio outside a window are masked (icepop); sequence_mask: whole sequences outside it are masked"""
     correction_cap: float = Field(default=2.0, ge=1)
     """highest weight of a token, for tis and sequence_mask"""
     correction_window: Array[float] | None = None
-    """lowest and highest ratio that is kept; default: [0.5, 2] for mask, [0.99, 1.01] for sequence_mask"""
+    """lowest and highest ratio that is not masked; default: [0.5, 2] for mask, [0.99, 1.01] for sequence_mask"""
     entropy_coef: float = Field(default=0.0, ge=0)
     """weight of the entropy bonus"""
     overlong_buffer: int = Field(default=0, ge=0)
-    """over this many tokens before the limit, a penalty rises from 0 to 1; 0: off"""
+    """penalise completions that end within this many tokens of the limit, rising from 0 to 1; 0: off"""
     length_penalty: float = Field(default=0.0, ge=0)
-    """weight of a bonus for answers that are shorter than others of their group"""
+    """weight of a bonus for answers that are shorter than others in their group"""
 
     @property
     def clip_range(self) -> tuple[float | None, float]:
-        """Lower and upper bound of the loss, with its defaults filled in."""
+        """The lower and upper clip bound of the loss, with the loss's defaults filled in."""
         low, high = CLIP_DEFAULTS.get(self.loss, CLIP_DEFAULTS["clip"])
         return self.clip_low if self.clip_low is not None else low, self.clip_high or high
 
     def given(self) -> set[str]:
-        """The keys whose values are not their defaults."""
+        """Returns the keys whose values differ from their defaults."""
         return {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -162,33 +163,33 @@ class AlgorithmSection(PolicyLossSection):
     """[algorithm]: the policy-gradient estimator."""
 
     advantage: Annotated[str, NameIn(ADVANTAGES)] = "dr_grpo"
-    """dr_grpo: reward minus the group's mean; grpo: over its deviation; rloo: minus the others' mean; maxrl: divided by the mean;
-    reinforce_pp: normalised over the batch; gae: by a [critic], as in PPO; or a function of your own over rewards and group ids, as
-    `module:name`"""
+    """dr_grpo: reward minus the group's mean; grpo: the same, divided by the group's standard deviation; rloo: minus the others'
+    mean; maxrl: divided by the mean; reinforce_pp: normalised over the batch; gae: by a [critic], as in PPO; or your own
+    function of rewards and group ids, as `module:name`"""
     multi_reward: Literal["sum", "gdpo"] = "sum"
-    """sum: the rubric's weighted sum; gdpo: normalise each reward on its own, then sum"""
+    """sum: advantages of the rubric's weighted sum; gdpo: normalise each reward separately, then sum"""
     step_reward_coef: float = Field(default=1.0, ge=0)
     """weight of a verifier's rewards for the steps of an answer"""
     step_baseline: StepBaseline = "leave_one_out"
-    """the baseline of a token's sum of later step rewards. leave_one_out: the mean sum of the group's other samples; none:
-    nothing; normalised: each step's reward is normalised over the steps of its group, which is biased (DeepSeekMath's process
-    supervision)"""
+    """baseline subtracted from the sum of the step rewards that follow a token. leave_one_out: the mean sum of the group's other
+    samples; none: no baseline; normalised: each step's reward is normalised over all steps of its group, which is biased
+    (DeepSeekMath's process supervision)"""
     kl_coef: float = Field(default=0.0, ge=0)
-    """weight of the KL divergence from the reference; 0: no reference"""
+    """weight of the KL divergence from the reference model; 0: no reference model"""
     kl_in: Literal["loss", "reward"] = "loss"
     """where the KL penalty is applied"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """estimator of the KL divergence; default: k3 in the loss, k1 in the reward"""
     kl_importance_weights: bool = True
-    """in the loss, weight the KL term by policy / sampler, so that stale samples do not bias its gradient"""
+    """in the loss, weight the KL term by the ratio policy / sampler, so that stale samples do not bias its gradient"""
     reference_every_steps: int = Field(default=0, ge=0)
     """replace the reference by the policy every this many steps; 0: keep the initial model"""
     mask_truncated: bool = False
-    """completions cut at the token limit count in baselines but are not trained on"""
+    """exclude completions cut at the token limit from the loss; they still count in baselines"""
 
     @property
     def in_groups(self) -> bool:
-        """Whether a sample is compared with the others of its prompt; then a group with equal rewards carries no signal."""
+        """Whether samples of one prompt are compared with one another; a group with equal rewards then has no learning signal."""
         return self.advantage not in ("reinforce_pp", "gae")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -223,7 +224,7 @@ class CriticSection(Section):
     trace_decay: float = Field(default=0.95, ge=0, le=1)
     """lambda of GAE: 1 uses returns only, 0 the critic only"""
     clip: float | None = Field(default=0.2, gt=0)
-    """how far a value may move from its value before the step's updates"""
+    """how far a predicted value may move from its prediction before the step's updates"""
     warmup_steps: int = Field(default=0, ge=0)
     """steps at the start that train only the critic"""
 
@@ -239,11 +240,12 @@ class CriticSection(Section):
 
 
 class DistillationSection(Section):
-    """[distillation]: a teacher whose log-probabilities of the policy's tokens replace rewards."""
+    """[distillation]: a teacher model, whose log-probabilities of the policy's tokens are the learning signal in place of
+    rewards."""
 
     teacher: str = Field(min_length=1)
     """run or directory of the teacher, with the tokenizer of the policy"""
     coef: float = Field(default=1.0, gt=0)
     """weight of the divergence from the teacher, token by token"""
     reward_coef: float = Field(default=0.0, ge=0)
-    """weight of the advantages from rewards, in addition; 0: only the teacher"""
+    """weight of the advantages from rewards, in addition to the teacher; 0: only the teacher"""

@@ -1,4 +1,5 @@
-"""[[eval]]: when a run evaluates, on what, and how. Every table is one probe, which is asked the same problems each time."""
+"""[[eval]]: when a run evaluates, on which problems, and how. Every table is one probe, with the same problems at each
+evaluation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -30,45 +31,45 @@ class CountedEvalSection(PeriodSection):
 
 
 class HeldOutEvalSection(PeriodSection):
-    """[[eval]] of a command that learns from examples, some of which are held out."""
+    """[[eval]] of a command that learns from examples and evaluates on held-out ones."""
 
     allow_trained_on: bool = False
-    """evaluate although some of the problems are trained on, which is refused otherwise; the results then say so"""
+    """evaluate even if some held-out problems are also trained on, which is refused otherwise; the results are then marked"""
 
 
 class ProbeSection(CountedEvalSection, HeldOutEvalSection):
-    """[[eval]]: a probe, in or out of the training distribution, with its own period and sampling."""
+    """[[eval]]: a set of problems that the model answers during the run, with its own period and sampling."""
 
     role: Literal["in_distribution", "out_of_distribution"] = "in_distribution"
-    """out of the distribution, it decides which checkpoint is best; else the first probe does"""
+    """the out_of_distribution probe decides which checkpoint is best; without one, the first probe does"""
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = None
-    """held-out environment, or its `path`; default: in RL a split of the training environment, elsewhere the examples held out"""
+    """held-out environment, or its `path`; default: in RL a split of the training environment, elsewhere the held-out examples"""
     mode: str | None = None
-    """mode; default: from `samples` and `temperature`, greedy_pass@1 without them (docs/guides/evaluation.md)"""
+    """mode of evaluation; default: by `samples` and `temperature`, greedy_pass@1 without them (docs/guides/evaluation.md)"""
     samples: int | None = Field(default=None, gt=0)
     """completions per problem; default: the mode's, or 1"""
     temperature: float | None = Field(default=None, ge=0)
-    """default: the mode's, or 0, which is greedy"""
+    """sampling temperature; default: the mode's, or 0, which is greedy"""
     max_tokens: int | None = Field(default=None, gt=0)
-    """tokens of a completion; default: sampling.max_new_tokens in RL"""
+    """maximum tokens per completion; default: sampling.max_new_tokens in RL"""
     reasoning_effort: Literal["low", "medium", "high"] | None = None
-    """in place of the environment's"""
+    """reasoning effort in evaluations; default: the environment's"""
     enough: float | None = Field(default=None, gt=0, le=1)
-    """end the run when every source of problems is solved at this rate"""
+    """end the run when the solve rate of every source of problems reaches this"""
     patience: int | None = Field(default=None, gt=0)
-    """end the run after this many evaluations without an improvement in any source"""
+    """end the run after this many evaluations in which no source of problems improved"""
     drops: int | None = Field(default=None, ge=0)
-    """end the run after this many evaluations in a row whose greedy_pass@1 is worse than the best before, or than that before the
-    first step, by more than chance; 0: never; default: 2 out of the distribution"""
+    """end the run after this many evaluations in a row with a greedy_pass@1 significantly below the best earlier one, or below
+    the one before the first step; 0: never; default: 2 for out_of_distribution"""
 
     @property
     def sampled(self) -> Mode:
-        """The mode with its samples and temperature."""
+        """The mode of evaluation, with its number of samples and temperature."""
         return mode_of(self.mode, self.samples, self.temperature)
 
     @property
     def fatal_drops(self) -> int:
-        """After how many evaluations in a row that are worse than before the run ends; 0: never."""
+        """The number of worse evaluations in a row that ends the run; 0: never."""
         if self.drops is not None:
             return self.drops
         return 2 if self.role == "out_of_distribution" and self.sampled.name == "greedy_pass@1" else 0
@@ -84,10 +85,10 @@ class ProbeSection(CountedEvalSection, HeldOutEvalSection):
 
 
 class RLEvalSection(ProbeSection):
-    """[[eval]]: a probe, in or out of the training distribution, with its own period and sampling."""
+    """[[eval]] of RL: a probe on the training environment's held-out split, or on another environment."""
 
     split: Literal["validation", "eval"] = "eval"
-    """the split of the training environment to evaluate on; use `validation` if evaluations end the run"""
+    """the split of the training environment to evaluate on; use `validation` if evaluations may end the run"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.environment is None and self.role == "out_of_distribution":
@@ -102,8 +103,8 @@ class RLEvalSection(ProbeSection):
 
 
 class ExamplesEvalSection(ProbeSection):
-    """[[eval]] of a run that learns from given examples: with an environment a probe that samples, without one the loss or
-    accuracy on the examples held out."""
+    """[[eval]] of a run that learns from given examples: with an environment, samples answers to its problems; without one,
+    computes the loss or accuracy on the held-out examples."""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.environment is None:
@@ -114,7 +115,7 @@ class ExamplesEvalSection(ProbeSection):
 
     @model_serializer(mode="wrap")
     def _only_its_keys(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without an environment the keys of a probe are refused, so their defaults are not written."""
+        """Leaves out a probe's keys from the output if there is no environment, since they would be refused on reloading."""
         found: dict[str, Any] = written(self)
         kept = found if self.environment is not None else found.keys() & _OF_HELD_OUT
         return {key: found[key] for key in kept}
@@ -130,14 +131,15 @@ class SelfplayEvalSection(Section):
 
 
 def only_one(held_out: Sequence[int], what: str) -> Iterator[Conflict]:
-    """The conflict of a command whose held-out examples are one set, where several [[eval]], of these numbers, evaluate on it."""
+    """Yields a conflict if more than one [[eval]] table (their indices are in `held_out`) evaluates on the held-out examples,
+    which are one set."""
     if len(held_out) > 1:
         yield Conflict(f"eval.{held_out[1]}", f"{what}; leave out all [[eval]] but one")
 
 
 def confusable(probes: Mapping[int, ProbeSection], training: str = "") -> Iterator[Conflict]:
-    """Probes, by the number of their [[eval]], whose results would have the same mode and dataset. `training` is the training
-    environment's env_id."""
+    """Yields a conflict for each probe whose results would have the same mode and dataset name as an earlier probe's. Probes are
+    given by the index of their [[eval]]; `training` is the training environment's env_id."""
     first: dict[tuple[str, str], int] = {}
     for index, probe in probes.items():
         mode, name = probe.sampled, training if probe.environment is None else probe.environment.env_id
@@ -153,6 +155,6 @@ def confusable(probes: Mapping[int, ProbeSection], training: str = "") -> Iterat
 
 
 def effort_in_plain_text(index: int, probe: ProbeSection, environment: EnvironmentSettings) -> Iterator[Conflict]:
-    """The conflict of the probe of this number with a reasoning effort that its environment's format cannot say."""
+    """Yields a conflict if the probe at `index` sets a reasoning effort that its environment's format cannot express."""
     if probe.reasoning_effort is not None and environment.format == "boxed":
         yield Conflict(f"eval.{index}.reasoning_effort", "plain text has no place for it; drop it")

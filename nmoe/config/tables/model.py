@@ -1,4 +1,4 @@
-"""[model], [lora], [parallel] and [optimizer]: the model or adapter that is trained, its division over ranks, and AdamW."""
+"""[model], [lora], [parallel] and [optimizer]: the trained model or adapter, its division over ranks, and AdamW."""
 
 import re
 from collections.abc import Iterator
@@ -98,7 +98,8 @@ class ModelSection(Section):
     shape: ModelShape | None = None
     """the shape of a new model"""
     context_tokens: int | None = Field(default=None, gt=1)
-    """a longer context than the checkpoint's: its rotary frequencies are stretched by YaRN, or as its `dynamic` asks"""
+    """a longer context than the checkpoint's: the rotary frequencies are scaled by YaRN, or by the checkpoint's `dynamic`
+    scaling"""
     numerics: Literal["fast", "exact"] = "fast"
     """exact: engine and learner compute the same bits (float32), somewhat slower"""
     device: str = "auto"
@@ -107,21 +108,20 @@ class ModelSection(Section):
     """dtype of weights and activations; default: float32 on a CPU and with exact numerics, bfloat16 on a GPU; below float32 the
     optimizer keeps float32 master weights"""
     expert_profile: ExpertProfile | None = None
-    """routed experts in fewer bits, trained through the rounding: fp8 (weights and activations), nvfp4 (weights), bf16; default: in
-    the run's precision"""
+    """train routed experts with quantised weights, rounding in the forward pass: fp8 (weights and activations), nvfp4 (weights),
+    bf16; default: the run's precision"""
     router_bias_rate: float | None = Field(default=None, ge=0)
-    """step size of loss-free load balancing, 0: off; default: as the checkpoint was trained; off in RL, self-play"""
+    """step size of loss-free load balancing, 0: off; default: the value the checkpoint was trained with; off in RL and self-play"""
     router_aux_loss_coef: float | None = Field(default=None, ge=0)
-    """weight of the load-balancing loss, 0: off; default: as router_bias_rate"""
+    """weight of the load-balancing loss, 0: off; default: the value the checkpoint was trained with; off in RL and self-play"""
     checkpoint_activations: bool = False
     """activation checkpointing: keep only each block's input, and run the block again in the backward pass"""
     compile: bool = False
     """compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"""
     expert_weights: ExpertWeightsForm = "dequantized"
-    """mxfp4: the experts of a released gpt-oss stay in their four bits, for self-play without training; a run that trains refuses
-    it"""
+    """mxfp4: keep the experts of a released gpt-oss in 4 bits, for self-play without training; refused in runs that train"""
     tokenizer: str | None = Field(default=None, min_length=1)
-    """directory, run or checkpoint of the tokenizer, or `bytes`: each is a token; default: the one in `path`"""
+    """directory, run or checkpoint of the tokenizer, or `bytes` for one token per byte; default: the tokenizer in `path`"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if re.fullmatch(DEVICE, self.device) is None:
@@ -158,13 +158,13 @@ class LoraSection(Section):
     """[lora]: train a low-rank adapter on the frozen base that model.path names."""
 
     path: str | None = Field(default=None, min_length=1)
-    """run or directory of the adapter to start from; rank, alpha, rslora and targets are then its own"""
+    """run or directory of the adapter to start from, which then determines rank, alpha, rslora and targets"""
     rank: int = Field(default=32, gt=0)
     """rank of each update"""
     alpha: float | None = Field(default=None, gt=0)
     """the update is scaled by alpha / rank; default: twice the rank"""
     rslora: bool = False
-    """scale by alpha / sqrt(rank) instead"""
+    """scale the update by alpha / sqrt(rank) instead (rank-stabilised LoRA)"""
     targets: Array[
         Literal[
             "q_proj",
@@ -201,23 +201,22 @@ Offload = Literal["auto", "none", "cpu"]
 
 
 class ParallelSection(Section):
-    """[parallel]: replicas, shards and expert groups. dp_replicate x dp_shard ranks run together, as torchrun starts them."""
+    """[parallel]: how the model is replicated and sharded over ranks. torchrun starts dp_replicate x dp_shard ranks."""
 
     dp_replicate: PositiveInt = 1
-    """replicas of the sharded model (HSDP), for slow links between them"""
+    """number of replicas of the sharded model (HSDP), for slow links between groups of ranks"""
     dp_shard: PositiveInt | Literal["auto"] = "auto"
-    """ranks that share one replica's weights; auto: all ranks of a replica"""
+    """number of ranks that share one replica's weights; auto: all ranks of a replica"""
     ep: PositiveInt | Literal["auto"] = "auto"
-    """ranks that share the experts, to which tokens then travel; divides dp_shard and the number of experts; auto: the largest such
-    number that a node holds, and at most 8"""
+    """expert parallelism: number of ranks that share the experts, with tokens sent between them; divides dp_shard and the number
+    of experts; auto: the largest such number in a node, at most 8"""
     rdep: Rdep = "auto"
-    """where the ranks of an expert group lie: single (ep = 1), ipc (in one node), hybrid (in several); auto says which"""
+    """location of the ranks of an expert group: single (ep = 1), ipc (in one node), hybrid (in several nodes); auto: detected"""
     transport: Transport = "auto"
-    """how tokens travel to experts: collective (torch.distributed's all-to-all); symmetric and deepep are refused until they were
-    run"""
+    """how tokens are sent to experts: collective (torch.distributed's all-to-all); symmetric and deepep are untested and refused"""
     offload: Offload = "auto"
-    """where ranks on GPUs keep their shards of weights, gradients and optimizer: none (on the GPU), cpu (in the machine's memory);
-    auto: cpu where they fit in no other way"""
+    """where ranks on GPUs keep their shards of weights, gradients and optimizer state: none (on the GPU), cpu (in host memory);
+    auto: cpu only if they fit in no other way"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.dp_shard != "auto" and self.ep != "auto" and self.dp_shard % self.ep:
@@ -241,16 +240,16 @@ class OptimizerSection(Section):
 
     learning_rate: float = _learning_rate(1e-6)
     warmup_steps: int = Field(default=0, ge=0)
-    """steps of linear warm-up; a run that is not longer warms up until its last step"""
+    """steps of linear warm-up; if the run is no longer than this, it warms up until its last step"""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
     """the warm-up as a share of the run's steps, in place of warmup_steps"""
     allow_slow_warmup: bool = False
-    """start although the learning rate stays under 30% of its peak for the first 20 steps (pretraining, fine-tuning: or 5% of the
-    run, if that is longer)"""
+    """start even if the learning rate stays under 30% of its peak for the first 20 steps (pretraining, fine-tuning: or 5% of the
+    run, if that is longer), which is refused otherwise"""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """final learning rate as a share of the peak"""
     schedule_steps: int = Field(default=0, ge=0)
-    """steps after which the learning rate stays at its lowest; 0: run.steps, and of a resumed run those that it began with"""
+    """steps until the learning rate reaches its minimum and stays there; 0: run.steps, in a resumed run those of its start"""
     weight_decay: float = Field(default=0.0, ge=0)
     """decoupled weight decay"""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -260,7 +259,7 @@ class OptimizerSection(Section):
     eps: float = Field(default=1e-8, gt=0)
     """epsilon, added to the root of the second moment"""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """the gradient norm is clipped to this"""
+    """gradients with a larger norm are clipped to this norm"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.warmup_steps and self.warmup_ratio:

@@ -13,23 +13,23 @@ Level = Literal["warn", "stop", "off"]
 
 
 class RuleSection(Section):
-    """The keys of every rule."""
+    """The keys that every rule has."""
 
     level: Level = "warn"
-    """warn: say so and go on; stop: save and end the run; off: not watched"""
+    """warn: report and continue; stop: save and end the run; off: no check"""
     steps: int = Field(default=5, gt=0)
     """steps in a row that show the symptom before the rule fires"""
 
 
 class AboveSection(RuleSection):
-    """A rule that fires above a value."""
+    """A rule that fires while a metric is above a limit."""
 
     above: float = Field(default=0.0, ge=0)
     """the value above which a step shows the symptom"""
 
 
 class GradNormSection(AboveSection):
-    """[monitor.grad_norm]: the norm of the gradient is 0, or far above what a step can use."""
+    """[monitor.grad_norm]: warns when the gradient's norm is 0, or too large for a useful step."""
 
     above: float = Field(default=100.0, ge=0)
     """the norm, before clipping, above which a step shows the symptom"""
@@ -37,31 +37,31 @@ class GradNormSection(AboveSection):
 
 
 class GradNormRiseSection(RuleSection):
-    """[monitor.grad_norm_rise]: the highest norm of each stretch of steps rises from stretch to stretch."""
+    """[monitor.grad_norm_rise]: warns when the maximum gradient norm rises over consecutive stretches of steps."""
 
     steps: int = Field(default=10, gt=0)
-    """steps of a stretch"""
+    """length of a stretch in steps"""
     stretches: int = Field(default=4, ge=3)
-    """stretches in a row whose highest norm rises"""
+    """number of stretches in a row with a rising maximum norm before the rule fires"""
     factor: float = Field(default=10.0, gt=1)
-    """the last highest norm over the first"""
+    """the maximum of the last stretch over the maximum of the first, beyond which the rule fires"""
 
 
 class ExpertsSection(RuleSection):
-    """[monitor.experts]: the experts of a layer collapse."""
+    """[monitor.experts]: warns when the router sends most tokens of a layer to few experts."""
 
     violation: float = Field(default=2.0, gt=0)
-    """excess load of the busiest expert, in fair shares (expert_load_max_violation)"""
+    """excess load of the busiest expert, as a multiple of an equal share (expert_load_max_violation)"""
     dead: float = Field(default=0.5, gt=0, le=1)
-    """share of a layer's experts that have nothing to do"""
+    """share of a layer's experts that receive no tokens"""
     warmup_steps: int = Field(default=10, ge=0)
-    """first steps, which are not looked at: a fresh router is uneven"""
+    """first steps, which are ignored, because a new router is unbalanced"""
     balance_steps: int = Field(default=60, ge=0)
-    """first steps in which idle experts alone count: a fresh router that is healthy needs them to balance its load"""
+    """first steps in which only idle experts count: a healthy new router needs them to balance its load"""
 
 
 class DiskSection(RuleSection):
-    """[monitor.disk]: the disk of the run's directory is nearly full."""
+    """[monitor.disk]: warns when the disk of the run's directory is nearly full."""
 
     steps: int = Field(default=1, gt=0)
     free_gb: float = Field(default=1.0, gt=0)
@@ -69,74 +69,74 @@ class DiskSection(RuleSection):
 
 
 class SlowDiskSection(RuleSection):
-    """[monitor.slow_disk]: saving holds the run up."""
+    """[monitor.slow_disk]: warns when writing checkpoints delays the run."""
 
     steps: int = Field(default=1, gt=0)
     """saves in a row that show the symptom before the rule fires"""
     share: float = Field(default=0.5, gt=0)
-    """seconds by which a save delayed the run, over the seconds of the steps before it"""
+    """a save is slow if it delays the run by at least this share of the time of the steps since the last save"""
     seconds: float = Field(default=10.0, gt=0)
-    """and at least this long"""
+    """and by at least this many seconds"""
 
 
 class StalledSection(RuleSection):
-    """[monitor.stalled]: a step takes far longer than the others."""
+    """[monitor.stalled]: warns when a step takes far longer than the others."""
 
     steps: int = Field(default=1, gt=0)
     factor: float = Field(default=10.0, gt=1)
-    """how many times the median of the steps before"""
+    """duration of the step, as a multiple of the median of earlier steps, from which it shows the symptom"""
     seconds: float = Field(default=300.0, gt=0)
-    """and at least this long"""
+    """and at least this many seconds"""
 
 
 class MemorySection(AboveSection):
-    """[monitor.memory]: the memory of the run's GPU is nearly full. Only where there is one."""
+    """[monitor.memory]: warns when the GPU's memory is nearly full (only on a GPU)."""
 
     above: float = Field(default=0.95, gt=0, le=1)
-    """share of the GPU's memory in use at a step's peak"""
+    """peak share of the GPU's memory in use, above which a step shows the symptom"""
     steps: int = Field(default=2, gt=0)
 
 
 class IdleSection(RuleSection):
-    """[monitor.idle]: the run's GPU has nothing to do for minutes. Only where there is one."""
+    """[monitor.idle]: warns when the GPU is idle for minutes (only on a GPU)."""
 
     steps: int = Field(default=1, gt=0)
     seconds: float = Field(default=120.0, gt=0)
-    """the pause that a step has at least"""
+    """idle time in seconds from which a step shows the symptom"""
 
 
 class TruncationSection(AboveSection):
-    """[monitor.truncation]: most completions are cut at the token limit."""
+    """[monitor.truncation]: warns when most completions are cut at the token limit."""
 
     above: float = Field(default=0.5, ge=0, le=1)
-    """share of the completions that are cut"""
+    """share of completions cut at the limit, above which a step shows the symptom"""
 
 
 class ClipSection(AboveSection):
-    """[monitor.clip]: most of an update is clipped."""
+    """[monitor.clip]: warns when most tokens of an update are clipped."""
 
     above: float = Field(default=0.4, ge=0, le=1)
-    """share of the tokens that are clipped, or would be in another update"""
+    """share of tokens clipped in the updates, or outside the clip range after them, above which a step shows the symptom"""
     steps: int = Field(default=3, gt=0)
 
 
 class RewardStuckSection(RuleSection):
-    """[monitor.reward_stuck]: rewards do not differ, so that nothing can be learned."""
+    """[monitor.reward_stuck]: warns when all rewards of a group are equal, so that nothing can be learned."""
 
     steps: int = Field(default=10, gt=0)
 
 
 class FlatSection(RuleSection):
-    """[monitor.flat]: the mean reward of ten steps does not rise beyond its noise while problems are still unsolved."""
+    """[monitor.flat]: warns when the mean reward of ten steps does not rise beyond its noise before the problems are solved."""
 
     steps: int = Field(default=50, ge=10)
     """steps without a rise before the rule fires"""
     solved: float = Field(default=0.8, gt=0, le=1)
-    """correctness from which a flat reward is no symptom"""
+    """correctness from which a flat reward is accepted"""
 
 
 class SolveRateSection(RuleSection):
-    """[monitor.solve_rate]: hardly any problem is solved."""
+    """[monitor.solve_rate]: warns when hardly any problem is solved."""
 
     below: float = Field(default=0.05, gt=0, le=1)
     """correctness below which a step shows the symptom"""
@@ -144,89 +144,92 @@ class SolveRateSection(RuleSection):
 
 
 class RatiosSection(AboveSection):
-    """[monitor.ratios]: an update changes a token's probability many times over."""
+    """[monitor.ratios]: warns when an update multiplies a token's probability many times over."""
 
     above: float = Field(default=10.0, ge=0)
-    """ratio_max or update_ratio_max of a step that shows the symptom"""
+    """limit on ratio_max and update_ratio_max, beyond which a step shows the symptom"""
     log_ratio: float = Field(default=5.0, gt=0)
-    """log_ratio_raw_max, or update_log_ratio_max or _min in either direction, of a step that shows the symptom"""
+    """limit on log_ratio_raw_max, update_log_ratio_max and the magnitude of update_log_ratio_min, beyond which a step shows the
+    symptom"""
     steps: int = Field(default=3, gt=0)
 
 
 class FormatSection(RuleSection):
-    """[monitor.format]: the required format is rare, or is being lost. Only with right answers, or a reward for the format."""
+    """[monitor.format]: warns when few completions have the required format, or fewer than before (only if right answers or the
+    format are rewarded)."""
 
     below: float = Field(default=0.5, ge=0, le=1)
-    """share of the completions in the required format"""
+    """share of completions in the required format, below which a step shows the symptom"""
     boxed: float = Field(default=0.9, ge=0, le=1)
-    """share of the completions with a box (has_boxed), where the environment asks for one and rewards right answers alone"""
+    """share of completions with a box (has_boxed), below which a step shows the symptom, where the environment asks for a box
+    and rewards only right answers"""
     drop: float = Field(default=0.2, gt=0, le=1)
-    """loss, against the best five steps before"""
+    """drop of that share from the best mean of five steps, beyond which a step shows the symptom"""
 
 
 class KLSection(AboveSection):
-    """[monitor.kl]: the policy moves too far in one step, or its divergence estimate stays negative."""
+    """[monitor.kl]: warns when the policy moves too far in one step, or its KL estimate stays negative."""
 
     above: float = Field(default=0.1, ge=0)
-    """|ppo_kl| or update_kl of a step that shows the symptom; update_kl ten times as large fires at once"""
+    """limit on |ppo_kl| and update_kl, beyond which a step shows the symptom; an update_kl ten times as large fires at once"""
     negative_steps: int = Field(default=10, gt=0)
-    """steps in a row with a negative ppo_kl"""
+    """steps in a row with a negative ppo_kl before the rule fires"""
     steps: int = Field(default=2, gt=0)
     """steps in a row beyond `above` before the rule fires"""
 
 
 class ReferenceSection(AboveSection):
-    """[monitor.reference]: the policy is far from its reference. Only where there is one."""
+    """[monitor.reference]: warns when the policy is far from its reference model (only with a reference)."""
 
     above: float = Field(default=1.0, ge=0)
-    """reference_kl of a step that shows the symptom"""
+    """limit on reference_kl, beyond which a step shows the symptom"""
     log_ratio: float = Field(default=8.0, gt=0)
-    """reference_log_ratio_abs_p99 of a step that shows the symptom"""
+    """limit on reference_log_ratio_abs_p99, beyond which a step shows the symptom"""
     steps: int = Field(default=3, gt=0)
 
 
 class EntropySection(RuleSection):
-    """[monitor.entropy]: samples become alike while problems are still unsolved."""
+    """[monitor.entropy]: warns when samples lose diversity before the problems are solved."""
 
     share: float = Field(default=0.1, gt=0, lt=1)
-    """of the entropy of the first five steps"""
+    """share of the first five steps' mean entropy, below which a step shows the symptom"""
     solved: float = Field(default=0.8, gt=0, le=1)
-    """correctness from which low entropy is no symptom"""
+    """correctness from which low entropy is accepted"""
 
 
 class LengthSection(RuleSection):
-    """[monitor.length]: completions shrink to a fraction of their length, or grow to a multiple."""
+    """[monitor.length]: warns when completions become several times shorter or longer than at the start."""
 
     factor: float = Field(default=3.0, gt=1)
-    """against the mean of the first five steps, in either direction"""
+    """ratio to the first five steps' mean length, in either direction, beyond which a step shows the symptom"""
 
 
 class ProbeSection(RuleSection):
-    """[monitor.probe]: held-out problems are solved less than before."""
+    """[monitor.probe]: warns when the model solves fewer held-out problems than before."""
 
     steps: int = Field(default=2, gt=0)
-    """evaluations in a row, each worse than the best before or the first by more than chance, paired by problem"""
+    """evaluations in a row that are significantly worse than the best or first one, compared problem by problem"""
     drop: float = Field(default=0.02, ge=0, le=1)
     """and by at least this share of the problems"""
 
 
 class HackingSection(AboveSection):
-    """[monitor.reward_hacking]: samples that are wrong earn a high reward, after the format is learned. Where right answers alone
-    are rewarded one such sample is a bug, and the rule fires at once."""
+    """[monitor.reward_hacking]: warns when wrong answers earn high rewards, once the format is learned. If only right answers
+    are rewarded, one such sample is a bug, and the rule fires at once."""
 
     above: float = Field(default=0.2, ge=0, le=1)
-    """share of the samples that are wrong and highly rewarded"""
+    """share of samples that are wrong and highly rewarded, above which a step shows the symptom"""
 
 
 class MismatchSection(AboveSection):
-    """[monitor.mismatch]: the engine's log-probabilities are not the learner's."""
+    """[monitor.mismatch]: warns when the engine's log-probabilities differ from the learner's by more than rounding."""
 
     above: float = Field(default=0.0, ge=0)
-    """mismatch_abs_mean, which beyond one nat of entropy is taken over its square root; 0: 1e-4 in float32, 0.05 in half precision,
-    and any difference with exact numerics"""
+    """limit on mismatch_abs_mean, scaled by the square root of the entropy above one nat; 0: 1e-4 in float32, 0.05 in half
+    precision, and any difference with exact numerics"""
     growth: float = Field(default=4.0, gt=1)
-    """mismatch_abs_mean over the square root of entropy_mean, over the lowest mean of five steps so far; from a tenth of
-    `above` on"""
+    """limit on the growth of mismatch_abs_mean / sqrt(entropy_mean), relative to its lowest mean of five steps; checked only
+    from a tenth of `above` on"""
     steps: int = Field(default=2, gt=0)
     """measured steps in a row that show the symptom before the rule fires"""
 
@@ -235,21 +238,21 @@ class WatchSection(Section):
     """[monitor]: the rules that watch a run."""
 
     grad_norm: GradNormSection = GradNormSection()
-    """a gradient of 0, or a huge one"""
+    """a gradient that is 0, or too large"""
     grad_norm_rise: GradNormRiseSection = GradNormRiseSection()
-    """ever larger gradients"""
+    """gradient norms that keep rising"""
     experts: ExpertsSection = ExpertsSection()
-    """collapsing experts"""
+    """a router that sends most tokens to few experts"""
     disk: DiskSection = DiskSection()
     """a disk that is nearly full"""
     slow_disk: SlowDiskSection = SlowDiskSection()
-    """saving holds the run up"""
+    """checkpoints that delay the run"""
     stalled: StalledSection = StalledSection()
-    """a step that takes far too long"""
+    """a step that takes far longer than the others"""
     memory: MemorySection = MemorySection()
     """a GPU whose memory is nearly full"""
     idle: IdleSection = IdleSection()
-    """a GPU that has nothing to do"""
+    """a GPU that is idle for minutes"""
 
 
 class SampleRateSection(WatchSection):
@@ -263,35 +266,35 @@ class MonitorSection(SampleRateSection):
     """[monitor]: the rules that watch a run, and which rollouts it keeps as replay bundles."""
 
     first_steps: Literal["warn", "stop"] = "warn"
-    """stop: the smoke rules (reward_stuck, format, truncation, grad_norm, clip) end the run if they fire in its first 10 steps;
-    warn: their levels decide"""
+    """stop: end the run if a smoke-test rule (reward_stuck, format, truncation, grad_norm, clip) fires in its first 10 steps;
+    warn: each rule's `level` applies"""
     replays_per_failure: int = Field(default=1, ge=0)
     """additional replay bundles per step and failure class"""
     reward_stuck: RewardStuckSection = RewardStuckSection()
-    """rewards without a difference"""
+    """equal rewards, from which nothing can be learned"""
     flat: FlatSection = FlatSection()
     """a reward that does not rise"""
     solve_rate: SolveRateSection = SolveRateSection()
-    """problems of which hardly any is solved"""
+    """hardly any problem solved"""
     format: FormatSection = FormatSection()
-    """a format that is rare or being lost"""
+    """few completions in the required format, or fewer than before"""
     truncation: TruncationSection = TruncationSection()
     """completions cut at the limit"""
     clip: ClipSection = ClipSection()
-    """updates that are clipped away"""
+    """updates with mostly clipped tokens"""
     kl: KLSection = KLSection()
-    """a policy that moves too far at once"""
+    """a policy that moves too far in one step"""
     ratios: RatiosSection = RatiosSection()
-    """tokens whose probability leaps"""
+    """tokens whose probability an update multiplies"""
     reference: ReferenceSection = ReferenceSection()
-    """a policy that is far from its reference"""
+    """a policy far from its reference model"""
     entropy: EntropySection = EntropySection()
-    """samples that become alike"""
+    """samples that lose diversity"""
     length: LengthSection = LengthSection()
-    """completions that shrink or grow"""
+    """completions that become much shorter or longer"""
     probe: ProbeSection = ProbeSection()
-    """held-out problems that are lost again"""
+    """held-out problems that are solved less than before"""
     reward_hacking: HackingSection = HackingSection()
     """high rewards for wrong answers"""
     mismatch: MismatchSection = MismatchSection()
-    """an engine that is not the learner"""
+    """engine log-probabilities that differ from the learner's"""

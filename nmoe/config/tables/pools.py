@@ -9,11 +9,12 @@ from nmoe.config.base import MAX_SEED, Array, Conflict, DataPath, NameIn, Sectio
 from nmoe.config.registry import DATASET_TASKS, GENERATED_TASKS, POOLS, TASKS
 
 GoldExtractor = Literal["none", "gsm8k_hash", "boxed", "last_number"]
-"""How to read the gold answer from its field: all of it, the part after `####`, the content of `\\boxed{}`, the last number."""
+"""How the gold answer is read from its field: the whole field, the part after `####`, the content of `\\boxed{}`, the last
+number."""
 
 
 class GeneratedPool(Section):
-    """An endless sequence of problems from a seeded generator. The splits never share a problem."""
+    """An endless sequence of problems from a seeded generator. No problem is in two splits."""
 
     type: Literal["generated"]
     task_type: Annotated[str, NameIn(TASKS, tuple(GENERATED_TASKS))] = Field(
@@ -26,9 +27,9 @@ class GeneratedPool(Section):
     seed: int = Field(default=0, ge=0, le=MAX_SEED)
     """seed of the order of problems"""
     examples: int = Field(default=0, ge=0, le=64)
-    """number of solved training problems that each prompt shows before its question"""
+    """number of solved training problems shown in each prompt before the question (few-shot)"""
     hints: Array[str] = ()
-    r"""texts of which one, drawn at random, follows each question, such as `\nfinal:`; "" for nothing"""
+    r"""texts of which one, drawn at random, is appended to each question, such as `\nfinal:`; "" for no text"""
     max_examples: int | None = Field(default=None, ge=1)
     """number of problems; default: endless"""
 
@@ -39,29 +40,30 @@ class GeneratedPool(Section):
 
 
 class DatasetKeys(Section):
-    """The keys that all datasets share: the conversion of their records to problems."""
+    """The keys that all dataset pools share: how records become problems."""
 
     task_type: Annotated[str, NameIn(TASKS, tuple(DATASET_TASKS))] = Field(
         description=f"the task that renders and grades the problems: {', '.join(DATASET_TASKS)}, "
         "or one of your own as `module:Name`"
     )
     problem_field: str | None = Field(default=None, min_length=1)
-    """the field with the problem's text or messages; default: the one of problem, question, prompt and input that exists"""
+    """the field with the problem's text or messages; default: the first of problem, question, prompt and input that exists"""
     answer_field: str | None = Field(default=None, min_length=1)
-    """the field with the gold answer or solution, `a.b` for field b of object a; default: the one of answer, label,
+    """the field with the gold answer or solution, `a.b` for field b of object a; default: the first of answer, label,
     reward_spec.ground_truth and reward_model.ground_truth that exists"""
     gold_extractor: GoldExtractor = "none"
     """how the gold answer is found in its field"""
     check_gold: Literal["all", "sample", "off"] = "all"
-    """which gold answers are graded before a run starts, and have to be correct: all, 64 of them, or none"""
+    """grade gold answers before the run starts, and refuse incorrect ones: all, a sample of 64, or off"""
     answer_order: Literal["any", "as_gold"] = "any"
-    """of `math`: whether a list without brackets, `1, 2`, has an order; lists of tuples have none, values with names have one, and
-    the question may ask for one"""
+    """task `math`: whether order counts in a list without brackets, such as `1, 2`; never in a list of tuples, always for values
+    with names, and the question may ask for it"""
     units: Literal["asked", "as_gold", "any"] = "asked"
-    """of `math`: the unit that an answer may add to a gold without one: the only one that the question names, none, or any"""
+    """task `math`: which unit an answer may add to a gold answer without one: asked: the only one that the question names;
+    as_gold: none; any"""
     easy_first: str | None = Field(default=None, min_length=1)
-    """a field with each problem's difficulty, `level`, or, with a minus, its measured solve rate, `-solve_rate` (`nmoe data
-    solve-rates`): the first pass begins with the easiest; later passes are shuffled"""
+    """sort the first pass from easy to hard by this field: a difficulty such as `level` or, with a minus, a measured solve rate,
+    `-solve_rate` (`nmoe data solve-rates`); later passes are shuffled"""
     levels: Array[str] = ()
     """only problems whose field `level` is one of these, such as ["4", "5"], also written "Level 4"; default: all"""
     max_examples: int | None = Field(default=None, ge=1)
@@ -76,7 +78,7 @@ class DatasetKeys(Section):
 
 
 class JsonlPool(DatasetKeys):
-    """A local file with one JSON object per line, or several."""
+    """One or several local files with one JSON object per line."""
 
     type: Literal["jsonl"]
     path: Annotated[str, DataPath()] = Field(min_length=1)
@@ -84,7 +86,7 @@ class JsonlPool(DatasetKeys):
 
 
 class CsvPool(DatasetKeys):
-    """A local CSV file, whose fields are all texts."""
+    """A local CSV file; all its fields are read as strings."""
 
     type: Literal["csv"]
     path: Annotated[str, DataPath()] = Field(min_length=1)
@@ -92,7 +94,7 @@ class CsvPool(DatasetKeys):
 
 
 class ParquetPool(DatasetKeys):
-    """A local Parquet file, or several."""
+    """One or several local Parquet files."""
 
     type: Literal["parquet"]
     path: Annotated[str, DataPath()] = Field(min_length=1)
@@ -114,7 +116,7 @@ class HubPool(DatasetKeys):
 
 
 class PythonPool(DatasetKeys):
-    """Records that a program makes: a function without arguments that returns or yields dicts, or a list of them."""
+    """Records from a Python program: a list of dicts, or a function without arguments that returns or yields dicts."""
 
     type: Literal["python"]
     call: Annotated[str, NameIn(POOLS)]
@@ -122,7 +124,7 @@ class PythonPool(DatasetKeys):
 
 
 class ReasoningGymPool(Section):
-    """An endless sequence of problems from a dataset of the package reasoning-gym. The splits never share a question."""
+    """An endless sequence of problems from a dataset of the package reasoning-gym. No question is in two splits."""
 
     type: Literal["reasoning_gym"]
     dataset: str = Field(min_length=1)
@@ -136,7 +138,7 @@ class ReasoningGymPool(Section):
     max_examples: int | None = Field(default=None, ge=1)
     """number of problems; default: endless"""
     partial: bool = False
-    """whether an answer that is wrong gets the dataset's score between 0 and 1, where it has one"""
+    """give a wrong answer the dataset's score between 0 and 1, if the dataset has one"""
 
     def conflicts(self) -> Iterator[Conflict]:
         for key in {"seed", "size"} & self.config.keys():
@@ -158,21 +160,21 @@ class SelfplayPool(Section):
 
 
 class PrmPool(Section):
-    """Solutions with labelled steps, to be judged: from PRM800K, Math-Shepherd or stepwise records."""
+    """Solutions with labelled steps, which the policy learns to judge: from PRM800K, Math-Shepherd or stepwise records."""
 
     type: Literal["prm"]
     source: str = Field(default="prm800k", min_length=1)
-    """`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records of theirs or stepwise ones"""
+    """`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records in their formats or the stepwise one"""
     split: str = Field(default="train", min_length=1)
     """split, with an optional slice such as `train[:1024]`"""
     task_type: Literal["prm_step", "prm_solution"] = "prm_step"
     """prm_step: predict the label of the last step; prm_solution: predict the score of the whole solution"""
     prm800k: Annotated[str, DataPath(may_be_name=True)] = "tasksource/PRM800K"
-    """where PRM800K lies: a directory or a Hugging Face name"""
+    """PRM800K: a directory or a Hugging Face name"""
     math_shepherd: Annotated[str, DataPath(may_be_name=True)] = "peiyi9979/Math-Shepherd"
-    """where Math-Shepherd lies: a file, directory or Hugging Face name"""
+    """Math-Shepherd: a file, directory or Hugging Face name"""
     max_examples: int | None = Field(default=None, ge=1)
-    """the most problems"""
+    """maximum number of problems"""
     seed: int = Field(default=0, ge=0, le=MAX_SEED)
     """seed of the order of problems"""
 
@@ -203,7 +205,7 @@ class ParquetSource(ParquetPool, SourceKeys):
 
 
 class PythonSource(PythonPool, SourceKeys):
-    """A program's records as a source of a mixture."""
+    """Records from a Python program as a source of a mixture."""
 
 
 class HubSource(HubPool, SourceKeys):
@@ -215,7 +217,7 @@ class ReasoningGymSource(ReasoningGymPool, SourceKeys):
 
 
 class PrmSource(PrmPool, SourceKeys):
-    """Labelled steps as a source of a mixture."""
+    """Solutions with labelled steps as a source of a mixture."""
 
 
 Source = Annotated[
@@ -261,6 +263,6 @@ TaskPool = (
 
 
 def task_types(pool: TaskPool) -> set[str]:
-    """The task types of a pool's problems, as far as its settings name them."""
+    """Returns the task types of a pool's problems that its settings name."""
     sources = pool.sources if isinstance(pool, MixturePool) else (pool,)
     return {source.task_type for source in sources if isinstance(source, (GeneratedPool, DatasetKeys, PrmPool))}

@@ -1,4 +1,4 @@
-"""Examples and losses of the recipes beside RL: [data], [records], [preference], [reward_model], [verifier] and [selfplay]."""
+"""Examples and losses of the recipes other than RL: [data], [records], [preference], [reward_model], [verifier] and [selfplay]."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class MixtureSource(Section):
     """One source of a mixture."""
 
     path: str = Field(min_length=1)
-    """as `documents` of [data]"""
+    """dataset of this source, as `documents` of [data]"""
     weight: float = Field(default=1.0, gt=0)
     """share of the tokens, relative to the other sources' weights"""
     name: str = ""
@@ -31,7 +31,7 @@ class MixtureSource(Section):
 
     @property
     def label(self) -> str:
-        """The name, made of the path's last part where none is given."""
+        """The source's name; by default the file name at the end of its path, without extension."""
         return self.name or Path(split_path(self.path)[0]).name.partition(".")[0]
 
 
@@ -60,15 +60,15 @@ class DataSection(Section):
 
     @property
     def mixture(self) -> tuple[DocumentSourceSection, ...]:
-        """The sources, of which `documents` is the only one."""
+        """The sources to pretrain on; `documents` counts as a single source."""
         return self.sources if self.documents is None else (DocumentSourceSection(path=self.documents),)
 
 
 Kind = Literal["text", "messages", "prompt", "prompt_completion", "preference", "stepwise"]
-"""The formats of a record (docs/guides/data.md)."""
+"""The formats that a record of training data may have (docs/guides/data.md)."""
 
 Column = Literal["text", "messages", "tools", "prompt", "completion", "chosen", "rejected", "completions", "labels"]
-"""The columns that the formats are made of."""
+"""The column names that these formats consist of."""
 
 
 class DatasetSettings(Section):
@@ -85,7 +85,7 @@ class DatasetSettings(Section):
     kind: Kind | None = None
     """the format of the records; default: recognised by their columns"""
     columns: dict[str, str] = Field(default={})
-    """which columns of the data to take: `{prompt = "question", completion = "answer"}`"""
+    """the data's columns for the format's columns: `{prompt = "question", completion = "answer"}`"""
 
     def conflicts(self) -> Iterator[Conflict]:
         known = get_args(Column)
@@ -95,7 +95,7 @@ class DatasetSettings(Section):
 
 
 class RecordsSection(DatasetSettings):
-    """[records] of DPO and reward models."""
+    """[records] of DPO and reward models: the preference pairs to learn from."""
 
     format: Literal["auto", "harmony", "chat", "text"] = "auto"
     """how records become tokens: Harmony, the tokenizer's chat template, or plain text; auto: Harmony if the tokenizer has its
@@ -105,7 +105,7 @@ class RecordsSection(DatasetSettings):
     epochs: float | None = Field(default=None, gt=0)
     """passes over the records, in place of run.steps; may be a fraction"""
     held_out: float = Field(default=0.0, ge=0)
-    """records held out for evaluation: a share below 1, or from 1 on their number; records with the same prompt stay together"""
+    """records held out for evaluation: a share if below 1, else their number; records with the same prompt stay together"""
     held_out_path: Annotated[str | None, DataPath(may_be_name=True)] = Field(default=None, min_length=1)
     """separate records to evaluate on, read like the records of `path`"""
     held_out_split: str | None = Field(default=None, min_length=1)
@@ -120,7 +120,7 @@ class RecordsSection(DatasetSettings):
 
     @property
     def datasets(self) -> "tuple[DatasetSettings, ...]":
-        """The datasets that are trained on."""
+        """The datasets to train on."""
         return (self,)
 
     @property
@@ -147,7 +147,7 @@ class SFTRecordsSection(RecordsSection):
     sources: Array[RecordSourceSection] = ()
     """several datasets, mixed by weight, as [[records.sources]], in place of `path`"""
     share_prefixes: bool = False
-    """compute a prefix that sequences of a step share, such as a long instruction, once for all of them; a router's load then
+    """compute a prefix shared by several sequences of a step, such as a long instruction, only once; the router's load then
     counts it once"""
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -176,14 +176,14 @@ class PreferenceSection(Section):
     """[preference]: the loss of DPO and its variants."""
 
     loss: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo"] = "sigmoid"
-    """sigmoid: DPO; sigmoid_norm: DPO with mean log-ratios over tokens; robust: unbiased if labels flip; hinge; ipo: the squared
-    loss of IPO, with mean log-ratios over tokens"""
+    """sigmoid: DPO; sigmoid_norm: DPO with mean log-ratios over tokens; robust: unbiased under label noise; hinge: hinge loss;
+    ipo: the squared loss of IPO, with mean log-ratios over tokens"""
     beta: float = Field(default=0.1, gt=0)
-    """strength of the tie to the reference (tau of IPO)"""
+    """strength of the regularisation towards the reference model (tau of IPO)"""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """share of pairs that are assumed to be swapped"""
+    """share of pairs that are assumed to be mislabelled"""
     sft_weight: float = Field(default=0.0, ge=0)
-    """weight of an SFT loss on the preferred side"""
+    """weight of an SFT loss on the preferred answer"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.label_smoothing > 0 and self.loss in ("hinge", "ipo"):
@@ -191,7 +191,7 @@ class PreferenceSection(Section):
 
 
 class RewardModelSection(Section):
-    """[reward_model]: the Bradley-Terry loss."""
+    """[reward_model]: the Bradley-Terry loss of a reward model."""
 
     margin: float = Field(default=0.0, ge=0)
     """margin by which the preferred answer's reward should exceed the other's"""
@@ -203,26 +203,26 @@ class VerifierSection(Section):
     """[verifier]: the labelled steps, and the kind of verifier that is trained on them."""
 
     prm_source: str = Field(default="prm800k", min_length=1)
-    """`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records of theirs or stepwise ones; also
-    `--prm_source=`"""
+    """`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records in their formats or the stepwise one;
+    also `--prm_source=`"""
     prm_split: str = Field(default="train", min_length=1)
     """split, with an optional slice such as `train[:1024]`; also `--prm_split=`"""
     mode: Literal["step", "score"] = "step"
-    """step: a label for every step; score: 0, 0.5 or 1 for whole solutions; also `--mode=`"""
+    """step: predict a label for every step; score: predict 0, 0.5 or 1 for whole solutions; also `--mode=`"""
     head: Literal["generative", "discriminative"] = "generative"
     """generative: the model answers with the label; discriminative: a head on the last token of each step"""
     reads: Literal["last", "every"] = "last"
-    """the tokens of a step that a discriminative head reads; every: a step is right if each of its tokens is, which shows where a
-    step goes wrong without a label for it"""
+    """the tokens of a step that a discriminative head reads: the last, or every token; with every, a step is right if each of
+    its tokens is, which locates errors within a step without labels for tokens"""
     neutral: Literal["positive", "negative", "own"] = "positive"
     """the label of a neutral step; own: a third label, for a generative verifier"""
     language_weight: float = Field(default=0.0, ge=0)
     """weight of a language-modelling loss on right steps; 0: off"""
     prm800k: Annotated[str, DataPath(may_be_name=True)] = "tasksource/PRM800K"
-    """where PRM800K lies: a directory with phase1_train.jsonl and the like, a copy of its repository, or a Hugging Face name; the
-    default stands for copies named openai/prm800k and prm800k, too"""
+    """PRM800K: a directory with phase1_train.jsonl and the like, a copy of its repository, or a Hugging Face name; the default
+    also finds copies named openai/prm800k and prm800k"""
     math_shepherd: Annotated[str, DataPath(may_be_name=True)] = "peiyi9979/Math-Shepherd"
-    """where Math-Shepherd lies: a file, directory or Hugging Face name"""
+    """Math-Shepherd: a file, directory or Hugging Face name"""
     held_out_source: str | None = Field(default=None, min_length=1)
     """source to evaluate on, as `prm_source`; default: a held-out share of the problems"""
     held_out_split: str = Field(default="test", min_length=1)
@@ -234,7 +234,7 @@ class VerifierSection(Section):
 
     @property
     def trains_head_alone(self) -> bool:
-        """Whether the language model keeps its weights, and only the head on it learns."""
+        """Whether only the head is trained, and the language model below it is frozen."""
         return self.head == "discriminative" and self.language_weight == 0
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -247,7 +247,7 @@ class VerifierSection(Section):
 
 
 class SelfplaySection(Section):
-    """[selfplay]: how often a proof is judged, and which models train on the judgements."""
+    """[selfplay]: how often each proof is verified, and which models are trained on the verifications."""
 
     problem_source: str | None = Field(default=None, min_length=1)
     """prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH; default: the
@@ -261,15 +261,15 @@ class SelfplaySection(Section):
     meta_verifications: int = Field(default=3, gt=0)
     """checks of each verification that claims a defect (m)"""
     confirmations: int = Field(default=2, gt=0)
-    """confirmed verifications that the lowest score needs to be accepted (k)"""
+    """number of confirmed verifications needed to accept the lowest score (k)"""
     verifier: str | None = Field(default=None, min_length=1)
-    """checkpoint of verifier and meta-verifier; default: model.path, which is the generator"""
+    """checkpoint of the verifier and meta-verifier; default: model.path, as the generator"""
     train: bool = False
     """train verifier and generator at the end of each round"""
     rounds: int = Field(default=1, gt=0)
     """rounds of generation, each followed by training"""
     generator_steps: int = Field(default=2, gt=0)
-    """the generator's optimizer steps per round, each on its part of the problems, during the verifier's first ones"""
+    """optimizer steps of the generator per round, each on a part of the problems, during the first steps of the verifier"""
     verifier_epochs: int = Field(default=1, gt=0)
     """passes over a round's accepted verifications"""
 

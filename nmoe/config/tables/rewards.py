@@ -18,20 +18,21 @@ _CAPABILITIES: tuple[GateMetric, ...] = ("structure_ok", "format_ok", "reasoning
 
 
 class Weights(Section):
-    """The weight of each component of a grade in the reward; a component lies between 0 and 1."""
+    """The weight of each component in the reward; each component of a grade lies between 0 and 1."""
 
     format: float = Field(default=0.0, ge=0)
     """the completion has the environment's format"""
     structure: float = Field(default=0.0, ge=0)
-    """share of the format that is in place, also where the answer is malformed, for a policy that has not learned the format yet"""
+    """share of the format that the completion gets right, even if it is malformed, for a policy that has not learned the format
+    yet"""
     reasoning: float = Field(default=0.0, ge=0)
     """the reasoning is well formed and not empty"""
     tool_use: float = Field(default=0.0, ge=0)
-    """a tool was called and returned, and the trajectory ends well formed"""
+    """a tool call succeeded, and the trajectory ends well formed"""
     correctness: float = Field(default=0.0, ge=0)
     """the answer is the gold answer"""
     efficiency: float = Field(default=0.0, ge=0)
-    """a correct answer used few tokens and calls"""
+    """the answer is correct, and used few tokens and tool calls"""
 
     @property
     def all_zero(self) -> bool:
@@ -45,14 +46,14 @@ class Rubric(Weights):
 
 
 class GateSettings(Section):
-    """The condition that opens the next stage: `{metric = "format_ok", at_least = 0.9}`."""
+    """The condition that opens the next stage of a curriculum: `{metric = "format_ok", at_least = 0.9}`."""
 
     metric: GateMetric
-    """the rate that is averaged over the curriculum's window"""
+    """the rate that is compared, averaged over the curriculum's window"""
     at_least: float = Field(gt=0, le=1)
     """the rate at which the next stage opens"""
     close_below: float | None = Field(default=None, gt=0, lt=1)
-    """the rate below which the stage closes again; without it, never"""
+    """the rate below which the curriculum returns to this stage; default: never"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.close_below is not None and self.close_below >= self.at_least:
@@ -63,27 +64,28 @@ GivenStart = Literal["", "<|channel|>", "<|channel|>final", "<|channel|>final<|m
 
 
 class StageSettings(Section):
-    """One stage of a curriculum. The last stage has no gate: nothing comes after it."""
+    """One stage of a curriculum. The last stage has no gate."""
 
     name: str = Field(min_length=1)
     """name of the stage in logs, unique in the curriculum"""
     weights: Weights
     """the weights in force during the stage; those not named are 0"""
     given: GivenStart = ""
-    """the start of Harmony's answer that training gives in this stage, and does not learn: the policy goes on from there; each
-    stage gives a beginning of what the stage before gave, the last one nothing"""
+    """the beginning of Harmony's answer that this stage gives the policy, which continues it and is not trained on it; each
+    stage gives a shorter beginning than the stage before, the last one nothing"""
     gate: GateSettings | None = None
-    """what opens the next stage"""
+    """the condition that opens the next stage"""
 
 
 class CurriculumSettings(Section):
-    """Stages that open one after the other, so that a skill is rewarded only after the skills that it builds on."""
+    """[curriculum]: stages that open one after another, so that a skill is rewarded only after the skills that it builds on."""
 
     window_steps: int = Field(default=4, ge=1)
     """number of steps that a gate's rate is averaged over"""
     order: Literal["leading", "strict", "any"] = "leading"
-    """leading: gates in the order of capabilities, correctness not the largest weight before a gate on the
-    format, no weight on efficiency before one on correctness; strict: no weight on correctness either; any: nothing"""
+    """which stages are allowed. leading: gates follow the order of capabilities, before a gate on the format correctness is not
+    the largest weight, and before a gate on correctness efficiency has no weight; strict: in addition, correctness has no weight
+    before a gate on the format; any: all"""
     stages: Array[StageSettings]
     """the stages in order, as [[curriculum.stages]]"""
 
@@ -113,7 +115,7 @@ class CurriculumSettings(Section):
                 yield Conflict(f"stages.{index}.gate", "must be left out: no stage follows the last one")
 
     def _out_of_order(self) -> Iterator[Conflict]:
-        """Stages that reward a capability before those that it builds on."""
+        """Yields a conflict for each stage that rewards a capability before the capabilities that it builds on."""
         passed: list[int] = []  # the indices in _CAPABILITIES of the gates before a stage
         for index, stage in enumerate(self.stages):
             weights, key = stage.weights, f"stages.{index}.weights"
@@ -159,9 +161,9 @@ class RewardKeys(Section):
     name: str = Field(min_length=1)
     """name of the component in metrics and samples, unique among all components"""
     weight: float = 1.0
-    """weight of its values in the reward; negative for a penalty"""
+    """weight of this component in the reward; negative for a penalty"""
     only_if_correct: bool = False
-    """only right answers are asked about; others get 0. For scores of quality"""
+    """compute this reward only for right answers, and give 0 to others; for scores of quality"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.only_if_correct and self.weight < 0:
@@ -179,14 +181,14 @@ class FunctionRewardConfig(RewardKeys):
     call: Annotated[str, NameIn(REWARDS)]
     """the function, as `package.module:function`"""
     timeout_s: float = Field(default=60.0, gt=0)
-    """seconds that one call, over one group, may take"""
+    """maximum seconds of one call, which gets one group"""
     replay: bool = True
-    """a replay calls it again, with its one sample alone; false where it compares a group's samples or draws at random: the value
-    is then taken as recorded"""
+    """call the function again when a sample is replayed, with this sample only; set false if it compares the samples of a group
+    or draws at random: a replay then takes the recorded value"""
 
 
 class ServiceKeys(RewardKeys):
-    """The keys of a reward that asks a service. No other part of nmoe uses the network during training."""
+    """The keys of a reward computed by an HTTP service. Nothing else in nmoe uses the network during training."""
 
     url: str
     """URL that requests are posted to, such as http://localhost:8000/v1/chat/completions"""
@@ -216,13 +218,14 @@ class ServiceKeys(RewardKeys):
 
 
 class HttpRewardConfig(ServiceKeys):
-    """A service: {"prompts", "completions", "columns"} are posted, {"rewards": [...]} comes back."""
+    """An HTTP service that computes rewards: it gets {"prompts", "completions", "columns"} by POST and returns {"rewards":
+    [...]}."""
 
     type: Literal["http"]
 
 
 class JudgeRewardConfig(ServiceKeys):
-    """A language model behind an OpenAI-compatible chat endpoint, asked about every sample at temperature 0."""
+    """A language model as a judge behind an OpenAI-compatible chat endpoint, which scores every sample at temperature 0."""
 
     type: Literal["judge"]
     model: str = Field(min_length=1)
@@ -236,7 +239,7 @@ class JudgeRewardConfig(ServiceKeys):
     score: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
     """regular expression whose group is the score in the judge's answer; the last match counts"""
     scale: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 10.0)
-    """[worst, best] score, which become 0 and 1"""
+    """[worst, best] score of the judge, rescaled to 0 and 1"""
     max_tokens: int = Field(default=1024, ge=1)
     """maximum tokens per judgement"""
     extra_body: dict[str, Any] = Field(default={})
@@ -263,22 +266,23 @@ class JudgeRewardConfig(ServiceKeys):
 
 
 class VerifierRewardConfig(RewardKeys):
-    """A verifier that `nmoe verifier` trained: the probability that every step of the answer is right, or the score it expects."""
+    """A verifier trained by `nmoe verifier`: the reward is the probability that every step of the answer is right, or the
+    expected score."""
 
     type: Literal["verifier"]
     path: str = Field(min_length=1)
-    """run or checkpoint of the verifier, from the working directory"""
+    """run or checkpoint of the verifier, relative to the working directory"""
     steps: bool = False
-    """also reward every step by the probability that it is right (algorithm.step_reward_coef); with `weight = 0` only the steps are
-    rewarded"""
+    """also reward every step by the probability that it is right (algorithm.step_reward_coef); with `weight = 0`, only the steps
+    are rewarded"""
 
 
 class RewardModelRewardConfig(RewardKeys):
-    """A reward model that `nmoe reward` trained: the number that it gives the answer."""
+    """A reward model trained by `nmoe reward`: the reward is its scalar output for the answer."""
 
     type: Literal["reward_model"]
     path: str = Field(min_length=1)
-    """run or checkpoint of the reward model, from the working directory"""
+    """run or checkpoint of the reward model, relative to the working directory"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.only_if_correct:
@@ -289,7 +293,7 @@ class RewardModelRewardConfig(RewardKeys):
 
 
 def _unusable(parts: SplitResult) -> str | None:
-    """Why no connection can be made to the host and port of a URL; None if one may be."""
+    """Returns the reason why no connection to the host and port of a URL is possible; None if they are valid."""
     try:
         if parts.port == 0:
             return "names port 0; a port is 1 to 65535"
@@ -303,7 +307,7 @@ def _unusable(parts: SplitResult) -> str | None:
 
 
 def names_in(template: str) -> set[str]:
-    """The placeholders of a template."""
+    """Returns the placeholders in a judge's template, such as `prompt`."""
     return set(PLACEHOLDER.findall(template))
 
 

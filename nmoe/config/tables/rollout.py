@@ -1,4 +1,5 @@
-"""[engine] and [sampling], and an environment's [tools], [budget], [workspace] and [sandbox]: how an answer comes about."""
+"""[engine] and [sampling], and an environment's [tools], [budget], [workspace] and [sandbox]: how rollouts are sampled and
+executed."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -15,8 +16,8 @@ class EngineSection(Section):
     max_sequences: int = Field(default=256, gt=0)
     """maximum number of sequences generated at once"""
     cache_mb: int = Field(default=0, ge=0)
-    """memory of the key-value cache; 0: enough for max_sequences, at most 4096 on a CPU and, on a GPU, 0.4 of the free memory
-    beside training and 0.85 without"""
+    """megabytes of the key-value cache; 0: enough for max_sequences, at most 4096 MB on a CPU, and on a GPU at most 0.4 of the
+    free memory beside training, or 0.85 without training"""
 
 
 class SamplingSection(Section):
@@ -25,32 +26,32 @@ class SamplingSection(Section):
     max_new_tokens: int = Field(default=256, gt=0)
     """maximum tokens per completion"""
     temperature: float = Field(default=1.0, ge=0)
-    """0: greedy"""
+    """sampling temperature; 0: greedy"""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """sample from the smallest set of tokens with this much probability; 1: off"""
     top_k: int = Field(default=0, ge=0)
-    """sample from this many of the most likely tokens; 0: off"""
+    """sample from this number of most likely tokens; 0: off"""
 
 
 class SandboxSettings(Section):
-    """[sandbox]: the isolation of code that the policy wrote. If the machine cannot provide it, nothing starts."""
+    """[sandbox]: isolation of code that the policy wrote. A run is refused if the machine cannot provide the isolation."""
 
     level: Literal["bubblewrap", "landlock"] = "bubblewrap"
-    """`bubblewrap` needs bwrap; `landlock` does without it, by Landlock and namespaces; both use seccomp"""
+    """`bubblewrap` needs the program bwrap; `landlock` uses the kernel's Landlock and namespaces instead; both use seccomp"""
     python: str | None = None
-    """the interpreter inside, 3.11 or newer; without it, the one that nmoe's environment was made from"""
+    """Python interpreter inside the sandbox, 3.11 or newer; default: the base interpreter of nmoe's environment"""
     visible: Array[str] = ()
-    """more files and directories to show inside, read-only, such as libraries"""
+    """additional files and directories visible inside the sandbox, read-only, such as libraries"""
     warm: int = Field(default=2, ge=0, le=256)
     """number of sandboxes that are started in advance"""
     first_uid: int = Field(default=1_900_000_000, ge=1000, le=2**31 - 2)
-    """as root, each live sandbox has its own uid, from this one on; no other user may have them"""
+    """first user id of a range for sandboxes started as root, one for each; no other user may have ids in this range"""
     cgroup: Literal["auto", "required", "off"] = "auto"
-    """`required` refuses to start without cgroup v2 limits; `auto` uses them where the host delegates a cgroup"""
+    """`required` refuses to start without cgroup v2 limits; `auto` uses them if the host delegates a cgroup"""
     cgroup_directory: str | None = None
-    """a delegated cgroup v2 directory to make the sandboxes' cgroups in; default: the cgroup of this process"""
+    """a delegated cgroup v2 directory, in which the sandboxes' cgroups are created; default: the cgroup of this process"""
     cpus: float | None = Field(default=None, gt=0)
-    """the CPUs that one sandbox may use at a time, such as 1.5, by its cgroup; needs one"""
+    """maximum CPUs that one sandbox may use at a time, such as 1.5; needs a cgroup"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.cgroup == "off":
@@ -60,15 +61,15 @@ class SandboxSettings(Section):
 
 
 class ToolsSettings(Section):
-    """The tools that the policy may call between its turns."""
+    """[tools]: the tools that the policy may call between its turns."""
 
     use: Array[str] = Field(
         description=f"the tools: {', '.join(TOOLS.builtin)}, or a function of your own as `package.module:function`"
     )
     read: Array[str] | None = None
-    """paths of the workspace that calls may read, `.` for all of it; writable paths are readable too. Default: all"""
+    """paths in the workspace that calls may read, `.` for all; writable paths are readable too. Default: all"""
     write: Array[str] | None = None
-    """paths of the workspace that calls may write. Default: all"""
+    """paths in the workspace that calls may write. Default: all"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if not self.use:
@@ -88,7 +89,7 @@ class ToolsSettings(Section):
 
 
 class BudgetSettings(Section):
-    """Limits on what one trajectory may use."""
+    """[budget]: limits on the tokens, time and memory of one trajectory."""
 
     completion_tokens: int | None = Field(default=None, ge=1)
     """maximum tokens sampled over all turns; default: sampling.max_new_tokens is the only limit"""
@@ -101,15 +102,15 @@ class BudgetSettings(Section):
     wall_s: float = Field(default=600.0, gt=0)
     """seconds from the end of the first turn to the end of the last"""
     tool_s: float = Field(default=10.0, gt=0)
-    """seconds of wall time per tool call, and likewise of CPU time"""
+    """maximum seconds of wall time per tool call, and also of CPU time"""
     tool_output_chars: int = Field(default=8192, ge=256)
-    """maximum length of the tool output that the policy sees"""
+    """maximum characters of a tool's output that the policy sees"""
     memory_mb: int = Field(default=512, ge=16)
-    """memory of all processes of a call together"""
+    """maximum memory in MB of all processes of a tool call together"""
     processes: int = Field(default=64, ge=1)
-    """processes and threads of a call"""
+    """maximum processes and threads of a tool call"""
     disk_mb: int = Field(default=64, ge=1)
-    """size of the workspace and of all temporary files together"""
+    """maximum size in MB of the workspace and all temporary files together"""
 
 
 class WorkspaceSettings(Section):
@@ -122,13 +123,13 @@ class WorkspaceSettings(Section):
     base_commit: str | None = Field(default=None, min_length=1)
     """commit to start from; default: base_commit of each problem's record"""
     target_commit: str | None = Field(default=None, min_length=1)
-    """commit with the requested change; only recorded"""
+    """commit with the requested change; recorded, but not used"""
     bootstrap: Literal["none", "pip", "uv", "requirements"] = "none"
-    """installed into .packages beforehand. pip, uv: the project; requirements: requirements.txt"""
+    """install into .packages beforehand: pip, uv: the project; requirements: requirements.txt"""
     bootstrap_wall_s: float = Field(default=600.0, gt=0)
     """seconds that the bootstrap may take"""
     keep: Literal["never", "failed", "always"] = "never"
-    """which trajectories' files are saved at the end: none, those not solved, all"""
+    """trajectories whose files are saved at the end: never: none; failed: unsolved ones; always: all"""
     max_age_days: float = Field(default=14.0, gt=0)
     """days without use after which `nmoe env gc` removes a workspace"""
     max_disk_mb: int = Field(default=10240, gt=0)

@@ -32,7 +32,7 @@ class RunSection(Section):
     """true: resume from the run's latest checkpoint; refused where there is no run of this name. "auto": resume it or, where there
     is none, start it, so that a scheduler can repeat one command"""
     require_clean: bool = False
-    """refuse to start where commits do not hold all code (git)"""
+    """refuse to start if some code is not committed to git"""
     metrics_directory: str | None = Field(default=None, min_length=1)
     """write metrics.jsonl to a folder NAME of this directory; default: $METRICS_LOG_DIR"""
     samples_directory: str | None = Field(default=None, min_length=1)
@@ -53,26 +53,26 @@ class RecordsRunSection(RunSection):
 
 
 class SamplingRunSection(RunSection):
-    """[run] of a command whose policy writes."""
+    """[run] of a command whose policy generates completions."""
 
     show_sample_every: int = Field(default=25, ge=0)
-    """steps between samples on the console, after the first step's: prompt, completion, reward, why; 0: none"""
+    """steps between samples shown on the console, from the first step on: prompt, completion, reward and its reasons; 0: none"""
 
 
 class RLRunSection(SamplingRunSection):
     """[run] of reinforcement learning: its length can be given in episodes instead."""
 
     steps: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """steps, each with its prompts; 0: as many as `episodes` take"""
+    """training steps, each with batch.prompts_per_step prompts; 0: as many as `episodes` takes"""
     episodes: float | None = Field(default=None, gt=0)
-    """passes over the task pool, in place of steps: its problems // batch.prompts_per_step steps each"""
+    """passes over the task pool, in place of steps: each has (number of problems) // batch.prompts_per_step steps"""
 
 
 class SelfplayRunSection(SamplingRunSection):
-    """[run] of self-play."""
+    """[run] of self-play: its length is that of the verifier's training."""
 
     steps: int = Field(default=1, gt=0, le=MOST_STEPS)
-    """optimizer steps of the verifier over all rounds; without training there are none"""
+    """optimizer steps of the verifier over all rounds; unused without training"""
 
 
 class CheckpointSection(Section):
@@ -81,12 +81,12 @@ class CheckpointSection(Section):
     every_steps: int = Field(default=50, gt=0)
     """steps between checkpoints"""
     keep: int = Field(default=2, gt=0)
-    """how many of the newest checkpoints are kept; the best is kept besides"""
+    """number of newest checkpoints to keep; the best one is kept in addition"""
     asynchronous: bool = True
     """write checkpoints while training goes on, from a copy of the state in host memory; false: wait for each"""
     export_directory: str | None = Field(default=None, min_length=1)
-    """weights and tokenizer of each checkpoint, without what only a resumption needs, are also written here, below the run's
-    name"""
+    """also write each checkpoint's weights and tokenizer, without the state needed to resume, to a folder with the run's name in
+    this directory"""
 
 
 SinkName = Literal["csv", "tensorboard", "wandb", "trackio"]
