@@ -1,1 +1,1 @@
-"""Graders: total functions from an answer to a grade. No input makes them raise, hang or guess."""
+"""Graders: functions that give any answer a grade. No input makes them raise or hang; an ambiguous answer counts as incorrect."""

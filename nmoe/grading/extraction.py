@@ -93,18 +93,18 @@ class Extraction:
 
 
 def joins(gap: str) -> bool:
-    """Whether the text between two values makes them parts of one answer."""
+    """Whether the text between two values makes them parts of one answer: a separator such as a comma, "and" or "or"."""
     return len(gap) <= _MAX_GAP and JOINED.fullmatch(gap) is not None and _JOINS.search(gap) is not None
 
 
 def last_boxed(text: str) -> Box | None:
-    r"""The `\boxed{...}` that starts last among those that close, with nested braces matched; None if there is none."""
+    r"""Returns the closed `\boxed{...}` that starts last in the text, with nested braces matched; None if there is none."""
     last = max(_closed_boxes(text), key=lambda box: box[0].start(), default=None)
     return None if last is None else _cut(text, last)
 
 
 def joined_boxes(text: str) -> list[Box]:
-    """The last box, preceded by the boxes joined to it, in the text's order; empty if there is no box."""
+    """Returns the last box and the boxes before it that form one answer with it, in the text's order; empty if there is no box."""
     closed = sorted(_closed_boxes(text), key=lambda box: box[0].start())
     chain = closed[-1:]
     for box in closed[-2::-1]:
@@ -138,14 +138,14 @@ def _closed_boxes(text: str) -> Iterator[_Closed]:
 
 
 def _cut(text: str, closed: _Closed) -> Box:
-    """Cuts out one box. Call it on few: cutting every nested box takes time quadratic in the depth."""
+    """Returns a box with its content. Call it on few boxes: cutting every nested one takes time quadratic in the depth."""
     opening, content_end, end = closed
     content_start = opening.end() if opening.lastgroup == "box" else opening.start("unbraced")
     return Box(text[content_start:content_end].strip(), opening.start(), end)
 
 
 def last_number(text: str) -> str | None:
-    """The last number-like token, without a trailing comma; None if there is none."""
+    """Returns the last number in a text, without a trailing comma; None if there is none."""
     numbers = NUMBER.findall(text.replace("−", "-"))
     return numbers[-1].rstrip(",") if numbers else None
 
@@ -176,7 +176,7 @@ def _boxed(text: str) -> Extraction | None:
 
 
 def content_of(boxes: Sequence[Box]) -> str:
-    """The answer in joined boxes: the content of a single box, else the boxes separated by commas."""
+    """Returns the answer in boxes that form one answer: the content of a single box, else the boxes separated by commas."""
     return boxes[0].content if len(boxes) == 1 else ", ".join(rf"\boxed{{{box.content}}}" for box in boxes)
 
 
@@ -232,7 +232,7 @@ def extract_gold(extractor: str, field: str) -> str:
 
 
 def unreadable(gold: str) -> str | None:
-    """The reason why nothing can be compared with a gold answer; None if it is readable."""
+    """Returns why no answer can be compared with this gold answer; None if it is readable."""
     if len(gold.strip()) > MAX_ANSWER_CHARS:
         return f"the gold answer has {len(gold)} characters, more than {MAX_ANSWER_CHARS}: is it a whole solution?"
     if "####" in gold or (last_boxed(gold) is not None and len(_GOLD_WORD.findall(_LATEX.sub(" ", gold))) > _MAX_WORDS):

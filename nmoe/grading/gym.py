@@ -54,11 +54,13 @@ _WHOLE = {name: re.compile(form) for name, form in _FORMS.items()}
 _WORDS_IN_ANY_CASE = {"spell_backward", "letter_jumble"}
 _WORDS = {"word_sorting"}
 _NUMBERS = {"gsm_symbolic": Fraction(0), "coin_flip": Fraction(1, 10**4)}
-"""Datasets whose answer is a number, with the largest difference from the gold."""
+"""The largest permitted difference from the gold, by dataset, for datasets whose answer is a number."""
 
 
 def has_form(name: str, answer: str, gold: str) -> bool:
-    """Whether the whole text has the form of an answer to this dataset; True for datasets whose verifiers read all of it."""
+    """Whether the whole text has the form of an answer to this dataset; True if the dataset's verifier itself reads the whole
+    text.
+    """
     answer = answer.strip()
     if name in _WHOLE and not _WHOLE[name].fullmatch(answer):
         return False
@@ -107,7 +109,7 @@ def check_installed() -> None:
 
 
 def warm_up() -> None:
-    """Imports the package and disables its evaluation of answers."""
+    """Imports reasoning-gym and replaces the functions by which its verifiers would run an answer as code."""
     check_installed()
     import reasoning_gym  # noqa: F401
     import sympy
@@ -126,7 +128,7 @@ def warm_up() -> None:
 
 
 def entries(name: str, config: str, seed: int, size: int, start: int, count: int) -> dict[str, Any]:
-    """Generates some of a dataset's entries: {"entries": [[QUESTION, ANSWER], ...]}.
+    """Generates `count` of a dataset's entries, from index `start` on: {"entries": [[QUESTION, ANSWER], ...]}.
 
     Returns {"error": WHY} if there is no such dataset or `config` does not fit it. Call it in a worker: some datasets iterate
     over sets, and only workers share one hash seed and so one order.
@@ -144,8 +146,8 @@ def entries(name: str, config: str, seed: int, size: int, start: int, count: int
 
 
 def score(name: str, config: str, seed: int, size: int, index: int, answer: str, partial: bool = False) -> float:
-    """Scores an answer to entry `index` with the dataset's verifier: 1 where it is right, else 0. An answer that makes the
-    verifier raise scores 0, as does one that is more than an answer (`nmoe.grading.gym`).
+    """Scores an answer to entry `index` with the dataset's verifier: 1 if it is right, else 0. The score is also 0 if the verifier
+    raises on the answer, or if the text holds more than an answer (`has_form`).
 
     With `partial`, the verifier's scores between 0 and 1 are kept, but none for the gold inside another text: by default the
     package pays its share of the characters, 0.67 for `130` where 13 is right.

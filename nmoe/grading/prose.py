@@ -100,7 +100,9 @@ def _last(text: str) -> str | None:
 
 
 def _joined(text: str, formulas: list[_Formula], index: int) -> str | None:
-    """The formula at an index and the formulas after it that are joined to it."""
+    """Returns the values of the formula at an index and of the formulas after it that are joined to it, separated by commas; None
+    if they are empty.
+    """
     found = [formulas[index]]
     for formula in formulas[index + 1 :]:
         if not joins(text[found[-1].end : formula.start]):
@@ -110,7 +112,7 @@ def _joined(text: str, formulas: list[_Formula], index: int) -> str | None:
 
 
 def _value(formula: str) -> str:
-    """The last part of a chain of equations or of an equation between numbers; else the whole formula."""
+    """Returns the last side of a chain of equations, or of an equation between numbers; any other formula whole."""
     sides = formula.strip().rstrip(".").split("=")
     calculates = len(sides) > 2 or (
         len(sides) == 2 and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[0]))
@@ -119,7 +121,7 @@ def _value(formula: str) -> str:
 
 
 def _formulas(text: str) -> list[_Formula]:
-    """The formulas between math delimiters, in the text's order."""
+    """Returns the formulas between math delimiters, in the text's order."""
     found: list[_Formula] = []
     opened: re.Match[str] | None = None
     for token in _DELIMITER.finditer(text):

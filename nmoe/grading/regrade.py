@@ -38,7 +38,9 @@ _NO_ANSWER = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line to grade. `name` is {"id": ...} or, without an id, {"line": 17}; `question` is None if it has none."""
+    """One line of a file of predictions. `name` is {"id": ...} or, without an id, {"line": 17}; `question` is None if the line has
+    none.
+    """
 
     name: dict[str, Any]
     gold: str

@@ -23,7 +23,7 @@ _NO_ANSWER = Extraction(None, 0, False, False)
 
 
 def exact_match(responses: Sequence[str], golds: Sequence[object]) -> tuple[list[float], list[Extraction]]:
-    """The reward of each response, and its extracted answer.
+    """Returns the reward of each response, 0 or 1, and the answer extracted from it.
 
     Raises UserError for an unusable gold answer, and InfrastructureError if a comparison was lost and so has no verdict.
     """
@@ -41,7 +41,7 @@ def exact_match(responses: Sequence[str], golds: Sequence[object]) -> tuple[list
 
 
 def read_response(response: str) -> Extraction:
-    """Extracts the answer from a response."""
+    """Extracts the answer from a response, in plain text or in Harmony channels; no answer if the channels are malformed."""
     if "<|channel|>" not in response:
         return from_response(_CONTROL.sub(" ", response))
     completion = read_completion(response)

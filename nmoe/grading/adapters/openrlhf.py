@@ -16,10 +16,10 @@ from nmoe.grading.adapters.exact_match import exact_match
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[object], **_: Any) -> dict[str, Any]:
-    """Rewards responses. `queries` are the prompts with their responses.
+    """Returns the rewards of responses, in OpenRLHF's form. `queries` are the prompts with their responses.
 
-    Returns "rewards" for the advantage, "scores" in [0, 1] for dynamic filtering, and "extra_logs", each as float tensors
-    `[B]`.
+    The keys are "rewards" for the advantage, "scores" in [0, 1] for dynamic filtering, and "extra_logs"; values are float tensors
+    `[responses]`.
     """
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     rewards, read = exact_match(responses, labels)

@@ -20,7 +20,7 @@ from nmoe.grading.code.wire import WireError, decode, encode, receive, send
 
 class Candidate:
     def __init__(self, connection: socket.socket, solution: ModuleType | None) -> None:
-        """Serves names of `solution`; without one, a target's first name is a module's."""
+        """Serves requests for names in the module `solution`; without one, the first name of a request is a module to import."""
         self._connection = connection
         self._solution = solution
         self._kept: list[Any] = []
@@ -53,7 +53,9 @@ class Candidate:
         return target if request["do"] == "get" else target(*arguments, **named)
 
     def _target(self, target: list[Any]) -> Any:
-        """Looks up a target: ["f"] in the solution, ["package.module", "f"] in a module, [3, "method"] on a kept object."""
+        """Returns the object that a request names: ["f"] in the solution, ["package.module", "f"] in a module, [3, "method"] on the
+        kept object 3.
+        """
         first, *names = target
         if isinstance(first, int):
             found = self._kept[first]
@@ -76,7 +78,7 @@ class Candidate:
 
 
 def main(source: str | None) -> None:
-    """Loads `source`, the solution's code, and serves. None means that the solution's modules lie in the workspace."""
+    """Loads the solution's code and serves the judge's requests. Without `source`, the solution's modules lie in the workspace."""
     connection = socket.socket(fileno=3)
     # The output is not used, and a large one must not hit the output limit.
     silence = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""The code in an answer: its last fenced block, or the whole answer if there is none; and the names that code uses."""
+"""Extracts code from an answer (its last fenced block, else the whole answer) and lists the names that code defines and uses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MAX_CODE_CHARS = 100_000
 
 
 def code_of(answer: str) -> str:
-    """Extracts the code from an answer. Total: any answer gives some text."""
+    """Returns the code in an answer: the last fenced block or, without one, the whole text. Any answer gives some text."""
     blocks = [code for _, code in fenced_blocks(answer[: 2 * MAX_CODE_CHARS])]
     return blocks[-1] if blocks else answer
 
 
 def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
-    r"""The info string and content of every fenced block, as in Markdown: ("python stats.py", "x = 1\n").
+    r"""Yields the info string and the content of every fenced block, as in Markdown: ("python stats.py", "x = 1\n").
 
     A block starts with a line of three or more backticks or tildes and its info string. It ends with a line of the same fence
     alone. A fence that is never closed is text. Takes linear time; a regular expression would search for the end again at
@@ -39,14 +39,14 @@ def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _fence(line: str) -> str:
-    """The backticks or tildes that start a line, if there are three or more."""
+    """Returns the backticks or tildes that start a line if there are three or more, else an empty string."""
     mark = line[:1]
     length = len(line) - len(line.lstrip(mark)) if mark in ("`", "~") and mark else 0
     return mark * length if length >= 3 else ""
 
 
 def definitions(code: str) -> tuple[str, ...]:
-    """The names of top-level functions and classes in code; empty if the code is not valid Python."""
+    """Returns the names of top-level functions and classes in code; empty if the code is not valid Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -56,17 +56,17 @@ def definitions(code: str) -> tuple[str, ...]:
 
 
 def after(start: str, code: str) -> str:
-    """A program that runs `start` and then `code` in the same module. The code may begin with `from __future__ import`."""
+    """Returns a program that runs `start` and then `code` in the same module; `code` may begin with `from __future__ import`."""
     return f"{start}\nexec(compile({code!r}, 'solution.py', 'exec'), globals())\n"
 
 
 def names_read(code: str) -> set[str]:
-    """The names that code reads. Raises SyntaxError if it is not valid Python."""
+    """Returns all names that occur as variables in code. Raises SyntaxError if it is not valid Python."""
     return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
 
 
 def methods(code: str) -> tuple[str, ...]:
-    """The names of methods and attributes that code gives its classes and objects; empty if it is not valid Python."""
+    """Returns the names of methods and attributes that code defines on classes and objects; empty if it is not valid Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

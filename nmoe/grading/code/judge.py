@@ -26,11 +26,13 @@ from nmoe.grading.code.wire import WireError, decode, encode, receive, send
 
 
 class LostError(BaseException):
-    """The candidate is gone or sent a malformed message. It is not an Exception, so no test can catch it as an outcome."""
+    """The candidate process ended or sent a malformed message. Not an Exception, so that no test can catch it as an outcome."""
 
 
 class Channel:
-    """Sends calls to the candidate. `lost` says why no more are possible; `calls` counts the answered ones."""
+    """Sends calls to the candidate process. `lost` is the reason why no more calls are possible, or empty; `calls` counts the
+    answered ones.
+    """
 
     def __init__(self, connection: socket.socket, methods: Sequence[str]) -> None:
         """`methods` are the names that classes of the record's own solution give to methods and attributes."""
@@ -41,7 +43,9 @@ class Channel:
         self._exceptions: dict[str, type[Exception]] = {}
 
     def ask(self, do: str, target: Sequence[Any], arguments: Any = (), named: Any = None) -> Any:
-        """Sends a request and returns the answer. Raises the exception that the candidate reports, as a builtin of that name."""
+        """Sends a request and returns the candidate's answer. Raises the exception that the candidate reports, as the builtin class
+        of that name.
+        """
         if self.lost:
             raise LostError(self.lost)
         request = {
@@ -58,7 +62,8 @@ class Channel:
         return self.answer()
 
     def answer(self) -> Any:
-        """Receives the candidate's next value. Raises the exception that it reports, and LostError for a malformed message.
+        """Receives the candidate's next value and returns it. Raises the exception that the candidate reports, and LostError for a
+        malformed message.
 
         A failure of the channel must not look like an error of the solution, which may itself be an OSError.
         """
@@ -88,7 +93,9 @@ class Channel:
         return None, self._exception(message["raised"], str(message["message"]))
 
     def _object(self, kind: str, body: Any) -> Any:
-        """The proxy for an object of the candidate: a handle, or for an exception class one of the same name."""
+        """Returns the proxy for an object that stays with the candidate: a handle, or for an exception class a class of the same
+        name.
+        """
         if kind == "handle":
             return Handle(self, int(body))
         if kind == "exception" and type(body) is list and all(type(name) is str for name in body):
@@ -96,7 +103,8 @@ class Channel:
         raise WireError("no object")
 
     def exception_class(self, kinds: list[str]) -> type[Exception]:
-        """The class for the solution's exceptions named `kinds[0]`; the other names are its base classes.
+        """Returns the class that stands here for the solution's exception class named `kinds[0]`; the other names are its base
+        classes.
 
         A builtin class becomes a new one of that name. As the builtin itself, such as TypeError, it would catch what the tests
         raise and what this process raises to refuse a comparison, and so hide both.
@@ -112,8 +120,9 @@ class Channel:
         return self._exceptions[kinds[0]]
 
     def _exception(self, kinds: list[Any], message: str) -> Exception:
-        """An exception of the most specific known class: one that the tests took from the solution, or a builtin one. It is also
-        of any class that the tests took for one of its bases."""
+        """Returns an exception of the most specific known class among `kinds`: a class that the tests took from the solution, or a
+        builtin one. It also inherits from any of its base classes that the tests took.
+        """
         names = [name for name in kinds if type(name) is str]
         taken = next((self._exceptions[name] for name in names if name in self._exceptions), Exception)
         for name in names:
@@ -131,7 +140,8 @@ def _refuse(*_: Any) -> Any:
 
 
 def _operator(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """The methods for `handle + other` and `other + handle`, which the candidate computes with its `operator` module.
+    """Returns the methods for `handle + other` and `other + handle`, or another operator; the candidate computes them with its
+    `operator` module.
 
     In `abs(f(x) - 0.5) < 1e-6` an object that learns 0.5 could give the difference that the test wants. So there is an operator
     only if the record's own solution defines it, and of an object and a value of the tests it makes an object, never a value.
@@ -197,7 +207,7 @@ class Handle:
 
 
 def _member(name: str, value: Any) -> Any:
-    """A value that was read from an object; one that may be a method remembers its name."""
+    """Returns a value read from an object of the solution; a handle, which may be a method, remembers the name it was read by."""
     if isinstance(value, Handle):
         value.__dict__["_member"] = name
     return value
@@ -225,9 +235,9 @@ class Remote:
 
 
 class RemoteModule(ModuleType):
-    """A proxy for a module of the workspace: its data are copied, its functions and classes are proxies.
+    """A proxy for a module of the workspace: its data are copied here, its functions and classes become proxies.
 
-    A protected module below it is the judge's own.
+    A protected submodule is loaded from the judge's own copy.
     """
 
     def __init__(self, channel: Channel, name: str, protected: Mapping[str, str]) -> None:
@@ -246,7 +256,7 @@ class RemoteModule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the workspace's modules as proxies, except for `protected` ones (name -> file here), which are loaded here.
+    """Imports the workspace's modules as proxies, except for `protected` ones (module name -> file), which the judge loads itself.
 
     A solution cannot change what protected modules say.
     """
@@ -356,7 +366,9 @@ def main(spec: dict[str, Any], nonce: str) -> None:
 
 
 def _stand_in(channel: Channel, name: str) -> Any:
-    """Returns the stand-in for a name of the solution: a class for its exceptions, so that `except` can name it, or a proxy."""
+    """Returns the judge's substitute for a name of the solution: a class if it is an exception class, so that `except` can name it,
+    else a proxy.
+    """
     try:
         found = channel.ask("get", [name])
     except Exception:
@@ -373,7 +385,9 @@ def _passes_without_a_solution(spec: dict[str, Any]) -> bool:
 
 
 def _builtin_exception(name: str) -> type[Exception] | None:
-    """The builtin exception class of this name; None for those that would steer the tests' own control flow."""
+    """Returns the builtin exception class of this name; None for another name, and for StopIteration and StopAsyncIteration, which
+    would change the control flow of the tests.
+    """
     kind: Any = getattr(builtins, name, None)
     if not isinstance(kind, type) or not issubclass(kind, Exception):
         return None
@@ -381,7 +395,9 @@ def _builtin_exception(name: str) -> type[Exception] | None:
 
 
 def _given(value: Any) -> dict[str, Any]:
-    """Encodes an object that is not plain data: the solution's own by its number, a builtin type by its name."""
+    """Encodes an argument that is not plain data: an object of the solution by its number, a builtin type by its name. Raises
+    TypeError for other objects.
+    """
     if isinstance(value, Handle):
         return {"handle": int(value.__dict__["_number"])}
     if isinstance(value, type):

@@ -53,13 +53,15 @@ class Tests:
 
 
 async def verify_solution(sandboxes: OpensSandboxes, tests: Tests, source: str) -> Verdict:
-    """Verifies a solution's code in a fresh sandbox. Raises SandboxSetupError."""
+    """Runs the tests against a solution's code in a fresh sandbox and returns the verdict. Raises SandboxSetupError."""
     async with await sandboxes.open() as candidate:
         return await verify_in(sandboxes, candidate, tests, source)
 
 
 async def verify_in(sandboxes: OpensSandboxes, candidate: Sandbox, tests: Tests, source: str | None) -> Verdict:
-    """Verifies a solution in the sandbox `candidate`. Without `source`, the solution's modules lie in the workspace there."""
+    """Runs the tests against a solution in the sandbox `candidate` and returns the verdict. Without `source`, the solution's
+    modules lie in the workspace there.
+    """
     nonce = secrets.token_hex(16)
     asked: dict[str, Any] = {"kind": tests.kind, "setup": tests.setup, "tests": tests.tests, "names": tests.names}
     asked["methods"] = tests.methods
@@ -100,7 +102,9 @@ async def verify_in(sandboxes: OpensSandboxes, candidate: Sandbox, tests: Tests,
 
 
 def _program(side: str, arguments: str) -> str:
-    """Code for a sandbox's interpreter. It builds the modules from their source text, because nmoe is not installed there."""
+    """Returns the program of one side, judge or candidate, for a sandbox's interpreter; it carries the source of its modules,
+    because nmoe is not installed there.
+    """
     parents = [_PACKAGE.rsplit(".", up)[0] for up in reversed(range(_PACKAGE.count(".") + 1))]
     lines = ["import sys, types"]
     for name in parents:
@@ -133,10 +137,11 @@ def _verdict(judged: Result, solved: Result, nonce: str) -> Verdict:
 
 
 def starved(limits: Limits, *ended: Result) -> Verdict | None:
-    """An "error" verdict if a deadline passed only because of the machine's load; else None. `ended` waited for one another.
+    """Returns an "error" verdict if processes exceeded a deadline only because of the machine's load; else None. The processes of
+    `ended` waited for one another.
 
-    That is so if CPU time was left, and they were ready to run, but starved, for more than half of the time limit. Then the
-    answer's correctness is unknown.
+    This is assumed if CPU time was left, and if for more than half of the time limit the processes were ready to run but got no
+    CPU. The answer's correctness is then unknown.
     """
     late = next((one for one in ended if one.failure == "timeout"), None)
     if late is None or max(one.cpu_s for one in ended) >= 0.9 * limits.cpu_s:
@@ -167,7 +172,7 @@ _AT_ONCE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Case:
-    """An input and the output expected for it: `Case(b"1 2\\n", b"3\\n")`."""
+    """One test of a program: its standard input and the expected output, `Case(b"1 2\\n", b"3\\n")`."""
 
     given: bytes
     wanted: bytes
@@ -175,8 +180,9 @@ class Case:
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """The limits of one test: seconds of CPU time, MB of memory, and the error that a number may have (None: no number may
-    differ)."""
+    """The limits of a program in one test: seconds of CPU time, MB of memory, and the permitted error of a number in the output
+    (None: numbers are compared as text).
+    """
 
     seconds: float = 4.0
     memory_mb: int = 512
@@ -186,7 +192,7 @@ class ProgramLimits:
 async def verify_program(
     sandboxes: OpensSandboxes, program: str, tests: Sequence[Case], limits: ProgramLimits
 ) -> Verdict:
-    """Verifies a program by its tests, up to the first that fails. Raises SandboxSetupError."""
+    """Runs a program on its tests, up to the first that fails, and returns the verdict. Raises SandboxSetupError."""
     spent = 0.0
     async with await sandboxes.open() as sandbox:
         for number, test in enumerate(tests, start=1):
@@ -213,7 +219,7 @@ async def verify_program(
 
 
 async def _failed(result: Result, test: Case, tolerance: float | None) -> str:
-    """Why a test fails; empty if it passes."""
+    """Returns why a test failed; empty if it passed."""
     if result.failure != "ok":
         said = result.stderr.decode(errors="replace").strip().splitlines()
         return f"{result.failure}: {said[-1][:200]}" if said else result.failure
@@ -223,7 +229,7 @@ async def _failed(result: Result, test: Case, tolerance: float | None) -> str:
 
 
 def difference(printed: bytes, wanted: bytes, tolerance: float | None = None) -> str:
-    r"""Says where an output differs from the expected one; empty where it does not.
+    r"""Describes where an output differs from the expected one; empty if it does not.
 
     Lines are compared token by token. White space within and at the ends of a line counts only as a separator, and empty lines at
     the end do not count. Tokens are equal byte by byte; with a `tolerance`, two decimal numbers may also differ by that much,

@@ -36,7 +36,7 @@ OBJECTS = ("handle", "builtin", "exception")
 
 
 def encode(value: Any, of_object: Callable[[Any], dict[str, Any]], depth: int = 0) -> Any:
-    """Encodes a value as JSON data; `of_object` encodes other values, under one of OBJECTS.
+    """Encodes a value as JSON data; `of_object` encodes values that are not plain data, under one of the keys OBJECTS.
 
     Raises WireError for data that is nested too deep or too long.
     """
@@ -83,7 +83,9 @@ def encode(value: Any, of_object: Callable[[Any], dict[str, Any]], depth: int = 
 
 
 def decode(data: Any, to_object: Callable[[str, Any], Any], depth: int = 0) -> Any:
-    """Decodes a message. Raises WireError for anything that `encode` does not produce."""
+    """Decodes a message; `to_object` decodes values under one of the keys OBJECTS. Raises WireError for anything that `encode` does
+    not produce.
+    """
     if depth > _MAX_DEPTH + 5:
         raise WireError("nested too deep")
     if data is None or type(data) in (bool, int, float, str):
@@ -133,14 +135,16 @@ def decode(data: Any, to_object: Callable[[str, Any], Any], depth: int = 0) -> A
 
 
 def _bounds(value: range) -> tuple[int, int, int]:
-    """The start, stop and step of a range that is no longer than a list may be."""
+    """Returns start, stop and step of a range. Raises WireError if it is longer than a list may be."""
     if value[_MAX_ITEMS:]:
         raise WireError(f"more than {_MAX_ITEMS} items")
     return value.start, value.stop, value.step
 
 
 def _spread(items: list[Any]) -> list[Any]:
-    """The items of a set, or the keys of a dictionary, whose hashes hardly collide."""
+    """Returns the items of a set, or the keys of a dictionary, unchanged. Raises WireError if many have equal hashes, which would
+    take quadratic time.
+    """
     if len(items) - len(set(map(hash, items))) > _MAX_COLLISIONS:
         raise WireError("items of equal hashes")
     return items

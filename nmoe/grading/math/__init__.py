@@ -1,1 +1,1 @@
-"""Equivalence of mathematical answers: text, number, form, symbolic value, and the policy between them."""
+"""Decides whether two mathematical answers are equivalent, in layers: as texts, numbers, forms and symbolic expressions."""

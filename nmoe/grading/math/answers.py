@@ -32,7 +32,7 @@ _replies: OrderedDict[_Key, Future[Reply]] = OrderedDict()
 
 
 def symbolic_workers() -> WorkerPool:
-    """The worker pool of this process."""
+    """Returns the pool of processes that compare expressions symbolically, shared within this process."""
     global _pool
     with _lock:
         if _pool is None:
@@ -49,12 +49,16 @@ async def grade_answer(gold: str, answer: str, policy: Policy = DEFAULT) -> Verd
 
 
 def grade_answers(pairs: Iterable[tuple[str, str]], policy: Policy = DEFAULT) -> Iterator[Verdict]:
-    """Grades pairs of gold and answer under one policy, in order. Blocks; keeps a few hundred pairs in flight."""
+    """Grades pairs (gold, answer) under one policy and yields the verdicts in order. Blocks; keeps a few hundred pairs in
+    flight.
+    """
     return grade_each((gold, answer, policy) for gold, answer in pairs)
 
 
 def grade_each(answers: Iterable[tuple[str, str, Policy]]) -> Iterator[Verdict]:
-    """Grades answers, each `(gold, answer, policy)`, in order. Blocks; keeps a few hundred in flight."""
+    """Grades answers, each given as (gold, answer, policy), and yields the verdicts in order. Blocks; keeps a few hundred in
+    flight.
+    """
     waiting: deque[Verdict | Future[Reply]] = deque()
     for gold, answer, policy in answers:
         waiting.append(settle(gold, answer, policy) or _submit(gold, answer, policy))
@@ -65,7 +69,9 @@ def grade_each(answers: Iterable[tuple[str, str, Policy]]) -> Iterator[Verdict]:
 
 
 def _submit(gold: str, answer: str, policy: Policy) -> Future[Reply]:
-    """Submits a pair to the workers. Equal pairs share one comparison, because samples of a group often give the same answer."""
+    """Submits a pair for symbolic comparison and returns the future reply. Equal pairs share one comparison, because samples of a
+    group often give the same answer.
+    """
     key = gold, answer, *policy.arguments
     pool = symbolic_workers()
     with _lock:
@@ -101,7 +107,7 @@ def _verdict(one: Verdict | Future[Reply]) -> Verdict:
 
 
 def symbolic_verdict(reply: Reply) -> Verdict:
-    """The verdict that a worker's reply stands for."""
+    """Converts a worker's reply to a verdict."""
     if reply.status == "value":
         return _EQUAL if reply.value else _DIFFERENT
     if reply.status == "lost":

@@ -1,6 +1,6 @@
 """Compares two answers in layers: the same text, the same number, the same form part by part.
 
-Expressions are compared by a `Leaves`, which is math-verify in a worker process.
+Single expressions are left to an object of type `Leaves`, such as math-verify in a worker process.
 
 If the text is ambiguous, the answer is incorrect. docs/guides/grading.md states the policy, row by row. Most of it follows one
 rule: **an answer may leave out what the gold says, but not add what the gold does not say**. "5" is right for "5 cm" and for
@@ -61,7 +61,9 @@ _YES_OR_NO = re.compile(r"(yes|no), \S.*", re.IGNORECASE | re.DOTALL)
 
 
 class Leaves(Protocol):
-    """Compares expressions. Each method returns True or False, or None to leave the decision to another layer."""
+    """The protocol for comparing single expressions, the leaves of an answer's form. Each method returns True or False, or None to
+    leave the decision to another layer.
+    """
 
     def expressions(self, gold: str, answer: str) -> bool | None:
         """Whether two expressions are equal for all values of their variables."""
@@ -71,7 +73,9 @@ class Leaves(Protocol):
 
 
 class _Undecided:
-    """Leaves expressions to the symbolic layer, except unreadable ones and those whose values certainly differ."""
+    """Leaves expressions to the symbolic layer (None), except for unreadable ones and those with certainly different values
+    (False).
+    """
 
     def expressions(self, gold: str, answer: str) -> bool | None:
         readable = expressions.both_latex(gold, answer) is not None
@@ -87,7 +91,7 @@ UNDECIDED = _Undecided()
 
 
 def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
-    """The verdict of the exact, numeric and structural layers on raw answers; None if expressions must be compared.
+    """Compares raw answers as texts, numbers and forms, and returns the verdict; None if expressions must be compared symbolically.
 
     Total and fast. An answer of more than `MAX_ANSWER_CHARS` characters is incorrect without being read.
     """
@@ -132,7 +136,7 @@ _NOT_FINAL = Verdict.of(False, "numeric", "the same number, not in simplest form
 
 
 def compare(gold: str, answer: str, leaves: Leaves, policy: Policy = DEFAULT) -> bool | None:
-    """Whether two raw answers are the same, part by part; None if that depends on an expression that `leaves` does not decide."""
+    """Whether two raw answers are the same, part by part; None if this depends on an expression that `leaves` does not decide."""
     if "box" not in answer and "box" not in gold:
         return _compare(gold, answer, leaves, policy)
     gold, answers = "; ".join(_boxes(gold)), _boxes(answer)
@@ -174,19 +178,21 @@ def _is_decimal(form: Form) -> bool:
 
 
 def _is_final(question: str, gold_text: str, answer_text: str, gold: Number, answer: Number) -> bool:
-    """Whether a number of the gold's value answers a question: in simplest form, and no other spelling that the question has."""
+    """Whether a number equal to the gold may answer the question: in simplest form, and not just another spelling that the question
+    contains.
+    """
     if answer.places is None and answer.value.denominator == 1 and answer.simplest:
         return True  # an integer has one spelling
     return (answer.simplest or not gold.simplest) and not repeats(question, answer_text, gold_text)
 
 
 def _boxes(text: str) -> list[str]:
-    """The contents of the last box and of those joined to it, each text once; the text itself if it has no box."""
+    """Returns the contents of the boxes that form the answer, each text once; the text itself if it has no box."""
     return list(dict.fromkeys(box.content for box in joined_boxes(text))) or [text]
 
 
 class _Comparison:
-    """A three-valued comparison: None means that the result depends on the leaves."""
+    """Compares answers with three results: True, False, or None if the result depends on a comparison of expressions."""
 
     def __init__(self, leaves: Leaves, policy: Policy) -> None:
         self._leaves = leaves
@@ -225,7 +231,7 @@ class _Comparison:
         return found if value is None else _any([found, self.forms(value, answer.form)])
 
     def _is_unsolved(self, gold: Answer, answer: Answer) -> bool:
-        """Whether the answer is an equation from the question, or any equation if the question asks for a number."""
+        """Whether the answer is only an equation from the question, or any equation where the question asks for a number."""
         question = self._policy.question
         relation = answer.relation or answer.form
         if question is None or not isinstance(relation, Compound) or relation.kind != "relation":
@@ -266,7 +272,7 @@ class _Comparison:
         return self.ordered(gold.parts, answer.parts)
 
     def records(self, gold: Compound, answer: Compound) -> bool | None:
-        """Compares values with names: by name if both answers have names, else in the gold's order."""
+        """Compares named values such as "x = 3, y = 4": by name if both answers have names, else in the gold's order."""
         if gold.kind == answer.kind:
             names, others = gold.detail.split("\n"), answer.detail.split("\n")
             if sorted(names) != sorted(others):
@@ -285,7 +291,9 @@ class _Comparison:
         return _all(self.forms(one, other) for one, other in zip(gold, answer, strict=True))
 
     def unordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool | None:
-        """Whether the parts can be paired up. Greedy pairing suffices: equal parts are equal to the same others."""
+        """Whether the parts of both sides can be paired up in any order. Greedy pairing suffices, because equality is
+        transitive.
+        """
         if len(gold) != len(answer) or len(gold) > _MAX_SET:
             return False
         left, open_ = list(answer), False
@@ -300,14 +308,14 @@ class _Comparison:
         return None if open_ else True
 
     def same_set(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool | None:
-        """Whether each part of one side is on the other side, too, however often it is said."""
+        """Whether each part of one side also occurs on the other side, however often."""
         if max(len(gold), len(answer)) > _MAX_SET:
             return False
         found = [[self.forms(part, other) for other in answer] for part in gold]
         return _all(map(_any, [*found, *zip(*found, strict=True)]))
 
     def residues(self, gold: Form, answer: Form, modulus: str) -> bool | None:
-        """Whether residues are the same; without a question also those that differ by the modulus."""
+        """Whether two residues are equal; without a question, also if they differ by a multiple of the modulus."""
         found = self.forms(gold, answer)
         if found or self._policy.question is not None or not isinstance(gold, Scalar) or not isinstance(answer, Scalar):
             return found
@@ -363,7 +371,7 @@ class _Comparison:
         return question is None or _is_final(question, gold.text, answer.text, gold.number, answer.number)
 
     def _percents(self, gold: Scalar, answer: Scalar) -> bool:
-        """Whether numbers are the same of which one has a percent sign and the other no unit."""
+        """Whether two numbers are the same, one of which has a percent sign and the other no unit."""
         assert gold.number is not None
         assert answer.number is not None
         question = self._policy.question
@@ -379,7 +387,9 @@ class _Comparison:
 
     @staticmethod
     def _answers(question: str, gold: Scalar, answer: Scalar) -> bool:
-        """Whether an expression may be the answer to a question: worked out, no echo, of the form that is asked for."""
+        """Whether an expression may answer the question: its arithmetic is done, it does not repeat the question, and it has the
+        form that is asked for.
+        """
         if gold.number is not None or (answer.number is not None and not answer.number.simplest):
             return False
         if not is_worked_out(answer.text, gold.text) or repeats(question, answer.text, gold.text):
@@ -387,7 +397,7 @@ class _Comparison:
         return is_as_asked(question, answer.text, gold.text)
 
     def _may_add(self, unit: str) -> bool:
-        """Whether an answer may have this unit if the gold has none."""
+        """Whether an answer may have this unit although the gold has none."""
         question = self._policy.question or ""
         asked = asked_units(question)
         # TeX puts dollar signs around numbers, and questions need not name dollars: "How much does she make every day?"
@@ -399,17 +409,19 @@ class _Comparison:
 
 
 def _real_line(form: Form, other: Form) -> Form:
-    """The set of real numbers as an interval, if it is compared with a compound form."""
+    """Returns the set of real numbers as the interval (-inf, inf) if the other form is compound; any other form unchanged."""
     return REAL_LINE if isinstance(other, Compound) and form == Scalar(REALS, None) else form
 
 
 def _lists_solutions(gold: Compound) -> bool:
-    """Whether a list or set is of solutions with several values each, which have no order."""
+    """Whether every part of a list or set is a solution with several values, such as (1, 2); such solutions have no order."""
     return all(isinstance(part, Compound) and part.kind in ("record", "brackets") for part in gold.parts)
 
 
 def _only_value(one: Answer, other: Answer) -> Answer:
-    """An answer that is a set of one value as this value, if the other is a value."""
+    """Returns the single value of an answer that is a set of one, if the other answer is a plain value; else the answer
+    unchanged.
+    """
     form = one.form
     if (
         not isinstance(form, Compound)
@@ -424,7 +436,7 @@ def _only_value(one: Answer, other: Answer) -> Answer:
 
 
 def _as_several(form: Form, other: Form) -> Form:
-    """A form as a set of one, if the other form is a list or set of solutions with several values."""
+    """Returns a single solution as a set of one if the other form is a list or set of such solutions; else the form unchanged."""
     if not isinstance(other, Compound) or other.kind not in ("list", "set"):
         return form
     if isinstance(form, Compound) and form.kind in ("record", "brackets") and _lists_solutions(other):

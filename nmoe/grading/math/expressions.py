@@ -66,7 +66,7 @@ _PRODUCT = re.compile(r"[A-Za-z](?: ?(?:\\cdot|\\times|\*) ?[A-Za-z])+|[a-z](?: 
 
 
 def both_latex(gold: str, answer: str) -> tuple[str, str] | None:
-    r"""The LaTeX of two texts for the parser; None if either is not an expression.
+    r"""Converts two texts to LaTeX for math-verify's parser; None if either is not an expression.
 
     Letters alone, "xy", count as a product only if the other text shows one: "x\cdot y".
     """
@@ -79,7 +79,7 @@ def both_latex(gold: str, answer: str) -> tuple[str, str] | None:
 
 @lru_cache(4096)
 def latex(text: str, product: bool = False) -> str | None:
-    """The LaTeX of a normalised scalar text for the parser, decimals as exact fractions; None if it is not an expression.
+    """Converts a normalised scalar text to LaTeX for the parser, with decimals as exact fractions; None if it is not an expression.
 
     With `product`, up to four letters alone are a product of variables.
     """
@@ -132,7 +132,9 @@ def _is_balanced(source: str) -> bool:
 
 
 def _are_variables(letters: str, tokens: list[re.Match[str]]) -> bool:
-    """Whether adjacent letters are a product of variables: one is; two to four are beside a number, a sign or a command."""
+    """Whether adjacent letters are a product of variables: a single letter is; two to four letters are if the text also has a
+    number, sign or command.
+    """
     if len(letters) == 1:
         return True
     return len(letters) <= 4 and any(token.lastgroup in ("number", "sign", "command") for token in tokens)
@@ -144,7 +146,7 @@ def _as_fraction(decimal: re.Match[str]) -> str:
 
 
 def letters(text: str) -> set[str]:
-    """The letters outside LaTeX commands."""
+    """Returns the letters of a text outside LaTeX commands."""
     return set("".join(re.findall(r"(?<!\\)(?<![\\A-Za-z])[A-Za-z]+|(?<=_)[A-Za-z]", _without_commands(text))))
 
 
@@ -153,7 +155,9 @@ def _without_commands(text: str) -> str:
 
 
 def comparable(gold: str, answer: str) -> bool:
-    """Whether i cannot be confused with I: the parser reads I as the imaginary unit; elsewhere it is a current or an integral."""
+    """Whether two texts do not use both i and I, which the parser reads as the imaginary unit although I may be another
+    quantity.
+    """
     both = letters(gold) | letters(answer)
     return not {"i", "I"} <= both
 

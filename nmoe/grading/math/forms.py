@@ -1,4 +1,4 @@
-r"""The form of an answer: a scalar, or scalars in a list, brackets, a set, a union, a matrix or a relation.
+r"""Parses the form of an answer: a single value (scalar), or values in a list, brackets, a set, a union, a matrix or a relation.
 
     "x = 5"                      label "x", scalar "5"
     "5\text{ cm}"                scalar "5" with the unit "cm"
@@ -106,7 +106,7 @@ def read_answer(text: str) -> Answer:
 
 
 def _numbered(text: str) -> list[str] | None:
-    r"""The values of "(1) 3; (2) 5", which answers a question in parts; None for any other raw text."""
+    r"""Splits "(1) 3; (2) 5", the answer to a question in parts, into its values; None for any other raw text."""
     if not _FIRST_NUMBER.match(text):
         return None
     _, *pieces = _PART_NUMBER.split(text)
@@ -154,7 +154,9 @@ def _hoist_label(text: str, form: Form) -> Answer:
 
 
 def _record(names: Sequence[str], form: Form) -> Form | None:
-    """The record of names and the values in brackets, or each of several such; None if they do not fit."""
+    """Pairs names such as "x, y" with the values in brackets "(3, 4)", in each item if there are several; None if they do not
+    fit.
+    """
     if isinstance(form, Scalar):
         return None
     if form.kind in ("list", "set"):
@@ -167,7 +169,7 @@ def _record(names: Sequence[str], form: Form) -> Form | None:
 
 
 def _assignments(forms: Sequence[Form]) -> list[tuple[str, Form]] | None:
-    """The names and values of equations, if each of them gives a name its value."""
+    """Returns names and values if each form is an equation of a name and a value, like "x = 3"; None otherwise."""
     items = [_assignment(form) for form in forms]
     found = [item for item in items if item is not None]
     return found if found and len(found) == len(items) else None
@@ -190,7 +192,7 @@ def _tuple_text(form: Compound) -> str:
 
 
 def _tokens(text: str) -> list[tuple[str, int]] | None:
-    """The tokens, each with its bracket depth; None if brackets are unbalanced or nested too deep."""
+    """Splits a text into tokens, each with its bracket depth; None if brackets are unbalanced or nested too deep."""
     tokens, depth = [], 0
     for match in _TOKEN.finditer(text):
         token = match.group()
@@ -205,7 +207,7 @@ def _tokens(text: str) -> list[tuple[str, int]] | None:
 
 
 def _split(tokens: Sequence[tuple[str, int]], separators: set[str]) -> list[tuple[str, str]]:
-    """The texts between separators outside all brackets, each with the separator before it ("" for the first)."""
+    """Splits tokens at separators outside all brackets; returns each text with the separator before it ("" for the first)."""
     parts: list[tuple[str, str]] = []
     text, before = "", ""
     for token, depth in tokens:
@@ -226,7 +228,7 @@ _WORD_SEPARATORS = re.compile(r"(?<![A-Za-z\\])(?:,\s*)?(or|and)(?![A-Za-z])")
 
 
 def _read(text: str, level: int) -> Form:
-    """The form of a normalised text that still has unit marks."""
+    """Parses a normalised text, which may still contain unit marks, to its form."""
     tokens = _tokens(text)
     if tokens is None or level > _MAX_DEPTH or not text:
         return read_scalar(text)
@@ -256,7 +258,7 @@ def _many(kind: Kind) -> Callable[[list[tuple[str, str]], int], Form]:
 
 
 def _alternatives(parts: list[tuple[str, str]], level: int) -> Form:
-    """The set of alternatives joined by "or". In "1, 2 or 3" the items of the list before it belong to the set."""
+    """Returns the set of alternatives joined by "or". In "1, 2 or 3" the items of the list before "or" belong to the set."""
     first, *rest = (_read(normalize(part), level) for part, _ in parts)
     several = [isinstance(one, Compound) and one.kind in ("list", "record", "set") for one in rest]
     if isinstance(first, Compound) and first.kind == "list" and several == [False]:
@@ -265,7 +267,9 @@ def _alternatives(parts: list[tuple[str, str]], level: int) -> Form:
 
 
 def _list(parts: list[tuple[str, str]], level: int) -> Form:
-    r"""The form of a list: a record if each item has its own name; "0, \pm 1" has three items and is unordered."""
+    r"""Returns the form of a list: a record if each item has its own name, a set if an item has a plus-minus sign, as in "0, \pm 1"
+    (three items).
+    """
     forms: list[Form] = []
     kind: Kind = "list"
     for part, _ in parts:
@@ -282,7 +286,7 @@ def _list(parts: list[tuple[str, str]], level: int) -> Form:
 
 
 def _difference(parts: list[tuple[str, str]], level: int) -> Form:
-    """The real numbers without some points, as a union of intervals."""
+    """Returns the form of a set difference: the real numbers without some points become a union of intervals."""
     forms = tuple(_read(normalize(part), level) for part, _ in parts)
     whole, *less = forms
     without = less[0] if len(less) == 1 and isinstance(less[0], Compound) and less[0].kind == "set" else None
@@ -292,7 +296,9 @@ def _difference(parts: list[tuple[str, str]], level: int) -> Form:
 
 
 def without_points(points: Compound) -> Form:
-    """The real numbers without the points of a set: a union of intervals if the points are numbers."""
+    """Returns the real numbers without the points of a set: a union of intervals if the points are numbers, else a set
+    difference.
+    """
     numbers = {
         part.number.value: part for part in points.parts if isinstance(part, Scalar) and part.number and not part.unit
     }
@@ -306,7 +312,7 @@ def without_points(points: Compound) -> Form:
 
 
 def _relation(parts: list[tuple[str, str]], level: int) -> Form:
-    """A relation, turned from the smaller side to the greater: "3 > x" becomes "x < 3"."""
+    """Returns a relation, written from the smaller side to the greater: "3 > x" becomes "x < 3"."""
     sides = tuple(_read(normalize(part), level) for part, _ in parts)
     signs = [_PLAIN_RELATION.get(sign, sign) for _, sign in parts[1:]]
     if all(sign in (">", r"\ge") for sign in signs):
@@ -325,7 +331,7 @@ _SPLITS: list[tuple[set[str], Callable[[list[tuple[str, str]], int], Form]]] = [
 
 
 def _plus_and_minus(tokens: Sequence[tuple[str, int]]) -> tuple[str, str] | None:
-    """The two readings of a text with one plus-minus sign."""
+    """Returns a text with one plus-minus sign in both readings, plus and minus; None for other texts."""
     signs = [token for token, _ in tokens if token in (r"\pm", r"\mp")]
     if len(signs) != 1:
         return None
@@ -335,7 +341,7 @@ def _plus_and_minus(tokens: Sequence[tuple[str, int]]) -> tuple[str, str] | None
 
 
 def _bracketed(text: str, tokens: Sequence[tuple[str, int]], level: int) -> Form | None:
-    """The form of a text that one pair of brackets encloses."""
+    """Returns the form of a text that one pair of brackets encloses; None for other texts."""
     if len(tokens) < 2 or any(depth == 0 for _, depth in tokens[1:-1]):
         return None
     opening, closing = tokens[0][0], tokens[-1][0]
@@ -363,7 +369,7 @@ def _bracketed(text: str, tokens: Sequence[tuple[str, int]], level: int) -> Form
 
 
 def _by_property(inner: Sequence[tuple[str, int]], level: int) -> Form | None:
-    r"""The inequalities of a set of real numbers by a property, "x \mid x > 2"; None for any other set."""
+    r"""Returns the inequalities that define a set of real numbers, as in "x \mid x > 2"; None for any other set."""
     (before, _), *after = _split(inner, {"|", ":"})
     condition = "|".join(text for text, _ in after)
     domain = _DOMAIN.fullmatch(before)

@@ -12,7 +12,7 @@ REAL_LINE = Compound("brackets", _ENDS, "()")
 
 
 def as_intervals(gold: Compound, answer: Compound) -> tuple[Compound, Compound] | None:
-    """Both forms as intervals, if one is written with brackets and the other as inequalities; else None.
+    """Converts both forms to intervals if one is written with brackets and the other as inequalities; else None.
 
     The gold must certainly be an interval: "(1, 2)" may be a point.
     """
@@ -58,7 +58,7 @@ def _as_interval(form: Compound) -> Compound | None:
 
 
 def _excluded(form: Compound) -> Compound | None:
-    r"""The points that "x \ne 1" or "x \ne 1, x \ne 3" leaves out of the real numbers; None for any other form."""
+    r"""Returns the points that "x \ne 1" or "x \ne 1, x \ne 3" excludes from the real numbers; None for any other form."""
     relations = form.parts if form.kind == "list" else (form,)
     points: list[Form] = []
     for one in relations:
@@ -78,7 +78,7 @@ def _is_relation(form: Form) -> bool:
 
 
 def _between(form: Compound) -> Compound | None:
-    """The interval of "x > 1 and x < 4"; of "x < 1, x > 4" both intervals."""
+    """Returns the interval of "x > 1 and x < 4", or the union of intervals of "x < 1, x > 4"; None for other lists."""
     if len(form.parts) != 2 or len(_variables(form)) != 1 or not all(map(_is_relation, form.parts)):
         return None
     halves = [_as_interval(part) for part in form.parts if isinstance(part, Compound)]
@@ -95,7 +95,7 @@ def _between(form: Compound) -> Compound | None:
 
 
 def _variables(form: Form) -> set[str]:
-    """The variables that the inequalities bound: the middle side, or the side that is a letter."""
+    """Returns the variables that inequalities bound: the middle side, or the side that is a letter."""
     if not isinstance(form, Compound):
         return set()
     if form.kind != "relation":

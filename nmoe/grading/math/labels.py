@@ -1,4 +1,4 @@
-r"""Labels of an answer, which another answer may leave out, write otherwise or add.
+r"""Labels of an answer: parts that another answer may omit, write otherwise or add.
 
 The letter of a choice: "\text{(B)}\ 12", "Option B". The name of a value: "x = 5". The condition on an index: "k\pi, k \in Z".
 """
@@ -27,7 +27,7 @@ _INDEX = re.compile(r"([a-z])\\in ?(?:\\mathbb\{[NZ]\}|[NZ])(?:[_^](?:[*+]|\{[*+
 
 
 def read_choice(text: str) -> tuple[str, str] | None:
-    r"""The letter and the value of "\text{(B)} 12" or "B. 12"; None for any other raw text."""
+    r"""Splits "\text{(B)} 12" or "B. 12" into the letter of the choice and its value; None for any other raw text."""
     match = _CHOICE.fullmatch(text)
     if match is None:
         return None
@@ -36,25 +36,27 @@ def read_choice(text: str) -> tuple[str, str] | None:
 
 
 def only_choice(text: str) -> str | None:
-    r"""The letter of "\text{(B)}", which is surely a choice; None for any other raw text."""
+    r"""Returns the letter of "\text{(B)}", which is certainly a choice; None for any other raw text."""
     match = _ONLY.fullmatch(text)
     return match[1] if match else None
 
 
 def is_letter(letter: str, text: str, any_case: bool = False) -> bool:
-    """Whether a text is the letter of a choice."""
+    """Whether a text consists of this letter of a choice, with or without brackets or the word "option"."""
     said = normalize(without_option(text)).strip("().: ")
     return (said.upper() if any_case else said) == letter
 
 
 def without_option(text: str) -> str:
-    """The letter of "Option B"; any other raw text as it is."""
+    """Returns the letter of "Option B"; any other raw text unchanged."""
     option = _OPTION.fullmatch(text)
     return option[1] if option else text
 
 
 def asked_value(question: str, form: Form) -> Form | None:
-    """The number that an answer gives to an expression of the question with letters: 7 of "x + y = 7"; None for another form."""
+    """Returns the number that an answer assigns to an expression of the question, such as 7 in "x + y = 7"; None for another
+    form.
+    """
     if not isinstance(form, Compound) or (form.kind, form.detail) != ("relation", "=") or len(form.parts) != 2:
         return None
     left, right = form.parts
@@ -66,7 +68,9 @@ def asked_value(question: str, form: Form) -> Form | None:
 
 
 def with_index_of(gold: Answer, answer: Answer) -> Answer:
-    r"""The answer with the gold's index, if both are general solutions over the same set: "n\pi, n \in Z" for "k\pi, k \in Z"."""
+    r"""Renames the index of a general solution to the gold's, if both run over the same set: "n\pi, n \in Z" for "k\pi, k \in
+    Z".
+    """
     indices = _INDEX.fullmatch(gold.condition), _INDEX.fullmatch(answer.condition)
     if indices[0] is None or indices[1] is None or gold.condition[1:] != answer.condition[1:]:
         return answer
@@ -75,7 +79,7 @@ def with_index_of(gold: Answer, answer: Answer) -> Answer:
 
 
 def may_have_condition(gold: Answer, answer: Answer) -> bool:
-    """Whether the answer's condition on an index is the gold's, is absent, or only says that the index is an integer."""
+    """Whether the answer's condition on an index is absent, equals the gold's, or only says that the index is an integer."""
     if answer.condition in ("", gold.condition):
         return True
     index = _INDEX.fullmatch(answer.condition)
@@ -83,10 +87,10 @@ def may_have_condition(gold: Answer, answer: Answer) -> bool:
 
 
 def may_lose_label(gold: Answer) -> bool:
-    """Whether the answer may leave out the gold's label.
+    """Whether the answer may omit the gold's label, such as "x = " in "x = 5".
 
-    It may for the name of a function, a sequence or a constant, for what lies in a set, and for any name of a value without x,
-    y and z. "y = 2x" without "y =" is no equation.
+    It may if the label names a function, a sequence or a member of a set, or if the value does not contain x, y or z: "y = 2x"
+    without "y =" is no equation.
     """
     in_set = isinstance(gold.relation, Compound) and gold.relation.detail == r"\in"
     letters = expressions.letters(text_of(gold.form)) - {"e", "i"}
@@ -95,7 +99,7 @@ def may_lose_label(gold: Answer) -> bool:
 
 
 def value_of(gold: Form) -> Form | None:
-    """The value that a gold gives to an expression other than a name: 11 of "a + b = 11".
+    """Returns the value that a gold assigns to an expression other than a name: 11 in "a + b = 11".
 
     None for equations in x, y and z, which are curves.
     """
@@ -106,7 +110,7 @@ def value_of(gold: Form) -> Form | None:
 
 
 def with_names(form: Form, letters: dict[str, str]) -> Form | None:
-    """The form with its variables renamed; None if a new name is already in use."""
+    """Returns the form with its variables renamed; None if a new name is already in use."""
     if isinstance(form, Scalar):
         text = rename(form.text, letters)
         return None if text is None else replace(form, text=text)

@@ -27,14 +27,14 @@ _LETTER = re.compile(
 
 
 def name_of(text: str) -> str | None:
-    """The name that a normalised text is, in one spelling, or a tuple of names; None for any other text."""
+    """Returns a normalised text that is a name, or a tuple of names, in a uniform spelling; None for any other text."""
     if _NAME.fullmatch(text) or _TUPLE.fullmatch(text):
         return _ONE_IN_BRACES.sub(r"\1", text)
     return None
 
 
 def names_in(name: str) -> tuple[str, ...]:
-    """The names in a tuple of names; empty for a single name."""
+    """Returns the names in a tuple of names such as "(x, y)"; empty for a single name."""
     inner = _TUPLE.fullmatch(name)
     return tuple(one.strip() for one in inner[1].split(",")) if inner and "(" not in inner[1] else ()
 
@@ -45,7 +45,9 @@ def names_a_term(name: str) -> bool:
 
 
 def renamed_arguments(gold: str, answer: str) -> dict[str, str] | None:
-    """The letters to replace in the answer so that its f(t) becomes the gold's f(x); None if the functions differ."""
+    """Returns the letters to replace so that the answer's f(t) becomes the gold's f(x): {"t": "x"}; None if the functions
+    differ.
+    """
     functions = _FUNCTION.fullmatch(gold), _FUNCTION.fullmatch(answer)
     if functions[0] is None or functions[1] is None or functions[0][1] != functions[1][1]:
         return None

@@ -197,11 +197,11 @@ _CASELESS = re.compile(r"[A-Z][a-z]{2,}|[a-z]{5,}|(?i:yes|no|true|false)")
 
 
 def sentence_case(text: str) -> str:
-    """Lowers the first letter of words of three letters or more, and of "No": "East" is "east", but a point A is not a."""
+    """Lowers the first letter of words of three letters or more, and of "No": "East" becomes "east", but a point A stays A."""
     return _WORD.sub(lambda word: word[0][0].lower() + word[0][1:], text) if "\\" not in text else text
 
 
 def same_words(gold: str, answer: str) -> bool:
-    """Whether a gold of whole words is written in another case. "ABC", "abc" and "x" may be names, whose case counts."""
+    """Whether two texts of whole words differ only in case. False for "ABC", "abc" and "x", which may be names."""
     words = gold.split(" ")
     return gold.casefold() == answer.casefold() and all(map(_CASELESS.fullmatch, words))

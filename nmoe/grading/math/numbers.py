@@ -50,7 +50,7 @@ class Number:
 
     @property
     def decimal(self) -> bool:
-        """Whether it is written as a decimal."""
+        """Whether the number is written as a decimal."""
         return self.places is not None
 
 
@@ -90,7 +90,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _parts(match: re.Match[str]) -> list[str]:
-    """The sign, which may be empty, and then the groups that matched."""
+    """Returns the sign, which may be empty, and then the groups that matched."""
     sign, *rest = match.groups()
     return [sign or "", *(part for part in rest if part is not None)]
 
@@ -121,13 +121,15 @@ def is_near(difference: Fraction, size: Fraction) -> bool:
 
 
 def rounds(decimal: Number, value: Fraction) -> bool:
-    """Whether a decimal has the digits of a rounded value, and may be another value to this many digits."""
+    """Whether a decimal could be `value` rounded or cut off: it has at least six significant digits, and differs by less than one
+    unit of its last digit.
+    """
     unit = _unit(decimal)
     return abs(decimal.value / unit) >= 10 ** (_ROUNDED_DIGITS - 1) and abs(decimal.value - value) < unit
 
 
 def _unit(decimal: Number) -> Fraction:
-    """One unit of the last digit of a decimal."""
+    """Returns one unit of the last digit of a decimal: 0.01 for 3.14."""
     return Fraction(10) ** -(decimal.places or 0)
 
 

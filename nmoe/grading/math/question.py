@@ -1,4 +1,4 @@
-r"""What the question says about an answer: its own expressions do not answer it, and it may ask for a form.
+r"""Rules that the question sets for an answer: the question's own expressions do not answer it, and it may ask for a form.
 
 "Simplify $\sqrt{180}$" has the gold `6\sqrt{5}`, and `\sqrt{180}` has the same value. So have `180^{0.5}` and `|\sqrt{180}|`.
 That is why shapes are compared (`nmoe.grading.math.shape`), with the arithmetic of constants done (`worked.folded`).
@@ -24,7 +24,7 @@ from nmoe.grading.math.shape import Shape, add, is_atom, multiply, parts, shape
 from nmoe.grading.math.worked import folded, has_root_below, has_square_factor
 
 POLICY_KEYS = ("answer_order", "units")
-"""The settings of a task pool that are of a policy."""
+"""The settings of a task pool that become fields of a `Policy`."""
 
 AnswerOrder = Literal["any", "as_gold"]
 Units = Literal["asked", "as_gold", "any"]
@@ -50,7 +50,7 @@ class Policy:
 
     @property
     def arguments(self) -> tuple[AnswerOrder, Units, str | None]:
-        """The arguments for a worker: `Policy(*arguments)` equals this policy."""
+        """The policy's fields as arguments that can be sent to a worker process: `Policy(*arguments)` equals this policy."""
         return self.answer_order, self.units, self.question
 
 
@@ -91,12 +91,12 @@ _MAX_QUESTION_CHARS = 20_000
 
 
 def wants_equation(question: str) -> bool:
-    """Whether the answer may be an equation, or a number stand for one: the line x = 4."""
+    """Whether the answer to a question may be an equation, or a number that stands for one, as 4 for the line x = 4."""
     return _EQUATION_WORDS.search(question) is not None
 
 
 def repeats(question: str, answer: str, gold: str) -> bool:
-    """Whether an answer, a scalar in normalised text, is an expression of the question that differs from the gold.
+    """Whether an answer, a scalar in normalised text, only repeats an expression of the question that differs from the gold.
 
     A number in simplest form repeats the question only where that asks for another form of it, or for its value alone.
     """
@@ -126,7 +126,7 @@ def repeats(question: str, answer: str, gold: str) -> bool:
 
 
 def _asks_form(question: str, number: str) -> bool:
-    """Whether a question asks for another form of its numbers, or for the value of this one alone."""
+    """Whether a question asks for another form of its numbers, or for nothing but the value of this number."""
     if _CONVERT.search(question):
         return True
     asked = _VALUE_OF.fullmatch(question)
@@ -136,7 +136,7 @@ def _asks_form(question: str, number: str) -> bool:
 
 
 def is_as_asked(question: str, answer: str, gold: str) -> bool:
-    """Whether an answer has the form that the question asks for, as far as the gold has it: factored, expanded, simplified."""
+    """Whether an answer has the form that the question asks for (factored, expanded, simplified), provided that the gold has it."""
     written, wanted = shape(answer), shape(gold)
     if written is None or wanted is None or is_atom(written) or written == wanted:
         return True
@@ -158,7 +158,7 @@ def _is_product(one: Shape) -> bool:
 
 
 def _has_brackets(one: Shape) -> bool:
-    """Whether a sum is multiplied or raised in a shape."""
+    """Whether a shape contains a sum that is multiplied or raised to a power."""
     return any(
         part[0] in ("*", "^") and any(_is(inner, "+") for inner in (part[1:2] if part[0] == "^" else part[1:]))
         for part in parts(one)
@@ -166,7 +166,7 @@ def _has_brackets(one: Shape) -> bool:
 
 
 def repeats_equation(question: str, sides: Sequence[str], gold: Sequence[str]) -> bool:
-    """Whether an equation, given by its sides, is one of the question's that differs from the gold."""
+    """Whether an equation, given by its sides, repeats one of the question's that differs from the gold."""
     written = _difference(*sides)
     if written is None or (len(gold) == 2 and written == _difference(*gold)):
         return False
@@ -174,7 +174,9 @@ def repeats_equation(question: str, sides: Sequence[str], gold: Sequence[str]) -
 
 
 def _difference(left: str, right: str) -> frozenset[Shape] | None:
-    """The differences of two sides: left minus right and right minus left."""
+    """Returns left minus right and right minus left as shapes, equal for an equation and its mirror image; None if a side is not an
+    expression.
+    """
     shapes = shape(left), shape(right)
     if shapes[0] is None or shapes[1] is None:
         return None
@@ -196,7 +198,7 @@ def _folded_expressions(question: str) -> frozenset[Shape]:
 
 @lru_cache(256)
 def _literals(question: str) -> frozenset[str]:
-    """The decimals and percentages of a question, without leading zeros."""
+    """Returns the decimals and percentages in a question, without leading zeros."""
     return frozenset(number.lstrip("0") for number in _LITERAL.findall(question))
 
 
@@ -208,7 +210,7 @@ def _equations(question: str) -> frozenset[frozenset[Shape]]:
 
 
 def _formulas(question: str) -> list[str]:
-    """The texts between the words of a question that may be formulas."""
+    """Returns the pieces of a question between its words, each of which may be a formula."""
     pieces = _WORDS.split(question[:_MAX_QUESTION_CHARS])
     return [piece.strip(" .,;:?") for piece in pieces if 2 < len(piece) <= 1000]
 

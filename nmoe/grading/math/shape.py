@@ -44,7 +44,7 @@ _ROUNDINGS = {"lfloor": r"\rfloor", "lceil": r"\rceil"}
 
 @lru_cache(4096)
 def shape(text: str) -> Shape | None:
-    """The shape of a text; None if it is not an expression."""
+    """Returns the shape of a text, its structure as an expression; None if it is not an expression."""
     return Parser(text).read()
 
 
@@ -54,7 +54,7 @@ def is_atom(one: Shape) -> bool:
 
 
 def parts(one: Shape) -> Iterator[Shape]:
-    """The shape and all shapes inside it, except atoms."""
+    """Yields a shape and all shapes inside it, except numbers and letters."""
     if isinstance(one, tuple):
         yield one
         for part in one[1:]:
@@ -90,7 +90,7 @@ def multiply(factors: list[Shape]) -> Shape:
 
 
 def _without_pairs(items: list[Shape], inverse: Callable[[Shape], Shape]) -> list[Shape]:
-    """The items without those that cancel one another."""
+    """Returns the items without pairs that cancel each other."""
     left = Counter(items)
     for one in items:
         if left[one] and left[other := inverse(one)] and other != one:
@@ -128,7 +128,7 @@ class Parser:
         self._position = 0
 
     def read(self) -> Shape | None:
-        """The shape of the text; None if it is not an expression."""
+        """Returns the shape of the text; None if it is not an expression."""
         if not self._is_readable:
             return None
         try:
@@ -138,23 +138,23 @@ class Parser:
         return found if self.token is None else None
 
     def added(self, terms: list[Shape]) -> Shape:
-        """The shape of a sum as written."""
+        """Returns the shape of a sum of these terms, as written."""
         return add(terms)
 
     def multiplied(self, factors: list[Shape]) -> Shape:
-        """The shape of a product as written, divisors being powers of -1."""
+        """Returns the shape of a product of these factors, as written; divisors are powers of -1."""
         return multiply(factors)
 
     def divisor(self, by: Shape) -> Shape:
-        """The factor that stands for a division by a shape, as written."""
+        """Returns the factor that stands for a division by this shape, as written."""
         return power(by, Fraction(-1))
 
     def raised(self, base: Shape, exponent: Shape) -> Shape:
-        """The shape of a power or root as written."""
+        """Returns the shape of a power or root, as written."""
         return power(base, exponent)
 
     def applied(self, function: tuple[Shape, ...]) -> Shape:
-        """The shape of a function's value: its name and its arguments."""
+        """Returns the shape of a function's value: its name and its arguments."""
         return function
 
     @property
@@ -215,7 +215,7 @@ class Parser:
         return found
 
     def _argument(self, depth: int) -> Shape:
-        """The argument of "^" or "_": a group in braces or one token. "x^10" is written for x^{10}, against TeX."""
+        """Parses the argument of "^" or "_": a group in braces or one token. "x^10" is read as x^{10}, unlike in TeX."""
         if self.token in ("{", "("):
             return self._bracketed(depth)
         if self.token == "-":
@@ -224,7 +224,7 @@ class Parser:
         return self._atom(depth)
 
     def _command_argument(self, depth: int) -> Shape:
-        r"""The argument of a command: of several digits only the first, as in TeX, so that \frac12x is a half x."""
+        r"""Parses the argument of a command: of several digits only the first, as in TeX, so that \frac12x is a half x."""
         token = self.token
         if token is None or not token[0].isdecimal() or len(token) == 1:
             return self._argument(depth)
@@ -308,7 +308,7 @@ class _NoValueError(Exception):
 
 
 def differ(gold: str, answer: str) -> bool:
-    """Whether the values of two normalised texts certainly differ."""
+    """Whether the values of two normalised texts certainly differ, found numerically at one point."""
     values = _value(gold, 0), _value(answer, 0)
     return values[0] is not None and values[1] is not None and _far(*values)  # type: ignore[arg-type]
 

@@ -115,7 +115,7 @@ class MathVerify:
 
 
 def _holds(question: Callable[[], bool]) -> bool:
-    """The result of a comparison of policy output, or False if sympy fails on it in one of its many ways.
+    """Returns the result of a comparison, or False if sympy fails on the policy's output in one of its many ways.
 
     Running out of memory or stack is left to the worker to report.
     """
@@ -145,7 +145,7 @@ def _parse_all(*sources: str) -> list[Any] | None:
 
 @lru_cache(256)
 def _parse(source: str, is_real: bool) -> Any:
-    """A sympy expression; None for a text that is not one or that parses to something else (a set, a relation)."""
+    """Parses a text to a sympy expression; None for a text that is not one, or that denotes something else (a set, a relation)."""
     try:
         parsed = _Parser(is_real=is_real, config=_CONVERSION).parse(normalize_latex(source, _NORMALIZATION))
     except Exception:  # the parser raises a bare Exception for unknown input
@@ -157,13 +157,13 @@ def _parse(source: str, is_real: bool) -> Any:
 
 
 def _is_rounded(parsed: list[Any], numbers: list[Number | None]) -> bool:
-    """Whether two values are the same of which at least one is a decimal, which may be rounded."""
+    """Whether two values are the same, where at least one is a decimal and may be rounded."""
     read = [_exact(value) if number is None else number for value, number in zip(parsed, numbers, strict=True)]
     return read[0] is not None and read[1] is not None and same(read[0], read[1])
 
 
 def _exact(expression: Any) -> Number | None:
-    """The value of an expression to all digits that a comparison with a decimal needs; None if it has no real value."""
+    """Returns the value of an expression to all digits that a comparison with a decimal needs; None if it has no real value."""
     value = _value(expression)
     if value is None or (isinstance(value, mpmath.mpc) and value.imag != 0):
         return None
@@ -212,7 +212,9 @@ def _same_value(gold: Any, answer: Any) -> bool:
 
 
 def _reach(expression: Any) -> int:
-    """The number of digits before or after the point of the largest or smallest number in an expression without variables."""
+    """Returns the number of digits, before or after the decimal point, of the largest or smallest number in an expression without
+    variables.
+    """
     reach = 0
     for part in sympy.preorder_traversal(expression):
         if part.is_Rational:
@@ -224,7 +226,7 @@ def _reach(expression: Any) -> int:
 
 
 def _value(expression: Any, digits: int = _DIGITS) -> Any:
-    """The value as a complex number; None if there is no finite one."""
+    """Evaluates an expression without variables to a complex number with this many digits; None if the value is not finite."""
     value = expression.evalf(digits, maxn=2 * digits)
     if value.is_Float:
         return mpmath.mp.make_mpf(value._mpf_)

@@ -99,9 +99,9 @@ _END_OF_NOUN = frozenset(_WORDS_AFTER_NOUN.split())
 
 
 def spell_unit(words: str, power: str) -> str:
-    """The standard spelling of a unit: "square centimetres" and "cm^2" are "cm^2".
+    """Returns the standard spelling of a unit: "cm^2" for "square centimetres" and "cm^2".
 
-    An unknown unit is its words without a plural s. A unit with a word that changes the number starts with a star: "*million".
+    An unknown unit keeps its words without a plural s. If a word changes the number, the spelling starts with a star: "*million".
     """
     over, per, under = _PER.sub("/", words).partition("/")
     if per and over.strip() and under.strip():
@@ -119,23 +119,23 @@ def spell_unit(words: str, power: str) -> str:
 
 
 def known_unit(unit: str) -> bool:
-    """Whether a unit, as `spell_unit` writes it, is in the table."""
+    """Whether a unit, as `spell_unit` writes it, is in the table of known units."""
     return unit.partition("^")[0] in _UNITS
 
 
 def is_unit(words: str) -> bool:
-    """Whether words after a number may name the counted thing."""
+    """Whether words after a number may name the thing that is counted."""
     return any(len(word) >= 3 for word in words.split())
 
 
 def changes_number(unit: str) -> bool:
-    """Whether words in a unit's place change the number: "million", "quarters", "squared", "%"."""
+    """Whether a "unit" multiplies or changes the number before it: "million", "quarters", "squared", "%"."""
     return unit == "%" or unit.startswith(("^", "*"))
 
 
 @lru_cache(256)
 def asked_units(question: str) -> frozenset[str]:
-    """The units that an answer to a question may have, as `spell_unit` writes them.
+    """Returns the units that an answer to a question may have, as `spell_unit` writes them.
 
     That is the counted thing ("how many brown eggs": egg, brownegg), or a unit after "how many" or "in" with its power ("in square
     feet": ft^2). Otherwise it is the only unit that the question names, with the powers that it is named with or "area" or
@@ -156,7 +156,7 @@ def asked_units(question: str) -> frozenset[str]:
 
 
 def _mentions(question: str) -> Iterator[tuple[str, str]]:
-    """The units that a question names, each with its power."""
+    """Yields the units that a question names, each with its power."""
     for match in _MENTION.finditer(question):
         before, word, power, after = match.groups()
         if "circ" in word:
@@ -167,7 +167,7 @@ def _mentions(question: str) -> Iterator[tuple[str, str]]:
 
 
 def _counted(words: str) -> set[str]:
-    """The units in the words after "how many" or "in": the noun, and the noun with the words before it."""
+    """Returns the possible units in the words after "how many" or "in": the noun, and the noun with the words before it."""
     names: list[str] = []
     for name in words.lower().split():
         if name in _END_OF_NOUN:
@@ -241,7 +241,7 @@ REALS = r"\mathbb{R}"
 
 @dataclass(frozen=True)
 class Scalar:
-    """One value: its text without the unit, and its number if it is one.
+    """One value of an answer: its text without the unit, and its number if it is one.
 
     `unit` is "" without one, "%" for percent, whose number is the one before the sign, and "$" for a dollar sign, which may be
     TeX's; the word is "dollar". `base` is a subscript base, "" without one.
@@ -254,12 +254,12 @@ class Scalar:
 
 
 def dollars(text: str) -> Number | None:
-    """The number after a dollar sign that no other closes; None for any other raw text."""
+    """Returns the number in a text that is an amount such as "$5"; None for any other raw text."""
     return read_number(normalize(text)) if _DOLLARS.fullmatch(text) else None
 
 
 def read_scalar(text: str) -> Scalar:
-    """Reads a scalar and takes off its unit or base."""
+    """Parses a single value and separates its unit or base."""
     if text[-1:] in "mM." + UNIT_CLOSE and (time := _TIME.fullmatch(MARKS.sub(" ", text).strip().replace("  ", " "))):
         return Scalar(f"{int(time[1])}:{time[2] or '00'} {time[3].lower()}m", None)
     if match := _MARKED_UNIT.fullmatch(text):
@@ -297,7 +297,7 @@ def _with_unit(text: str, unit: str) -> Scalar:
 
 
 def read_amounts(text: str) -> list[tuple[Number, str]] | None:
-    """The numbers and units of "2 hours and 30 minutes"; None for a normalised text other than several amounts of known units."""
+    """Returns numbers and units of several amounts, as in "2 hours and 30 minutes"; None for any other normalised text."""
     if not _AMOUNTS.fullmatch(text):
         return None
     found = [(read_number(number), spell_unit(unit, "")) for number, unit in _ONE_AMOUNT.findall(text)]
@@ -306,13 +306,15 @@ def read_amounts(text: str) -> list[tuple[Number, str]] | None:
 
 
 def letter_unit(scalar: Scalar) -> Scalar | None:
-    """A number with one letter, "7 m", as a number with a unit, which it is if the question asks for that; else None."""
+    """Reads a number with one letter, such as "7 m", as a number with a unit, for questions that ask for that unit; None for other
+    scalars.
+    """
     match = _LETTER_UNIT.fullmatch(scalar.text)
     return None if match is None else _with_unit(match[1], spell_unit(match[2], match[3] or ""))
 
 
 def percent_value(number: Number) -> Number:
-    """The value of a percentage: 50% is 0.5."""
+    """Returns the value of a percentage: 0.5 for 50%."""
     places = None if number.places is None else number.places + 2
     return Number(number.value / 100, places, number.simplest)
 
@@ -326,7 +328,9 @@ _NUMBER_SET = re.compile(r"\\mathbb\{([A-Z])\}")
 
 
 def same_number_set(gold: str, answer: str) -> bool:
-    r"""Whether two texts are the same number set, whose letter may be a plain one, or the empty set, often written as \phi."""
+    r"""Whether two texts denote the same set of numbers, in blackboard or plain letters, or the empty set, which may be written as
+    \phi.
+    """
     if gold == r"\emptyset":
         return answer in (r"\phi", r"\Phi")
     return r"\mathbb" in gold + answer and _NUMBER_SET.sub(r"\1", gold) == _NUMBER_SET.sub(r"\1", answer)

@@ -1,4 +1,5 @@
-r"""Whether an expression is worked out: arithmetic with constants that the gold does not have is still to be done.
+r"""Decides whether an expression is worked out: no arithmetic with constants is left to do, except for kinds that the gold leaves,
+too.
 
     \frac{6}{2}x, (2+4)\pi, 2\pi+4\pi, \sqrt{4}x, 5^2y, |3-5|x, \sin\frac{\pi}{6}, \frac{x(x+1)}{x}     not worked out
     3x, 6\pi, x(x+1), (x+1)^2, \sqrt{180}, \frac{1}{\sqrt{2}}, 3\cdot 2^{n-1}, 4\times 10^{-7}x            worked out
@@ -28,7 +29,7 @@ _MAX_BITS = 4096
 
 
 def is_worked_out(answer: str, *golds: str) -> bool:
-    """Whether a normalised text leaves no arithmetic to do that none of the gold's texts leaves."""
+    """Whether a normalised text leaves only such kinds of arithmetic undone as one of the gold's texts leaves undone."""
     left = _left_to_do(answer)
     if left is None:
         return all(shape(gold) is None for gold in golds)
@@ -43,14 +44,14 @@ def _left_to_do(text: str) -> frozenset[str] | None:
 
 @lru_cache(4096)
 def _has(gold: str) -> frozenset[str]:
-    """The kinds of arithmetic that a gold leaves, and of all functions in it."""
+    """Returns the kinds of arithmetic that a gold leaves undone, and the kinds of all functions in it."""
     found = shape(gold)
     kinds = {_KINDS[part[0]] for part in parts(found) if part[0] in _KINDS} if found is not None else set()
     return (_left_to_do(gold) or frozenset()) | kinds
 
 
 class _Reader(Parser):
-    """Notes the kinds of arithmetic that are left to do while it reads."""
+    """Parses an expression and collects in `left` the kinds of arithmetic that are left to do."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -110,7 +111,7 @@ def _flat(sign: str, items: list[Shape]) -> Iterator[Shape]:
 
 
 def _split(term: Shape) -> tuple[Fraction, list[Shape]]:
-    """A term as its rational coefficient and the other factors."""
+    """Splits a term into its rational coefficient and the other factors."""
     coefficient, rest = Fraction(1), []
     for factor in _flat("*", [term]):
         value = constant(factor)
@@ -122,7 +123,7 @@ def _split(term: Shape) -> tuple[Fraction, list[Shape]]:
 
 
 def _fraction(factors: list[Shape]) -> tuple[list[Shape], list[Shape]]:
-    """The factors above and below the line."""
+    """Splits factors into numerator and denominator."""
     over: list[Shape] = []
     under: list[Shape] = []
     for one in _flat("*", factors):
@@ -134,12 +135,12 @@ def _fraction(factors: list[Shape]) -> tuple[list[Shape], list[Shape]]:
 
 
 def _base(one: Shape) -> Shape:
-    """The base of a power with a constant exponent, or the factor itself."""
+    """Returns the base of a power with a constant exponent; any other factor unchanged."""
     return one[1] if isinstance(one, tuple) and one[0] == "^" and constant(one[2]) is not None else one
 
 
 def _content(factor: Shape) -> int:
-    """The largest integer that can be taken out of a factor that is no number: of a sum, or of the root of an integer."""
+    """Returns the largest integer that can be factored out of a sum, or of the root of an integer; 1 for other factors."""
     if not isinstance(factor, tuple) or factor[0] != "+":
         return _without_square(factor)[0]
     coefficients = []
@@ -165,7 +166,7 @@ def _without_square(factor: Shape) -> tuple[int, Shape]:
 
 
 def constant(one: Shape) -> Fraction | None:
-    """The value of a number, a quotient or a product of such; None for any other shape."""
+    """Returns the value of a number, a quotient or a product of numbers; None for any other shape."""
     if isinstance(one, Fraction):
         return one
     if isinstance(one, tuple) and one[0] == "^" and one[2] == -1 and isinstance(one[1], Fraction) and one[1]:
@@ -177,14 +178,14 @@ def constant(one: Shape) -> Fraction | None:
 
 
 def _is_constant(one: Shape) -> bool:
-    """Whether there is no letter in a shape but e and pi."""
+    """Whether a shape contains no letters other than e and pi."""
     if isinstance(one, str):
         return one in _CONSTANTS
     return isinstance(one, Fraction) or (one[0] != "_" and all(map(_is_constant, one[1:])))
 
 
 def _is_rational(base: Fraction, exponent: Fraction) -> bool:
-    """Whether a power of a number is a rational number to be worked out."""
+    """Whether a power of a number is rational and should be worked out; 1/n and large powers of ten should not."""
     if exponent.denominator == 1:
         power_of_ten = base == 10 and not 0 <= exponent < _FIRST_POWER_OF_TEN
         return exponent != -1 and not power_of_ten and _is_small(base, exponent)
@@ -197,7 +198,7 @@ def _is_small(base: Fraction, exponent: Fraction) -> bool:
 
 
 def _root(value: Fraction, degree: int) -> Fraction | None:
-    """The rational root of a number; None if it has none."""
+    """Returns the rational root of a number; None if it has none."""
     if value < 0 or degree > 64 or max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
         return None
     roots = [_integer_root(part, degree) for part in (value.numerator, value.denominator)]
@@ -245,7 +246,9 @@ def has_root_below(one: Shape) -> bool:
 
 @lru_cache(4096)
 def folded(one: Shape) -> Shape:
-    """A shape with the arithmetic of constants done: like terms and like factors joined, roots and sizes taken."""
+    """Returns a shape with the arithmetic of constants done: like terms and factors combined, roots and absolute values
+    computed.
+    """
     if not isinstance(one, tuple):
         return one
     if one[0] == "_":

@@ -47,14 +47,14 @@ _START_S = 120.0
 
 @dataclass(frozen=True)
 class Reply:
-    """How a call ended. `value` is the function's result, or a reason in words."""
+    """The outcome of a call in a worker process. `value` is the function's result, or a reason in words for other statuses."""
 
     status: Literal["value", "deadline", "exhausted", "lost"]
     value: Any
 
 
 class WorkerError(Exception):
-    """The function raised in the worker, which is a bug in the function. Carries its traceback."""
+    """The called function raised an exception in the worker, which is a bug in the function. The message has its traceback."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class WorkerPool:
         return await asyncio.wrap_future(self.submit(*arguments))
 
     def pids(self) -> list[int]:
-        """The pids of the live workers."""
+        """Returns the process ids of the live workers."""
         return [worker.process.pid for worker in list(self._processes.values())]
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class WorkerPool:
                 self._processes.pop(index).end()
 
     def _take(self) -> list[_Call]:
-        """Takes this thread's share of the queued calls, at most a batch; empty once the pool is closed."""
+        """Waits for queued calls and returns this thread's share, at most a batch; empty once the pool is closed."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
@@ -141,7 +141,7 @@ class WorkerPool:
             return [self._queue.popleft() for _ in range(min(share, _BATCH))]
 
     def _run(self, index: int, calls: list[_Call]) -> None:
-        """Runs calls, and puts those that a lost worker left unanswered back into the queue."""
+        """Runs calls in this thread's worker; calls left unanswered when the worker is lost return to the queue."""
         left = deque(calls)
         try:
             worker = self._processes.get(index)
@@ -178,7 +178,7 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def _lose(self, call: _Call, by: int | None) -> bool:
-        """Records that a process was lost on a call. True if the call deserves another try; otherwise finishes it."""
+        """Records that a worker process was lost on a call. Returns True if the call should be repeated; otherwise finishes it."""
         if by == signal.SIGPROF:
             _finish(call, Reply("deadline", "took longer than the deadline"))
             return False
@@ -203,7 +203,7 @@ def _finish(call: _Call, outcome: Reply | WorkerError) -> None:
 
 
 class _LostError(Exception):
-    """The worker is gone or silent."""
+    """The worker process ended or did not reply in time."""
 
 
 class _Worker:
@@ -240,7 +240,7 @@ class _Worker:
         return status, value
 
     def end(self) -> None:
-        """Kills the process; the one that it forked dies with it."""
+        """Kills the process and the child that it forked, and closes the pipes."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.kill()

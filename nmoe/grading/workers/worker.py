@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serves calls until the input ends or the parent dies."""
+    """Serves calls from standard input until the input ends or the parent process dies."""
     _die_with_parent()
     named, deadline_s, memory_mb = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     # What a library prints must not mix with the replies.
@@ -66,7 +66,7 @@ _EXHAUSTED = 3
 
 
 def _serve(function: Callable[..., Any], deadline_s: float, replies: int) -> int:
-    """Answers calls; returns the process's exit code."""
+    """Answers calls in the forked process; returns its exit code."""
     for line in sys.stdin.buffer:
         for arguments in json.loads(line):
             status, value = _call(function, arguments, deadline_s)
