@@ -1,4 +1,4 @@
-"""One file per checkpoint family: its configuration and weight names, mapped to nmoe's, in both directions."""
+"""One module per family of Hugging Face checkpoints: maps configuration and weight names to nmoe's, in both directions."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ FAMILIES = Registry(
     "nmoe.families",
     {family.MODEL_TYPE: f"{__name__}:{family.__name__.rpartition('.')[2]}" for family in _OWN},
 )
-"""Families by `model_type`. Packages offer more as entry points of the group `nmoe.families`."""
+"""The registry of families by `model_type`. Packages add families as entry points of the group `nmoe.families`."""
 
 F = TypeVar("F", bound=Family)
 
 
 def register_family(family: F) -> F:
-    """Makes a family known by its `MODEL_TYPE`; a decorator of a class with static methods, or a call with a module.
+    """Makes a family available by its `MODEL_TYPE`. Use it as decorator of a class with static methods, or call it with a module.
 
     Example: `register_family(sys.modules[__name__])` at the end of a file made like `nmoe/model/families/llama.py`. Raises
     UserError, naming both modules, for a `MODEL_TYPE` that is taken.
@@ -80,7 +80,8 @@ _OF_EXPERTS = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The Hugging Face family that has every feature of this decoder. Raises UserError with what the nearest one lacks."""
+    """Returns the Hugging Face family that has every feature of this configuration. Raises UserError that says what the nearest
+    family lacks."""
     families: list[Family] = [FAMILIES.get(name) for name in FAMILIES.names() if name != native.MODEL_TYPE]
     lacking = [(family, _lacks(family, config)) for family in families]
     family, lacks = min(lacking, key=lambda pair: len(pair[1]))
@@ -93,7 +94,8 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, object]:
-    """The settings of ours, with their values, that differ in theirs; settings that do not change the model are left out."""
+    """Returns the settings of `ours`, with their values, that differ in `theirs`. Settings that do not change the model are left
+    out."""
     others = theirs.to_dict()
     silent = _OF_TRAINING if ours.experts else _OF_TRAINING | _OF_EXPERTS
     if ours.experts and not ours.dense_layers:
@@ -102,7 +104,7 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, object]:
 
 
 def _lacks(family: Family, config: ModelConfig) -> dict[str, object]:
-    """The settings, with their values, that are lost when written as this family's."""
+    """Returns the settings, with their values, that get lost when the configuration is written as this family's `config.json`."""
     try:
         return differences(config, family.config_from_hf(family.config_to_hf(config)))
     except UserError:  # such as experts = 0 in a family of mixtures

@@ -1,7 +1,9 @@
-"""The protocol of a family, and the walk over its entries that copies a checkpoint's tensors into a model or makes them from one.
+"""The protocol of a model family, and the code that converts tensors between a family's checkpoint and our model by the family's
+entries.
 
 A family's file only maps names and settings. Our weights are filled one after another; each stored tensor is read once, in pieces
-of 4 MiB where its rows fill rows of ours, copied into its part of ours, and freed. Ranks that shard a weight each keep their part.
+of 4 MiB where its rows are also rows of our weight, copied into its part of our weight, and freed. Ranks that shard a weight each
+keep their part.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def identity(x: Tensor) -> Tensor:
 
 
 def transpose(x: Tensor) -> Tensor:
-    """The last two axes exchanged, as a view: stored experts are `[out, in]`, ours `[in, out]`."""
+    """Exchanges the last two axes, as a view: stored experts are `[out, in]`, ours `[in, out]`."""
     return x.transpose(-1, -2)
 
 
@@ -63,32 +65,33 @@ class Entry:
 
 @dataclass(frozen=True)
 class Packing:
-    """Quantised storage: where all of `theirs + suffix` are stored, `unpack(*them)` in this order is the tensor that an entry
-    calls `theirs`, or raises UserError with the problem. Used for reading only; written checkpoints are never packed."""
+    """A quantised storage: a tensor `name` is stored as `name + suffix` for each suffix, and `unpack` makes it from these tensors
+    in this order, or raises UserError with the problem. Only used for reading: nmoe never writes packed checkpoints."""
 
     suffixes: tuple[str, ...]
     unpack: Callable[..., Tensor]
 
 
 class Family(Protocol):
-    """A module of this package, one per `model_type`."""
+    """A module that maps one family of Hugging Face checkpoints, one `model_type`, to our model."""
 
     MODEL_TYPE: str
     PACKINGS: tuple[Packing, ...]
 
     def config_from_hf(self, raw: dict[str, Any], /) -> ModelConfig:
-        """The decoder that a `config.json` describes. Raises UserError for a missing key and, naming key and value, for an
+        """Converts a `config.json` to our configuration. Raises UserError for a missing key and, naming key and value, for an
         unsupported setting."""
 
     def config_to_hf(self, config: ModelConfig, /) -> dict[str, Any]:
-        """A `config.json` that transformers loads, with `model_type` and `architectures`. Never fails: it leaves out what the
-        family cannot express. To find out, compare with `config_from_hf(config_to_hf(config))`."""
+        """Converts our configuration to a `config.json` that transformers loads, with `model_type` and `architectures`. Never
+        fails: settings that the family cannot express are left out. To find them, compare with
+        `config_from_hf(config_to_hf(config))`."""
 
     def entries(self, config: ModelConfig, /) -> Iterator[Entry]:
-        """Every tensor of the checkpoint; together they fill every parameter exactly once."""
+        """Yields an entry for every tensor of the checkpoint; together they fill every parameter exactly once."""
 
     def ignores(self, name: str, config: ModelConfig, /) -> bool:
-        """Whether a stored tensor that no entry names is allowed."""
+        """Whether a stored tensor that has no entry may be ignored; any other is an error."""
 
 
 def fill(
@@ -99,8 +102,8 @@ def fill(
     buffers: Collection[str],
     entries: Iterable[Entry] | None = None,
 ) -> None:
-    """Copies a checkpoint into a model's state, converting to its dtypes. Of the state, `buffers` may have no entry: they become 0.
-    `entries` are the family's where none are given.
+    """Copies a checkpoint into a model's `state_dict`, converting to its dtypes. Tensors named in `buffers` that have no entry are
+    set to 0. `entries` defaults to the family's.
 
     Names, shapes and dtypes are all compared before anything is copied; values are checked to be finite while copying. Raises
     UserError naming file and tensor.
@@ -122,13 +125,13 @@ def fill(
 
 
 def check_names(family: Family, config: ModelConfig, shards: StoredTensors) -> None:
-    """Raises UserError, as `fill` does, where a checkpoint's names, shapes or dtypes do not fit its configuration."""
+    """Raises UserError, as `fill` does, if a checkpoint's names, shapes or dtypes do not fit its configuration."""
     _compare(list(family.entries(config)), family, config, shards)
 
 
 def reader(family: Family, config: ModelConfig, shards: StoredTensors) -> Callable[[str, Tensor], Tensor]:
-    """A call that fills an empty weight, given our name of it, from a checkpoint. Raises UserError as `fill` does, at once where
-    names, shapes or dtypes are wrong."""
+    """Returns a function that fills an empty weight from a checkpoint, given our name of the weight. Wrong names, shapes or dtypes
+    raise UserError at once, as in `fill`."""
     entries = list(family.entries(config))
     stored = _compare(entries, family, config, shards)
 
@@ -142,8 +145,8 @@ def reader(family: Family, config: ModelConfig, shards: StoredTensors) -> Callab
 
 
 def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Collection[str]) -> list[str]:
-    """The buffers that no entry fills. Raises ValueError for a family whose entries leave a part of a weight
-    as it was allocated."""
+    """Returns the names of the buffers that no entry fills. Raises ValueError if a family's entries leave a part of a weight
+    unset."""
     filled: Counter[str] = Counter()
     for entry in entries:
         filled[entry.ours] += torch.empty(state[entry.ours].shape, device="meta")[entry.index].numel()
@@ -156,7 +159,8 @@ def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Colle
 def _fill_entry(
     part: Tensor, entry: Entry, names: tuple[str, ...], unpack: Callable[..., Tensor], shards: StoredTensors
 ) -> None:
-    """Copies one stored tensor, the names of which are several if it is packed, into its part of the model."""
+    """Copies one tensor of a checkpoint into `part` of our weight. `names` are its stored tensors (several if it is quantised),
+    which `unpack` combines."""
     file = shards.files[names[0]]
     for rows in _pieces(entry, names, shards):
         stored = [shards.read(name, rows) for name in names]
@@ -179,7 +183,7 @@ def _fill_entry(
 
 
 def _pieces(entry: Entry, names: tuple[str, ...], shards: StoredTensors) -> Iterator[slice | None]:
-    """The rows of the first axis to read at a time; None for the whole tensor."""
+    """Yields the ranges of rows of the first axis to read one after another; None for the whole tensor at once."""
     plain = names == (entry.theirs,) and entry.read is identity
     alike = bool(entry.shape) and all(shards.shapes[name][:1] == entry.shape[:1] for name in names)
     if not alike or not (plain or entry.stacked):
@@ -194,8 +198,8 @@ def _pieces(entry: Entry, names: tuple[str, ...], shards: StoredTensors) -> Iter
 
 
 def _compare_tied_head(embedding_VD: Tensor, shards: StoredTensors) -> None:
-    """Raises UserError if a head that should be tied to the embedding is stored with other values: transformers would untie the
-    two."""
+    """Raises UserError if an output head that should be tied to the embedding is stored with other values, because transformers
+    would untie the two."""
     same = shards.shapes[TIED_HEAD] == embedding_VD.shape
     step = max(1, _PIECE_BYTES * len(embedding_VD) // max(1, shards.nbytes(TIED_HEAD)))
     for first in range(0, len(embedding_VD) if same else 0, step):
@@ -210,13 +214,14 @@ def _compare_tied_head(embedding_VD: Tensor, shards: StoredTensors) -> None:
 
 
 Written = tuple[str, int, Callable[[], Tensor]]
-"""A tensor to store: its name, its size in bytes, and a call that makes it, contiguous on the CPU."""
+"""A tensor to store: its name, its size in bytes, and a function that returns it, contiguous on the CPU."""
 
 
 def tensors_of(
     state: Mapping[str, Tensor], entries: Iterable[Entry], gather: Callable[[str], Tensor] | None = None
 ) -> Iterator[Written]:
-    """A model's state as the tensors that these entries name. Where ranks hold parts of it, `gather` gives a tensor whole."""
+    """Yields a model's weights converted to the checkpoint tensors that these entries name. Where ranks hold parts of a weight,
+    `gather` returns the whole weight of a name."""
     for entry in entries:
 
         def make(entry: Entry = entry) -> Tensor:
@@ -239,8 +244,8 @@ def _stored_names(theirs: str, family: Family, shards: StoredTensors) -> tuple[t
 def _compare(
     entries: list[Entry], family: Family, config: ModelConfig, shards: StoredTensors
 ) -> dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]]:
-    """The stored names of each entry's tensor, and what unpacks them. Raises UserError that lists, by file, tensors that are
-    missing, have a wrong shape or dtype, or do not belong to this architecture."""
+    """Returns for each entry the names of its stored tensors, and the function that combines them. Raises UserError that lists, by
+    file, tensors that are missing, have a wrong shape or dtype, or do not belong to this architecture."""
     stored = {entry.theirs: _stored_names(entry.theirs, family, shards) for entry in entries}
     problems: dict[str, list[str]] = defaultdict(list)
     for entry in entries:

@@ -1,8 +1,9 @@
-"""Experts in a profile as compressed-tensors stores them: what an export writes, and NVFP4 as any checkpoint holds it.
+"""Stores routed experts quantised by their profile in compressed-tensors' format for export, and reads NVFP4 in that format from
+any checkpoint.
 
 Only routed experts are quantised. fp8 is `float-quantized` with a scale for each row of a weight, and servers quantise the
-activations of each token (FP8_DYNAMIC). nvfp4 is `nvfp4-pack-quantized` with weights alone (NVFP4A16). With the profile bf16
-experts are stored in bf16, and nothing says so but their dtype.
+activations of each token (FP8_DYNAMIC). nvfp4 is `nvfp4-pack-quantized` with only weights quantised (NVFP4A16). With the profile
+bf16 experts are stored in bf16, which only their dtype shows.
 """
 
 # Shapes: N a product's outputs, D its inputs, G blocks of 16 inputs, H pairs of inputs.
@@ -35,8 +36,8 @@ _NVFP4_WEIGHTS = _FP8_WEIGHTS | {
 
 
 def from_packed(packed_NH: Tensor, scales_NG: Tensor, factor: Tensor) -> Tensor:
-    """A weight `[N, D]` in fp32 from NVFP4: two numbers of four bits a byte, the lower bits first, a scale in E4M3 for each 16, and
-    the factor that scales are divided by. Raises UserError if the three do not match."""
+    """Dequantises an NVFP4 weight `[N, D]` to fp32: a byte holds two numbers of four bits, the lower bits first; each 16 numbers
+    have a scale in E4M3; `factor` divides the scales. Raises UserError if the three do not match."""
     rows, pairs = packed_NH.shape if packed_NH.dim() == 2 else (-1, -1)
     if packed_NH.dtype != torch.uint8 or scales_NG.dtype != torch.float8_e4m3fn or factor.numel() != 1:
         raise UserError(
@@ -49,7 +50,7 @@ def from_packed(packed_NH: Tensor, scales_NG: Tensor, factor: Tensor) -> Tensor:
 
 
 def refuse_stacked(family: Family, config: ModelConfig) -> None:
-    """Raises UserError if the experts have a profile, and the family stores a layer's experts together."""
+    """Raises UserError if the experts have a profile but the family stores a layer's experts in one tensor."""
     alone = all(
         entry.index and isinstance(entry.index[0], int) for entry in family.entries(config) if _is_expert(entry)
     )
@@ -61,7 +62,7 @@ def refuse_stacked(family: Family, config: ModelConfig) -> None:
 
 
 def quantization_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
-    """The `quantization_config` of an export; None if its profile needs none."""
+    """Returns the `quantization_config` of an export; None if the experts' profile needs none."""
     if config.expert_profile in (None, "bf16"):
         return None
     # Servers quantise every linear layer that is not named here.
@@ -87,7 +88,8 @@ def quantization_config(family: Family, config: ModelConfig) -> dict[str, Any] |
 def stored_tensors(
     state: dict[str, Tensor], family: Family, config: ModelConfig, gather: Callable[[str], Tensor] | None = None
 ) -> Iterator[Written]:
-    """A model's state as the family's tensors, as `tensors_of` gives them, with experts in the model's profile."""
+    """Yields a model's weights as the family's tensors, like `tensors_of`, but with routed experts quantised by the model's
+    profile."""
     assert config.expert_profile is not None, "without a profile there is nothing to quantise"
     whole = state.__getitem__ if gather is None else gather
     for entry in family.entries(config):
@@ -102,7 +104,7 @@ def _is_expert(entry: Entry) -> bool:
 
 
 def _expert(entry: Entry, whole: Callable[[str], Tensor], profile: ExpertProfile) -> Iterator[Written]:
-    """One expert's gate, up or down, and its scales. `whole` gives the weight of all experts."""
+    """Yields one expert's gate, up or down, quantised, and its scales. `whole` returns the weight of all experts by name."""
     name, rows, numbers = entry.theirs, entry.shape[0], entry.shape[0] * entry.shape[1]
 
     def made(make: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:

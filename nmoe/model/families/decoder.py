@@ -1,4 +1,4 @@
-"""The entries and settings that families share, under Llama's names: embeddings, norms, grouped-query attention, SwiGLU blocks,
+"""Entries and settings that many families share, under Llama's names: embeddings, norms, grouped-query attention, SwiGLU blocks,
 and experts saved one by one."""
 
 # Shapes: V vocabulary, D width, H query heads, J key-value heads, C head width, F intermediate width, E experts.
@@ -33,9 +33,10 @@ NO_BIASES = {"qkv_bias": False, "output_bias": False}
 
 
 def decoder_settings(settings: Settings, theta: float = 10_000.0, rotary_share: float | None = None) -> dict[str, Any]:
-    """The settings that every family's ModelConfig takes from the same keys. Query, key, value and output projections have
-    biases either all or none, as transformers' `attention_bias` means it. `theta` is the base of the rotary frequencies where no
-    key has one, `rotary_share` the share of a head that is turned where no key says it, in families that turn a part."""
+    """Returns the settings that every family's ModelConfig takes from the same keys. Query, key, value and output projections have
+    biases either all or none, as transformers' `attention_bias` means it. `theta` is the default of the rotary base;
+    `rotary_share`, in families with partial rotary embedding, is the default of the share of a head that is turned (None: always
+    the whole head)."""
     settings.only("hidden_act", "silu")
     settings.only("is_causal", True)
     settings.refuse_null("is_causal")
@@ -63,7 +64,7 @@ def decoder_settings(settings: Settings, theta: float = 10_000.0, rotary_share: 
 
 
 def decoder_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """The keys of `decoder_settings`."""
+    """Converts a configuration to the `config.json` keys that `decoder_settings` reads."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -83,7 +84,7 @@ def decoder_to_hf(config: ModelConfig, model_type: str, architecture: str) -> di
 
 
 def ends(config: ModelConfig) -> Iterator[Entry]:
-    """Embedding, last norm and, unless it is tied, the head."""
+    """Yields the entries of embedding, last norm and, unless it is tied, the output head."""
     table = (config.vocab_size, config.hidden_size)
     yield Entry("model.embed_tokens.weight", "embedding.weight", table)
     yield Entry("model.norm.weight", "norm.weight", (config.hidden_size,))
@@ -92,13 +93,13 @@ def ends(config: ModelConfig) -> Iterator[Entry]:
 
 
 def norms(config: ModelConfig, layer: int) -> Iterator[Entry]:
-    """The two norms of a layer."""
+    """Yields the entries of a layer's two norms."""
     for theirs, ours in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm")):
         yield Entry(f"model.layers.{layer}.{theirs}.weight", f"blocks.{layer}.{ours}.weight", (config.hidden_size,))
 
 
 def attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
-    """Grouped-query attention, with biases, head norms and gates if the configuration has them."""
+    """Yields the entries of a layer's grouped-query attention, with biases, QK-norm and gates if the configuration has them."""
     theirs, ours = f"model.layers.{layer}.self_attn.", f"blocks.{layer}.attention."
     width, head_dim = config.hidden_size, config.head_dim
     turned: tuple[Conversion, Conversion] = (identity, identity)
@@ -123,8 +124,8 @@ def attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def _gates_first(config: ModelConfig) -> Tensor:
-    """The order that puts the rows of all gates before the rows of the queries. Releases save a head's queries and then its
-    gates."""
+    """Returns the order that puts the rows of all output gates before the rows of the queries. Releases save a head's queries and
+    then its gates."""
     rows = torch.arange(2 * config.heads * config.head_dim).view(config.heads, 2, -1)
     queries = rows[:, 0]
     if config.rotary_dim:
@@ -133,15 +134,16 @@ def _gates_first(config: ModelConfig) -> Tensor:
 
 
 def _partial_rotary_order(head_dim: int, rotary_dim: int) -> Tensor:
-    """The order that makes the layout of `nmoe.model.rope`, where a head's halves are turned against each other, and the pairs
-    that are not turned come last. Releases turn the halves of the first `rotary_dim` rows and leave the rest. The products are
-    the same if queries and keys are reordered alike."""
+    """Returns the order of a head's rows for the layout of `nmoe.model.rope`, where the two halves of a head are turned against
+    each other, and the pairs that are not turned come last. Releases turn the halves of the first `rotary_dim` rows and leave the
+    rest. The products are the same if queries and keys are reordered alike."""
     turned_c, rest_c = torch.arange(rotary_dim).chunk(2), torch.arange(rotary_dim, head_dim).chunk(2)
     return torch.cat([turned_c[0], rest_c[0], turned_c[1], rest_c[1]])
 
 
 def reordered(order_C: Tensor) -> tuple[Conversion, Conversion]:
-    """`Entry.read`, which puts the rows of every head into this order, and `Entry.write`, which puts them back."""
+    """Returns the functions for `Entry.read`, which puts the rows of every head into this order, and `Entry.write`, which puts them
+    back."""
     back_C = order_C.argsort()
 
     def in_order(order_C: Tensor, weight: Tensor) -> Tensor:
@@ -152,7 +154,8 @@ def reordered(order_C: Tensor) -> tuple[Conversion, Conversion]:
 
 
 def swiglu(theirs: str, ours: str, width: int, intermediate: int) -> Iterator[Entry]:
-    """A dense SwiGLU block; the names are prefixes such as `model.layers.0.mlp.` and `blocks.0.ffn.`."""
+    """Yields the entries of a dense SwiGLU block; `theirs` and `ours` are prefixes such as `model.layers.0.mlp.` and
+    `blocks.0.ffn.`."""
     for name, first in (("gate", 0), ("up", intermediate)):
         rows = slice(first, first + intermediate)
         yield Entry(f"{theirs}{name}_proj.weight", f"{ours}gate_up_proj.weight", (intermediate, width), (rows,))
@@ -160,7 +163,7 @@ def swiglu(theirs: str, ours: str, width: int, intermediate: int) -> Iterator[En
 
 
 def dense(config: ModelConfig) -> Iterator[Entry]:
-    """The entries of a dense decoder."""
+    """Yields all entries of a dense decoder."""
     yield from ends(config)
     for layer in range(config.layers):
         yield from norms(config, layer)
@@ -172,8 +175,8 @@ def dense(config: ModelConfig) -> Iterator[Entry]:
 def experts_one_by_one(
     theirs: str, ours: str, config: ModelConfig, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Iterator[Entry]:
-    """Experts each saved as a SwiGLU block, `{theirs}{e}.gate_proj.weight` and so on; `names` are the names of gate, up and
-    down."""
+    """Yields the entries of experts that are each saved as a SwiGLU block, `{theirs}{e}.gate_proj.weight` and so on; `names` are
+    the names of gate, up and down."""
     width, intermediate = config.hidden_size, config.expert_width
     gate, up, down = names
     for e in range(config.experts):
@@ -195,6 +198,7 @@ _UNREAD = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale")
 
 
 def ignored_always(name: str, config: ModelConfig) -> bool:
-    """Tensors that any checkpoint may have and that are ignored: a tied head, which `fill` compares with the embedding, tables of
-    old versions, and the factor by which releases in FP8 quantise a layer's inputs, which are not quantised here."""
+    """Whether a stored tensor is one that any checkpoint may have and that is ignored: a tied head, which `fill` compares with the
+    embedding, tables of old versions, or the factor by which releases in FP8 quantise a layer's inputs, which are not quantised
+    here."""
     return (config.tie_embeddings and name == TIED_HEAD) or name.endswith(_UNREAD)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Moonlight: latent attention above the mixture of `sigmoid_moe`; in FP8 where DeepSeek released it."""
+"""DeepSeek-V3 and Moonlight: latent attention, and the mixture of experts of `sigmoid_moe`; DeepSeek's release is in FP8."""
 
 # Shapes: C head width.
 
@@ -59,7 +59,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _attention_scale(settings: Settings, shared: dict[str, Any], head_dim: int) -> float:
-    """The factor by which YaRN sharpens the attention logits of all dimensions, rotated or not; 0 for none."""
+    """Returns the factor of attention logits that YaRN's `mscale_all_dim` asks for; 0 if it asks for none."""
     all_dim = settings.rope_section().real("mscale_all_dim", 0.0)
     if shared["rope_scaling"] is None or not all_dim:
         return 0.0
@@ -94,8 +94,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _mscales(factor: float, config: ModelConfig) -> dict[str, float]:
-    """The settings from which readers compute attention scale and factor, rounded to twelve digits so that values read from a
-    checkpoint come back exactly."""
+    """Returns the `mscale` settings from which readers compute attention scale and factor, rounded to twelve digits so that values
+    read from a checkpoint are written back exactly."""
     assert config.rope_scaling is not None, "the caller looks"
     sharpened = math.sqrt(config.attention_scale * config.head_dim**0.5)
     unit = 0.1 * math.log(factor)
@@ -147,9 +147,9 @@ def _attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def _rope_order(head_dim: int, rope_dim: int) -> Tensor:
-    """The order that makes the half-split layout of `nmoe.model.rope`. The release turns the pairs (0, 1), (2, 3), ... of the
-    last `rope_dim` rows of every head; we turn (0, R/2), (1, R/2 + 1), .... The products are the same if queries and keys are
-    reordered alike."""
+    """Returns the order of a head's rows for the half-split layout of `nmoe.model.rope`. The release turns the pairs (0, 1), (2,
+    3), ... of the last `rope_dim` rows of every head; we turn (0, R/2), (1, R/2 + 1), .... The products are the same if queries and
+    keys are reordered alike."""
     first = head_dim - rope_dim
     order_C = torch.arange(head_dim)
     order_C[first:] = torch.cat([order_C[first::2], order_C[first + 1 :: 2]])

@@ -1,8 +1,8 @@
-"""FP8 storage: E4M3 with one factor for each 128 x 128 of a weight (DeepSeek's, Qwen's and Moonshot's releases), or, as
-compressed-tensors writes it, also for each row or for the whole weight; and compressed-tensors' NVFP4.
+"""Reads weights stored in FP8: E4M3 with one factor for each 128 x 128 of a weight (DeepSeek's, Qwen's and Moonshot's releases),
+or, as compressed-tensors writes it, also for each row or for the whole weight. Also reads compressed-tensors' NVFP4.
 
-Weights are dequantised in fp32, which holds every product of the two exactly if the factor has at most 20 bits, as those in bf16
-have; then they are rounded once, to the model's dtype.
+Weights are dequantised in fp32, which holds the product of number and factor exactly if the factor has at most 20 bits, as factors
+in bf16 have; then they are rounded once, to the model's dtype.
 """
 
 # Shapes: N a product's outputs, D its inputs.
@@ -23,8 +23,8 @@ _BLOCK = 128
 
 
 def check(settings: Settings) -> None:
-    """Raises UserError for a `quantization_config` that describes another storage, activations aside: they are not quantised
-    here."""
+    """Raises UserError if the `quantization_config` describes a storage that nmoe does not read. Settings for activations are
+    ignored, because activations are not quantised here."""
     settings.refuse_quantised("fp8", "compressed-tensors")
     quantised = settings.section("quantization_config")
     if quantised.raw.get("quant_method") != "compressed-tensors":
@@ -49,9 +49,9 @@ def check(settings: Settings) -> None:
 
 
 def by_block(weight_ND: Tensor, scales: Tensor) -> Tensor:
-    """A weight `[N, D]` in fp32 from FP8 (E4M3) and one factor for each 128 x 128 of it; the last blocks may be cut off.
+    """Dequantises an FP8 (E4M3) weight `[N, D]` to fp32, with one factor for each 128 x 128 block; the last blocks may be cut off.
 
-    Raises UserError if the two do not match.
+    Raises UserError if weight and factors do not match.
     """
     _check_dtype(weight_ND)
     if scales.shape != tuple(-(-size // _BLOCK) for size in weight_ND.shape):
@@ -65,7 +65,8 @@ def by_block(weight_ND: Tensor, scales: Tensor) -> Tensor:
 
 
 def by_row(weight_ND: Tensor, scales: Tensor) -> Tensor:
-    """FP8 with one factor for each row, `[N, 1]`, or for the whole, `[1]`; or with the factors of `by_block`."""
+    """Dequantises an FP8 (E4M3) weight to fp32, with one factor for each row, `[N, 1]`, or for the whole weight, `[1]`, or for each
+    128 x 128 block."""
     _check_dtype(weight_ND)
     if scales.numel() != 1 and scales.shape != (len(weight_ND), 1):
         return by_block(weight_ND, scales)

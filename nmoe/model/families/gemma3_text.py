@@ -1,7 +1,7 @@
-"""Gemma 3, text: norms on both sides of attention and feed-forward that scale by one plus their weight, QK-norm, GeGLU, scaled
-embeddings, five layers with a window and separate rotary frequencies to one without.
+"""Gemma 3, text: norms before and after attention and feed-forward that scale by one plus their weight, QK-norm, GeGLU, scaled
+embeddings. Of six layers, five have a sliding window and separate rotary frequencies.
 
-The larger releases also read images, under `model_type` gemma3; those are not read.
+The larger releases also read images, under `model_type` gemma3; these are not supported.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _ROPE_KEYS = (
 
 
 def _rope(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rotary settings of layers without and with a window, merged as transformers merges them: those by kind of layer, which it
-    writes now, before the keys of released checkpoints."""
+    """Returns the rotary settings of layers without and with a window. As in transformers, settings by kind of layer
+    (`rope_parameters`) are merged with the older keys of released checkpoints."""
     kinds = settings.section("rope_parameters")
     if other := sorted(kinds.raw.keys() - {_FULL, _SLIDING}):
         raise UserError(f"{MODEL_TYPE}: rope_parameters has {other[0]!r} beside {_FULL} and {_SLIDING}")

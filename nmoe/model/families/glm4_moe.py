@@ -1,4 +1,4 @@
-"""GLM-4.5: grouped-query attention that turns a part of each head, with biases and optional head norms, above the mixture of
+"""GLM-4.5: grouped-query attention with partial rotary embedding, biases and optional QK-norm; the mixture of experts of
 `sigmoid_moe`."""
 
 from __future__ import annotations

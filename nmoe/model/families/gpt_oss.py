@@ -110,12 +110,12 @@ def halves(gate_up: Tensor) -> Tensor:
 
 
 def interleaved(gate_up: Tensor) -> Tensor:
-    """The inverse of `halves`."""
+    """Interleaves gate and up on the last axis: the inverse of `halves`."""
     return gate_up.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def packed_entries(config: ModelConfig) -> Iterator[Entry]:
-    """The entries of a model whose experts stay in MXFP4. Gate and up are separated by moving whole rows of blocks."""
+    """Yields the entries for a model whose experts stay in MXFP4. Gate and up are separated by moving whole rows of blocks."""
     for entry in entries(config):
         if not entry.ours.endswith(("ffn.gate_up", "ffn.down")):
             yield entry
@@ -130,7 +130,7 @@ def packed_entries(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _halves_of_rows(rows_EN: Tensor) -> Tensor:
-    """`halves`, on the second axis."""
+    """Separates gate and up on the second axis, as `halves` does on the last."""
     return rows_EN.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 

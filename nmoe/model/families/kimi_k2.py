@@ -1,4 +1,4 @@
-"""Kimi-K2: the decoder of DeepSeek-V3 under its own name, in FP8 where it is released.
+"""Kimi-K2: the decoder of DeepSeek-V3 under another `model_type`, released in FP8.
 
 It is exported as `deepseek_v3`, because transformers has no `kimi_k2`; servers read either.
 """

@@ -36,7 +36,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def one_window(settings: Settings, default: int) -> tuple[int, ...]:
-    """`sliding_window` for every layer; 0 where the key is missing means none by default."""
+    """Returns `sliding_window` for every layer, or () if there is none. `default` is for a missing key; 0 means no window."""
     window = 0 if "sliding_window" in settings.nulls else settings.whole("sliding_window", default)
     if settings.raw.get("sliding_window") == 0:
         raise UserError("sliding_window = 0 leaves nothing to attend to")

@@ -1,4 +1,5 @@
-"""Mixtral: Mistral's attention, and in every layer a softmax router whose best experts' weights sum to 1."""
+"""Mixtral: Mistral's attention, and in every layer a mixture of experts with a softmax router, where the chosen experts' weights
+sum to 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nmoe's own layout: the names and settings of the model, as in the checkpoints of runs."""
+"""nmoe's own checkpoint layout, used for the checkpoints of runs: names and settings are the model's own."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def windows(settings: Settings) -> tuple[int, ...]:
-    """The window of each layer by `layer_types` or, where they are missing, `max_window_layers`; empty if none has one."""
+    """Returns the sliding window of each layer in tokens (0: none), by `layer_types` or, if missing, `max_window_layers`; empty if
+    no layer has one."""
     layers = settings.whole("num_hidden_layers")
     window = sliding_window(settings)
     settings.refuse_null("max_window_layers")
@@ -50,7 +51,7 @@ def windows(settings: Settings) -> tuple[int, ...]:
 
 
 def sliding_window(settings: Settings) -> int:
-    """The window if `use_sliding_window` is on, otherwise 0; the default is transformers'."""
+    """Returns the sliding window in tokens if `use_sliding_window` is on, otherwise 0; the default is transformers'."""
     if not settings.flag("use_sliding_window") or "sliding_window" in settings.nulls:
         return 0
     return settings.whole("sliding_window", _WINDOW)
@@ -65,7 +66,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The keys of `windows`."""
+    """Converts the sliding windows to the `config.json` keys that `windows` reads."""
     window = max(config.windows, default=0)
     return {
         "use_sliding_window": window > 0,

@@ -1,7 +1,7 @@
-"""Qwen3-Next: gated DeltaNet in most layers and gated attention, part of each head turned, in the others; norms that scale by one
-plus their weight; experts saved one by one beside a shared one with a gate.
+"""Qwen3-Next: Gated DeltaNet in most layers, and gated attention with partial rotary embedding in the others; norms that scale by
+one plus their weight; experts saved one by one, and a shared expert with a gate.
 
-The tensors for multi-token prediction, `mtp.*` in a release, are not read: nothing here uses or trains them.
+The tensors for multi-token prediction, `mtp.*` in a release, are not read: nmoe neither uses nor trains them.
 """
 
 # Shapes: D width, W channels of the convolution, K its tokens.
@@ -149,7 +149,8 @@ def _delta_net(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def _by_kind(key_heads: int, widths: tuple[int, ...]) -> Tensor:
-    """The order that puts rows, saved key head by key head with these widths each, kind by kind."""
+    """Returns the order that groups rows by kind (such as all queries, then all keys). They are saved key head by key head;
+    `widths` are each head's numbers of rows of each kind."""
     rows = torch.arange(key_heads * sum(widths)).view(key_heads, -1)
     return torch.cat([part.flatten() for part in rows.split(widths, 1)])
 
@@ -163,5 +164,5 @@ def _with_groups(conv_WK: Tensor) -> Tensor:
 
 
 def ignores(name: str, config: ModelConfig) -> bool:
-    """Ignores the weights of multi-token prediction."""
+    """Whether the tensor may be ignored: weights of multi-token prediction, or as in `ignored_always`."""
     return name.startswith("mtp.") or decoder.ignored_always(name, config)

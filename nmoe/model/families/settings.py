@@ -19,8 +19,8 @@ _MOST = {"num_hidden_layers": 4096} | dict.fromkeys(
 
 
 class Settings:
-    """The keys of a `config.json`. A key that is null counts as absent; `refuse_null` is for keys for which transformers gives
-    null another meaning than the default."""
+    """The keys of a `config.json`. A key that is null counts as absent; `refuse_null` is for keys where transformers does not treat
+    null as the default."""
 
     def __init__(self, raw: dict[str, Any], model_type: str) -> None:
         self.raw = {key: value for key, value in raw.items() if value is not None}
@@ -28,7 +28,7 @@ class Settings:
         self.model_type = model_type
 
     def require(self, *keys: str) -> None:
-        """Raises UserError with all missing keys."""
+        """Raises UserError that lists all missing keys."""
         if missing := [key for key in keys if key not in self.raw]:
             raise UserError(f"missing keys {', '.join(missing)}")
 
@@ -53,14 +53,14 @@ class Settings:
         return value
 
     def wholes(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers, empty where the key is absent."""
+        """Returns a list of whole numbers; empty if the key is absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
             raise UserError(f"{key} = {value!r} is not a list of whole numbers")
         return tuple(value)
 
     def reals(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers."""
+        """Returns a list of positive numbers. Raises UserError if the key is absent or has anything else."""
         value = self._get(key, _MISSING)
         if not isinstance(value, list) or any(
             type(item) not in (int, float) or not 0 < item < math.inf for item in value
@@ -69,19 +69,19 @@ class Settings:
         return tuple(map(float, value))
 
     def only(self, key: str, *values: Any) -> None:
-        """Raises UserError if the key has a value other than these; null is none."""
+        """Raises UserError if the key has a value other than `values`. An absent or null key passes."""
         if key in self.raw and self.raw[key] not in values:
             known = " or ".join(repr(value) for value in values)
             only = f", only {known}" if known else ""
             raise UserError(f"{self.model_type}: {key} = {self.raw[key]!r} is not supported{only}")
 
     def refuse_null(self, *keys: str) -> None:
-        """Raises UserError if one of these keys is null, which does not mean the same as leaving it out."""
+        """Raises UserError if one of these keys is null, which does not mean the same as leaving the key out."""
         if nulls := [key for key in keys if key in self.nulls]:
             raise UserError(f"{self.model_type}: {nulls[0]} = null is not supported; leave the key out for its default")
 
     def refuse_alias(self, key: str, alias: str) -> None:
-        """Raises UserError if both names of a setting are present with different values, since readers differ in which one they
+        """Raises UserError if both names of a setting are present with different values, because readers differ in which name they
         use."""
         if key in self.raw and alias in self.raw and self.raw[key] != self.raw[alias]:
             raise UserError(
@@ -89,14 +89,14 @@ class Settings:
             )
 
     def section(self, key: str) -> Settings:
-        """The keys of a table; empty if it is absent."""
+        """Returns the keys of a nested table; empty if the table is absent."""
         found = self._get(key, {})
         if not isinstance(found, dict):
             raise UserError(f"{key} = {found!r} is not a table")
         return Settings(found, self.model_type if key.startswith("rope_") else f"{self.model_type}, {key}")
 
     def refuse_quantised(self, *known: str) -> None:
-        """Raises UserError if weights are stored in a quantised form other than these."""
+        """Raises UserError if weights are stored in a quantised form whose `quant_method` is not in `known`."""
         method = self.section("quantization_config").raw.get("quant_method")
         if "quantization_config" in self.raw and method not in known:
             raise UserError(
@@ -105,7 +105,7 @@ class Settings:
             )
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
-        """The number of dimensions of a head that `partial_rotary_factor` turns; 0 for all of them."""
+        """Returns the number of a head's dimensions that the rotary embedding turns, by `partial_rotary_factor`; 0 for all."""
         settings = self.rope_section()
         for table in (self, settings):
             table.refuse_null("partial_rotary_factor")
@@ -123,8 +123,9 @@ class Settings:
         return 0 if turned == head_dim else turned
 
     def rope(self, default_theta: float = 10_000.0, partial: bool = False) -> tuple[float, RopeScaling | None]:
-        """The base of the rotary frequencies and their scaling, from `rope_parameters` (transformers 5) or from `rope_theta`
-        and `rope_scaling` (released checkpoints). Unless it is `partial`, a part of a head alone is never turned."""
+        """Returns the base of the rotary frequencies and their scaling, from `rope_parameters` (transformers 5) or from
+        `rope_theta` and `rope_scaling` (released checkpoints). Unless `partial`, raises UserError if only a part of a head is
+        turned."""
         settings = self.rope_section()
         for table in () if partial else (self, settings):
             table.only("partial_rotary_factor", 1, 1.0)
@@ -197,7 +198,8 @@ class Settings:
         )
 
     def rope_section(self) -> Settings:
-        """The keys of `rope_scaling` or, where it is absent or empty, of `rope_parameters`: transformers merges nothing."""
+        """Returns the keys of `rope_scaling` or, if it is absent or empty, of `rope_parameters`: transformers never merges the
+        two."""
         settings = self.section("rope_scaling")
         return settings if settings.raw or settings.nulls else self.section("rope_parameters")
 
@@ -215,7 +217,7 @@ def _yarn_attention_factor(settings: Settings, factor: float) -> float:
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, the form that every version of transformers and the servers read."""
+    """Returns `rope_theta` and `rope_scaling`, the keys that every version of transformers and the inference servers read."""
     scaling = config.rope_scaling
     rope: dict[str, Any] | None = None
     if scaling is not None:

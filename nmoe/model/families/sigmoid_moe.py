@@ -1,8 +1,8 @@
-"""The feed-forward half of DeepSeek-V3 and of those that took it over: sigmoid routing limited to groups of experts, with a
-balancing bias, shared experts, leading dense layers; and the layers for multi-token prediction.
+"""The feed-forward half of DeepSeek-V3 and of the families that use the same: sigmoid routing limited to groups of experts, with a
+balancing bias, shared experts and leading dense layers.
 
-The latter, which a release stores after the last layer, are not read: nothing here uses or trains them, and an export says that
-it has none.
+Layers for multi-token prediction, which a release stores after the last layer, are not read: nmoe neither uses nor trains them, and
+an export says that there are none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def mixture_settings(settings: Settings) -> dict[str, Any]:
-    """The settings of a ModelConfig that come from `KEYS`."""
+    """Returns the settings of a ModelConfig that come from the keys in `KEYS`."""
     settings.refuse_alias("n_routed_experts", "num_local_experts")
     settings.only("scoring_func", "sigmoid")
     settings.only("topk_method", "noaux_tc")
@@ -57,7 +57,7 @@ def mixture_settings(settings: Settings) -> dict[str, Any]:
 
 
 def mixture_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """`KEYS`, and that there are no layers for multi-token prediction."""
+    """Converts a configuration to the `config.json` keys in `KEYS`, with no layers for multi-token prediction."""
     return {
         "intermediate_size": config.intermediate_size,
         "first_k_dense_replace": len(config.dense_layers),
@@ -74,7 +74,7 @@ def mixture_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def feed_forward(config: ModelConfig, layer: int) -> Iterator[Entry]:
-    """The entries of a layer beside norms and attention."""
+    """Yields the entries of a layer's feed-forward half: router and experts, or a dense block."""
     theirs, ours = f"model.layers.{layer}.mlp.", f"blocks.{layer}.ffn."
     if layer in config.dense_layers:
         yield from decoder.swiglu(theirs, ours, config.hidden_size, config.intermediate_size)
@@ -88,6 +88,7 @@ def feed_forward(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def ignores(name: str, config: ModelConfig) -> bool:
-    """Ignores layers for multi-token prediction, whose numbers follow the last layer's."""
+    """Whether the tensor may be ignored: layers for multi-token prediction, numbered after the last layer, or as in
+    `ignored_always`."""
     layer = _LAYER.match(name)
     return (layer is not None and int(layer[1]) >= config.layers) or decoder.ignored_always(name, config)

@@ -1,5 +1,5 @@
-"""Checkpoints in one GGUF file, as llama.cpp writes them: read as the Hugging Face checkpoint that they were made from.
+"""Reads checkpoints in one GGUF file, as llama.cpp writes them, as the Hugging Face checkpoints that they were made from.
 
-A file's metadata becomes the `config.json` of a family (`architectures`), and its tensors the family's, under their names
-(`tensors`), so that families know nothing of GGUF.
+A file's metadata becomes the `config.json` of a family of models (`architectures`), and its tensors become that family's, under
+Hugging Face names (`tensors`), so that the modules of families know nothing of GGUF.
 """

@@ -1,5 +1,5 @@
-"""The families that are read from GGUF: the `config.json` of a file's metadata, and the source of each of its tensors. Names of
-keys and tensors are llama.cpp's (`gguf.constants` lists them)."""
+"""The model families that nmoe reads from GGUF: makes a `config.json` from a file's metadata, and lists the GGUF tensors that each
+Hugging Face tensor is made from. Names of keys and tensors are llama.cpp's (`gguf.constants` lists them)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """llama.cpp's storage of one family."""
+    """How llama.cpp stores one family of models: `config` makes a `config.json`, `sources` lists the Hugging Face tensors and their
+    sources."""
 
     config: Callable[[GGUFFile], Config]
     sources: Callable[[GGUFFile], Sources]
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """Raises UserError for an architecture that is not read."""
+    """Returns the reader for the file's architecture. Raises UserError for an architecture that nmoe does not read."""
     if (name := file.architecture) not in _ARCHITECTURES:
         raise UserError(
             f"{file.path}: general.architecture = {name!r} is not read from GGUF, only {', '.join(sorted(_ARCHITECTURES))}; use "
@@ -39,7 +40,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 
 def _shared(file: GGUFFile, model_type: str, name: str, theta: float = 10_000.0, truncate: bool = True) -> Config:
-    """The keys of `config.json` that all families have. `theta` is the base of frequencies where the file names none, `truncate`
+    """Returns the keys of `config.json` that all families have. `theta` is the rotary base if the file has none; `truncate` is
     whether the family rounds the bounds of YaRN's ramp."""
     theta = file.own_real("rope.freq_base", theta)
     heads, width = file.own("attention.head_count", int), file.own("embedding_length", int)
@@ -174,7 +175,8 @@ def _layers(file: GGUFFile) -> range:
 
 
 def _named(file: GGUFFile, names: dict[str, str]) -> Iterator[tuple[str, StoredTensor]]:
-    """The weights and biases that a file has of these modules, whose names are the family's to llama.cpp's."""
+    """Yields the weights and biases that the file has of these modules, under Hugging Face names. `names` maps Hugging Face module
+    names to llama.cpp's."""
     for theirs, own in names.items():
         for part in ("weight", "bias"):
             if (stored := file.tensors.get(f"{own}.{part}")) is not None:
@@ -189,7 +191,7 @@ def _in_layers(file: GGUFFile, names: dict[str, str]) -> Iterator[tuple[str, Sto
 
 
 def _plain(file: GGUFFile, layers: dict[str, str]) -> Sources:
-    """The tensors that are stored as they are."""
+    """Yields the tensors that llama.cpp stores unchanged, under Hugging Face names."""
     for theirs, stored in (*_named(file, _ENDS), *_in_layers(file, layers)):
         yield theirs, Whole(stored)
 

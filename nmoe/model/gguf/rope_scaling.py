@@ -1,13 +1,13 @@
-"""The rotary scaling of a GGUF file, as `rope_scaling` of a `config.json`.
+"""Converts the rotary scaling of a GGUF file to the `rope_scaling` of a `config.json`.
 
-llama.cpp computes it from metadata and from one tensor. A pair of dimensions that turns by `theta` in a position without scaling is
-turned by
+llama.cpp computes rotary frequencies from metadata and from one tensor. A pair of dimensions that turns by `theta` per position
+without scaling is turned by
 
     theta / rope_freqs * (mix + (1 - mix) / factor),   mix = yarn_ext_factor * (1 - YaRN's ramp),
 
-and cosine and sine are multiplied by `attn_factor * yarn_attn_factor`, and by YaRN's own sharpening where `yarn_ext_factor` is not
-0 (`rope_yarn` and `ggml_rope_cache_init` of ggml, `llama_context` of llama.cpp). Where no usual kind of scaling is that one, it is
-written down as LongRoPE's, pair by pair.
+and cosine and sine are multiplied by `attn_factor * yarn_attn_factor`, and by YaRN's own factor for attention if `yarn_ext_factor`
+is not 0 (`rope_yarn` and `ggml_rope_cache_init` of ggml, `llama_context` of llama.cpp). Scaling that no usual kind describes is
+written as LongRoPE's, with a factor for each pair.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 def rope_scaling(file: GGUFFile, head_dim: int, theta: float, truncate: bool) -> dict[str, Any] | None:
-    """The scaling of a model with heads of this width and this base; `truncate` says whether its family rounds the bounds of YaRN's
-    ramp. Raises UserError for one that none of nmoe's kinds is."""
+    """Returns `rope_scaling` for a `config.json`, None without scaling, given the width of a head and the rotary base; `truncate`
+    is whether the family rounds the bounds of YaRN's ramp. Raises UserError for a scaling that nmoe does not support."""
 
     def value(key: str, default: float) -> float:
         return file.own_real(f"rope.scaling.{key}", default)
@@ -95,7 +95,7 @@ def _check(file: GGUFFile, positive: dict[str, float], alpha: float) -> None:
 
 
 def _factors(file: GGUFFile, pairs: int) -> Tensor | None:
-    """The divisors of the pairs' frequencies, `[head_dim / 2]` in fp64."""
+    """Reads the divisors of the pairs' rotary frequencies, `[head_dim / 2]` in fp64; None if the file has none."""
     if (stored := file.tensors.get(ROPE_FACTORS)) is None:
         return None
     if stored.shape != (pairs,):
@@ -126,7 +126,7 @@ _CONTEXTS = tuple(2**power for power in range(4, 20))
 
 
 def _as_llama3(plain: Tensor, factors: Tensor, context: int, theta: float) -> dict[str, Any] | None:
-    """Llama 3's scaling, where some settings of it give these factors."""
+    """Returns Llama 3's scaling with the settings that give these factors; None if no settings do."""
     factor = float(f"{float(factors.max()):.6g}")
     for original in _CONTEXTS:
         scaling = RopeScaling("llama3", factor, original, _LOW, _HIGH)
@@ -143,7 +143,7 @@ def _as_llama3(plain: Tensor, factors: Tensor, context: int, theta: float) -> di
 
 
 def _as_longrope(divisors: Tensor, context: int, attention: float) -> dict[str, Any]:
-    """LongRoPE with the same factors for all lengths."""
+    """Writes any divisors of frequencies as LongRoPE's, the same for short and long contexts."""
     both = divisors.tolist()
     return {
         "rope_type": "longrope",

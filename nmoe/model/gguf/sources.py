@@ -1,8 +1,8 @@
-"""Where a Hugging Face tensor comes from: the tensors of a GGUF file that it is made of, and how their values are read.
+"""Makes Hugging Face tensors from the tensors of a GGUF file.
 
-Values are read as stored, or dequantised by the `gguf` library, as many rows at a time as are asked for. llama.cpp stores some
-tensors in another form, which is undone: rows of queries and keys in Llama's heads are in another order, norms of Gemma have the
-one added that they scale by, and gate and up of gpt-oss are two tensors (`convert_hf_to_gguf.py` of llama.cpp).
+Values are read as stored, or dequantised by the `gguf` library, as many rows at a time as are asked for. llama.cpp changes some
+tensors, which is undone here: rows of queries and keys in Llama's heads are in another order, one is added to Gemma's norm weights,
+and gate and up of gpt-oss are two tensors (`convert_hf_to_gguf.py` of llama.cpp).
 """
 
 # Shapes: E experts, N a product's outputs, G blocks of 32 numbers, W bytes of a block.
@@ -24,7 +24,8 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 
 
 def kind_of(stored: StoredTensor, file: GGUFFile) -> str:
-    """The name of a tensor's type, such as Q4_1. Raises UserError for one that the library does not read."""
+    """Returns the name of a stored tensor's type, such as Q4_1. Raises UserError for a type that the `gguf` library does not
+    read."""
     name, read = _kind(stored.kind)
     if not read:
         raise UserError(
@@ -35,7 +36,7 @@ def kind_of(stored: StoredTensor, file: GGUFFile) -> str:
 
 @cache
 def _kind(number: int) -> tuple[str, bool]:
-    """The name of a type, and whether it is read."""
+    """Returns the name of the ggml type with this number, and whether the `gguf` library can read it."""
     from gguf import GGMLQuantizationType
     from gguf.quants import _type_traits
 
@@ -47,7 +48,8 @@ def _kind(number: int) -> tuple[str, bool]:
 
 
 def row_bytes(stored: StoredTensor, file: GGUFFile) -> int:
-    """The size of a row of the first axis. Raises UserError where its values are no whole blocks."""
+    """Returns the size in bytes of one row of the first axis. Raises UserError if rows do not consist of whole quantisation
+    blocks."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     kind = kind_of(stored, file)
@@ -60,7 +62,7 @@ def row_bytes(stored: StoredTensor, file: GGUFFile) -> int:
 
 
 def check_extent(stored: StoredTensor, file: GGUFFile) -> None:
-    """Raises UserError for a tensor that is of a type not read, or that ends behind the end of its file."""
+    """Raises UserError for a tensor of a type that nmoe does not read, or that ends behind the end of the file."""
     end = stored.offset + stored.shape[0] * row_bytes(stored, file) if stored.shape else stored.offset
     if end > file.size:
         raise UserError(
@@ -69,12 +71,12 @@ def check_extent(stored: StoredTensor, file: GGUFFile) -> None:
 
 
 def part_of(stored: StoredTensor, index: int, file: GGUFFile) -> StoredTensor:
-    """One of the tensors that are stacked on a first axis, such as an expert's."""
+    """Returns one of several tensors that are stacked on a first axis, such as one expert's."""
     return replace(stored, shape=stored.shape[1:], offset=stored.offset + index * row_bytes(stored, file))
 
 
 def read_bytes(stored: StoredTensor, file: GGUFFile, first: int, last: int) -> bytearray:
-    """The bytes of rows of the first axis. Raises UserError where the file has them no longer."""
+    """Reads the bytes of rows `first` to `last` (exclusive) of the first axis. Raises UserError if the file no longer has them."""
     row = row_bytes(stored, file)
     data = bytearray((last - first) * row)
     try:
@@ -89,7 +91,7 @@ def read_bytes(stored: StoredTensor, file: GGUFFile, first: int, last: int) -> b
 
 
 def read_rows(stored: StoredTensor, file: GGUFFile, first: int, last: int) -> Tensor:
-    """Rows of the first axis: as stored, or dequantised to fp32."""
+    """Reads rows `first` to `last` (exclusive) of the first axis: as stored, or dequantised to fp32."""
     kind, data = kind_of(stored, file), read_bytes(stored, file, first, last)
     shape = (last - first, *stored.shape[1:])
     if kind in FLOATS:
@@ -102,27 +104,27 @@ def read_rows(stored: StoredTensor, file: GGUFFile, first: int, last: int) -> Te
 
 
 class Source(Protocol):
-    """One Hugging Face tensor."""
+    """One Hugging Face tensor, and how to make it from a GGUF file."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the Hugging Face tensor."""
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The tensors of the file that it is made of."""
+        """The tensors of the GGUF file that it is made from."""
 
     @property
     def packed(self) -> bool:
-        """Whether it is bytes of a quantised form."""
+        """Whether the values are the bytes of a quantised form."""
 
     def rows(self, file: GGUFFile, first: int, last: int) -> Tensor:
-        """Its rows of the first axis."""
+        """Reads rows `first` to `last` (exclusive) of the first axis."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor as it is, with `offset` added to each value."""
+    """One stored tensor unchanged, or with `offset` added to each value."""
 
     tensor: StoredTensor
     offset: float = 0.0
@@ -143,7 +145,8 @@ class Whole:
 
 @dataclass(frozen=True)
 class Turned(Whole):
-    """Rows of heads: llama.cpp puts row i of a head's first half before row i of its second, and here the halves follow another."""
+    """A tensor whose rows belong to heads, in Hugging Face's order: each head's first half, then its second half. llama.cpp
+    interleaves the two halves."""
 
     heads: int = 1
 
@@ -157,8 +160,8 @@ class Turned(Whole):
 
 @dataclass(frozen=True)
 class Experts:
-    """gpt-oss' experts as its release has them: weights `[E, inputs, N]` and biases `[E, N]`; gate and up, where these are the two
-    parts, take turns among the outputs."""
+    """gpt-oss' experts in the layout of its release: weights `[E, inputs, N]` and biases `[E, N]`. If `stored` is gate and up,
+    these alternate among the outputs."""
 
     stored: tuple[StoredTensor, ...]
     packed = False
@@ -175,10 +178,10 @@ class Experts:
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """gpt-oss' experts in MXFP4 as its release has them: blocks `[E, N, G, 16]`, or their scales `[E, N, G]`.
+    """gpt-oss' experts in MXFP4 in the layout of its release: blocks `[E, N, G, 16]`, or with `scales` their scales `[E, N, G]`.
 
-    A stored block is its scale and 16 bytes, where the numbers 0 to 15 are the lower halves and 16 to 31 the upper ones; in the
-    release two that follow another share a byte.
+    llama.cpp stores a block as its scale and 16 bytes, whose lower halves are the numbers 0 to 15 and whose upper halves are 16 to
+    31; in the release two neighbouring numbers share a byte.
     """
 
     stored: tuple[StoredTensor, ...]

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under their Hugging Face names."""
+"""Gives access to a GGUF file's tensors under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nmoe.model.gguf.sources import FLOATS, Source, Whole, check_extent, kind_of
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """The `config.json` of the checkpoint that a file was made from. Raises UserError for an architecture that is not read, and
-    for a torn file."""
+    """Returns the `config.json` of the Hugging Face checkpoint that a GGUF file was made from. Raises UserError for an architecture
+    that nmoe does not read, and for a truncated file."""
     file = read_header(path)
     return architecture_of(file).config(file)
 
@@ -25,7 +25,7 @@ def hf_config(path: Path) -> dict[str, Any]:
 class GGUFTensors:
     """The tensors of a GGUF file, with the interface of `Shards`: names, shapes and types are read at once, values on request.
 
-    Raises UserError, naming file and tensor, for a type that is not read and for a torn file.
+    Raises UserError, naming file and tensor, for a type that nmoe does not read and for a truncated file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,31 +42,32 @@ class GGUFTensors:
 
     @property
     def copied_dtype(self) -> torch.dtype:
-        """The dtype of a copy in safetensors: bf16 where any weight is quantised or in bf16, else fp16 where any is, else fp32."""
+        """The dtype of a safetensors copy of the file: bf16 if any weight is quantised or in bf16, else fp16 if any is in fp16,
+        else fp32."""
         found = {self.dtype(name) for name in self.files}
         return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in found), torch.float32)
 
     @property
     def copied_bytes(self) -> int:
-        """The size of such a copy."""
+        """The size in bytes of a safetensors copy of the file, in `copied_dtype`."""
         size = self.copied_dtype.itemsize
         return sum(math.prod(self.shapes[name]) * (1 if self._sources[name].packed else size) for name in self.files)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is stored in; bf16 for a quantised one, bytes for experts in MXFP4."""
+        """Returns the dtype that a tensor is stored in: bf16 for a quantised one, uint8 for experts in MXFP4."""
         if self._sources[name].packed:
             return torch.uint8
         return FLOATS.get(self.dtype_name(name), torch.bfloat16)
 
     def dtype_name(self, name: str) -> str:
-        """The type as ggml writes it, such as Q4_1."""
+        """Returns the tensor's type as ggml names it, such as Q4_1."""
         return kind_of(self._sources[name].stored[0], self._file)
 
     def nbytes(self, name: str) -> int:
-        """The size of a tensor as it is read: most are dequantised to fp32."""
+        """Returns the size in bytes of a tensor as `read` returns it: most are dequantised to fp32."""
         return math.prod(self.shapes[name]) * (1 if self._sources[name].packed else 4)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Reads one tensor, or only these rows of its first axis: as stored, or dequantised to fp32."""
+        """Reads one tensor, or only these rows of its first axis: as stored, or dequantised to fp32 if quantised."""
         first, last, _ = (rows or slice(None)).indices(self.shapes[name][0])
         return self._sources[name].rows(self._file, first, last)

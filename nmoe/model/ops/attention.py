@@ -20,10 +20,10 @@ BLOCK_QUERIES = 512
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The layer that calls an `Attend`.
+    """The properties of an attention layer that an `Attend` needs.
 
-    `window` tokens back, the query's own included, can be seen (0: all). `sinks_H` has a logit for each query head that counts
-    in the softmax's sum only (Xiao et al. 2023, arXiv:2309.17453, as learned in gpt-oss).
+    A query sees the last `window` tokens, its own included (0: all). `sinks_H` has a logit for each query head that counts only in
+    the softmax's sum (Xiao et al. 2023, arXiv:2309.17453, as learned in gpt-oss).
     """
 
     index: int
@@ -34,9 +34,10 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class Clusters:
-    """Packed sequences that share rows, as kernels read them. A sequence is a triple of `spans_B3`: how many leading rows it shares
-    with the first one of its cluster, where its other rows begin, and how many they are. Cluster g has the sequences `bounds_G[g]`
-    to `bounds_G[g + 1]`, the first of them without shared rows. `longest` is the longest sequence."""
+    """Packed sequences grouped by the leading rows that they share, as kernels read them. Each sequence is a triple in `spans_B3`:
+    the number of leading rows that it shares with the first sequence of its cluster, the first of its other rows, and their number.
+    Cluster g has the sequences `bounds_G[g]` to `bounds_G[g + 1]`, the first of them without shared rows. `longest` is the length
+    of the longest sequence."""
 
     spans_B3: Tensor
     bounds_G: Tensor
@@ -51,8 +52,8 @@ def causal_attention(
     earlier: int = 0,
     by_kv_head: bool = False,
 ) -> Tensor:
-    """Causal attention with the layer's window and sinks, `[B, H, L, U]`. The queries are the last L of S = earlier + L
-    positions. `by_kv_head` is how a layer that needs a mask is computed (`attention_in_blocks`).
+    """Computes causal attention with the layer's window and sinks, `[B, H, L, U]`. The queries are the last L of S = earlier + L
+    positions. `by_kv_head` chooses how layers that need a mask are computed (see `attention_in_blocks`).
 
     A sink is one more key before the others: the queries have an extra column with the sink's logit, the sink's key has a one
     there, and its value is zero. So any kernel computes it, with its gradient.
@@ -93,7 +94,7 @@ def _grouped(q_BHLC: Tensor, k_BJSC: Tensor, v_BJSC: Tensor, mask_LS: Tensor | N
 
 
 def _by_kv_head(q_BHLC: Tensor, k_BJSC: Tensor, v_BJSC: Tensor, mask_LS: Tensor | None, scale: float) -> Tensor:
-    """`_grouped` with a batch entry per key-value head, whose query heads share its keys as a view."""
+    """Computes `_grouped` with a batch entry per key-value head, so that its query heads share the keys as a view."""
     batch, kv_heads = k_BJSC.shape[:2]
     q_NGLC = q_BHLC.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     k_NGSC, v_NGSC = (x.flatten(0, 1).unsqueeze(1).expand(-1, q_NGLC.shape[1], -1, -1) for x in (k_BJSC, v_BJSC))
@@ -104,11 +105,11 @@ def _by_kv_head(q_BHLC: Tensor, k_BJSC: Tensor, v_BJSC: Tensor, mask_LS: Tensor 
 def attention_in_blocks(
     layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
 ) -> Tensor:
-    """`causal_attention` for accelerators: layers that need a mask run in blocks of queries, each with the keys that it can see, so
-    that no mask or score is as large as all queries times all keys.
+    """Computes `causal_attention` on accelerators: layers that need a mask run in blocks of queries, each with the keys that it can
+    see, so that no mask or score is as large as all queries times all keys.
 
-    CUDA's fast kernels take a mask, or key-value heads that several query heads share, and not both at once: torch would compute
-    such a layer with all scores in memory. So heads are shared as a view.
+    CUDA's fast kernels take either a mask or key-value heads that several query heads share, not both: torch would compute such a
+    layer with all scores in memory. So key-value heads are shared as a view.
     """
     length = q_BHLC.shape[-2]
     if earlier == 0 and not 0 < layer.window < length:
@@ -126,7 +127,7 @@ def attention_in_blocks(
 def paged_attention(
     layer: AttentionLayer, q_BHC: Tensor, keys_NJPC: Tensor, values_NJPU: Tensor, table_BM: Tensor, lengths_B: Tensor
 ) -> Tensor:
-    """`TorchOps.paged_attention`, by gathering every row's blocks."""
+    """Computes `TorchOps.paged_attention` by gathering every row's blocks of the cache."""
     rows, heads, _ = q_BHC.shape
     kv_heads, block = keys_NJPC.shape[1:3]
     compute = torch.promote_types(keys_NJPC.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The gated delta rule in torch: token by token, which defines it, and in chunks, which is the same function in other sums.
+"""The gated delta rule in torch: token by token, which defines it, and in chunks, the same function with sums in another order.
 
 For each head, with decay `a_t` in (0, 1), strength `b_t` in (0, 1) and a memory M of C x U numbers (Yang et al. 2024,
 arXiv:2412.06464, eq. 10):
@@ -24,9 +24,9 @@ CHUNK = 32
 def scan(
     q_BLHC: Tensor, k_BLHC: Tensor, v_BLHU: Tensor, decay_BLH: Tensor, beta_BLH: Tensor, memory_BHCU: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The value that each token reads, `[B, L, H, U]`, and the memory after the last one, token by token. `decay_BLH` is the
-    logarithm. A sequence's numbers have the same bits wherever it is cut and beside any others: every sum is over one of its
-    axes."""
+    """Runs the delta rule token by token: returns each token's output, `[B, L, H, U]`, and the memory after the last token.
+    `decay_BLH` is the logarithm of the decay. A sequence's results have the same bits wherever it is cut and in any batch, because
+    every sum is over an axis of one sequence."""
     out, kept_LBH11 = [], decay_BLH.exp().transpose(0, 1)[..., None, None]
     steps = (x.transpose(0, 1) for x in (q_BLHC, k_BLHC, v_BLHU, beta_BLH))
     for q_BHC, k_BHC, v_BHU, beta_BH, kept_BH11 in zip(*steps, kept_LBH11, strict=True):
@@ -41,8 +41,8 @@ def scan(
 def by_chunks(
     q_BLHC: Tensor, k_BLHC: Tensor, v_BLHU: Tensor, decay_BLH: Tensor, beta_BLH: Tensor, memory_BHCU: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`scan` with one product for all tokens of a chunk: within it, the tokens' changes are the solution of a triangular system
-    (arXiv:2412.06464, section 3.3)."""
+    """Computes `scan` with one product for all tokens of a chunk: within it, the tokens' changes of the memory are the solution of
+    a triangular system (arXiv:2412.06464, section 3.3)."""
     length = q_BLHC.shape[1]
     size = min(CHUNK, length)
     q, k, v, decay, beta = (_chunks(x, size) for x in (q_BLHC, k_BLHC, v_BLHU, decay_BLH, beta_BLH))
@@ -66,7 +66,7 @@ def by_chunks(
 
 
 def _chunks(x_BLH: Tensor, size: int) -> Tensor:
-    """`[B, H, N, X, ...]` of `[B, L, H, ...]`, the last chunk filled with zeros."""
+    """Cuts `[B, L, H, ...]` into chunks, `[B, H, N, X, ...]`, the last one padded with zeros."""
     x_BHL = x_BLH.transpose(1, 2)
     missing = -x_BHL.shape[2] % size
     filled = F.pad(x_BHL, (*[0, 0] * (x_BHL.dim() - 3), 0, missing))

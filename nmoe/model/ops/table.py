@@ -1,4 +1,4 @@
-"""Chooses the table of operations for a tensor."""
+"""Chooses the table of operations (torch, C++ kernels, Triton) for a tensor."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _EXACT, _ORDER_FREE, _ORDER_FREE_TRITON = ExactOps(), OrderFreeOps(), OrderFreeT
 
 
 def make_ready(device: torch.device) -> None:
-    """Compiles the C++ kernels for a CPU, with a line that says so, if no earlier process has. Constructors of the objects that
-    need them call this, so that no step waits for a compiler."""
+    """Compiles the C++ kernels for a CPU, and prints a line that says so, if no earlier process has. Constructors of objects that
+    need the kernels call this, so that no step waits for a compiler."""
     if device.type == "cpu":
         library.library()
 
 
 def ops_for(x: Tensor, exact: bool = False) -> TorchOps:
-    """The table for `x`. `exact` asks for bits that do not depend on the batch. It changes nothing in fp64, which tests compute in:
-    differences between batches are below what they show."""
+    """Returns the table of operations for `x`. `exact` asks for bits that do not depend on the batch. It changes nothing in fp64,
+    which tests compute in: there, differences between batches are too small to matter."""
     on_gpu, double = x.is_cuda, x.dtype == torch.float64
     if exact and not double:
         if on_gpu:

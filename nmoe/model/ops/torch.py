@@ -33,7 +33,7 @@ Norms = tuple[Tensor, Tensor, float]
 
 
 class TorchOps:
-    """Operations on any device. A table has no state."""
+    """The operations in torch, on any device, and the interface of all tables of operations. A table has no state."""
 
     exact = False  # whether a row's bits do not depend on the batch
     attends_in_blocks = False  # whether there is `attend_in_blocks`
@@ -41,34 +41,35 @@ class TorchOps:
     # Products
 
     def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """`x @ weight.T + bias`."""
+        """Returns `x @ weight.T + bias`."""
         return F.linear(x_ND, weight_FD, bias_F)
 
     def product(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """`linear` without gradients."""
+        """Computes `linear` without gradients."""
         return F.linear(x_ND, weight_FD, bias_F)
 
     def linear_in_fp32(self, x_ND: Tensor, weight_FD: Tensor) -> Tensor:
-        """`x @ weight.T` in fp32 of a narrower x and weight, whose products fp32 holds exactly."""
+        """Returns `x @ weight.T` in fp32 for x and weight in a narrower dtype, whose products fp32 holds exactly."""
         if torch.is_grad_enabled():
             return self.linear(x_ND.float(), weight_FD.float())
         return self.logits(x_ND, self.head_weight(weight_FD), len(weight_FD))
 
     def input_gradient(self, grad_NF: Tensor, weight_FD: Tensor) -> Tensor:
-        """`grad @ weight`, the gradient of a linear layer's input."""
+        """Returns `grad @ weight`, the gradient of a linear layer's input."""
         return grad_NF @ weight_FD
 
     def weight_gradient(self, x_ND: Tensor, grad_NF: Tensor) -> Tensor:
-        """`grad.T @ x`, the gradient of a linear layer's weight, `[F, D]`."""
+        """Returns `grad.T @ x`, the gradient of a linear layer's weight, `[F, D]`."""
         return grad_NF.t() @ x_ND
 
     def linear_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
-        """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order."""
+        """Multiplies each row by its expert's weight, `x @ weight[e]`, `[R, F]`. Rows are sorted by expert, `counts[e]` for expert
+        e."""
         weights = weight_EDF.unbind(0)
         return torch.cat([part @ weights[e] for e, part in enumerate(x_RD.split(list(counts)))])
 
     def product_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
-        """`linear_by_group` without gradients."""
+        """Computes `linear_by_group` without gradients."""
         return self.linear_by_group(x_RD, weight_EDF, counts)
 
     def loops_over_experts(self, x_RD: Tensor, longest: int, width: int, hidden: int) -> bool:
@@ -78,14 +79,15 @@ class TorchOps:
     # Norms and rotary turns
 
     def rms_norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """Root-mean-square normalisation over the last axis. The weight is `[D]`, or has an axis for each of the last few of x."""
+        """Applies root-mean-square normalisation over the last axis. The weight is `[D]`, or has an axis for each of the last few
+        axes of x."""
         if not torch.is_grad_enabled():
             return (x_ND * _inverse_rms(x_ND, eps)).to(x_ND.dtype).mul_(weight_D)
         out: Tensor = _RMSNorm.apply(x_ND, weight_D, eps)
         return out
 
     def turn(self, x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
-        """`rotate` without gradients."""
+        """Computes `rotate` without gradients."""
         half = x_TNC.shape[-1] // 2
         first, second = x_TNC[..., :half], x_TNC[..., half:]
         out_TNC = torch.empty_like(x_TNC, memory_format=torch.contiguous_format)
@@ -104,8 +106,8 @@ class TorchOps:
     def norm_and_rotate(
         self, qkv_TNC: Tensor, norms: Norms | None, cos_T1c: Tensor, sin_T1c: Tensor, heads: int, kv_heads: int
     ) -> Tensor:
-        """The query heads, then the key heads, of `[T, heads + 2 kv_heads, C]`: normed, where there are `norms` (the weights of
-        queries and keys, and epsilon), then rotated. May change its input."""
+        """Returns the query heads, then the key heads, of `[T, heads + 2 kv_heads, C]`, after RMSNorm if `norms` are given (the
+        weights for queries and keys, and epsilon) and rotary embedding. May change its input."""
         qk_TNC = qkv_TNC[:, : heads + kv_heads]
         if norms is not None:
             q_norm_C, k_norm_C, eps = norms
@@ -117,29 +119,30 @@ class TorchOps:
     # Activations
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        """`1 / (1 + exp(-x))`."""
+        """Returns `1 / (1 + exp(-x))`."""
         return torch.sigmoid(x)
 
     def silu(self, x: Tensor) -> Tensor:
-        """`x * sigmoid(x)`."""
+        """Returns `x * sigmoid(x)`."""
         return F.silu(x)
 
     def softplus(self, x: Tensor) -> Tensor:
-        """`log(1 + exp(x))`."""
+        """Returns `log(1 + exp(x))`."""
         return F.softplus(x)
 
     def gelu(self, x: Tensor) -> Tensor:
-        """GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+        """Returns GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
         return F.gelu(x, approximate="tanh")
 
     def geglu(self, gate_up_NF: Tensor) -> Tensor:
-        """`gelu(gate) * up`, of the two halves of the last axis."""
+        """Returns `gelu(gate) * up`, where gate and up are the two halves of the last axis."""
         gate_NF, up_NF = gate_up_NF.chunk(2, dim=-1)
         return self.gelu(gate_NF) * up_NF
 
     def swiglu(self, gate_up_NF: Tensor, limit: float = 0.0) -> Tensor:
-        """`silu(gate) * up`, of the two halves of the last axis (Shazeer 2020, arXiv:2002.05202). With a limit, gpt-oss's clamped
-        form: gate at most and up within the limit, then `gate * sigmoid(1.702 gate) * (up + 1)`."""
+        """Returns `silu(gate) * up`, where gate and up are the two halves of the last axis (Shazeer 2020, arXiv:2002.05202). With a
+        limit, computes gpt-oss's clamped form: gate is at most the limit and up within +-limit, then `gate * sigmoid(1.702 gate) *
+        (up + 1)`."""
         gate_NF, up_NF = gate_up_NF.chunk(2, dim=-1)
         if limit:
             gate_NF, up_NF = gate_NF.clamp(max=limit), up_NF.clamp(-limit, limit)
@@ -147,7 +150,7 @@ class TorchOps:
         return self.silu(gate_NF) * up_NF
 
     def swiglu_linear(self, x_ND: Tensor, gate_up_FD: Tensor) -> Tensor:
-        """`swiglu(linear(x, gate_up))`."""
+        """Returns `swiglu(linear(x, gate_up))`."""
         return self.swiglu(self.linear(x_ND, gate_up_FD))
 
     # Routing
@@ -163,7 +166,8 @@ class TorchOps:
         scale: float,
         chosen: int,
     ) -> tuple[Tensor, Tensor] | None:
-        """Weights and ids, `[T, K]` each, of the experts that a router without groups picks, where one kernel does it all."""
+        """Runs a router without expert groups: returns weights and ids of the chosen experts, `[T, K]` each; None if no single
+        kernel does it."""
         return None
 
     def experts(
@@ -177,29 +181,31 @@ class TorchOps:
         down_bias_ED: Tensor | None,
         limit: float,
     ) -> Tensor | None:
-        """Each token's weighted sum over its experts, `[T, D]`, where one kernel does it all."""
+        """Runs a layer's routed experts: returns each token's weighted sum over its experts, `[T, D]`; None if no single kernel
+        does it."""
         return None
 
     def sum_rows(self, y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
-        """`out[t] = sum over k of weights[t, k] * y[row[t, k]]`, without weights the plain sum; without gradients."""
+        """Returns `out[t] = sum over k of weights[t, k] * y[row[t, k]]`, or the plain sum without weights. Without gradients."""
         if weights_TK is None:
             return _gathered(y_RD, row_TK).sum(1)
         return torch.bmm(weights_TK.to(y_RD.dtype).unsqueeze(1), _gathered(y_RD, row_TK)).squeeze(1)
 
     def spread_rows(self, grad_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of `sum_rows` for its rows and its weights."""
+        """Returns the gradients of `sum_rows` with respect to the rows and to the weights."""
         grad_weights_TK = torch.bmm(_gathered(y_RD, row_TK), grad_TD.unsqueeze(-1)).squeeze(-1).to(weights_TK.dtype)
         grad_TKD = grad_TD.unsqueeze(1) * weights_TK.to(y_RD.dtype).unsqueeze(-1)
         grad_RD = torch.empty_like(y_RD).index_copy_(0, row_TK.reshape(-1), grad_TKD.flatten(0, 1))
         return grad_RD, grad_weights_TK
 
     def dispatch(self, x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
-        """Row r of the result is token `token_R[r]`'s. `row_TK` has the inverse: the rows of each token's K copies."""
+        """Copies each token's row to its K experts: row r of the result is token `token_R[r]`'s. `row_TK` is the inverse: the rows
+        of each token's K copies."""
         out: Tensor = _Dispatch.apply(self, x_TD, token_R, row_TK)
         return out
 
     def combine(self, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
-        """Each token's weighted sum over its K rows, `[T, D]`: no token's sum depends on another's position."""
+        """Returns each token's weighted sum over its K rows, `[T, D]`. No token's sum depends on another token."""
         out: Tensor = _Combine.apply(self, y_RD, weights_TK, row_TK)
         return out
 
@@ -208,18 +214,20 @@ class TorchOps:
     def causal_attention(
         self, layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
     ) -> Tensor:
-        """Attention of the last L of S = earlier + L positions to all before them, `[B, H, L, U]`, with the layer's window and
-        sinks."""
+        """Computes attention of the last L of S = earlier + L positions to all before them, `[B, H, L, U]`, with the layer's window
+        and sinks."""
         return attention.causal_attention(layer, q_BHLC, k_BJSC, v_BJSU, earlier)
 
     def takes_clusters(self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, longest: int) -> bool:
-        """Whether there is `attend_in_clusters` for these, of sequences up to the longest."""
+        """Whether `attend_in_clusters` can run for this layer and these tensors; `longest` is the length of the longest
+        sequence."""
         return False
 
     def attend_in_clusters(
         self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, clusters: Clusters
     ) -> Tensor:
-        """Causal attention of packed sequences, `[S, H, U]`, where `takes_clusters` says so."""
+        """Computes causal attention of packed sequences that share leading rows, `[S, H, U]`. Call it only if `takes_clusters` is
+        true."""
         raise NotImplementedError("`takes_clusters` was asked")
 
     def paged_attention(
@@ -231,9 +239,9 @@ class TorchOps:
         table_BM: Tensor,
         lengths_B: Tensor,
     ) -> Tensor:
-        """Attention of each row's query, at its last position, to the row's first `lengths_B` positions, `[B, H, U]` in the query's
-        dtype. Position p of row b lies in block `table_BM[b, p // P]` at index `p % P`. Sums are in fp32 (in fp64 where the cache
-        is); a row of length 0 gets zeros."""
+        """Decodes with a paged cache: attention of each row's one query, at its last position, to the row's first `lengths_B`
+        positions, `[B, H, U]` in the query's dtype. Position p of row b lies in block `table_BM[b, p // P]` at index `p % P`. Sums
+        are in fp32 (in fp64 if the cache is); a row of length 0 gets zeros."""
         return attention.paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, table_BM, lengths_B)
 
     def attend_in_blocks(
@@ -247,7 +255,7 @@ class TorchOps:
         sequence_B: Tensor | None = None,
         new: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`nmoe.model.ops.cpu.operations.attention`, where `attends_in_blocks` says so."""
+        """Runs `nmoe.model.ops.cpu.operations.attention`. Call it only if `attends_in_blocks` is true."""
         raise NotImplementedError("`attends_in_blocks` was asked")
 
     def delta_rule(
@@ -259,28 +267,28 @@ class TorchOps:
         beta_BLH: Tensor,
         memory_BHCU: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The values that tokens read by the gated delta rule, `[B, L, H, U]`, and the memory after the last token."""
+        """Runs the gated delta rule: returns the output of each token, `[B, L, H, U]`, and the memory after the last token."""
         one = q_BLHC.shape[1] == 1
         return (delta.scan if one else delta.by_chunks)(q_BLHC, k_BLHC, v_BLHU, decay_BLH, beta_BLH, memory_BHCU)
 
     # The head
 
     def head_weight(self, weight_VD: Tensor) -> Tensor:
-        """The head's weight in low precision, or of exact numerics, as `logits` takes it: made once for several pieces of rows."""
+        """Prepares the output head's weight for `logits`, once for several pieces of rows. For low precision and exact numerics."""
         return weight_VD.float()
 
     def logits(self, x_ND: Tensor, head_weight: Tensor, vocabulary: int) -> Tensor:
-        """`x @ weight.T` in fp32, `[N, V]`, without gradients, of a weight that `head_weight` gave."""
+        """Returns `x @ weight.T` in fp32, `[N, V]`, without gradients, for a weight that `head_weight` prepared."""
         return self.linear(x_ND.float(), head_weight)
 
     def takes_head(self, x_ND: Tensor, weight_VD: Tensor) -> bool:
-        """Whether there are `head_forward` and `head_backward` for these."""
+        """Whether `head_forward` and `head_backward` can run for these tensors."""
         return False
 
     def head_forward(
         self, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`nmoe.model.ops.cpu.operations.head_forward`, where `takes_head` says so."""
+        """Runs `nmoe.model.ops.cpu.operations.head_forward`. Call it only if `takes_head` is true."""
         raise NotImplementedError("`takes_head` was asked")
 
     def head_backward(
@@ -296,7 +304,7 @@ class TorchOps:
         of_x: bool,
         of_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`nmoe.model.ops.cpu.operations.head_backward`, where `takes_head` says so."""
+        """Runs `nmoe.model.ops.cpu.operations.head_backward`. Call it only if `takes_head` is true."""
         raise NotImplementedError("`takes_head` was asked")
 
     # Sampling
@@ -304,24 +312,25 @@ class TorchOps:
     def sample(
         self, logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor
     ) -> tuple[Tensor, Tensor, bool] | None:
-        """Tokens, their log-probabilities, `[B]` each, and whether all logits were finite, where one kernel does it all; rows use
-        their whole support."""
+        """Samples from the whole vocabulary: returns tokens and their log-probabilities, `[B]` each, and whether all logits were
+        finite; None if no single kernel does it."""
         return None
 
     def kept_mask(self, logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor | None:
-        """The tokens that top-k and then top-p keep, `[B, V]`, where one kernel finds them."""
+        """Returns a mask `[B, V]` of the tokens that top-k and then top-p keep; None if no single kernel does it."""
         return None
 
 
 def _inverse_rms(x_ND: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), `[N, 1]`, in fp32 or better: in bf16 it would scale a row wrong by up to 0.4%."""
+    """Returns 1 / sqrt(mean(x^2) + eps), `[N, 1]`, in fp32 or better: in bf16 it would scale a row wrong by up to 0.4%."""
     dtype = torch.promote_types(x_ND.dtype, torch.float32)
     norm_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True, dtype=dtype)
     return norm_N1.square_().div_(x_ND.shape[-1]).add_(eps).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x * r * w with r = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4)."""
+    """Computes y = x * r * w with r = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4), and its
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -346,7 +355,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation, scaled where the table is; its gradient is the transposed map, the rotation back."""
+    """The rotary embedding, scaled if the tables are scaled. Its gradient is the transposed map, the rotation back."""
 
     @staticmethod
     def forward(ctx: Any, ops: TorchOps, x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:

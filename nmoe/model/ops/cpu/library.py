@@ -1,8 +1,8 @@
-"""The processor, and the C++ kernels compiled for it, once per machine.
+"""Compiles the C++ kernels for this machine's processor, once, and loads them.
 
-They need Linux and a C++ compiler, `$CXX` or g++. They use the instructions that torch uses: AVX-512, AVX2, or the baseline of the
-architecture (`torch.backends.cpu.get_cpu_capability`, which the variable `ATEN_CPU_CAPABILITY` lowers). In fp32 AVX-512 and AVX2
-give the same bits. Without a compiler, torch's operations run instead, slower.
+The kernels need Linux and a C++ compiler, `$CXX` or g++. They use the instructions that torch uses: AVX-512, AVX2, or the baseline
+of the architecture (`torch.backends.cpu.get_cpu_capability`, which the variable `ATEN_CPU_CAPABILITY` lowers). In fp32 AVX-512 and
+AVX2 give the same bits. Without a compiler, torch's operations run instead, slower.
 
 With fast numerics the engine uses all kernels, and the learner the kernels of attention and of the head over a wide vocabulary.
 With exact numerics both use the kernels that give a row the same bits in any batch: products and attention.
@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 def cpu_model() -> str:
-    """The processor's name for itself, or what Python knows of it."""
+    """Returns the processor's model name from /proc/cpuinfo, or else what Python's `platform` says."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -41,7 +41,7 @@ def cpu_model() -> str:
 
 
 def cpu_features() -> set[str]:
-    """The processor's features, as /proc/cpuinfo names them (`avx2`, `avx512f`); empty without that file."""
+    """Returns the processor's features, as /proc/cpuinfo names them (`avx2`, `avx512f`); empty without that file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -69,8 +69,8 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 @cache
 def library(instructions: str | None = None) -> ctypes.CDLL | None:
-    """The kernels compiled for these instructions (default: those that torch uses), or None if they cannot be compiled. Warns if
-    that is for want of a compiler."""
+    """Returns the kernels compiled for these instructions (default: the ones torch uses), or None if they cannot be compiled. Warns
+    if that is for want of a compiler."""
     if platform.system() != "Linux":
         return None
     try:
@@ -87,8 +87,9 @@ def library(instructions: str | None = None) -> ctypes.CDLL | None:
 
 
 def _compiled(compiler: Sequence[str], instructions: str) -> Path:
-    """The library's file in the user's cache. Its name has the instructions and a hash of all that goes into it. It ends with a
-    checksum of what comes before, because loading a truncated library would kill the process."""
+    """Returns the path of the compiled library in the user's cache, and compiles it if needed. Its name has the instructions and a
+    hash of all inputs of the compilation. It ends with a checksum of its content, because loading a truncated library would kill
+    the process."""
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
     flags = (*_FLAGS, _TARGETS.get(instructions, _OTHER_TARGET))
     parts = [
@@ -128,7 +129,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def _remove_left_behind(directory: Path) -> None:
-    """Deletes the leftovers of compilers that were killed, but not of one that may still be running."""
+    """Deletes directories that killed compilers left in the cache, unless they are so new that the compiler may still run."""
     for left in directory.glob(_COMPILING + "*"):
         try:
             if time.time() - left.stat().st_mtime > 2 * _COMPILE_S:
@@ -138,7 +139,7 @@ def _remove_left_behind(directory: Path) -> None:
 
 
 def cache_directory() -> Path:
-    """The directory of compiled libraries, if it can be written."""
+    """Returns the directory for compiled libraries, below the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmoe" / "kernels"
 
 
@@ -153,7 +154,8 @@ def _writable_directory() -> Path:
 
 
 def call(name: str, *arguments: Tensor | int | float | None) -> int:
-    """Calls a kernel: tensors as the addresses of their first numbers, None as no address, int as long, float as float."""
+    """Calls a kernel by name: passes tensors as the addresses of their first numbers, None as a null pointer, int as long, float as
+    float."""
     loaded = library()
     assert loaded is not None, "the table was chosen by it"
     function = getattr(loaded, name)

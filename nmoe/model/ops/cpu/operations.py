@@ -1,4 +1,4 @@
-"""The C++ kernels as operations on tensors. Each docstring names the torch operations that the kernel replaces."""
+"""Calls the C++ kernels with tensors. Each docstring names the torch operations that the kernel replaces."""
 
 # Shapes: N rows, D inputs, F outputs of a linear layer or width of an expert, T tokens, K chosen experts, E experts, B rows, H
 # query heads, J key-value heads, C key width, U value width, M blocks of each of S sequences, V vocabulary.
@@ -25,12 +25,12 @@ def linear(x_ND: Tensor, packed: Tensor, outputs: int, bias_F: Tensor | None) ->
 
 
 def multiplies_bf16() -> bool:
-    """Whether the processor multiplies bf16 in pairs, with sums in fp32."""
+    """Whether the processor has an instruction that multiplies pairs of bf16 numbers and sums in fp32."""
     return call("nmoe_multiplies_bf16") == 1
 
 
 def linear_in_fp32(x_ND: Tensor, packed: Tensor, outputs: int) -> Tensor:
-    """`F.linear(x.float(), weight.float())` of bf16, with a weight arranged by `packed_panels`: sums are fp32."""
+    """`F.linear(x.float(), weight.float())` for x and weight in bf16, the weight arranged by `packed_panels`: sums are in fp32."""
     x_ND = x_ND.contiguous()
     out_NF = x_ND.new_empty(x_ND.shape[0], outputs, dtype=torch.float32)
     call("nmoe_linear_bf16_in_fp32", x_ND, packed, out_NF, *x_ND.shape, outputs)
@@ -38,8 +38,7 @@ def linear_in_fp32(x_ND: Tensor, packed: Tensor, outputs: int) -> Tensor:
 
 
 def linear_by_group(x_RD: Tensor, packed: Tensor, outputs: int, counts: Sequence[int]) -> Tensor:
-    """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order; weights are arranged by
-    `packed_panels`."""
+    """`x @ weight[e]` for rows sorted by expert, `counts[e]` for expert e; weights are arranged by `packed_panels`."""
     x_RD = x_RD.contiguous()
     out_RF = x_RD.new_empty(x_RD.shape[0], outputs)
     groups = torch.tensor([0, *accumulate(counts)])
@@ -68,8 +67,8 @@ def experts(
     limit: float,
     width: int,
 ) -> Tensor:
-    """The whole of a layer's routed experts, `width` wide: rows to their experts, SwiGLU as `TorchOps.swiglu` defines it,
-    and each token's weighted sum, `[T, D]`."""
+    """Runs all of a layer's routed experts, which are `width` wide: sends rows to their experts, applies SwiGLU as
+    `TorchOps.swiglu` defines it, and returns each token's weighted sum, `[T, D]`."""
     x_TD, chosen_TK, weights_TK = x_TD.contiguous(), chosen_TK.contiguous(), weights_TK.contiguous()
     (tokens, inputs), chosen, count = x_TD.shape, chosen_TK.shape[1], gate_up.shape[0]
     rows = tokens * chosen
@@ -92,8 +91,8 @@ def route(
     scale: float,
     chosen: int,
 ) -> tuple[Tensor, Tensor]:
-    """A router without groups, as `nmoe.model.moe.Router` defines it: weights `[T, K]` in fp32 and expert ids `[T, K]`. `packed` is
-    its weight in fp32 by `packed_panels`; both biases are fp32."""
+    """Runs a router without groups, as `nmoe.model.moe.Router` defines it: returns weights `[T, K]` in fp32 and expert ids `[T,
+    K]`. `packed` is the router's weight in fp32, arranged by `packed_panels`; both biases are fp32."""
     x_TD = x_TD.contiguous()
     weights_TK = torch.empty(x_TD.shape[0], chosen)
     chosen_TK = torch.empty(x_TD.shape[0], chosen, dtype=torch.int64)
@@ -119,7 +118,7 @@ def norm_and_turn_(
     heads: int,
     kv_heads: int,
 ) -> None:
-    """In place on the query heads, then the key heads of each token's row: RMSNorm where there are `norms` (the weights of queries
+    """Changes the query heads and the key heads of each token's row in place: RMSNorm if `norms` are given (the weights for queries
     and keys, and epsilon), then `TorchOps.rotate`. The heads of a row are contiguous; rows need not be."""
     tokens, _, width = qkv_TNC.shape
     q_norm_C, k_norm_C, eps = norms or (None, None, 0.0)
@@ -137,9 +136,9 @@ def attention(
     sequence_B: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`TorchOps.paged_attention` of each row's query to its sequence up to its position, `[B, H, U]`. Row b is of
-    sequence `sequence_B[b]`, or of sequence b. `new` are the rows' own keys and values, which are written to the cache first;
-    it is left out if rows see each other's keys. The heads of a row are contiguous; rows need not be."""
+    """`TorchOps.paged_attention` of each row's query to its sequence up to the row's position, `[B, H, U]`. Row b belongs to
+    sequence `sequence_B[b]`, or to sequence b if that is None. `new` holds the rows' own keys and values, which are written to the
+    cache first; leave it out if rows see each other's keys. The heads of a row are contiguous; rows need not be."""
     (rows, heads, width), (kv_heads, _, value_width) = q_BHC.shape, values_NJPU.shape[1:]
     out_BHU = q_BHC.new_empty(rows, heads, value_width)
     strided = _by_token(q_BHC, *(new or ()))
@@ -162,8 +161,8 @@ def attention(
 def head_forward(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`log_softmax(logits)[target]`, the entropy, the largest logit and the sum of `exp(logits - largest)`, `[N]` each, of `logits
-    = x @ weight.T / temperature`, in fp32 for any inputs."""
+    """Returns `log_softmax(logits)[target]`, the entropy, the largest logit and the sum of `exp(logits - largest)`, `[N]` each and
+    in fp32 for any inputs, where `logits = x @ weight.T / temperature`."""
     x_ND = x_ND.contiguous()
     out = [torch.empty(x_ND.shape[0]) for _ in range(4)]
     given = (x_ND, weight_VD, targets_N.contiguous(), float(temperature))
@@ -183,9 +182,9 @@ def head_backward(
     of_x: bool,
     of_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and of the weight, as far as they are asked for, in the inputs' dtype, to which they are rounded at the
-    end. A logit's gradient is `exp(shifted) * (factor + slope * shifted)`, with `shifted = logit - largest` and the logits of
-    `head_forward`, and for the target `onehot` more."""
+    """Returns the gradients of x (if `of_x`) and of the weight (if `of_weight`), else None, in the inputs' dtype, rounded once at
+    the end. A logit's gradient is `exp(shifted) * (factor + slope * shifted)`, with `shifted = logit - largest` and the logits of
+    `head_forward`; the target's gets `onehot` added."""
     x_ND = x_ND.contiguous()
     grad_x_ND = torch.empty(x_ND.shape) if of_x else None
     grad_weight_VD = None
@@ -207,7 +206,7 @@ def head_backward(
 
 
 def causal_attention(layer: AttentionLayer, q_HLC: Tensor, k_JSC: Tensor, v_JSU: Tensor) -> Tensor:
-    """`TorchOps.causal_attention` of one sequence, `[H, L, U]`, whose tokens follow each other in memory. C is even in bf16."""
+    """`TorchOps.causal_attention` for one sequence, `[H, L, U]`. C is even in bf16."""
     (heads, length, width), (kv_heads, positions, value_width) = q_HLC.shape, v_JSU.shape
     views = [x if x.stride(2) == 1 else x.contiguous() for x in (q_HLC, k_JSC, v_JSU)]
     strided = [part for x in views for part in (x, x.stride(1), x.stride(0))]
@@ -222,7 +221,8 @@ def causal_attention(layer: AttentionLayer, q_HLC: Tensor, k_JSC: Tensor, v_JSU:
 def attend_in_clusters(
     layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, clusters: Clusters
 ) -> tuple[Tensor, Tensor]:
-    """`TorchOps.attend_in_clusters` of layers without window and sinks."""
+    """`TorchOps.attend_in_clusters` for layers without window and sinks: returns the output and the logarithms of the softmax's
+    sums."""
     (rows, heads, width), (_, kv_heads, value_width) = q_SHC.shape, v_SJU.shape
     out_SHU, log_sums_SH = q_SHC.new_empty(rows, heads, value_width), torch.empty(rows, heads)
     shape = (len(clusters.bounds_G) - 1, heads, kv_heads, width, value_width, clusters.longest)
@@ -242,7 +242,8 @@ def attend_in_clusters_backward(
     log_sums_SH: Tensor,
     grad_SHU: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`TorchOps.attend_in_clusters_backward`. Sums over queries and heads are in fp32, and rounded at the end."""
+    """The gradients of `attend_in_clusters` for queries, keys and values. Sums over queries and heads are in fp32, and rounded at
+    the end."""
     (_, heads, width), (_, kv_heads, value_width) = q_SHC.shape, v_SJU.shape
     grad_q_SHC = torch.empty(q_SHC.shape, dtype=q_SHC.dtype)
     grad_k_SJC, grad_v_SJU = torch.zeros(k_SJC.shape), torch.zeros(v_SJU.shape)
@@ -264,14 +265,14 @@ def attend_in_clusters_backward(
 
 
 def _by_token(*rows: Tensor) -> list[Tensor | int]:
-    """Rows of heads that follow each other in memory, each with its distance from one token to the next."""
+    """Returns for each tensor of heads the tensor, contiguous within a token, and its stride from one token to the next."""
     views = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in rows]
     return [part for x in views for part in (x, x.stride(0))]
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """The result of `nmoe.engine.native.sampler.sample` for rows without top-k and top-p: tokens and their log-probabilities,
-    `[B]` each, and whether all logits were finite."""
+    """Samples as `nmoe.engine.native.sampler.sample` does, for rows without top-k and top-p: returns tokens and their
+    log-probabilities, `[B]` each, and whether all logits were finite."""
     logits_BV, rows = logits_BV.contiguous(), logits_BV.shape[0]
     tokens_B = torch.empty(rows, dtype=torch.int64)
     logprobs_B = torch.empty(rows)
@@ -280,7 +281,7 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tupl
 
 
 def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
-    """`nmoe.engine.native.sampler.kept_mask` of fp32 logits without sorting whole rows, up to the rounding of sums."""
+    """`nmoe.engine.native.sampler.kept_mask` for fp32 logits, without sorting whole rows; equal up to the rounding of sums."""
     logits_BV = logits_BV.contiguous()
     kept_BV = torch.empty(logits_BV.shape, dtype=torch.bool)
     call("nmoe_kept", logits_BV, top_p_B.contiguous(), top_k_B.contiguous(), kept_BV, *logits_BV.shape)

@@ -35,7 +35,7 @@ _LONG_SEQUENCE = 1024
 
 
 class CpuOps(TorchOps):
-    """torch's operations, with fp32 products by oneDNN."""
+    """Operations on a CPU, with gradients: torch's, but fp32 products by oneDNN."""
 
     def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
         if can_pack_for_onednn(x_ND, weight_FD):
@@ -129,7 +129,7 @@ class CpuOps(TorchOps):
 
 
 class KernelOps(CpuOps):
-    """C++ kernels over packed weights, for decoding: no gradients."""
+    """Operations on a CPU for decoding, without gradients: C++ kernels over packed weights."""
 
     attends_in_blocks = True
 
@@ -228,13 +228,13 @@ class KernelOps(CpuOps):
 
 
 def by_onednn(x: Tensor) -> bool:
-    """Whether products of this tensor, which lies on a CPU, are oneDNN's."""
+    """Whether oneDNN computes the products of this CPU tensor."""
     # The compiler takes its own products.
     return packing.ONEDNN and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
 def _by_onednn(x_ND: Tensor, weight: Tensor, bias_F: Tensor | None, outputs: int) -> Tensor:
-    """`weight` is `[F, D]` or packed."""
+    """Computes a linear layer by oneDNN. `weight` is `[F, D]` or packed."""
     if x_ND.numel() == 0:
         return x_ND.new_zeros(x_ND.shape[0], outputs)
     out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, weight, bias_F, "none", [], "")
@@ -242,20 +242,22 @@ def _by_onednn(x_ND: Tensor, weight: Tensor, bias_F: Tensor | None, outputs: int
 
 
 def _multiplies(x: Tensor) -> bool:
-    """Whether the kernels multiply these faster than torch: bf16 in pairs, where there is an instruction for that."""
+    """Whether the kernels multiply this tensor faster than torch: fp32, or bf16 in pairs if the processor has an instruction for
+    that."""
     pairs = x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 0 and operations.multiplies_bf16()
     return x.dtype == torch.float32 or pairs
 
 
 def _takes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the kernels multiply these."""
+    """Whether the kernels can multiply x by these weights: the weights can be packed, and bf16 rows have even length."""
     even = x.dtype == torch.float32 or x.shape[-1] % 2 == 0  # bf16 is multiplied in pairs
     return even and all(can_pack(x, weight) for weight in weights)
 
 
 class AttentionInClusters(torch.autograd.Function):
-    """Attention with gradients. With weights w = exp(s - log sum), o = w v:  dv = w' do,  ds = w (do v' - sum of do o),  dq = ds k,
-    dk = ds' q, where s = scale q k' (Dao et al. 2022, arXiv:2205.14135, section 3.1)."""
+    """Attention of packed sequences that share leading rows, with gradients. With weights w = exp(s - log sum), o = w v:  dv = w'
+    do,  ds = w (do v' - sum of do o),  dq = ds k, dk = ds' q, where s = scale q k' (Dao et al. 2022, arXiv:2205.14135, section
+    3.1)."""
 
     @staticmethod
     def forward(
@@ -274,7 +276,7 @@ class AttentionInClusters(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """y = x W' + b:  dx = dy W,  dW = dy' x,  db = the sum of dy's rows."""
+    """A linear layer with gradients, y = x W' + b:  dx = dy W,  dW = dy' x,  db = the sum of dy's rows."""
 
     @staticmethod
     def forward(ctx: Any, ops: TorchOps, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -296,7 +298,7 @@ class Linear(torch.autograd.Function):
 
 
 class LinearByGroup(torch.autograd.Function):
-    """`Linear` for each group of rows."""
+    """`Linear` for rows sorted by expert, each group with its expert's weight."""
 
     @staticmethod
     def forward(ctx: Any, ops: TorchOps, x_RD: Tensor, weight_EDF: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,5 @@
-"""Weights in the order that the CPU's kernels read them, kept from one small batch to the next, and which kernels are in use."""
+"""Keeps weights in the order in which the CPU's kernels read them, from one small batch to the next, and records which kernels are
+in use."""
 
 # Shapes: D inputs, F outputs, E experts.
 
@@ -25,7 +26,9 @@ Packing = Callable[[Tensor], list[Tensor]]
 
 
 class PackedWeights:
-    """Weights as oneDNN or our kernels read them, for a model that runs many small batches between two changes of its weights.
+    """A cache of weights rearranged for oneDNN or our kernels, for a model that runs many small batches between two changes of its
+    weights.
+
     Without it each call rearranges its whole weight first, which for a decode step of 64 rows takes as long as the product (256 x
     4096 in bf16: 185 us packed, 312 us not). oneDNN's results are the same to the bit.
 
@@ -37,7 +40,8 @@ class PackedWeights:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Products without gradient use packed weights here, in this thread: a scorer may run its own model beside the engine."""
+        """Makes products without gradient use these packed weights inside the context. Only in this thread, because a scorer may
+        run another model beside the engine."""
         outer, IN_FORCE.packed = IN_FORCE.packed, self
         try:
             yield
@@ -49,7 +53,7 @@ class PackedWeights:
         self._packed.clear()
 
     def of(self, weight: Tensor, packing: Packing) -> list[Tensor]:
-        """What `packing(weight)` gives, made at most once for each state of the weight."""
+        """Returns `packing(weight)`, computed again only after the weight has changed."""
         key = id(weight), packing
         if key in self._packed:
             version, _, packed = self._packed[key]
@@ -74,7 +78,8 @@ IN_FORCE = _InForce()
 
 @contextmanager
 def kernels_in_use() -> Iterator[None]:
-    """Operations with fast numerics and without gradient are the C++ kernels' here, in this thread, if they can be compiled."""
+    """Lets operations with fast numerics and without gradient use the C++ kernels inside the context, in this thread, if they can
+    be compiled."""
     outer, IN_FORCE.kernels = IN_FORCE.kernels, library.library() is not None
     try:
         yield
@@ -83,7 +88,8 @@ def kernels_in_use() -> Iterator[None]:
 
 
 def can_pack(x: Tensor, weight: Tensor) -> bool:
-    """Whether the weight is kept packed: a parameter whose changes show. One made under `inference_mode` does not count them."""
+    """Whether the packed weight can be cached: it must be a parameter that counts its changes, which a parameter made under
+    `inference_mode` does not."""
     return (
         ONEDNN
         and IN_FORCE.packed is not None
@@ -96,18 +102,19 @@ def can_pack(x: Tensor, weight: Tensor) -> bool:
 
 
 def can_pack_for_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether the weight is kept packed as oneDNN reads it."""
+    """Whether the weight can be cached in oneDNN's packed layout."""
     return can_pack(x, weight) and (x.dtype == torch.float32 or ONEDNN_BF16)
 
 
 def packed(weight: Tensor, packing: Packing) -> list[Tensor]:
-    """The packed forms of a weight for which `can_pack` holds."""
+    """Returns the packed forms of a weight for which `can_pack` holds, from the cache if possible."""
     assert IN_FORCE.packed is not None, "the caller looked"
     return IN_FORCE.packed.of(weight, packing)
 
 
 def kept(weight: Tensor, packing: Packing) -> Tensor:
-    """The packed weight: kept from before, or else packed now, a copy that costs little beside products of many rows."""
+    """Returns the packed weight, from the cache if it can be kept there, else packed now: a copy that costs little beside products
+    of many rows."""
     return packed(weight, packing)[0] if can_pack(weight, weight) else packing(weight.detach())[0]
 
 
@@ -129,7 +136,7 @@ def packed_panels(weight_EDF: Tensor) -> Tensor:
 
 
 def packed_gate_up(weight_EDF: Tensor) -> Tensor:
-    """Arranges gate and up `[E, D, 2F]` so that a panel has 16 columns of the gate and the same 16 of up."""
+    """Arranges gate and up `[E, D, 2F]` in panels of 16 columns of the gate and the same 16 of up."""
     experts, inputs, columns = weight_EDF.shape
     halves = torch.nn.functional.pad(weight_EDF.view(experts, inputs, 2, columns // 2), (0, -(columns // 2) % HALF))
     return packed_panels(halves.unflatten(-1, (-1, HALF)).transpose(2, 3).reshape(experts, inputs, -1))

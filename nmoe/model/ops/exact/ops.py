@@ -29,7 +29,7 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 
 
 class ExactSums(TorchOps, ABC):
-    """The common part of all exact tables. Subclasses define how weights are prepared and multiplied."""
+    """The common part of all tables with exact numerics. Subclasses define how weights are prepared and multiplied."""
 
     exact = True
 
@@ -44,11 +44,11 @@ class ExactSums(TorchOps, ABC):
 
     @abstractmethod
     def weights_of(self, weight_FD: Tensor) -> Tensor:
-        """A weight as `product_of` takes it."""
+        """Prepares a weight for `product_of`."""
 
     @abstractmethod
     def product_of(self, x_ND: Tensor, prepared: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
-        """`x @ weight.T + bias` of a weight that `weights_of` prepared."""
+        """Returns `x @ weight.T + bias` for a weight that `weights_of` prepared."""
 
     def head_weight(self, weight_VD: Tensor) -> Tensor:
         return self.weights_of(weight_VD)
@@ -96,7 +96,7 @@ class ExactSums(TorchOps, ABC):
 
 
 class OrderFreeSums(ExactSums):
-    """Products on a grid, in sums that no order changes."""
+    """Exact numerics by products of numbers rounded to a grid, whose sums are the same in any order (see `order_free`)."""
 
     def weights_of(self, weight_FD: Tensor) -> Tensor:
         return kept(weight_FD, _grid)
@@ -111,7 +111,7 @@ class OrderFreeSums(ExactSums):
 
 
 class _InOrder(CpuOps):
-    """Sums over a token's experts on a CPU."""
+    """Sums over a token's experts on a CPU, one expert after another, so that a row's bits do not depend on the batch."""
 
     def sum_rows(self, y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
         if weights_TK is None:  # of a gradient
@@ -126,11 +126,11 @@ class _InOrder(CpuOps):
 
 
 class OrderFreeOps(OrderFreeSums, _InOrder):
-    """Exact numerics on a CPU where the C++ kernels cannot run."""
+    """Operations with exact numerics on a CPU where the C++ kernels cannot run."""
 
 
 class ExactOps(ExactSums, _InOrder):
-    """Exact numerics in fp32 on a CPU: C++ kernels, which add a row's products and a query's keys in order."""
+    """Operations with exact numerics in fp32 on a CPU: C++ kernels, which sum a row's products and a query's keys in order."""
 
     attends_in_blocks = True
 
@@ -159,7 +159,7 @@ class ExactOps(ExactSums, _InOrder):
 
 
 class _Sigmoid(torch.autograd.Function):
-    """s = 1 / (1 + exp(-x)), ds/dx = s (1 - s)."""
+    """The sigmoid s = 1 / (1 + exp(-x)) and its gradient ds/dx = s (1 - s)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ _EXPONENT = 0x7F800000  # of an fp32
 
 
 def on_grid(x: Tensor) -> Tensor:
-    """Rounds each piece of 512 numbers of the last axis to 22 bits below the piece's largest number; fp64. `x` is at most
-    fp32."""
+    """Rounds each piece of 512 numbers of the last axis to multiples of a power of two, 22 bits below the piece's largest number;
+    returns fp64. `x` is at most fp32."""
     out = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     # Rounded in fp32, whose 24 bits suffice; fp64 would take twice the memory and time.
     for piece, rounded_piece in zip(x.float().split(PIECE, -1), out.split(PIECE, -1), strict=True):
@@ -39,7 +39,7 @@ def on_grid(x: Tensor) -> Tensor:
 
 
 def _step(x: Tensor) -> Tensor:
-    """The power of two that is a unit of the grid: `2^-21` times the one at or below the row's largest number."""
+    """Returns the step of each row's grid: `2^-21` times the power of two at or below the row's largest number."""
     if not x.shape[-1]:
         return x.new_zeros(*x.shape[:-1], 1)
     largest = x.abs().amax(-1, keepdim=True)
@@ -47,14 +47,14 @@ def _step(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, step: Tensor | float) -> Tensor:
-    """Rounds to multiples of `step`, at most 2^22 of them, by adding a number whose last bit is worth one step and subtracting
-    it again."""
+    """Rounds x to multiples of `step` (at most 2^22 times `step`), by adding a number whose last bit is worth one step and
+    subtracting it again."""
     anchor = step * (1.5 * 2.0 ** (23 if x.dtype == torch.float32 else 52))
     return (x + anchor).sub_(anchor)
 
 
 def product(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
-    """`x @ weight.T` in fp64 of numbers on the grid; leading axes as in `matmul`."""
+    """Returns `x @ weight.T` in fp64 for numbers that `on_grid` rounded; leading axes as in `matmul`."""
     pieces = zip(x_ND.split(PIECE, -1), weight_FD.split(PIECE, -1), strict=True)
     products = [x_Nd @ weight_Fd.mT for x_Nd, weight_Fd in pieces]
     out_NF = products[0]
@@ -69,8 +69,8 @@ _HIGHEST, _SLICES = 11, 3
 
 
 def attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, seen: Tensor) -> Tensor:
-    """Attention of each query to the keys that `seen` (`[L, S]` or `[B, 1, L, S]`) marks, `[B, H, L, U]` in the queries' dtype.
-    Position s of the keys is position s of the sequence."""
+    """Computes attention of each query to the keys that `seen` (`[L, S]` or `[B, 1, L, S]`) marks, `[B, H, L, U]` in the queries'
+    dtype. Key s is at position s of its sequence."""
     (b, heads, length, width), kv_heads = q_BHLC.shape, k_BJSC.shape[1]
     q_BJRC = on_grid(q_BHLC).reshape(b, kv_heads, -1, width)
     scores_BHLS = product(q_BJRC, on_grid(k_BJSC)).mul_(layer.scale).view(b, heads, length, -1)
@@ -88,7 +88,7 @@ def attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Ten
 
 
 def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0) -> Tensor:
-    """`attention` with the layer's window; the queries are the last L of S = earlier + L positions."""
+    """Computes causal `attention` with the layer's window; the queries are the last L of S = earlier + L positions."""
     positions, device = k_BJSC.shape[-2], k_BJSC.device
     query_L1 = torch.arange(earlier, positions, device=device).unsqueeze(1)
     age_LS = query_L1 - torch.arange(positions, device=device)
@@ -99,7 +99,8 @@ def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJ
 
 
 def _weights(shifted_BJRS: Tensor) -> Tensor:
-    """`exp` of numbers up to 0 in two parts, `[B, J, 2, R, S]`: multiples of 2^-22 and, for what these leave, of 2^-44."""
+    """Returns `exp` of numbers up to 0 as the sum of two parts, `[B, J, 2, R, S]`: multiples of 2^-22, and the rest in multiples of
+    2^-44."""
     whole = shifted_BJRS.float().exp_()
     coarse = rounded(whole, 2.0**-BITS)
     parts = torch.empty(*whole.shape[:2], 2, *whole.shape[2:], dtype=torch.float64, device=whole.device)
@@ -109,8 +110,9 @@ def _weights(shifted_BJRS: Tensor) -> Tensor:
 
 
 def _mixed(weights_BJRS: Tensor, v_BJSU: Tensor) -> Tensor:
-    """`weights @ v`: a sum over 512 positions of one slice is exact, and these sums are added in a fixed order. Positions
-    without weight add nothing, so neither keys after a query nor the largest value of another sequence change its bits."""
+    """Returns `weights @ v`: a sum over 512 positions of one slice of the values is exact, and these sums are added in a fixed
+    order. Positions without weight add nothing, so neither keys after a query nor the largest value of another sequence change its
+    bits."""
     width = v_BJSU.shape[-1]
     slices_BJSV = _slices(v_BJSU)
     pieces = zip(weights_BJRS.split(PIECE, -1), slices_BJSV.split(PIECE, -2), strict=True)
@@ -123,7 +125,7 @@ def _mixed(weights_BJRS: Tensor, v_BJSU: Tensor) -> Tensor:
 
 
 def _slices(v_BJSU: Tensor) -> Tensor:
-    """The slices of all values in fp64, one after another along the last axis."""
+    """Splits all values into slices of 22 bits each, in fp64, one after another along the last axis."""
     rest_BJSU = v_BJSU.float()
     largest = float(rest_BJSU.abs().amax()) if rest_BJSU.numel() else 0.0
     above = max(0, math.ceil((math.log2(largest) - _HIGHEST) / BITS)) if 0 < largest < math.inf else 0

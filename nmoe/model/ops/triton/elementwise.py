@@ -35,7 +35,7 @@ _HEADS = 8
 
 
 def rotate_triton(x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
-    """See `TorchOps.rotate`; computed in fp32, rounded once."""
+    """Computes `TorchOps.rotate` in fp32, rounded once."""
     tokens, heads, width = x_TNC.shape
     if x_TNC.stride(-1) != 1:
         x_TNC = x_TNC.contiguous()
@@ -63,7 +63,7 @@ _COLUMNS = 1024
 
 @triton.jit
 def _factors(raw_gate, raw_up, limit, LIMITED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gate, its sigmoid, and the other factor; their product is the activation."""
+    """Returns the three factors of the activation: gate, the gate's sigmoid, and up (clamped plus one with a limit)."""
     if LIMITED:
         gate = tl.minimum(raw_gate, limit)
         other = tl.minimum(tl.maximum(raw_up, -limit), limit) + 1.0
@@ -109,7 +109,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def swiglu_forward(gate_up_NF: Tensor, limit: float) -> Tensor:
-    """See `TorchOps.swiglu`."""
+    """Computes `TorchOps.swiglu` by a Triton kernel."""
     rows, width = gate_up_NF.shape[0], gate_up_NF.shape[1] // 2
     x_NF = gate_up_NF if gate_up_NF.stride(1) == 1 else gate_up_NF.contiguous()
     out_NF = torch.empty(rows, width, device=x_NF.device, dtype=x_NF.dtype)
@@ -122,7 +122,7 @@ def swiglu_forward(gate_up_NF: Tensor, limit: float) -> Tensor:
 
 
 def swiglu_backward(grad_NF: Tensor, gate_up_NF: Tensor, limit: float) -> Tensor:
-    """The gradient of gate and up, laid out as they are."""
+    """Returns the gradient of gate and up, `[N, 2F]`, in the layout of `gate_up_NF`."""
     rows, width = grad_NF.shape
     x_NF = gate_up_NF if gate_up_NF.stride(1) == 1 else gate_up_NF.contiguous()
     grad_x_NF = torch.empty(rows, 2 * width, device=x_NF.device, dtype=x_NF.dtype)

@@ -18,7 +18,7 @@ _CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonOps(TorchOps):
-    """Operations on CUDA in fp32 and below. Nothing in them waits for the device."""
+    """Operations on CUDA in fp32 and below. None of them makes the host wait for the device."""
 
     def head_weight(self, weight_VD: Tensor) -> Tensor:
         return weight_VD
@@ -64,8 +64,8 @@ class TritonOps(TorchOps):
         table_BM: Tensor,
         lengths_B: Tensor,
     ) -> Tensor:
-        """Reads the blocks in place. Table entries past a row's length are never followed, and the grid is laid out for rows of M
-        blocks."""
+        """Computes `TorchOps.paged_attention` without gathering: reads the cache's blocks where they are. Table entries past a
+        row's length are never followed, and the kernel's grid is laid out for rows of M blocks."""
         if keys_NJPC.dtype not in _CACHE_DTYPES:
             return super().paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, table_BM, lengths_B)
         from nmoe.model.ops.triton.paged_attention import paged_attention_triton
@@ -74,7 +74,7 @@ class TritonOps(TorchOps):
 
 
 class OrderFreeTritonOps(OrderFreeSums, TritonOps):
-    """Exact numerics on CUDA."""
+    """Operations with exact numerics on CUDA."""
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -38,7 +38,8 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _visible(lengths, row, WINDOW: tl.constexpr, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's first visible position, its length, and its number of splits (at least one, which writes zeros)."""
+    """Returns a row's first visible position, its length, and its number of splits (at least one, which writes zeros for an empty
+    row)."""
     length = tl.load(lengths + row).to(tl.int32)
     first = 0
     if WINDOW > 0:
@@ -79,8 +80,9 @@ def _attend(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr,
     JOINED: tl.constexpr,
 ):
-    """Writes partial sums `[B, H, S, U]` and their state `[B, H, S, 2]`, the largest logit in powers of two and the sum of the
-    weights relative to it; where nothing is to be JOINED, the result `[B, H, U]`."""
+    """Kernel for one row, key-value head and split: writes partial sums `[B, H, S, U]` and their state `[B, H, S, 2]`, which is the
+    largest logit in powers of two and the sum of the weights relative to it. Without JOINED, a row has one split, and the result
+    `[B, H, U]` is written."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -164,7 +166,7 @@ def _join(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     s: tl.constexpr,
 ):
-    """Joins the splits of one row and query head."""
+    """Kernel that joins the partial softmaxes of the splits of one row and query head."""
     row = tl.program_id(0)
     _first, _length, splits = _visible(lengths_ptr, row, WINDOW, SPLIT)
     head = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -194,7 +196,7 @@ def _join(  # type: ignore[no-untyped-def]
 def paged_attention_triton(
     layer: AttentionLayer, q_BHC: Tensor, keys_NJPC: Tensor, values_NJPU: Tensor, table_BM: Tensor, lengths_B: Tensor
 ) -> Tensor:
-    """See `paged_attention`. Rows of the cache must be contiguous in their last axis."""
+    """Computes `TorchOps.paged_attention` by the two kernels. Rows of the cache must be contiguous in their last axis."""
     rows, heads, width = q_BHC.shape
     kv_heads, block = keys_NJPC.shape[1:3]
     value_width = values_NJPU.shape[-1]
@@ -262,5 +264,6 @@ def paged_attention_triton(
 
 
 def _padded(width: int) -> int:
-    """The least power of two that holds `width` and that a matrix product of the hardware takes."""
+    """Returns the least power of two that is at least `width` and at least 16, the smallest size that the hardware's matrix product
+    takes."""
     return max(16, triton.next_power_of_2(width))

@@ -39,7 +39,7 @@ def _spread(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     d: tl.constexpr,
 ):
-    """One program per token and choice."""
+    """Kernel of `spread_rows`, with one program per token and chosen expert."""
     pick = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + pick).to(tl.int64)
@@ -54,7 +54,7 @@ def _spread(  # type: ignore[no-untyped-def]
 
 
 def sum_rows(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
-    """`out[t] = sum over k of weights[t, k] * y[row[t, k]]`, without weights the plain sum."""
+    """Returns `out[t] = sum over k of weights[t, k] * y[row[t, k]]`, or the plain sum without weights."""
     tokens, k = row_TK.shape
     y_RD, row_TK = y_RD.contiguous(), row_TK.contiguous()
     width = y_RD.shape[1]
@@ -76,7 +76,7 @@ def sum_rows(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
 
 
 def spread_rows(grad_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `sum_rows` for its rows and its weights."""
+    """Returns the gradients of `sum_rows` with respect to the rows and to the weights."""
     tokens, k = row_TK.shape
     y_RD = y_RD.contiguous()
     grad_RD = torch.empty_like(y_RD)
