@@ -1,1 +1,1 @@
-"""Reinforcement learning: the training loop and its parts, one step after the other in `train.py`."""
+"""Reinforcement learning: the training loop (`train.py`) and its parts."""

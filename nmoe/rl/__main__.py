@@ -1,4 +1,4 @@
-"""`python -m nmoe.rl`: the verbs of `nmoe rl` under their documented module name."""
+"""Runs the verbs of `nmoe rl` as `python -m nmoe.rl`, the documented module name."""
 
 from nmoe.cli import rl, run
 

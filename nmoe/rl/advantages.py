@@ -1,15 +1,15 @@
-"""Advantages: from the rewards of a step's groups to the number that the loss multiplies each token by.
+"""Advantages: turns the rewards of a step's groups into the factor by which the loss multiplies each token.
 
-Each estimator is one class, whose docstring is its formula. Estimators over samples give all tokens of a sample one advantage; the
-advantages of the sample's steps are added. Estimators over tokens (REINFORCE++, GAE) take the rewards of steps, and the sample's
-reward at its end, as rewards of tokens. Then come the teacher, the mask of truncated samples, and the correction for a sampler that
-differs from the learner.
+Each estimator is one class, whose docstring is its formula. Estimators over samples give all tokens of a sample the same advantage,
+to which the advantages of the sample's steps are added. Estimators over tokens (REINFORCE++, GAE) take the rewards of steps, and
+the sample's reward at its end, as rewards of tokens. The teacher's advantages, the mask of truncated samples, and the correction
+for a sampler that differs from the learner are applied afterwards.
 
 The steps of the decision process are the scored positions: position t reads x[t] and chooses x[t + 1]. Tokens between them, such as
 a tool's answer, take no time and earn nothing: discounts count scored positions only. Advantages per token are zero elsewhere. The
 end of a sequence is terminal, even if the token budget cut it off: the score belongs to the sequence as it stands, and the state
-after its last token is never computed, so that there is no value to bootstrap from. Groups may be ragged; a sample that is alone in
-its group has advantage 0, except where the whole batch is the group.
+after its last token is never computed, so that there is no value to bootstrap from. Groups may differ in size; the only sample of a
+group has advantage 0, except where the whole batch is the group.
 """
 
 # Shapes: B samples, each of one group (the samples of one prompt); S sequences (the branches of samples), T predicting positions, N
@@ -51,7 +51,7 @@ Correction = Literal["none", "tis", "mask", "sequence_mask"]
 
 
 class Advantages:
-    """Turns a batch of groups into experience, by the estimator and the settings of [algorithm]."""
+    """Computes the advantages of a batch of groups, by the estimator and the settings of [algorithm]."""
 
     def __init__(
         self,
@@ -65,10 +65,11 @@ class Advantages:
         self._estimate = estimator(algorithm, critic)
 
     def __call__(self, batch: Batch, groups: Sequence[RewardedGroup]) -> Experience | None:
-        """The batch with advantages; None if every sample was truncated and truncated samples are masked.
+        """Returns the batch with advantages, as an `Experience`; None if every sample was truncated and truncated samples are
+        masked.
 
-        `batch` has one sequence for each branch of the groups' samples, in order, with the reference's log-probabilities where the
-        divergence is a reward, the learner's own where there is a correction, and the critic's values where there is a critic.
+        `batch` has one sequence for each branch of the groups' samples, in order. It needs the reference's log-probabilities where
+        the KL penalty is a reward, the learner's own where there is a correction, and the critic's values where there is a critic.
         """
         algorithm, metrics = self._algorithm, dict[str, float]()
         graded = Graded.of(batch, groups, algorithm)
@@ -95,10 +96,10 @@ class Advantages:
 
 @dataclass(frozen=True)
 class Graded:
-    """The samples of a step as an estimator sees them.
+    """The samples of a step with their rewards, the input of an estimator.
 
-    rewards_BR, weights_R: the rewards of each sample, NaN where it has none, and their weights.
-    step_rewards_T: a step's reward at the position that predicts the step's last token, NaN elsewhere.
+    rewards_BR, weights_R: the named rewards of each sample, NaN where it lacks one, and the weight of each name. step_rewards_T: a
+    step's reward at the position that predicts the step's last token, NaN elsewhere.
     """
 
     batch: Batch
@@ -114,7 +115,7 @@ class Graded:
 
     @property
     def sample_rewards(self) -> Tensor:
-        """One reward per sample, `[B]`, the divergence of all its tokens included where that is a reward."""
+        """One reward per sample, `[B]`. Where the KL penalty is a reward, it is added, summed over the sample's tokens."""
         rewards_B, batch = self.rewards_BR[:, 0], self.batch
         if (divergence_T := _reward_divergence(batch, self.algorithm)) is not None:
             scored_T, sequences = batch.scored_T, len(batch.lengths)
@@ -124,8 +125,8 @@ class Graded:
 
     @property
     def token_rewards(self) -> Tensor:
-        """Rewards per token, `[T]`: a sample's at the end of its last sequence, its steps' at their ends, and the divergence where
-        that is a reward."""
+        """Rewards per token, `[T]`: a sample's reward at the end of its last sequence, step rewards at the ends of steps, and the
+        KL penalty at every token where it is a reward."""
         batch = self.batch
         rewards_T = terminal_rewards(self.rewards_BR[:, 0], batch.scored_T, batch.sample_lengths())
         rewards_T = rewards_T + self.algorithm.step_reward_coef * self.step_rewards_T.nan_to_num(0.0)
@@ -136,7 +137,8 @@ class Graded:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Advantages per token; those that metrics describe, per sample or at scored tokens; and the critic's targets, under GAE."""
+    """An estimator's result: advantages per token; the advantages that metrics describe, per sample or at scored tokens; and the
+    critic's targets, None except under GAE."""
 
     advantages_T: Tensor
     described: Tensor
@@ -147,7 +149,7 @@ Estimator = Callable[[Graded], Estimate]
 
 
 def estimator(algorithm: AlgorithmSection, critic: CriticSection | None) -> Estimator:
-    """The estimator that [algorithm] names: a class below, or a function of the user's. Raises UserError for a name without one."""
+    """Returns the estimator that [algorithm] names: a class below, or the user's function. Raises UserError for an unknown name."""
     if algorithm.multi_reward == "gdpo":
         return Gdpo()
     part = ADVANTAGES.get(algorithm.advantage)
@@ -161,7 +163,8 @@ def estimator(algorithm: AlgorithmSection, critic: CriticSection | None) -> Esti
 
 
 class OverSamples(ABC):
-    """Estimators that give all tokens of a sample one advantage: `of_samples`, `[B]`."""
+    """The base class of estimators that give all tokens of a sample the same advantage; `of_samples` returns it for each sample,
+    `[B]`."""
 
     @abstractmethod
     def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor: ...
@@ -171,7 +174,8 @@ class OverSamples(ABC):
 
 
 class DrGrpo(OverSamples):
-    """`r - mean_g` (Liu et al. 2025, arXiv:2503.20783, section 3.2): no division by the deviation."""
+    """Dr. GRPO, `r - mean_g` (Liu et al. 2025, arXiv:2503.20783, section 3.2): the group's mean is subtracted, without division by
+    the deviation."""
 
     def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
         return (rewards_B - group_means(rewards_B, group_ids_B)).to(rewards_B)
@@ -210,7 +214,7 @@ class MaxRL(OverSamples):
 
 
 class UserFunction(OverSamples):
-    """A function of the user's from rewards and group ids to advantages, `[B]` each."""
+    """Wraps a user's function from rewards and group ids to advantages, `[B]` each."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._function = function
@@ -220,12 +224,13 @@ class UserFunction(OverSamples):
 
 
 class Gdpo:
-    """Several rewards, each normalised by itself: `A_k = (r_k - mean_g) / (std_g + 1e-6)` in every group, then `A = sum_k w_k A_k`,
-    then `(A - mean) / (std + 1e-6)` over the batch (Liu et al. 2026, arXiv:2601.05242, section 3), unbiased deviations.
+    """GDPO: several rewards, each normalised separately: `A_k = (r_k - mean_g) / (std_g + 1e-6)` in every group, then `A = sum_k
+    w_k A_k`, then `(A - mean) / (std + 1e-6)` over the batch (Liu et al. 2026, arXiv:2601.05242, section 3), with unbiased
+    deviations.
 
-    Unlike a normalised weighted sum, it keeps apart combinations of rewards that have the same sum, and a reward's scale does not
-    decide how much it counts. A reward of NaN is absent: it counts neither in the statistics of its group nor in the sum
-    of the sample. A sample without any reward has advantage 0 and does not count in the statistics of the batch.
+    Unlike a normalised weighted sum, it tells combinations of rewards with the same sum apart, and a reward's scale does not decide
+    how much it counts. A missing reward (NaN) counts neither in the statistics of its group nor in the sum of the sample. A sample
+    without any reward has advantage 0 and does not count in the statistics of the batch.
     """
 
     def __call__(self, graded: Graded) -> Estimate:
@@ -262,8 +267,8 @@ class ReinforcePP:
 
 
 class Gae:
-    """`A_t = delta_t + gamma lambda A_(t+1)`, `delta_t = r_t + gamma V_(t+1) - V_t`, both 0 after a sample's last scored position
-    (generalised advantage estimation, Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16).
+    """Generalised advantage estimation: `A_t = delta_t + gamma lambda A_(t+1)`, `delta_t = r_t + gamma V_(t+1) - V_t`, with A and V
+    0 after a sample's last scored position (Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16).
 
     V_t is the critic's value of the state before the position's token is drawn, and `A_t + V_t` its target. The loss gets A
     whitened over the scored tokens of the batch.
@@ -282,7 +287,7 @@ class Gae:
     def of_tokens(
         self, rewards_T: Tensor, values_T: Tensor, scored_T: Tensor, lengths: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Advantages, not whitened, and the critic's targets, `[T]` each in fp32."""
+        """Returns the advantages, not whitened, and the critic's targets, `[T]` each in fp32."""
         counts_B = [int(part.sum()) for part in scored_T.split(list(lengths))]
         rewards_BL, values_BL = (
             pad_sequence(column_T[scored_T].double().split(counts_B), batch_first=True)
@@ -302,7 +307,8 @@ class Gae:
 
 
 def _per_token(graded: Graded, advantages_B: Tensor) -> Estimate:
-    """Gives each token its sample's advantage, plus the advantages of the steps that end at or after it."""
+    """Expands advantages per sample to tokens: each token gets its sample's advantage, plus the advantages of the steps that end at
+    or after it."""
     batch, algorithm, steps_T = graded.batch, graded.algorithm, graded.step_rewards_T
     advantages_T = torch.repeat_interleave(advantages_B[batch.sample_ids()], torch.tensor(batch.lengths))
     if bool(steps_T.isnan().all()):
@@ -321,21 +327,21 @@ def process_supervision(
     lengths: Sequence[int],
     baseline: StepBaseline = "none",
 ) -> Tensor:
-    """Advantages from the rewards of steps or turns, `[T]` in fp32: at every scored position the sum of the rewards of the steps
-    that end at or after it, the return to go, less a baseline.
+    """Computes advantages from the rewards of steps or turns, `[T]` in fp32: at every scored position the return to go (the sum of
+    the rewards of the steps that end at or after it), less a baseline.
 
     - `none`: no baseline (Williams 1992, REINFORCE). Its policy gradient follows the expected sum of the rewards.
-    - `leave_one_out`: less the mean over the other samples of the group of the sum of all their rewards (Kool et al. 2019, "Buy 4
-      REINFORCE samples, get a baseline for free"). The same gradient with less noise, if every choice of a sample is a scored
-      position, the choice of the stop token included. A sample that is alone in its group has advantage 0.
+    - `leave_one_out`: less the mean, over the other samples of the group, of the sum of a sample's rewards (Kool et al. 2019, "Buy
+      4 REINFORCE samples, get a baseline for free"). The same gradient with less noise, if every choice of a sample is a scored
+      position, the choice of the stop token included. The only sample of a group has advantage 0.
     - `normalised`: process supervision of GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.3): instead of a baseline, every
       step's reward is normalised by mean and unbiased deviation of all steps of its group. It has another gradient: one more step
       that is as good as the mean earns 0, so that more good steps are no better than few. A group with a single step has
       advantage 0.
 
-    `step_rewards_T` holds a step's reward at the position that decides on the step's last token, and NaN everywhere else. `lengths`
-    are the samples' lengths, `[B]`: the branches of one sample follow one another, and rewards of a later branch are returns of the
-    earlier ones.
+    `step_rewards_T` holds a step's reward at the position that predicts the step's last token, and NaN everywhere else. `lengths`
+    are the samples' lengths, `[B]`: the branches of one sample follow one another, and rewards of a later branch count in the
+    returns of the earlier ones.
     """
     sample_T = sequence_of(lengths)
     if baseline == "normalised":
@@ -352,18 +358,18 @@ def process_supervision(
 def divergence_rewards(
     logprobs_T: Tensor, reference_logprobs_T: Tensor, scored_T: Tensor, coef: float, estimator: KLEstimator = "k1"
 ) -> Tensor:
-    """The divergence from a reference as a reward, `-coef * KL_t` at every scored position (Ziegler et al. 2019, arXiv:1909.08593,
-    eq. 2, which is k1). `logprobs_T` come from the policy that sampled.
+    """Returns the KL penalty for leaving a reference policy as a reward, `-coef * KL_t` at every scored position (Ziegler et al.
+    2019, arXiv:1909.08593, eq. 2, which is k1). `logprobs_T` come from the policy that sampled.
 
-    With k1 the returns have the expected gradient of `E[r] - coef * KL(pi || ref)`; as a loss, k1 has no such gradient.
-    Estimators over samples add the sum over a sample's tokens to its reward.
+    With k1 the returns have the expected gradient of `E[r] - coef * KL(pi || ref)`; as a loss, k1 has no such gradient. Estimators
+    over samples add the sum over a sample's tokens to its reward.
     """
     difference_T = (logprobs_T - reference_logprobs_T).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return torch.where(scored_T, -coef * kl_estimate(difference_T, estimator), 0.0)
 
 
 def _reward_divergence(batch: Batch, algorithm: AlgorithmSection) -> Tensor | None:
-    """`divergence_rewards` of a batch, `[T]`; None if the divergence is not a reward."""
+    """Returns `divergence_rewards` of a batch, `[T]`; None if the KL penalty is off or part of the loss."""
     if algorithm.kl_coef == 0 or algorithm.kl_in == "loss":
         return None
     behaviour_T = need(batch.behaviour_logprobs_T, "behaviour_logprobs")
@@ -381,10 +387,11 @@ def correction_weights(
     cap: float = 2.0,
     window: tuple[float, float] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights for a sampler whose probabilities differ from the learner's, by numerical mismatch or by older weights.
+    """Computes importance weights for a sampler whose probabilities differ from the learner's, by numerical mismatch or by older
+    weights.
 
-    With `rho_t = pi_old(x_t) / mu(x_t)`, the learner before the first update of a batch against the sampler, each token's policy
-    loss is multiplied by
+    With `rho_t = pi_old(x_t) / mu(x_t)`, where pi_old is the learner before the first update of a batch and mu the sampler, each
+    token's policy loss is multiplied by
 
         none            1
         tis             min(rho, cap), cap 2: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly
@@ -395,7 +402,7 @@ def correction_weights(
 
     Weights are fixed once per batch and carry no gradient. Every policy loss here is linear in its advantage for factors >= 0
     (`max(-r A, -clip(r) A)` times w is the same of w A), so the weights go into the advantages, `advantages * weights`, and leave
-    penalties for entropy and divergence alone. The denominator does not change: a masked token counts as a token.
+    penalties for entropy and divergence unchanged. The denominator does not change: a masked token counts as a token.
     `benchmarks/unbiasedness.py` measures how much bias each of them leaves.
 
     Returns the weights, `[N]`, and the metrics whose names begin with `correction_` (docs/reference/metrics.md); `correction_ess`
@@ -428,7 +435,7 @@ def correction_weights(
 
 
 def _corrected(batch: Batch, algorithm: AlgorithmSection) -> tuple[Batch, dict[str, float]]:
-    """Multiplies the advantages by `correction_weights`. Returns the batch and the metrics of the weights."""
+    """Multiplies the advantages by `correction_weights`; returns the batch and the metrics of the weights."""
     scored_T, window = batch.scored_T, algorithm.correction_window
     weights_N, metrics = correction_weights(
         algorithm.correction,
@@ -443,7 +450,8 @@ def _corrected(batch: Batch, algorithm: AlgorithmSection) -> tuple[Batch, dict[s
 
 
 def whiten(values_T: Tensor, scored_T: Tensor) -> Tensor:
-    """`(x - mean) / (std + 1e-6)` over the scored positions of the batch, population deviation, `[T]` in the type of `values_T`."""
+    """Normalises values to mean 0 and deviation 1 over the scored positions of the batch, `(x - mean) / (std + 1e-6)` with the
+    population deviation: `[T]`, 0 at other positions."""
     if not scored_T.any():
         return torch.zeros_like(values_T)
     std, mean = torch.std_mean(values_T[scored_T].double(), correction=0)

@@ -1,4 +1,4 @@
-"""The critic of PPO: rewards are compared with its values, and not with the other samples of a group.
+"""The critic of PPO, whose values are the baseline of the rewards in place of the other samples of a group.
 
 Schulman et al. 2017 (arXiv:1707.06347), as used on language models by Ouyang et al. 2022 (arXiv:2203.02155). PPO is the loop of
 `nmoe/rl/train.py` with this critic: `nmoe rl train CONFIG` with `algorithm.advantage = "gae"` and a [critic] table, as in
@@ -33,15 +33,16 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def value_head(hidden_size: int, checkpoint: str | None) -> Head:
-    """The value head of a checkpoint, or a new one, whose values are all 0, where it has none. Raises UserError for a head of
-    another width or kind."""
+    """Loads the value head of a checkpoint, or creates one whose values are all 0 if the checkpoint has none. Raises UserError for
+    a head of another width or kind."""
     if checkpoint is not None and ((directory := resolve_checkpoint(Path(checkpoint))) / DESCRIPTION).exists():
         return load_head(directory, hidden_size, "value")
     return Head(hidden_size, 1, "value")
 
 
 def critic_learner(config: RLConfig, tokenizer: Tokenizer, vocab_size: int, context_tokens: int) -> Learner:
-    """The learner of a separate critic, for a policy of this vocabulary and context. Raises UserError as `Critic.build` does."""
+    """Builds the learner of a critic that is a separate model, for a policy with this vocabulary and context. Raises UserError as
+    `Critic.build` does."""
     section = config.critic
     assert section is not None, "a critic has a section"
     path = section.path or config.model.path
@@ -69,11 +70,11 @@ def critic_learner(config: RLConfig, tokenizer: Tokenizer, vocab_size: int, cont
 
 
 class Critic:
-    """Estimates the values of the states that the policy acted in, and learns from the returns. It is a separate model, or a head
-    on the policy's trunk, which then learns together with the policy from the sum of both losses."""
+    """Estimates the values of the policy's states and learns from the returns. It is a separate model, or a head on the policy's
+    trunk, which then learns together with the policy from the sum of both losses."""
 
     def __init__(self, section: CriticSection, policy: Learner, own: Learner | None) -> None:
-        """`own` trains the critic's own model; None for a head on the policy's trunk."""
+        """`own` is the learner of the critic's separate model; None for a head on the policy's trunk."""
         assert (own is None) == section.shared, "a separate critic has a learner, and a shared one has none"
         self.section, self._policy, self.own = section, policy, own
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -81,9 +82,10 @@ class Critic:
 
     @classmethod
     def build(cls, config: RLConfig, policy: Learner, tokenizer: Tokenizer) -> Critic | None:
-        """The critic of a run, if it has one.
+        """Builds the critic of a run; None if the configuration has no [critic].
 
-        Raises UserError where its checkpoint cannot read everything that the policy writes, or has a head of another width.
+        Raises UserError if the critic's vocabulary or context is smaller than the policy's, or if its checkpoint has a head of
+        another width.
         """
         section = config.critic
         if section is None:
@@ -96,7 +98,7 @@ class Critic:
         )
 
     def with_values(self, batch: Batch) -> Batch:
-        """The batch with the critic's present values of its states."""
+        """Returns the batch with the column `old_values_T`: the critic's present value of each scored position's state."""
         return replace(batch, old_values_T=batch.column(self._values(batch)))
 
     def _values(self, batch: Batch) -> Tensor:
@@ -105,16 +107,16 @@ class Critic:
         return self.own.head_outputs(batch.without_routes()).result()[:, 0]
 
     def warming_up(self, step: int) -> bool:
-        """Whether this step trains the critic alone."""
+        """Returns whether this step trains only the critic."""
         return step <= self.section.warmup_steps
 
     def shared_objective(self) -> Objective | None:
-        """The value loss of a head on the policy's trunk, to be added to the policy's loss; None for a separate critic."""
+        """Returns the value loss of a head on the policy's trunk, to be added to the policy's loss; None for a separate critic."""
         return value_loss(self.section.clip, self.section.coef) if self.own is None else None
 
     def update(self, batch: Batch) -> None:
-        """Takes one optimizer step of the critic's own model on a mini-batch, on the mean loss over its tokens. Does nothing for a
-        shared head."""
+        """Takes one optimizer step of a separate critic on a mini-batch, on the mean loss over its tokens. Does nothing for a head
+        on the policy's trunk."""
         if self.own is None:
             return
         batch = replace(batch.without_routes(), weights_T=token_weights("token", batch.scored_T, batch.lengths))
@@ -123,7 +125,7 @@ class Critic:
         self._observe(batch, result)
 
     def observe_policy(self, batch: Batch, result: PassResult) -> None:
-        """Records a pass of the policy's learner, which trained a shared head too."""
+        """Keeps the values of a training pass of the policy for `metrics`, where that pass trained a shared head too."""
         if self.own is None:
             self._observe(batch, result)
 
@@ -132,7 +134,8 @@ class Critic:
         self._passes.append((result.tokens["value"], batch.returns_T[batch.scored_T], result.tokens["value_clipped"]))
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Figures of the step's updates; `explained_variance` compares the returns with the values before the updates."""
+        """Returns the critic's metrics of the step's updates, and clears what was kept for them. `explained_variance` compares the
+        returns with the values before the updates."""
         assert batch.returns_T is not None
         assert batch.old_values_T is not None
         returns_N, values_N = batch.returns_T[batch.scored_T], batch.old_values_T[batch.scored_T]

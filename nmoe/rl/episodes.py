@@ -1,8 +1,8 @@
-"""The length of a run that is given in episodes, as a number of steps.
+"""Converts a run length in episodes (passes over the problems) to a number of steps.
 
-OpenRLHF counts optimizer steps: pool x samples per prompt // train batch x episodes, with the batch in samples. A step here
-samples `prompts_per_step` prompts and makes `updates` optimizer steps of them, so that a run has pool // prompts_per_step x
-episodes steps, and `updates` times as many optimizer steps: the same number where prompts_per_step divides the pool.
+OpenRLHF counts optimizer steps: pool x samples per prompt // train batch x episodes, with the batch in samples. A step here samples
+`prompts_per_step` prompts and makes `updates` optimizer steps of them, so that a run has pool // prompts_per_step x episodes steps,
+and `updates` times as many optimizer steps: the same number where prompts_per_step divides the pool.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from nmoe.errors import UserError
 
 
 def steps_of(episodes: float, problems: int, prompts_per_step: int) -> int:
-    """The steps of so many passes over a pool of `problems`, at least one: `steps_of(20, 400, 16)` is 500."""
+    """Returns the number of steps that make `episodes` passes over a pool of `problems`, at least 1: `steps_of(20, 400, 16)` is
+    500."""
     return max(1, int(problems // prompts_per_step * episodes))
 
 
 def with_steps_of_episodes(config: RLConfig, problems: int | None = None) -> RLConfig:
-    """The configuration with its episodes as a number of steps, for a pool of `problems`; without them, the pool is read.
+    """Returns the configuration with `run.steps` in place of `run.episodes`, for a pool of `problems` (None: read and counted
+    here). A configuration without episodes is returned unchanged.
 
-    Raises UserError for a pool that cannot be read or has no end, and for a critic that leaves no step for the policy.
+    Raises UserError for a pool that cannot be read or is endless, and for a critic whose warm-up leaves no step for the policy.
     """
     episodes = config.run.episodes
     if episodes is None:

@@ -1,4 +1,4 @@
-"""Experience: the samples of a step as one packed batch, and how it is divided into the batches of optimizer steps."""
+"""Experience: the samples of a step as one packed batch, and its division into mini-batches for optimizer steps."""
 
 # Shapes: B samples, S sequences (the branches of samples), T predicting positions, N scored ones, M largest kept set, Y layers, K
 # chosen experts.
@@ -21,11 +21,10 @@ from nmoe.trajectory import Branch, Trajectory
 
 @dataclass(frozen=True)
 class Experience:
-    """A batch to train on, and the group of each of its sequences.
+    """A batch to train on, with the group of each of its sequences.
 
-    advantages: those that metrics describe, before a correction: per sample, or per token where the estimator is
-        one over tokens.
-    metrics: measurements taken while the batch was made.
+    advantages: the advantages that metrics describe, before a correction: per sample, or per token where the estimator is one over
+    tokens. metrics: measurements taken while the batch was made.
     """
 
     batch: Batch
@@ -35,7 +34,8 @@ class Experience:
 
     @property
     def mismatch(self) -> Tensor | None:
-        """The learner's log-probability less the sampler's at the same weights, `[N]`, where it was measured before the updates."""
+        """The learner's log-probability less the sampler's, `[N]`, both at the weights before the updates; None if the learner's
+        was not measured."""
         batch = self.batch
         if batch.old_logprobs_T is None or batch.behaviour_logprobs_T is None:
             return None
@@ -45,8 +45,8 @@ class Experience:
 def minibatches(
     experience: Experience, sizes: BatchSection, aggregation: Aggregation, constant_length: int, *key: object
 ) -> Iterator[Batch]:
-    """The batch of each of several optimizer steps: parts of whole groups, in an order that is drawn anew for every pass by a hash
-    of `key`."""
+    """Yields a batch for each optimizer step of a training step. Groups stay whole, and every pass over the experience deals them
+    out anew, in an order drawn from a hash of `key`."""
     members: dict[int, list[int]] = {}
     for sequence, group in enumerate(experience.group_ids_S.tolist()):
         members.setdefault(group, []).append(sequence)
@@ -62,9 +62,9 @@ def minibatches(
 def policy_batch(
     trajectories: Sequence[Trajectory], advantages_B: Tensor | None, aggregation: Aggregation, constant_length: int
 ) -> Batch:
-    """One sequence per branch of a trajectory. Only tokens that the policy sampled are scored, stop tokens included; prompts and
-    tool results are read but not learned. `advantages_B` holds one advantage per trajectory, for all its branches; without it the
-    column is missing."""
+    """Builds the training batch of these trajectories, one sequence per branch. Only tokens that the policy sampled are scored,
+    stop tokens included; prompts and tool results are read but not learned. `advantages_B` holds one advantage per trajectory, for
+    all its branches; None leaves the column out."""
     branches = [branch for trajectory in trajectories for branch in trajectory.branches]
     samples = tuple(index for index, trajectory in enumerate(trajectories) for _ in trajectory.branches)
     several = samples if len(branches) > len(trajectories) else None
@@ -94,7 +94,7 @@ def policy_batch(
 
 
 def selected(batch: Batch, sequences: Sequence[int], aggregation: Aggregation, constant_length: int) -> Batch:
-    """A batch of these sequences alone; the denominators of its weights count only them."""
+    """Returns a batch with only these sequences, with loss weights computed anew over them."""
     part, _ = batch.select(sequences)
     return replace(
         part, weights_T=token_weights(aggregation, part.scored_T, part.lengths, constant_length, part.samples)
@@ -102,7 +102,8 @@ def selected(batch: Batch, sequences: Sequence[int], aggregation: Aggregation, c
 
 
 def _prefixes(branches: Sequence[Branch]) -> tuple[tuple[int, int], ...]:
-    """Branches with the same prompt share all of it, except a branch without tokens, which has not read the prompt's last token."""
+    """Returns `Batch.prefixes`: branches with the same prompt share all of it, except a branch without sampled tokens, which does
+    not read the prompt's last token."""
     first_of: dict[tuple[int, ...], int] = {}
     return tuple(
         (first_of.setdefault(t.prompt_ids, i), len(t.prompt_ids)) if t.token_ids else (i, 0)
@@ -118,7 +119,8 @@ def _routes(branches: Sequence[Branch]) -> Tensor | None:
 
 
 def _kept(branches: Sequence[Branch]) -> Tensor | None:
-    """Kept sets `[T, M]`, padded with -1, where sampling truncated the support."""
+    """Returns the ids that top-k or top-p left at each position, `[T, M]`, padded with -1; None if no branch was sampled from a
+    truncated distribution."""
     kept_ids = [t.kept_ids for t in branches]
     if all(kept is None for kept in kept_ids):
         return None

@@ -1,5 +1,7 @@
-"""The rewards of a group's samples: the scores of the graders, and rewards for length. They are computed once, when the group has
-been sampled. The sampler drops a group whose rewards are equal, and advantages are estimated from the rewards of the others.
+"""Computes the rewards of a group's samples: the graders' scores, and rewards for length.
+
+It does so once, when the group has been sampled. The sampler drops a group whose rewards are equal, and advantages are estimated
+from the rewards of the others.
 """
 
 # Shapes: G samples of one group, B samples of all groups, R rewards of a sample.
@@ -25,14 +27,13 @@ _BY_LENGTH = ("[overlong_buffer]", "[length_penalty]")
 
 @dataclass(frozen=True)
 class RewardedGroup:
-    """A group, its judged samples, and their rewards:
+    """A group with its judged samples and their rewards:
 
         RewardedGroup(group, [first, second], {"format": tensor([1.0, nan]), "correctness": tensor([0.0, 1.0])},
                       {"format": 0.1, "correctness": 1.0}, differs=True)
 
-    rewards: by name, `[G]` each; NaN where a sample has none of that name.
-    weights: of each reward.
-    differs: whether rewards, step rewards included, differ within the group. Otherwise all its advantages are zero.
+    rewards: by name, one value per sample each; NaN where a sample has none of that name. weights: the weight of each reward, by
+    name. differs: whether rewards, step rewards included, differ within the group. Otherwise all its advantages are zero.
     """
 
     group: Group
@@ -43,17 +44,17 @@ class RewardedGroup:
 
 
 class GroupRewards:
-    """Computes the rewards of a group as [algorithm] asks for them."""
+    """Computes the rewards of groups by the settings of [algorithm]."""
 
     def __init__(self, algorithm: AlgorithmSection, token_limit: int) -> None:
-        """`token_limit` is the most tokens that a sample may have."""
+        """`token_limit` is the largest number of sampled tokens of a sample."""
         self._algorithm, self._token_limit = algorithm, token_limit
 
     def of(self, group: Group) -> RewardedGroup:
-        """The group with its rewards.
+        """Returns the group with its rewards.
 
         Under `multi_reward = "sum"` there is one reward: the grade's score plus the rewards for length. Under "gdpo" each weighted
-        component of the rubric and each reward for length is a reward by itself.
+        component of the rubric and each reward for length is a separate reward.
         """
         samples = group.trainable
         if not samples:
@@ -99,14 +100,15 @@ class GroupRewards:
 
 
 def _steps_differ(samples: Sequence[Trajectory], algorithm: AlgorithmSection) -> bool:
-    """Whether the rewards of steps give any token an advantage. Normalised ones do if they differ; others also if they are alike,
-    since samples have different numbers of them, and the tokens of a sample more or fewer ahead."""
+    """Returns whether step rewards give any token an advantage. With the baseline `normalised` they have to differ. Otherwise one
+    that is not 0 suffices, because samples have different numbers of steps, and tokens of one sample different numbers of steps
+    ahead."""
     scores = {score for sample in samples for _, score in sample.grade.step_rewards}
     return len(scores) > 1 if algorithm.step_baseline == "normalised" else bool(scores - {0.0})
 
 
 def joined(groups: Sequence[RewardedGroup]) -> tuple[Tensor, Tensor]:
-    """The rewards of all groups, `[B, R]`, and their weights, `[R]`. A missing reward is NaN."""
+    """Stacks the named rewards of all groups, `[B, R]` with NaN for a missing one, and their weights, `[R]`."""
     weights = {name: weight for one in groups for name, weight in one.weights.items()}
     names = [*sorted(weights.keys() - set(_BY_LENGTH)), *(name for name in _BY_LENGTH if name in weights)]
     columns = [
@@ -117,18 +119,18 @@ def joined(groups: Sequence[RewardedGroup]) -> tuple[Tensor, Tensor]:
 
 
 def judged(groups: Sequence[RewardedGroup]) -> list[Trajectory]:
-    """The judged samples of all groups, in order, `[B]`."""
+    """Returns the judged samples of all groups in one list, in order."""
     return [sample for one in groups for sample in one.samples]
 
 
 def group_ids(groups: Sequence[RewardedGroup]) -> Tensor:
-    """The index of the group of each judged sample, `[B]`."""
+    """Returns for each judged sample the index of its group, `[B]`."""
     return torch.tensor([index for index, one in enumerate(groups) for _ in one.samples], dtype=torch.int64)
 
 
 def step_rewards(batch: Batch, samples: Sequence[Trajectory]) -> Tensor:
-    """The rewards of steps, at the position that predicts a step's last token, `[T]`; NaN elsewhere. Several rewards at one
-    position, as several verifiers give them, add up."""
+    """Returns a column with each step's reward at the position that predicts the step's last token, `[T]`; NaN elsewhere. Several
+    rewards at one position, as from several verifiers, are added."""
     rewards_T = torch.full(batch.scored_T.shape, torch.nan)
     start = 0
     for sample in samples:
@@ -148,7 +150,8 @@ def step_rewards(batch: Batch, samples: Sequence[Trajectory]) -> Tensor:
 
 
 def terminal_rewards(rewards_B: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Each sequence's reward at its last scored position, `[T]`; dropped if a sequence has none."""
+    """Returns a column with each sequence's reward at its last scored position, `[T]`; 0 elsewhere. The reward of a sequence
+    without scored positions is dropped."""
     rewards_T = torch.zeros(len(scored_T), dtype=rewards_B.dtype)
     sequence_T = sequence_of(lengths)
     positions_N = scored_T.nonzero().squeeze(-1)
@@ -159,8 +162,8 @@ def terminal_rewards(rewards_B: Tensor, scored_T: Tensor, lengths: Sequence[int]
 
 
 def overlong_penalty(tokens_G: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), `[G]` between 0 and -1: nothing up to
-    `max_tokens - buffer_tokens` sampled tokens, then down in a straight line to -1 at `max_tokens`.
+    """Computes DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), `[G]` between 0 and -1: 0 up to
+    `max_tokens - buffer_tokens` sampled tokens, then linearly down to -1 at `max_tokens`.
 
     With a single penalty at the limit, the policy cannot see that length was the reason; the slope shows it.
     """
@@ -169,9 +172,8 @@ def overlong_penalty(tokens_G: Tensor, max_tokens: int, buffer_tokens: int) -> T
 
 
 def length_penalty(tokens_G: Tensor, correct_G: Tensor) -> Tensor:
-    """Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), `[G]`: with `l = 0.5 - (n - min) / (max - min)` over the
-    sampled tokens n of the group, `l` for a correct answer and `min(0, l)` for a wrong one; 0 where all lengths are alike.
-    """
+    """Computes Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), `[G]`: with `l = 0.5 - (n - min) / (max - min)` over
+    the sampled tokens n of the group, `l` for a correct answer and `min(0, l)` for a wrong one; 0 where all lengths are equal."""
     tokens_G = tokens_G.double()
     shortest, longest = tokens_G.aminmax()
     if shortest == longest:
@@ -181,8 +183,8 @@ def length_penalty(tokens_G: Tensor, correct_G: Tensor) -> Tensor:
 
 
 def _group_sums(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Each sample's group sum and group size, `[B]` each in fp64: under `grpo`, rounding in a mean of equal rewards would be
-    divided by a deviation that is rounding too. A value of NaN is absent: neither in the sum nor in the size."""
+    """Returns for each sample the sum and the number of its group's values, `[B]` each; NaN values count in neither. In fp64,
+    because under `grpo` rounding in a mean of equal rewards would be divided by a deviation that is rounding too."""
     _, dense_B = torch.unique(group_ids_B, return_inverse=True)
     groups = int(dense_B.max()) + 1 if dense_B.numel() else 0
     values_B = values_B.double()
@@ -198,7 +200,8 @@ def group_means(values_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 
 def group_normalised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """`(r - mean_g) / (std_g + 1e-6)` with the unbiased deviation, `[B]` in fp64. NaN is absent and stays NaN."""
+    """Normalises each reward by its group, `(r - mean_g) / (std_g + 1e-6)` with the unbiased deviation, `[B]` in fp64. NaN is left
+    out of the statistics and stays NaN."""
     centred_B = rewards_B - group_means(rewards_B, group_ids_B)
     squares_B, sizes_B = _group_sums(centred_B.square(), group_ids_B)
     std_B = (squares_B / (sizes_B - 1).clamp(min=1)).sqrt()
@@ -206,7 +209,7 @@ def group_normalised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 
 def others_means(values_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """The mean over the other samples of each one's group, `[B]` in fp64: a baseline that the sample itself is not in. NaN for a
-    sample that is alone in its group."""
+    """Returns for each sample the mean over the other samples of its group, `[B]` in fp64: a baseline that does not depend on the
+    sample. NaN for the only sample of a group."""
     sums_B, sizes_B = _group_sums(values_B, group_ids_B)
     return torch.where(sizes_B > 1, (sums_B - values_B) / (sizes_B - 1).clamp(min=1), torch.nan)

@@ -1,4 +1,4 @@
-"""Starts a run of `nmoe rl train CONFIG`: builds the parts of the loop in `nmoe/rl/train.py`, and follows it to its last step."""
+"""Starts `nmoe rl train CONFIG`: builds the parts of the training loop in `nmoe/rl/train.py`, and runs it to its last step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
 
 
 def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path:
-    """Runs the configuration to its last step and returns the run directory. `generate_fn` samples in place of the engine. Raises
-    KeyboardInterrupt, with a checkpoint saved, where a signal asked it to stop."""
+    """Trains as the configuration says, to the last step, and returns the run directory. `generate_fn` generates the samples in
+    place of the built-in engine. Raises KeyboardInterrupt, after saving a checkpoint, where a signal asked it to stop."""
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)

@@ -1,6 +1,5 @@
-"""The metrics of a step's rollouts, by the names of `docs/reference/metrics.md`, and how far apart the tasks of a step lie in the
-experts that their samples take.
-"""
+"""Computes the metrics of a step's rollouts, by the names of `docs/reference/metrics.md`, and how much the tasks of a step differ
+in the experts that their tokens are routed to."""
 
 # Shapes: B samples, S sources, Y layers, E experts, K chosen experts, T positions.
 
@@ -23,8 +22,8 @@ from nmoe.types import FAILURES
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards and rates over all judged samples of the step, dropped groups included; lengths and failures over all samples. Raises
-    RuntimeError if none was judged."""
+    """Computes rewards and rates over all judged samples of the step, dropped groups included, and lengths and failures over all
+    samples. Raises RuntimeError if no sample was judged."""
     everything, trajectories = trajectories, [t for t in trajectories if t.trainable]
     failures = Counter(t.grade.failure for t in everything)
     if not trajectories:
@@ -80,7 +79,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def shown(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The figures of the progress line. Open problems have no correctness, and a step without an update no mismatch."""
+    """Selects the metrics of the progress line, by their labels. Those that are missing are left out: open problems have no
+    correctness, and a step without an update no mismatch."""
     shown_as = {
         "reward": "reward_mean",
         "correctness": "correctness",
@@ -93,7 +93,7 @@ def shown(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _moments(values_B: Tensor) -> dict[str, float]:
-    """Mean, standard deviation, minimum and maximum."""
+    """Returns mean, population standard deviation, minimum and maximum."""
     return {
         "mean": float(values_B.mean()),
         "std": float(values_B.std(correction=0)),
@@ -107,10 +107,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def routing_by_source(trajectories: Sequence[Trajectory], experts: int) -> dict[str, NDArray[np.float64]]:
-    """Each source's share of router picks per layer and expert, `[Y, E]`, where every layer's shares add up to 1.
+    """Returns for each source (dataset or task) every expert's share of the router's picks, `[Y, E]`; the shares of a layer add up
+    to 1.
 
     Counts the positions that predict a sample's tokens, and not those that only read its prompt. Samples without recorded routes
-    count nowhere, and a source without any other is left out.
+    are not counted, and a source that has no other samples is left out.
     """
     picks: dict[str, NDArray[np.int64]] = {}
     for trajectory in trajectories:
@@ -128,13 +129,15 @@ def routing_by_source(trajectories: Sequence[Trajectory], experts: int) -> dict[
 
 
 def divergence(shares_SYE: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The Jensen-Shannon divergence in nats of the sources' shares, `[Y]`: the entropy of their mean less the mean of their
-    entropies (Lin 1991, eq. 5.1, with equal weights). 0 if all sources route alike, `ln S` if no two share an expert."""
+    """Returns for each layer the Jensen-Shannon divergence in nats between the sources' expert shares, `[Y]`: the entropy of their
+    mean less the mean of their entropies (Lin 1991, eq. 5.1, with equal weights). 0 if all S sources route alike, `ln S` if no two
+    share an expert."""
     return _entropy(shares_SYE.mean(0)) - _entropy(shares_SYE).mean(0)
 
 
 def routing_metrics(shares: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
-    """`expert_load_divergence` of each layer, by the shares of `routing_by_source`, where there are two sources or more."""
+    """Returns the metric `expert_load_divergence` of each layer from the shares of `routing_by_source`; empty for fewer than two
+    sources."""
     if len(shares) < 2:
         return {}
     # Rounding may leave a little less than 0.

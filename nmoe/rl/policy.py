@@ -1,4 +1,4 @@
-"""The policy of a run: the learner that trains it, and the loss that [algorithm] names."""
+"""Builds the policy of a run: the learner that trains it, and the loss that [algorithm] names."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
-    """The policy: a model, the adapter where that alone is trained, and the value head where the critic shares the trunk. The
-    learning-rate schedule begins when the critic is warm."""
+    """Builds the policy's learner: a model, with an adapter if only that is trained, and with a value head if the critic shares the
+    policy's trunk. The learning-rate schedule begins after the critic's warm-up steps."""
     ranks = Ranks(config.parallel)
     model = build_model(config.model, tokenizer, config.run.seed, balance=False, ranks=ranks)
     lora = add_adapter(config, model)
@@ -54,7 +54,7 @@ def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
 
 
 def _measured(own: Objective) -> Objective:
-    """A user's loss, with the statistics that the metrics read and that it need not return."""
+    """Wraps a user's loss, to add the statistics that metrics need (`log_ratio`, `clipped`) where the loss does not return them."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         weighted_sum, statistics = own(outputs, scored)
@@ -65,7 +65,7 @@ def _measured(own: Objective) -> Objective:
 
 
 def own_loss(algorithm: AlgorithmSection) -> Objective | None:
-    """The policy loss that [algorithm] names, alone; None for a user's loss."""
+    """Returns the built-in policy loss that [algorithm] names, without penalties; None if it names a user's loss."""
     low, high = algorithm.clip_range
     if algorithm.loss == "cispo":
         return cispo(high)
@@ -80,7 +80,7 @@ def own_loss(algorithm: AlgorithmSection) -> Objective | None:
 
 
 def policy_objective(algorithm: AlgorithmSection, critic: Critic | None = None) -> Objective:
-    """The policy loss, plus the divergence penalty, the entropy bonus, and the value loss of a critic on the policy's trunk."""
+    """Returns the policy loss, plus the KL penalty, the entropy bonus, and the value loss of a critic on the policy's trunk."""
     parts = [own_loss(algorithm) or _measured(LOSSES.get(algorithm.loss)(algorithm))]
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
         parts.append(

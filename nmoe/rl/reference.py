@@ -1,5 +1,5 @@
-"""The frozen policy for the KL penalty: the policy at the start of the run or, with `algorithm.reference_every_steps`, at the last
-such step."""
+"""The frozen reference policy of the KL penalty: the policy at the start of the run or, with `algorithm.reference_every_steps`, at
+the last multiple of that many steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 class Reference:
-    """Gives log-probabilities under the reference, and renews it. A reference belongs in a checkpoint only where it is renewed: the
-    first one is the model that the run starts from."""
+    """Computes log-probabilities under the reference policy, and replaces it by the present policy from time to time. A checkpoint
+    holds a reference only if it is ever replaced: otherwise it is the model that the run starts from."""
 
     def __init__(self, learner: Learner, model: Transformer | None, every_steps: int = 0) -> None:
-        """`model` is frozen, and sharded as the learner's is. It is None if an adapter is trained: the reference is then its base
-        with a copy of the adapter, and memory holds no second model. To be created before a resumed run loads its checkpoint."""
+        """`model` is frozen, and sharded as the learner's is. It is None if an adapter is trained: the reference is then the base
+        with a copy of the adapter, and memory holds no second model. Has to be created before a resumed run loads its
+        checkpoint."""
         assert (model is None) == (learner.lora is not None), "the reference of an adapter shares its base"
         if model is not None:
             share_model(model, learner.ranks)
@@ -42,7 +43,7 @@ class Reference:
 
     @classmethod
     def build(cls, config: RLConfig, learner: Learner, tokenizer: Tokenizer) -> Reference | None:
-        """The reference of a run; None if it has no KL penalty."""
+        """Builds the reference of a run; None if there is no KL penalty."""
         if config.algorithm.kl_coef == 0:
             return None
         model = None
@@ -52,7 +53,7 @@ class Reference:
         return cls(learner, model, config.algorithm.reference_every_steps)
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """Log-probabilities of the batch's scored tokens, `[N]`."""
+        """Computes the reference's log-probabilities of the batch's scored tokens, `[scored tokens]`."""
         return in_order(self._learner.on_each_rank(self._rank_logprobs, batch.without_routes()))
 
     def _rank_logprobs(self, micros: MicroBatches) -> Scores:
@@ -66,7 +67,8 @@ class Reference:
     @command
     @torch.no_grad()
     def renew(self, step: int) -> None:
-        """Makes the present policy the reference, every `every_steps` steps."""
+        """Copies the present policy's weights into the reference, if `step` is a multiple of `every_steps`; otherwise does
+        nothing."""
         if self._every_steps and step % self._every_steps == 0:
             assert self._model is not None, "a renewed reference is refused with an adapter"
             release(self._learner.model)
@@ -76,7 +78,7 @@ class Reference:
 
     @property
     def renewed(self) -> bool:
-        """Whether it is ever renewed, and so belongs in a checkpoint."""
+        """Whether the reference is ever replaced, and so belongs in a checkpoint."""
         return self._every_steps > 0
 
     @command

@@ -1,4 +1,4 @@
-"""`nmoe replay`: repeats what a replay bundle records, and reports for each check whether the result is the same."""
+"""`nmoe replay`: repeats the sample that a replay bundle records, and reports for each check whether the result is the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LOOSE_BOUND = 0.5
 
 
 class ReplayDifferenceError(UserError):
-    """The replay differs from the record. The input is valid, so the exit code is 1."""
+    """Raised if a replay differs from the record. The input is valid, so the exit code is 1."""
 
     exit_code = 1
 
@@ -49,8 +49,8 @@ class ReplayDifferenceError(UserError):
 def replay_command(
     path: Path, checkpoint: Path | None, tokenizer_of: Path | None, *, allow_user_code: bool = False
 ) -> Iterator[str]:
-    """Yields a line for each check. Raises ReplayDifferenceError with the first difference, UserError for bad input and, unless
-    `allow_user_code`, for a bundle that names code to run outside a sandbox."""
+    """Replays a bundle, and yields a line for each check. Raises ReplayDifferenceError with the first difference, and UserError for
+    bad input and, unless `allow_user_code`, for a bundle that names code to run outside a sandbox."""
     bundle = read_bundle(path)
     record = bundle.record
     yield (
@@ -100,7 +100,7 @@ def replay_command(
 
 
 class _Sandboxes:
-    """Sandboxes like the run's, started when the first tool asks for one."""
+    """Opens sandboxes with the recorded run's settings; the pool is started when the first tool asks for one."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -124,9 +124,9 @@ class _Sandboxes:
 
 
 def rescored(bundle: Bundle, trajectory: Trajectory, directory: Path) -> Check:
-    """Compares the log-probabilities of the sampled tokens with those that the checkpoint's model gives them.
+    """Compares the recorded log-probabilities of the sampled tokens with the log-probabilities under the checkpoint's model.
 
-    Raises UserError for a checkpoint with other weights than those that sampled, where it records which it has.
+    Raises UserError if the checkpoint's weights are known to be others than those that sampled.
     """
     versions = sorted({version for turn in trajectory.turns for version in turn.sample.versions})
     if trajectory.sampling.temperature == 0:

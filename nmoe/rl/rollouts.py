@@ -1,5 +1,5 @@
-"""Sampling of one policy-gradient step: draws problems, has groups of completions sampled and graded, and replaces groups that
-carry no signal, a bounded number of times (dynamic sampling, DAPO, arXiv:2503.14476, section 3.2).
+"""Samples the rollouts of one policy-gradient step: draws problems, has groups of completions sampled and graded, and replaces
+groups without signal, a bounded number of times (dynamic sampling, DAPO, arXiv:2503.14476, section 3.2).
 
 Where samples are compared within groups, a group with equal rewards carries no signal. A group whose solve rate lies outside
 `batch.solve_rate` is dropped too.
@@ -36,7 +36,8 @@ DECAY = 0.7
 
 @dataclass
 class Rollouts:
-    """The rollouts of one step: all groups, those to train on, why the others were dropped, and the time taken."""
+    """The rollouts of one step: all groups sampled, the groups kept to train on, counts of groups dropped by reason, and the time
+    taken."""
 
     groups: list[Group] = field(default_factory=list)
     kept: list[RewardedGroup] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Rollouts:
         return judged(self.kept)
 
     def why_nothing(self) -> str:
-        """Why there was nothing to train on."""
+        """Returns the reason, for the user, why a step had nothing to train on."""
         if self.kept:
             return "every sample of the groups was cut at the token limit, and those are masked"
         if self.outside_solve_rate:
@@ -67,7 +68,7 @@ class Rollouts:
         return f"every one of {len(self.groups)} groups had rewards all alike"
 
     def times(self) -> dict[str, float]:
-        """Seconds of sampling and, within them, of grading; and tokens sampled per second."""
+        """Returns the seconds of sampling and of grading (which is part of it), and tokens sampled per second."""
         tokens = sum(trajectory.sampled_tokens for trajectory in self.trajectories)
         return {
             "time_rollout_s": self.rollout_s,
@@ -76,7 +77,7 @@ class Rollouts:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Counts of groups sampled and dropped."""
+        """Returns the counts of groups sampled and dropped, of refills, and of problems left out, as metrics."""
         return {
             "groups": len(self.groups),
             "groups_zero_variance": self.zero_variance,
@@ -89,7 +90,7 @@ class Rollouts:
 
 
 class RolloutSampler:
-    """Draws problems from the environment's pool and has them sampled, graded and rewarded."""
+    """Draws problems from the environment's pool, and has completions sampled, graded and rewarded in groups."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class RolloutSampler:
         engine: Engine,
         learner: Learner,
     ) -> None:
-        """`engine` samples the learner's policy."""
+        """`engine` generates with the weights of the learner's policy."""
         self._environment, self._run, self._batch = environment, config.run, config.batch
         self._sampling = Sampling(**config.sampling.model_dump())
         self._collector = Collector(
@@ -129,9 +130,9 @@ class RolloutSampler:
         self._failures = FailureRecords(directory, tokenizer, replays)
 
     def sample(self, step: int) -> Rollouts:
-        """Groups for one step. Those dropped are replaced by fresh prompts, at most `max_refills` times.
+        """Samples the groups for one step. Dropped groups are replaced by groups of fresh prompts, in at most `max_refills` rounds.
 
-        Raises GradingError with its sample saved, and InfrastructureError where every sample was lost.
+        Raises GradingError, after saving its sample, and InfrastructureError if every sample was lost.
         """
         batch, pool, rollouts = self._batch, self._environment.pool, Rollouts()
         passed_over = pool.passed_over
@@ -171,7 +172,7 @@ class RolloutSampler:
         return rollouts
 
     def _keep_or_count(self, group: Group, rollouts: Rollouts) -> None:
-        """Keeps a group, or counts why it is dropped."""
+        """Keeps a group to train on, or counts the reason why it is dropped."""
         rewarded = self._rewards.of(group)
         if not rewarded.samples or not (rewarded.differs or self._keep_equal):
             rollouts.zero_variance += 1
@@ -183,7 +184,7 @@ class RolloutSampler:
             rollouts.kept.append(rewarded)
 
     def _outside_bounds(self, group: Group) -> bool:
-        """Whether the group's solve rate lies outside `batch.solve_rate`."""
+        """Returns whether the group's solve rate lies outside `batch.solve_rate`."""
         lowest, highest = self._batch.solve_rate
         if (lowest, highest) == (0, 1):
             return False
@@ -192,30 +193,32 @@ class RolloutSampler:
 
 
 def solve_rate(group: Group) -> float | None:
-    """Mean correctness of the group's judged samples; None without any, or if the problem has no right answer."""
+    """Returns the mean correctness of the group's judged samples; None if there are none, or if the problem has no right answer."""
     rates = _outcomes(group)
     return sum(rates) / len(rates) if rates else None
 
 
 def _outcomes(group: Group) -> list[float]:
-    """The correctness of each judged sample; none for a problem without a right answer."""
+    """Returns the correctness of each judged sample; empty for a problem without a right answer."""
     if isinstance(TASKS[group.problem.task_type], OpenTask):
         return []
     return [trajectory.grade.extras["correctness"] for trajectory in group.trainable]
 
 
 def unsolved(rate: float) -> float:
-    """The share of a source that is still to be learned, if it is solved at this rate."""
+    """Weighs a source for `Focus` by its share of failures, `1 - rate`."""
     return 1 - rate
 
 
 def learnable(rate: float) -> float:
-    """The variance of a right answer, which is 0 for a source that is never or always solved: its groups carry no signal."""
+    """Weighs a source for `Focus` by the variance of a right answer, `rate * (1 - rate)`: 0 for a source that is never or always
+    solved, whose groups carry no signal."""
     return rate * (1 - rate)
 
 
 class Focus:
-    """Draws more problems from sources that can teach more: groups whose samples all succeed or all fail mostly have equal rewards.
+    """Draws problems more often from sources that can teach more, because groups whose samples all succeed or all fail mostly have
+    equal rewards.
 
     A problem of source s is drawn with probability max(0.1, w(r_s) / max_s' w(r_s')), where r_s is an exponential average of the
     share of its samples that were right, and w is `unsolved` or `learnable`. This is prioritisation by learning potential, as in
@@ -228,7 +231,7 @@ class Focus:
         self.rates: dict[str, float] = {}
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Updates the rates by a step's groups, whether they are trained on or not."""
+        """Updates the sources' rates by the outcomes of a step's groups, also of those not trained on."""
         outcomes: dict[str, list[float]] = {}
         for group in groups:
             outcomes.setdefault(group.problem.source, []).extend(_outcomes(group))
@@ -238,7 +241,7 @@ class Focus:
                 self.rates[source] = DECAY * self.rates.get(source, now) + (1 - DECAY) * now
 
     def share(self, source: str) -> float:
-        """The probability that a problem of this source is drawn; 1 for a source without a rate yet."""
+        """Returns the probability that a problem of this source is drawn; 1 for a source without a rate yet."""
         weights = {name: self._weigh(rate) for name, rate in self.rates.items()}
         most = max(weights.values(), default=0.0)
         if source not in weights or most == 0:
@@ -246,10 +249,10 @@ class Focus:
         return max(LEAST, weights[source] / most)
 
     def admits(self, drawn: Drawn) -> bool:
-        """Whether this problem is drawn."""
+        """Decides whether this problem is drawn."""
         coin = stable_hash("focus", self._seed, drawn.position) / 2**64
         return coin < self.share(drawn.problem.source)
 
     def metrics(self) -> dict[str, float]:
-        """`focus/NAME`: the share of each source's problems that the next step draws."""
+        """Returns `focus/NAME` for each source: the probability that the next step draws a problem of it."""
         return {f"focus/{source}": self.share(source) for source in sorted(self.rates)}

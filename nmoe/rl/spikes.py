@@ -1,6 +1,6 @@
-"""Spikes: the steps whose update went far off, with the prompts and samples that it came from, for spikes.jsonl.
+"""Records spikes (steps whose update went far off) in spikes.jsonl, with the prompts and samples of the update.
 
-Samples are ranked by what the update did to them: how far the learner's log-probabilities are from the sampler's afterwards.
+Samples are ranked by the effect of the update: the distance of the learner's log-probabilities after it from the sampler's.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def spike_record(
     learner: Learner,
     decode: Callable[[list[int]], str],
 ) -> dict[str, Any]:
-    """The line of spikes.jsonl, once the update is done. `samples` are those that were trained on:
+    """Returns the line of spikes.jsonl for a step, after its update. `samples` are the samples that were trained on:
 
         {"step": 10, "spikes": ["grad_norm"], "grad_norm": 73.0, ..., "ratio_max": 1.4,
          "prompts": {"sort/7": "9f86d081884c7d65", ...},
          "worst": [{"problem": "sort/7", "prompt": "9f86d081884c7d65", "index": 3, "reward": 1.0, "tokens": 20,
                     "log_ratio_max": 6.1, "log_ratio_min": -2.0, "log_ratio_abs_mean": 0.7, "text": "..."}, ...]}
 
-    A prompt is named by its problem and by the first 16 digits of the SHA-256 of its question. The worst samples are those with the
-    largest log ratio, of the learner after the update to the sampler, in either direction.
+    A prompt is named by its problem and by `prompt_hash` of its question. The worst samples are those with the largest log ratio,
+    of the learner after the update to the sampler, in either direction.
     """
     batch = policy_batch(samples, None, "token", 0)
     assert batch.behaviour_logprobs_T is not None, "a policy's batch has behaviour logprobs"
@@ -83,5 +83,5 @@ def spike_record(
 
 
 def prompt_hash(question: str) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a question's UTF-8."""
+    """Returns the first 16 hexadecimal digits of the SHA-256 of a question's UTF-8."""
     return hashlib.sha256(question.encode(errors="replace")).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """On-policy distillation: the policy samples, and the advantage of each token is its log-probability under a teacher, minus its
 log-probability under the policy.
 
-Agarwal et al. 2024 (arXiv:2306.13649). `nmoe rl train CONFIG` with a [distillation] table: the loop of `nmoe/rl/train.py`, with the
-teacher's advantages in place of those from rewards, or added to them. The teacher can run on any engine that scores tokens.
+Agarwal et al. 2024 (arXiv:2306.13649). `nmoe rl train CONFIG` with a [distillation] table runs the loop of `nmoe/rl/train.py`, with
+the teacher's advantages in place of those from rewards, or added to them. The teacher can run on any engine that scores tokens.
 """
 
 # Shapes: T predicting positions, N scored ones.
@@ -29,9 +29,9 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def teacher_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, scored_T: Tensor, coef: float) -> Tensor:
-    """`-coef * (log pi(x_t) - log teacher(x_t))` at every scored position, with a discount of 0 (Agarwal et al. 2024,
-    arXiv:2306.13649, with reverse KL; as a policy gradient: Lu 2025, "On-policy distillation"). `logprobs_T` come from the policy
-    that sampled.
+    """Computes the advantages of distillation, `-coef * (log pi(x_t) - log teacher(x_t))` at every scored position, with a discount
+    of 0 (Agarwal et al. 2024, arXiv:2306.13649, with reverse KL; as a policy gradient: Lu 2025, "On-policy distillation").
+    `logprobs_T` come from the policy that sampled.
 
     In expectation over the sampled token its policy gradient equals the gradient of `-coef * KL(pi || teacher)` at each state that
     the policy reached. In imitation, by contrast, the student learns from the states of the teacher.
@@ -41,7 +41,7 @@ def teacher_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, scored_T:
 
 
 class ScoringEngine(Protocol):
-    """The part of an engine that a teacher needs."""
+    """The part of an inference engine's interface that a teacher uses: scoring given tokens."""
 
     def run(self, coroutine: Coroutine[Any, Any, list[list[float]]]) -> list[list[float]]: ...
 
@@ -49,7 +49,7 @@ class ScoringEngine(Protocol):
 
 
 class Teacher:
-    """A frozen model on a separate engine."""
+    """A frozen model on a separate engine, whose log-probabilities the policy learns to match."""
 
     def __init__(self, section: DistillationSection, engine: ScoringEngine, temperature: float) -> None:
         """`temperature` is the policy's sampling temperature, so that a policy with the teacher's logits is optimal."""
@@ -57,8 +57,8 @@ class Teacher:
 
     @classmethod
     def build(cls, config: RLConfig, policy: ModelConfig, tokenizer: Tokenizer) -> Teacher | None:
-        """The teacher that the configuration names, if any. Raises UserError if it has other tokens than the policy, or a shorter
-        context."""
+        """Loads the teacher that [distillation] names; None without that table. Raises UserError if its tokens differ from the
+        policy's, or if its context is shorter."""
         section = config.distillation
         if section is None:
             return None
@@ -80,8 +80,9 @@ class Teacher:
         return cls(section, engine, config.sampling.temperature)
 
     def advise(self, batch: Batch) -> tuple[Batch, Tensor, dict[str, float]]:
-        """Adds the teacher's advantages to `reward_coef` times the batch's. Returns the batch, the sums at the scored tokens,
-        `[N]`, and `teacher_kl`, the mean of `log pi - log teacher` over them. Needs `behaviour_logprobs` or `old_logprobs`."""
+        """Replaces the batch's advantages A by `reward_coef` A plus the teacher's advantages. Returns the batch, the new advantages
+        at the scored tokens, `[N]`, and the metric `teacher_kl`, the mean of `log pi - log teacher` over them. Needs
+        `behaviour_logprobs` or `old_logprobs`."""
         logprobs_T = batch.behaviour_logprobs_T if batch.old_logprobs_T is None else batch.old_logprobs_T
         assert logprobs_T is not None, "a batch of samples has their behaviour log-probabilities"
         assert batch.advantages_T is not None, "advantages from rewards come first"
@@ -93,7 +94,7 @@ class Teacher:
         return replace(batch, advantages_T=advantages_T), advantages_T[batch.scored_T], metrics
 
     def _logprobs(self, batch: Batch) -> Tensor:
-        """The teacher's log-probability of every position's target, `[T]`."""
+        """Computes the teacher's log-probability of every position's target, `[T]`."""
         inputs, targets = batch.inputs_T.split(list(batch.lengths)), batch.targets_T.split(list(batch.lengths))
         sequences = [[*read.tolist(), int(then[-1])] for read, then in zip(inputs, targets, strict=True) if len(read)]
 

@@ -1,5 +1,5 @@
-"""GRPO and related policy-gradient methods. Each step samples a group of completions per prompt, grades them, and raises the
-probability of those above the group's mean. `nmoe rl train CONFIG`
+"""GRPO and related policy-gradient methods, the loop of `nmoe rl train CONFIG`. Each step samples a group of completions per
+prompt, grades them, and raises the probability of those above the group's mean.
 
 Shao et al. 2024 (arXiv:2402.03300), algorithm 1, in the style of R1-Zero: all rewards come from verifiers. `PolicyGradient.step` is
 one step. The variants that [algorithm] names differ in their advantage and in their loss; a [critic] makes it PPO (critic.py), and
@@ -40,7 +40,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 class PolicyGradient(Recipe):
-    """The algorithm, and its state: policy, engine, and the position in the environment."""
+    """The policy-gradient training loop with its state: policy, engine, and the position in the environment's problems."""
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class PolicyGradient(Recipe):
         return Step(metrics, shown(metrics))
 
     def evaluate(self) -> HeldOut | None:
-        """The share of held-out problems solved, the same problems each time. Raises GradingError with its sample saved."""
+        """Evaluates the policy on the held-out problems, the same ones each time; None if there are none or no evaluation is due.
+        Raises GradingError after saving its sample."""
         if not self.probes:
             return None
         records = self.probes.evaluate(self._at, self.engine, self.run.directory)
@@ -154,7 +155,8 @@ class PolicyGradient(Recipe):
         return lines
 
     def _advance_curriculum(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The stage and the weights that this step was graded by; its rates may open the next stage."""
+        """Gives the step's rates to the curriculum, which may open its next stage. Returns the stage and the reward weights that
+        this step was graded by, as metrics; empty without a curriculum."""
         curriculum = self.environment.curriculum
         if curriculum is None:
             return {}
@@ -167,8 +169,8 @@ class PolicyGradient(Recipe):
         return in_force
 
     def _record(self, step: int, rollouts: Rollouts, metrics: Mapping[str, float]) -> None:
-        """Records the step's first group as samples, the first of several steps without an update, and a spike with the prompts
-        and samples that it came from."""
+        """Writes the step's first group to the samples file, a spike with its prompts and samples to spikes.jsonl, and an alert at
+        the first of consecutive steps without an update."""
         if metrics["skipped"] and not self._skipped:
             self.run.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
         self._skipped = bool(metrics["skipped"])
@@ -179,7 +181,7 @@ class PolicyGradient(Recipe):
             self.run.ledger.spike(spike_record(step, spikes, metrics, rollouts.kept_samples, self.learner, decode))
 
     def _record_routing(self, step: int, shares: Mapping[str, NDArray[np.float64]]) -> None:
-        """Records the experts that each source takes, at the first step, the last, and each that an evaluation follows."""
+        """Records each source's share of the experts' load, at the first step, the last, and each that an evaluation follows."""
         every = self.evaluate_every
         if len(shares) > 1 and (step in (1, self.config.run.steps) or (every and step % every == 0)):
             self.run.ledger.routing(step, {source: shares_YE.tolist() for source, shares_YE in shares.items()})

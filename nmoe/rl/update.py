@@ -1,10 +1,11 @@
-"""The optimizer steps of one batch of groups, of the policy and of its critic, and how far they moved the policy.
+"""Takes the optimizer steps of a training step, for the policy and its critic, and measures how far they moved the policy.
 
-The ratios among the metrics of an update are those inside it. With one update a step, the default, they are 1 on every token and
-say nothing of how far the update went. So a few sequences are scored once more when the updates are done: at most `MOST_TOKENS`
-trained tokens, and at most `SHARE` of the positions that a pass over the batch computes. Of a sequence that is longer its beginning
-is scored, with `LEAST_TOKENS` trained tokens, if it has them: a prompt longer than the share is therefore scored whole. On the
-speedrun this takes under 2% of a step (`benchmarks/watching.py`). Nothing of the run depends on it.
+The importance ratios that the update's passes report are measured before each optimizer step. With one update a step, the default,
+they are 1 on every token and say nothing of how far the update went. So a few sequences are scored once more when the updates are
+done: at most `MOST_TOKENS` trained tokens, and at most `SHARE` of the positions that a pass over the batch computes. If already the
+first sequence is longer, only its beginning is scored, up to that share or until it has `LEAST_TOKENS` trained tokens: a prompt
+longer than the share is therefore scored whole. On the speedrun this takes under 2% of a step (`benchmarks/watching.py`). Nothing
+of the run depends on it.
 """
 
 # Shapes: T predicting positions, N scored ones of the batch, M those that are measured, B sequences.
@@ -42,7 +43,7 @@ SHARE = 1 / 32
 
 
 class PolicyUpdate:
-    """Runs the optimizer steps for one batch of groups, of the policy and of its critic."""
+    """Takes the optimizer steps of a training step, for the policy and its critic."""
 
     def __init__(
         self,
@@ -55,7 +56,8 @@ class PolicyUpdate:
         reference: Reference | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """`sizes` says how many optimizer steps there are, by default one, and `seed` how groups are dealt out among them."""
+        """`sizes` sets the number of optimizer steps per training step, by default 1; `seed` decides how groups are dealt to
+        them."""
         self.learner, self.algorithm = learner, algorithm
         self.reference, self.critic = reference, critic
         self._constant_length, self._sizes, self._seed = sampling.max_new_tokens, sizes or BatchSection(), seed
@@ -63,8 +65,8 @@ class PolicyUpdate:
         self._objective, self._loss = policy_objective(algorithm, critic), own_loss(algorithm)
 
     def batch(self, samples: Sequence[Trajectory]) -> Batch:
-        """The samples as one batch, with the log-probabilities and values that advantages and losses compare with:
-        the reference's, the learner's before the updates, and the critic's."""
+        """Packs the samples into a batch, with the columns that advantages and losses need: log-probabilities under the reference
+        and under the learner before the updates, and the critic's values."""
         algorithm = self.algorithm
         batch = policy_batch(samples, None, algorithm.aggregation, self._constant_length)
         if self.reference is not None:
@@ -75,7 +77,8 @@ class PolicyUpdate:
         return batch if self.critic is None else self.critic.with_values(batch)
 
     def update(self, step: int, experience: Experience | None) -> dict[str, float]:
-        """Takes the optimizer steps and returns their metrics, which are empty without experience."""
+        """Takes the optimizer steps of a training step and returns their metrics; does nothing and returns none if `experience` is
+        None."""
         if experience is None:
             return {}
         metrics = experience.metrics
@@ -105,7 +108,7 @@ class PolicyUpdate:
 
 
 def joined_passes(passes: Sequence[PassResult]) -> PassResult:
-    """Joins the passes of several updates into one: all tokens, mean losses, and all router picks."""
+    """Joins the passes of several updates into one result: all tokens, mean losses, and all router picks."""
     if len(passes) == 1:
         return passes[0]
     routing = passes[0].routing
@@ -123,7 +126,8 @@ def joined_passes(passes: Sequence[PassResult]) -> PassResult:
 
 
 def joined_steps(steps: Sequence[StepResult]) -> StepResult:
-    """Joins several optimizer steps into one: the settings of the last, the largest gradient norm, and whether any overflowed."""
+    """Joins the results of several optimizer steps into one: the last one's learning rate, the largest gradient norm, and whether
+    any overflowed."""
     norms = [step.grad_norm for step in steps if step.grad_norm is not None]
     return replace(steps[-1], grad_norm=max(norms) if norms else None, overflow=any(step.overflow for step in steps))
 
@@ -131,8 +135,8 @@ def joined_steps(steps: Sequence[StepResult]) -> StepResult:
 def update_metrics(
     result: PassResult, step: StepResult, advantages: Tensor, mismatch_N: Tensor | None = None
 ) -> dict[str, float]:
-    """Metrics of the update. `mismatch_N` is the log ratio of learner to sampler at the same weights, measured before the updates.
-    It is None for a single update on fresh samples, where it equals the update's own log ratio."""
+    """Computes the metrics of a training step's updates. `mismatch_N` is the log ratio of learner to sampler at the same weights,
+    measured before the updates; None for a single update on fresh samples, where it equals the update's own log ratio."""
     log_ratio_N = result.tokens["log_ratio"].double()
     advantages = advantages.double()
     clamped_N = log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -168,9 +172,9 @@ def update_metrics(
 def effect(
     learner: Learner, batch: Batch, before_N: Tensor, loss: Objective | None, seed: int, step: int
 ) -> dict[str, float]:
-    """The metrics of how far the updates of a step moved the policy. `batch` is what they trained on, with advantages, and
-    `before_N` its log-probabilities before the first of them. `loss` says which tokens it would clip in another update; without one
-    there is no `update_clip_ratio`."""
+    """Measures how far the updates of a step moved the policy, as metrics. `batch` is the batch that they trained on, with
+    advantages, and `before_N` its log-probabilities before the first update. `update_clip_ratio` is the share of tokens that `loss`
+    would clip in another update; it is missing if `loss` is None."""
     part = measured(replace(batch, old_logprobs_T=batch.column(before_N)), seed, step)
     after_M = learner.logprobs(part).result()
     assert part.old_logprobs_T is not None, "given above"
@@ -190,8 +194,8 @@ def effect(
 
 
 def tails(name: str, log_ratio_N: Tensor) -> dict[str, float]:
-    """The tails of the log ratio between two policies: the highest, before any clamping, the lowest, and the 99th percentile of the
-    absolute value."""
+    """Returns the extremes of the log ratio between two policies as metrics: highest and lowest, not clamped, and the 99th
+    percentile of the absolute value."""
     sorted_N = log_ratio_N.double().abs().sort().values
     return {
         f"{name}_log_ratio_max": float(log_ratio_N.max()),
@@ -201,8 +205,9 @@ def tails(name: str, log_ratio_N: Tensor) -> dict[str, float]:
 
 
 def measured(batch: Batch, seed: int, step: int) -> Batch:
-    """The sequences of a batch that are measured: whole ones in an order drawn from seed and step, up to the limits. Where the
-    first is beyond them alone, its first positions: as many as they allow, with `LEAST_TOKENS` trained tokens at least."""
+    """Selects the part of a batch that `effect` scores: whole sequences in an order drawn from seed and step, up to the limits. If
+    already the first exceeds them, only its beginning: as many positions as they allow, with at least `LEAST_TOKENS` trained tokens
+    if it has so many."""
     rows = batch.shared_rows()
     positions = SHARE * (batch.tokens if rows is None else len(rows[0]))
     trained_B = torch.bincount(batch.sequence_ids()[batch.scored_positions], minlength=len(batch.lengths)).tolist()
