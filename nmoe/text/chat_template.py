@@ -1,11 +1,11 @@
-"""Render conversations by a tokenizer's own chat template (Jinja, as in Hugging Face checkpoints), as token ids.
+"""Renders conversations as token ids by a tokenizer's own chat template (Jinja, as in Hugging Face checkpoints).
 
 The template writes the structure, with its control tokens. Content passes through the same template and cannot forge a control
 token (`nmoe.text.guard`).
 
-A conversation only grows. `continuation_ids` gives the text of the template after a sampled turn. A template that rewrites
-earlier messages (drops earlier reasoning, moves the system message) is refused, because the policy would be trained on another
-history than it saw.
+A conversation only grows. `continuation_ids` returns the tokens that the template writes after a sampled turn. A template that
+rewrites earlier messages (drops earlier reasoning, moves the system message) is refused, because the policy would be trained on
+another history than it saw.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    r"""The answer of a tool to one call: `ToolAnswer("python", "42\n", "0/0")`."""
+    r"""A tool's answer to one call: `ToolAnswer("python", "42\n", "0/0")`."""
 
     name: str
     content: str
@@ -58,7 +58,7 @@ _GIVEN = frozenset(
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer, with the declared tools."""
+    """The chat template of a tokenizer, together with the tools that it declares to the model."""
 
     def __init__(
         self,
@@ -67,12 +67,11 @@ class ChatTemplate:
         effort: str | None = None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """With an `effort`, the template is given it as `reasoning_effort`. `arguments` are names that only this template has, and
-        their values, such as `enable_thinking`, which transformers takes as keyword arguments and servers as
-        `chat_template_kwargs`.
+        """`effort` is given to the template as `reasoning_effort`. `arguments` are variables of this template, such as
+        `enable_thinking`, which transformers takes as keyword arguments and servers as `chat_template_kwargs`.
 
-        Raises UserError where the tokenizer has no template or no end-of-turn token, where the template knows no
-        `reasoning_effort` or has not one of the arguments' names, and where it cannot continue after a turn.
+        Raises UserError if the tokenizer has no template or no end-of-turn token, if the template does not use `reasoning_effort`
+        or one of the arguments, and, with tools, if it cannot continue after a sampled turn.
         """
         names, template = tokenizer.named_tokens, tokenizer.chat_template
         if template is None or not tokenizer.end_ids:
@@ -108,8 +107,8 @@ class ChatTemplate:
             self.continuation_ids([Message("user", "?")], [[said], [said]])
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Renders the conversation and the start of the assistant's next turn. Raises UserError where neither the template nor a
-        message names a declared tool: a policy would never call it."""
+        """Renders the conversation and the start of the assistant's next turn. Raises UserError if neither the template nor a
+        message names a declared tool, because a policy would never call it."""
         unnamed = [name for name in self._undeclared if not any(name in message.content for message in messages)]
         if unnamed:
             raise UserError(
@@ -120,23 +119,23 @@ class ChatTemplate:
         return self._guard.encode(self._render(self._guard.messages(messages, breaker), opens_turn=True), breaker)
 
     def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text that the template writes for a conversation, as it is."""
+        """Renders a conversation as text, without protection against control tokens in its content."""
         return self._render([dict(message) for message in messages])
 
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolDefinition] = ()
     ) -> list[tuple[list[int], int | None]]:
-        """Renders a whole conversation of a dataset in pieces: ids, and the index of the assistant's message that samples them,
-        or None for ids that the assistant reads.
+        """Renders a dataset's whole conversation as pieces: pairs of ids and the index of the assistant's message that a model
+        would sample these ids for, or None for ids that it only reads.
 
         A template with {% generation %} marks the sampled parts itself. For other templates they follow the opening of the turn
         (`add_generation_prompt`). The control token that ends a turn is always sampled with it. Pieces are encoded separately, like
         prompt and sample, so that no token spans two of them. No text becomes a control token, in tools neither; only the
         assistant's own words may contain the tags of reasoning and calls.
 
-        A turn is not a separate piece where the template writes the text before it, its opening included, differently than when
-        the turn was asked for: a policy cannot sample it there. Raises UserError where the template refuses the conversation, and
-        where a turn has no end.
+        A turn gets no piece if the template writes the text before it, its opening included, differently than in the prompt for
+        that turn: a policy cannot sample it there. Raises UserError if the template refuses the conversation, and for a turn
+        without an end.
         """
         declared = [tool.as_function() for tool in tools]
         breaker, _ = self._guard.unused(strings([*messages, *declared]))
@@ -168,11 +167,11 @@ class ChatTemplate:
     def sampled(
         self, messages: Sequence[Mapping[str, Any]], reasoning: str, tools: Sequence[ToolDefinition] = ()
     ) -> tuple[list[int], list[int]] | None:
-        """Renders the last message, the assistant's, as a policy samples it where the template writes it in another way than it
-        opens the turn: the prompt, and the turn. A template may open the reasoning of each turn that it asks for, and leave it
-        out of those that it writes (DeepSeek-R1). Then the turn is `reasoning`, closed, and the template's text.
+        """Renders the last message, the assistant's, as prompt and sampled turn, for a template that writes a finished turn
+        differently than it opens one. Such a template may open the reasoning in each prompt, and leave reasoning out of finished
+        turns (DeepSeek-R1). Then the turn is `reasoning`, the closing tag, and the template's text.
 
-        Returns None if the template begins the turn in a third form, and where that form cannot hold the reasoning.
+        Returns None if neither form fits the beginning of the turn, or if the form that fits cannot hold the reasoning.
         """
         declared = [tool.as_function() for tool in tools]
         breaker, _ = self._guard.unused(strings([*messages, *declared, reasoning]))
@@ -197,22 +196,23 @@ class ChatTemplate:
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
-        """The tokens that are no part of a sampled turn: control tokens, and those that write a user's message and open a turn,
-        which some tokenizers do not call special. Tags of reasoning and calls are none: in a turn they are its form."""
+        """The tokens that may not be part of a sampled turn: control tokens, and the tokens around a user's message and at the
+        opening of a turn, which some tokenizers do not call special. Tags of reasoning and calls are not included: in a turn they
+        are structure."""
         tags = {self._guard.added.get(tag) for tag in TAGS}
         asked = set(self.prompt_ids([Message("user", "?")])) & set(self._guard.added.values())
         return (self._tokenizer.control_ids | asked) - tags
 
     @cached_property
     def opens_reasoning(self) -> bool:
-        """Whether the template opens the reasoning of a turn in its prompt."""
+        """Whether the template's prompt ends in an opened reasoning block."""
         asked = [{"role": "user", "content": "?"}]
         before, opened = self._render(asked), self._render(asked, opens_turn=True)
         return _leaves_open(opened[len(before) :] if opened.startswith(before) else opened)
 
     @cached_property
     def default_system(self) -> str:
-        """The system message that the template writes into a conversation without one; "" for a template that writes none."""
+        """The system message that the template adds to a conversation without one; "" if it adds none."""
         asked, mark = {"role": "user", "content": "?"}, "another system message"
         try:
             before, _, after = self._render([{"role": "system", "content": mark}, asked]).partition(mark)
@@ -224,18 +224,18 @@ class ChatTemplate:
         return text[len(before) : len(text) - len(after)].strip()
 
     def names(self, text: str) -> bool:
-        """Whether a text stands in the template."""
+        """Returns whether the template's source contains this text."""
         return text in self._template
 
     def completion_ids(self, text: str) -> list[int]:
-        """Renders a text as a sampled turn: control tokens by their names, followed by the end of the turn."""
+        """Renders a text as a sampled turn: names of control tokens become these tokens, and the end of the turn follows."""
         end = self.stop_ids[0] if self._written_end is None else self._written_end
         return [*self._guard.encode(text, self._guard.unused([text])[0]), end]
 
     def continuation_ids(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolAnswer]]) -> list[int]:
-        """Renders the tokens after the last sampled one: the end of its turn as the template writes it, the answers to the latest
-        round of calls, and the start of the next turn. Marks stand for the sampled turns.
-        """
+        """Renders the tokens after the last sampled token of a turn with calls: the rest of that turn's end as the template writes
+        it, the answers to the latest round of calls, and the start of the next turn. In the rendering, placeholders stand for the
+        sampled turns. Raises UserError if the template rewrites earlier messages."""
         answers = [answer.content for round_ in rounds for answer in round_]
         breaker, mark = self._guard.unused([*answers, *(message.content for message in messages)])
         history = self._guard.messages(messages, breaker)
@@ -263,11 +263,11 @@ class ChatTemplate:
         return self._guard.encode(after, breaker)
 
     def user_ids(self, messages: Sequence[Message]) -> list[int] | None:
-        """Renders the tokens after the last sampled one where the user speaks next: the end of the sampled turn as the template
-        writes it, the user's words, and the start of the next turn.
+        """Renders the tokens after the last sampled token when the user speaks next: the rest of the sampled turn's end as the
+        template writes it, the user's words, and the start of the next turn.
 
-        The last two messages are the sampled turn, for which a mark stands, and the user's message. Returns None if the
-        template then rewrites earlier messages, for example by dropping their reasoning.
+        The last two messages are the sampled turn, replaced by a placeholder, and the user's message. Returns None if the template
+        then rewrites earlier messages, for example by dropping their reasoning.
         """
         *earlier, _, user = messages
         breaker, mark = self._guard.unused(message.content for message in messages)
@@ -285,22 +285,22 @@ class ChatTemplate:
 
     @cached_property
     def _written_end(self) -> int | None:
-        """The token with which the template ends the assistant's message; None if only the next message ends it."""
+        """The token that the template writes at the end of the assistant's message; None if the message ends only where the next
+        one begins."""
         text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
         found = self._end.search(text, text.rfind("!"))
         return None if found is None else self._ends[found[0]]
 
     def _unended(self) -> str:
-        """The start of an error about a turn without an end."""
+        """Returns the first part of the error message about a turn without an end."""
         return (
             f"the chat template does not end the assistant's message in {' or '.join(map(repr, self._ends))}, the tokenizer's "
             "eos_token and the ends in generation_config.json (name the template's end in its eos_token_id)"
         )
 
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> list[tuple[int, int, int]]:
-        """Finds the assistant's turns in the text: start (after the opening of the turn), end, and index of the message. Leaves
-        out a turn whose opening in this text differs from its opening when it is asked for.
-        """
+        """Finds the assistant's turns in a rendered conversation: start (after the opening of the turn), end, and index of the
+        message. Leaves out a turn whose opening in this text differs from its opening in a prompt."""
         turns: list[tuple[int, int, int]] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or index == 0:
@@ -321,16 +321,15 @@ class ChatTemplate:
         return turns
 
     def _end_after(self, text: str, start: int) -> int:
-        """The position behind the next end of a turn. Raises UserError if there is none."""
+        """Returns the position after the next token that ends a turn. Raises UserError if there is none."""
         end = self._end.search(text, start)
         if end is None:
             raise UserError(self._unended())
         return end.end()
 
     def _regions(self, turns: Sequence[tuple[int, int, int]], text: str) -> list[tuple[int, int, int]]:
-        """Extends each turn to the start of the next, and the first back to the start of the text, to assign generation marks to
-        turns.
-        """
+        """Extends each turn back to the end of the turn before (the first to the start of the text, the last also to its end), to
+        assign generation marks to turns."""
         starts = [0, *(end for _, end, _ in turns[:-1])]
         ends = [*(end for _, end, _ in turns[:-1]), len(text)]
         return [(start, end, index) for start, end, (_, _, index) in zip(starts, ends, turns, strict=True)]
@@ -341,7 +340,8 @@ class ChatTemplate:
     def _render_marked(
         self, messages: Sequence[dict[str, Any]], tools: Any
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Returns the text and the spans that {% generation %} marks; None if the template has no such marks."""
+        """Renders a conversation; returns the text and the spans that {% generation %} marks, None if the template has no such
+        marks."""
         marks = _GENERATION.search(self._template) is not None
         texts, marked = self._rendered(messages, tools, False, marks)
         return texts[0], marked[0] if marks else None
@@ -368,5 +368,5 @@ class ChatTemplate:
 
 
 def _leaves_open(opening: str) -> bool:
-    """Whether reasoning is open behind the opening of a turn."""
+    """Returns whether the opening of a turn contains a reasoning tag that is not closed."""
     return opening.rfind(THINK) > opening.rfind(END_THINK)

@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file, made one of Hugging Face's: byte-level BPE (`tokenizer.ggml.model = gpt2`), or SentencePiece's BPE
+"""Converts the tokenizer in a GGUF file to Hugging Face's: byte-level BPE (`tokenizer.ggml.model = gpt2`), or SentencePiece's BPE
 (`llama`).
 
-llama.cpp keeps tokens, their kinds, and merges or scores. How a text is cut before merging has only a name there
+llama.cpp keeps tokens, their kinds, and merges or scores. The rule by which a text is cut before merging has only a name there
 (`tokenizer.ggml.pre`), which stands for the rule of the family's tokenizer.
 """
 
@@ -51,8 +51,8 @@ _ONE, _UP_TO_THREE = r"\p{N}", r"\p{N}{1,3}"
 
 @dataclass(frozen=True)
 class _Rule:
-    """How a family cuts a text. `whole`: a piece that is a token is taken whole, whether merges lead to it or not. `opened`: a text
-    begins with the tokenizer's `bos_token` where the file does not say."""
+    """How a model family's tokenizer cuts a text before merging. `whole`: a piece that is a token becomes that token, even if no
+    merges lead to it. `opened`: a text begins with the `bos_token` unless the file says otherwise."""
 
     cut: Any
     whole: bool = False
@@ -72,9 +72,10 @@ _RULES = {
 
 
 def tokenizer_of(file: GGUFFile) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer of a file, and the files that stand beside its tokenizer.json: its configuration, with the chat templates.
+    """Returns the tokenizer of a GGUF file, and the text of the files to save with it: `tokenizer_config.json`, with the chat
+    templates.
 
-    Raises UserError for a kind that is not read.
+    Raises UserError for a kind of tokenizer that is not supported.
     """
     tokens = _strings(file, "tokenizer.ggml.tokens")
     kinds = file.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
@@ -113,7 +114,8 @@ def tokenizer_of(file: GGUFFile) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
-    """The tokenizer, and whether a text begins with its `bos_token` where the file does not say."""
+    """Builds a byte-level BPE tokenizer; returns it, and whether a text begins with its `bos_token` unless the file says
+    otherwise."""
     name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in _RULES:
         raise UserError(
@@ -139,7 +141,8 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[tokenizers.Tokenizer
 
 
 def _sentence_piece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE joins the pair whose token has the highest score; here each such pair is a merge of that rank."""
+    """Builds a SentencePiece BPE tokenizer. SentencePiece joins the pair whose token has the highest score; here each pair of
+    tokens that makes a token is a merge, ranked by that score."""
     scores = file.need("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {len(tokens)} tokens, and {len(scores)} scores; fetch the file again")
@@ -175,7 +178,7 @@ _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 
 
 def _named(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
-    """The tokens with a role. Raises UserError for an id beyond the vocabulary."""
+    """Returns the tokens with a role, such as `{"eos_token": "</s>"}`. Raises UserError for an id beyond the vocabulary."""
     found = {}
     for stored, name in _NAMED.items():
         id_ = file.get(f"tokenizer.ggml.{stored}_token_id", int)
@@ -190,7 +193,7 @@ def _named(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
 
 
 def _templates(file: GGUFFile) -> str | list[dict[str, str]] | None:
-    """The chat template; where there are several, all of them under their names, as Hugging Face has them."""
+    """Returns the chat template; a list of named templates, in Hugging Face's form, if there are several; None if there is none."""
     default = file.get("tokenizer.chat_template", str)
     others = {
         name: file.need(f"tokenizer.chat_template.{name}", str)

@@ -1,8 +1,8 @@
-"""Keep the content of messages from forging control tokens on its way through a chat template.
+"""Keeps the content of messages from forging control tokens when a chat template renders it.
 
-A template writes structure and content into one text. Before rendering, the name of every control token inside a content is
-broken up by a character, the breaker, that occurs nowhere else. The breaker is removed again, between the control tokens, before
-the text is encoded. For honest content the ids are exactly the same as transformers'.
+A template writes structure and content into one text. Before rendering, the name of every control token inside a content is broken
+up by a character, the breaker, that occurs nowhere else. The breaker is removed again, between the control tokens, before the text
+is encoded. For honest content the ids are exactly the same as transformers'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _WORD = re.compile(r"[\w.-]*")
 
 
 class ContentGuard:
-    """Breaks up the names of one tokenizer's control tokens in content, and encodes the text that a template makes of it."""
+    """Breaks up the names of a tokenizer's control tokens in content before a template renders it, and encodes the rendered
+    text."""
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         self._tokenizer, self._template = tokenizer, template
@@ -36,11 +37,12 @@ class ContentGuard:
         self._foreign_starts = _starts([name for name in added if name not in TAGS])
 
     def messages(self, messages: Sequence[Message], breaker: str) -> list[dict[str, Any]]:
-        """Guards the messages of a prompt and gives them the form that templates take."""
+        """Guards the messages of a prompt, and returns them as the dictionaries that templates take."""
         return [self.message({"role": one.role, "content": one.content}, breaker) for one in messages]
 
     def message(self, message: Mapping[str, Any], breaker: str) -> dict[str, Any]:
-        """Guards one message of a dataset. Templates know no developer role, so that its messages get the role system."""
+        """Guards one message of a dataset. A developer message becomes a system message, because templates know no developer
+        role."""
         role, content = message["role"], message.get("content")
         guarded: dict[str, Any] = {"role": _ROLES.get(role, role)}
         guarded |= {key: self.value(value, breaker) for key, value in message.items() if key not in ("role", "content")}
@@ -49,7 +51,8 @@ class ContentGuard:
         return guarded
 
     def value(self, value: Any, breaker: str) -> Any:
-        """Guards all texts inside a value except plain words: templates compare names and look at the length of ids."""
+        """Guards all texts inside a JSON value except single words, because templates compare names and look at the length of
+        ids."""
         if isinstance(value, str):
             return value if _WORD.fullmatch(value) else self.text(value, breaker)
         if isinstance(value, Mapping):
@@ -57,10 +60,9 @@ class ContentGuard:
         return [self.value(one, breaker) for one in value] if isinstance(value, list | tuple) else value
 
     def text(self, content: str, breaker: str, by_assistant: bool = False) -> str:
-        """Puts a breaker inside every token name in the content, and at both ends, where the content could complete a name that
-        the template begins. White space at the ends stays outside, because templates trim it. Content that is only white space
-        stays as it is. Text `by_assistant` keeps the tags of reasoning and calls.
-        """
+        """Puts a breaker inside every token name in the content, and at both ends, where the content could complete a name that the
+        template begins. White space at the ends stays outside, because templates trim it. Content that is only white space is not
+        changed. If the text is written `by_assistant`, tags of reasoning and calls are not broken up."""
         core = content.strip()
         if not core:
             return content
@@ -78,7 +80,7 @@ class ContentGuard:
         )
 
     def encode(self, text: str, breaker: str) -> list[int]:
-        """Encodes the text of a template: names of control tokens become control tokens, and no other text does."""
+        """Encodes a rendered text: names of control tokens become control tokens, unless a breaker was put into them."""
         ids: list[int] = []
         for piece in self._split.split(text):
             if piece in self.added:
@@ -89,25 +91,25 @@ class ContentGuard:
         return ids
 
     def unused(self, texts: Iterable[str]) -> tuple[str, str]:
-        """Picks two characters of the private-use area that occur neither in the texts nor in the template."""
+        """Returns two characters of Unicode's private-use area that occur neither in the texts nor in the template."""
         present = set(self._template).union(*texts)
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in present)
         return next(free), next(free)
 
 
 def _starts(names: Sequence[str]) -> re.Pattern[str]:
-    """Matches the start of each name, also inside another name."""
+    """Returns a pattern that matches at the start of each name, also inside another name."""
     return re.compile(f"(?=(?:{'|'.join(map(re.escape, names))}))" if names else r"(?!)")
 
 
 def _pieces(text: str, starts: re.Pattern[str]) -> list[str]:
-    """Cuts the text after the first character of every token name in it, so that no piece contains one."""
+    """Cuts the text after the first character of every token name in it, so that no piece contains a name."""
     cuts = [0, *(match.start() + 1 for match in starts.finditer(text)), len(text)]
     return [text[start:end] for start, end in pairwise(cuts)]
 
 
 def strings(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON."""
+    """Yields all strings inside a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

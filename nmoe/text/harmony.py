@@ -1,15 +1,15 @@
-"""The Harmony format: conversations and sampled turns as token ids, and back.
+"""The Harmony format of the gpt-oss models: renders conversations and sampled turns as token ids, and parses them.
 
 Format: https://github.com/openai/harmony (docs/format.md). One message reads
 
     <|start|>AUTHOR[ to=RECIPIENT][<|channel|>CHANNEL[ to=RECIPIENT]][ <|constrain|>TYPE]<|message|>CONTENT<|end|>
 
-and is written with the recipient after the channel when that is `commentary`, before it otherwise. AUTHOR is a role,
-`role:name`, or, for a tool's answer, the tool's name alone.
+and is written with the recipient after the channel when that is `commentary`, before it otherwise. AUTHOR is a role, `role:name`,
+or, for a tool's answer, only the tool's name.
 
-Text reaches the ids only through `encode`, which never yields a control token, so that no problem, tool answer or model
-output can forge one; structure is read back from control token ids alone. Tested against the reference implementation on the
-o200k_harmony vocabulary.
+Text reaches the ids only through `encode`, which never yields a control token, so that no problem, tool answer or model output can
+forge one; structure is read back only from control token ids. Tested against the reference implementation on the o200k_harmony
+vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _NAMED_ROLES = ("system", "developer", "user", "assistant")
 
 
 class HarmonyError(UserError):
-    """A conversation that is not Harmony. `position` is the index of the token at fault; None when rendering."""
+    """Raised for a conversation that breaks the Harmony format. `position` is the index of the token at fault; None when
+    rendering."""
 
     def __init__(self, reason: str, position: int | None = None) -> None:
         super().__init__(reason if position is None else f"token {position}: {reason}")
@@ -71,14 +72,14 @@ class HarmonyTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Segment:
-    """The text between two control tokens of a header, and the index of its first token."""
+    """The text of one part of a message header (between two control tokens), and the index of its first token."""
 
     text: str
     position: int
 
 
 def check_message(message: Message) -> None:
-    """Raise HarmonyError where rendering `message` would lose something that parsing cannot bring back."""
+    """Raises HarmonyError if parsing the rendered `message` would not give it back."""
 
     def refuse(reason: str) -> NoReturn:
         raise HarmonyError(f"cannot render {message!r}: {reason}")
@@ -99,7 +100,7 @@ def check_message(message: Message) -> None:
 
 
 def write_author(message: Message) -> str:
-    """The author as the header spells it: `user`, `user:ada`, or a tool's name."""
+    """Returns the author as the header writes it: `user`, `user:ada`, or a tool's name."""
     if message.role == "tool":
         assert message.name is not None, "check_message refuses a tool without a name"
         return message.name
@@ -107,11 +108,11 @@ def write_author(message: Message) -> str:
 
 
 def read_header(author: Segment, channel: Segment | None, constrain: Segment | None) -> Message:
-    """The message, still without content, whose header has these segments.
+    """Parses a message header from its parts; returns the message, with empty content.
 
-    Lenient where the reference parser is, because models write all of these: the recipient may stand before or after
-    the channel, a content type may follow it without <|constrain|>, and segments may end in white space. Anything else
-    raises HarmonyError with the position of the segment at fault.
+    Lenient where the reference parser is, because models write all of these: the recipient may stand before or after the channel, a
+    content type may follow it without <|constrain|>, and segments may end in white space. Anything else raises HarmonyError with
+    the position of the segment at fault.
     """
     author_word, *words = _words(author, "an author")
     rest = [(word, author.position) for word in words]
@@ -153,7 +154,7 @@ def _words(segment: Segment, what: str) -> list[str]:
 
 
 class _Expect(Enum):
-    """What the next token may be part of."""
+    """The parser's state: what the next token may be part of."""
 
     START = auto()
     HEADER = auto()
@@ -162,14 +163,14 @@ class _Expect(Enum):
 
 
 class HarmonyParser:
-    """Reads one history or, with `completion`, the tokens sampled after <|start|>assistant.
+    """Parses token by token: one history or, with `completion`, the tokens sampled after <|start|>assistant.
 
-    `messages` holds the messages that are complete, `header` the one whose content is being read (its own content
-    empty), `end` how the turn ended ("return", "call" or None). `feed` and `finish` raise
-    HarmonyError at the first token that breaks the format; after that the parser is not to be fed again.
+    `messages` holds the messages that are complete. `header` is the message whose content is being read, itself without content;
+    None between messages. `end` says how the turn ended ("return", "call" or None). `feed` and `finish` raise HarmonyError at the
+    first token that breaks the format; after that the parser must not be used.
 
-    In a completion every message is the assistant's, unnamed and on a channel, and <|return|> or <|call|> ends it. A
-    history may also end in <|return|> (a prompt with its completion), nowhere else.
+    In a completion every message is the assistant's, unnamed and on a channel, and <|return|> or <|call|> ends it. A history may
+    also end in <|return|> (a prompt with its completion), nowhere else.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class HarmonyParser:
         self._expect = _Expect.HEADER if completion else _Expect.START
 
     def feed(self, token_id: int) -> None:
-        """Reads the next token. Any int is legal input."""
+        """Reads the next token. Any integer is accepted; raises HarmonyError if it breaks the format."""
         control = self._control_tokens.get(token_id)
         if control is None and not 0 <= token_id < self._vocab_size:
             # A padded embedding has rows past the vocabulary; a model can sample one, and it stands for no text.
@@ -212,7 +213,7 @@ class HarmonyParser:
         self._position += 1
 
     def finish(self) -> None:
-        """Declares that no token follows. Raises HarmonyError when a message, or the last message of a completion, is missing."""
+        """Ends the input. Raises HarmonyError if it stops inside a message, or if a completion lacks its <|return|> or <|call|>."""
         if self._expect is _Expect.HEADER:
             raise self._fault("truncated inside a message header")
         if self._expect is _Expect.CONTENT:
@@ -297,9 +298,9 @@ class Completion:
         Completion(messages=(Message("assistant", "2+2=4", channel="analysis"), Message("assistant", "4", channel="final")),
                    end="return", error=None)
 
-    `messages` are the well-formed ones, in order, up to the first error. `end` is "return", "call", or None when the tokens
-    ran out or broke the format. `error` is None for a well-formed turn, otherwise `token INDEX: reason`. For a turn that only
-    ran out of tokens the reason starts with "truncated".
+    `messages` are the well-formed messages, in order, up to the first error. `end` is "return", "call", or None when the tokens ran
+    out or broke the format. `error` is None for a well-formed turn, otherwise `token INDEX: reason`. For a turn that only ran out
+    of tokens the reason starts with "truncated".
     """
 
     messages: tuple[Message, ...]
@@ -319,7 +320,7 @@ class Completion:
 
 
 class Harmony:
-    """Renders and parses conversations with one tokenizer.
+    """Renders and parses conversations in the Harmony format with one tokenizer.
 
     Raises `UserError` when the tokenizer lacks a control token. `stop_ids` are <|return|> and <|call|>, which end sampling and
     belong to the sample.
@@ -333,14 +334,15 @@ class Harmony:
         self.stop_ids: tuple[int, ...] = (self._ids[RETURN], self._ids[CALL])
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """Renders a history: each message ends in <|end|>, a tool call in <|call|>. Raises HarmonyError."""
+        """Renders a history: each message ends in <|end|>, a tool call in <|call|>. Raises HarmonyError as `check_message` does."""
         ids: list[int] = []
         for message in messages:
             ids += self._render(message, CALL if message.is_call else END)
         return ids
 
     def render_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Renders the history followed by <|start|>assistant, from which sampling continues. Raises HarmonyError."""
+        """Renders the history followed by <|start|>assistant, from which sampling continues. Raises HarmonyError as `check_message`
+        does."""
         return self.render(messages) + self._assistant_start
 
     def render_completion(self, messages: Sequence[Message]) -> list[int]:
@@ -364,7 +366,7 @@ class Harmony:
     def parse(self, ids: Sequence[int]) -> list[Message]:
         """Parses a history; the inverse of `render`. A last <|return|> is read like <|end|>.
 
-        Content that is not UTF-8 is decoded with U+FFFD. Raises HarmonyError with the index of the offending token.
+        Bytes that are not UTF-8 are decoded as U+FFFD. Raises HarmonyError with the index of the offending token.
         """
         parser = self.parser()
         for token_id in ids:
@@ -373,10 +375,9 @@ class Harmony:
         return parser.messages
 
     def parse_completion(self, ids: Sequence[int]) -> Completion:
-        """Parses the tokens sampled after `render_prompt`; total: any integers give a result.
+        """Parses the tokens sampled after `render_prompt`. Never raises: any integers give a result.
 
-        A model can sample half a character: it is decoded as U+FFFD, which is no error. An id outside the vocabulary is an
-        error.
+        A model can sample half a character: it is decoded as U+FFFD, which is no error. An id outside the vocabulary is an error.
         """
         parser = self.parser(completion=True)
         try:
@@ -388,11 +389,12 @@ class Harmony:
         return Completion(tuple(parser.messages), parser.end, None)
 
     def parser(self, *, completion: bool = False) -> HarmonyParser:
-        """A fresh state machine over this tokenizer."""
+        """Creates a parser for this tokenizer, at its start."""
         return HarmonyParser(self.tokenizer, self.control_tokens, completion=completion)
 
     def spelled(self, text: str) -> list[int]:
-        """The tokens of a text that spells its control tokens, "<|channel|>final". Text from elsewhere could forge them."""
+        """Encodes a text in which names of control tokens become these tokens, as in "<|channel|>final". Not for text from
+        elsewhere, which could forge them."""
         ids: list[int] = []
         for piece in _SPELLED.split(text):
             ids += [self._ids[piece]] if piece in self._ids else self.tokenizer.encode(piece)
@@ -412,7 +414,7 @@ class Harmony:
 
 
 class _ByteTokenizer:
-    """Bytes as ids 0 to 255, and the control tokens after them."""
+    """A tokenizer with bytes as ids 0 to 255, and the control tokens after them."""
 
     vocab_size = 256 + len(CONTROL_TOKENS)
 
@@ -431,9 +433,8 @@ _HARMONY = Harmony(_TOKENIZER)
 
 
 def read_completion(text: str) -> Completion:
-    """Parses the completion that a text spells. Its start, "<|start|>assistant", and its last <|return|> may be missing: servers
-    omit them.
-    """
+    """Parses a completion given as text with the names of its control tokens. Its start, "<|start|>assistant", and its last
+    <|return|> may be missing, because servers omit them."""
     text = text.strip().removeprefix(f"{START}assistant")
     if not text.endswith((RETURN, CALL)):
         text += RETURN

@@ -1,11 +1,12 @@
-"""The edit distance of a completion from a well-formed Harmony answer: the cheapest tokens to insert, delete or replace.
+"""The edit distance of a completion from the nearest well-formed Harmony answer: the lowest price of tokens to insert, delete or
+replace.
 
 A well-formed answer is
 
     (<|channel|>analysis<|message|>TEXT<|end|><|start|>assistant)* <|channel|>final<|message|>TEXT<|return|>
 
-with `commentary` in place of `analysis` at will. Nothing is nearer to it than itself, and every other completion has an edit that
-brings it nearer: a reward that falls with this distance has no local maximum and cannot be farmed with stray control tokens.
+where `commentary` may stand for `analysis`. Well-formed answers have distance 0, and every other completion has an edit that lowers
+its distance: a reward that falls with the distance has no local maximum and cannot be farmed with stray control tokens.
 """
 
 # States of the automaton are numbers; an edge is (state, label, state after it, price of another token instead, price of its lack).
@@ -29,17 +30,17 @@ _PARTS = 4 + _NAME
 
 
 def share_of_form(distance: float) -> float:
-    """The share of the form that is right: 1 for a well-formed answer, 5/6 where a control token is missing, 1/3 for a text
-    without a letter of a name in its first words, and ever less for more errors."""
+    """Converts a distance to partial credit for the format: 1 for a well-formed answer, 5/6 where a control token is missing, 1/3
+    for a text without a letter of a channel name in its first words, and ever less for more errors."""
     return 1 - distance / _PARTS if distance <= _PARTS - 1 else (_PARTS - 1) / _PARTS / distance
 
 
 class HarmonyDistance:
-    """Measures completions of one tokenizer: the edit distance to a regular language (Wagner 1974, Communications of the ACM 17).
+    """Measures completions of one tokenizer by the edit distance to a regular language (Wagner 1974, Communications of the ACM 17).
 
-    An insertion, a deletion and a replacement cost 1. A name that is lacking costs 2, and a word instead of it the share of
-    letters that are wrong: `Final` is nearer to `final` than `The` is, and `The` than nothing. Tokens that spell a name share its
-    price.
+    An insertion, a deletion and a replacement cost 1. A missing channel name costs 2, and a word in its place the share of letters
+    that are wrong: `Final` is nearer to `final` than `The` is, and `The` nearer than nothing. A name's price is divided among its
+    tokens.
     """
 
     def __init__(self, harmony: Harmony) -> None:
@@ -64,8 +65,8 @@ class HarmonyDistance:
         self._start = self._with_insertions([0.0, *[float("inf")] * (self._states - 1)])
 
     def __call__(self, token_ids: Sequence[int]) -> float:
-        """The distance of the tokens sampled after <|start|>assistant; total: any integers have one. Another spelling of a name in
-        tokens than the tokenizer's own counts as wrong."""
+        """Returns the distance of the tokens sampled after <|start|>assistant. Never raises: any integers have a distance. A name
+        in other tokens than the tokenizer's own encoding counts as wrong."""
         costs = self._start
         for token_id in self._without_long_runs(token_ids):
             costs = self._after(costs, token_id)
@@ -84,7 +85,8 @@ class HarmonyDistance:
         return self._with_insertions(after)
 
     def _difference(self, token_id: int, text: str | None, label: int | None) -> float:
-        """How far a token is from an edge's label, from 0 to 1; the label None is any text that is not blank."""
+        """Returns how much a token differs from an edge's label, from 0 to 1. The label None stands for any text that is not
+        blank."""
         if label is None:
             return 0.0 if text is not None and text.strip() else 1.0
         if token_id == label:
@@ -106,7 +108,7 @@ class HarmonyDistance:
         return costs
 
     def _without_long_runs(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """The tokens, without the middle of long runs of text."""
+        """Yields the tokens, leaving out the middle of long runs of text."""
         for is_text, run in groupby(token_ids, lambda token_id: self._text(token_id) is not None):
             tokens = list(run)
             if is_text and len(tokens) > _LONGEST_RUN:
@@ -114,14 +116,15 @@ class HarmonyDistance:
             yield from tokens
 
     def _text(self, token_id: int) -> str | None:
-        """The text that a token stands for; None for a control token, and for an id outside the vocabulary."""
+        """Returns the text of a token; None for a control token, and for an id outside the vocabulary."""
         if token_id not in self._texts:
             known = token_id not in self._control_tokens and 0 <= token_id < self._tokenizer.vocab_size
             self._texts[token_id] = self._tokenizer.decode([token_id]) if known else None
         return self._texts[token_id]
 
     def _path(self, state: int, labels: Sequence[int], end: int | None = None) -> int:
-        """Adds edges with these labels, control tokens or the pieces of one name; returns their last state."""
+        """Adds a chain of edges from a state, labelled with control tokens or with the tokens of one name; returns the last
+        state."""
         named = not self._control_tokens.keys() & set(labels)
         price, lack = (1 / len(labels), _NAME / len(labels)) if named else (1.0, 1.0)
         for index, label in enumerate(labels, 1):
@@ -136,7 +139,7 @@ class HarmonyDistance:
 
 
 def _edits(one: str, other: str) -> float:
-    """The edit distance of two short texts (Levenshtein), where a letter in the other case costs half."""
+    """Returns the edit distance of two short texts (Levenshtein), where a letter in the other case costs half."""
     row = [float(length) for length in range(len(other) + 1)]
     for index, letter in enumerate(one, 1):
         diagonal, row[0] = row[0], index

@@ -1,4 +1,4 @@
-"""Show text and tokens on a terminal safely, although a model or the author of a data set wrote them."""
+"""Shows text and tokens safely on a terminal, whoever wrote them (a model, or the author of a dataset)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _WIDTH = 98
 
 
 def printable(text: str) -> str:
-    """Escapes the characters that a terminal obeys, but for line breaks and tabs: `\\x1b[2J` would clear it. Joiners of
-    letters and of emoji are text."""
+    r"""Escapes the control and direction characters that a terminal obeys, except line breaks and tabs: `\x1b[2J` would clear it.
+    Joiners of letters and of emoji are text."""
     return "".join(_escape(one) if _is_obeyed(one) else one for one in text)
 
 
@@ -35,7 +35,8 @@ def _escape(character: str) -> str:
 
 
 def token_table(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields rows of tokens, as many as fit: text above id above mask, with the index of the first token in front."""
+    """Yields the lines of a table with a column per token (text above id above mask), broken into rows that fit a terminal, with
+    the index of the row's first token in front."""
     columns = [
         (_visible(tokenizer.decode([token_id])), str(token_id), str(trained))
         for token_id, trained in zip(ids, mask, strict=True)
@@ -55,5 +56,5 @@ def token_table(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -
 
 
 def _visible(text: str) -> str:
-    """Returns a token's text with visible white space."""
+    """Returns a token's text with visible signs for white space."""
     return printable(text).replace(" ", "·").replace("\n", "\\n").replace("\t", "\\t")

@@ -1,4 +1,4 @@
-"""Read a completion while it is sampled: each token becomes text, and in Harmony an event."""
+"""Reads a completion while it is sampled: turns tokens into text and, for Harmony, into events."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _LONG_WAIT_TOKENS = 16
 
 
 class IncrementalDecoder:
-    """Turns tokens into text as they arrive; a character whose bytes are spread over several tokens waits for the last.
+    """Decodes tokens to text as they arrive; a character whose bytes are spread over several tokens is held back until the last
+    one.
 
-    `decode` has to be a byte-level tokenizer's: it joins the bytes of all ids and reads them as UTF-8, each maximal broken
-    sequence as one U+FFFD. Further bytes can therefore change at most the last character of a decoded text, and only a U+FFFD.
+    `decode` has to be a byte-level tokenizer's: it joins the bytes of all ids and reads them as UTF-8, each maximal broken sequence
+    as one U+FFFD. Further bytes can therefore change at most the last character of a decoded text, and only a U+FFFD.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -28,7 +29,7 @@ class IncrementalDecoder:
         self._given = 0  # characters of decode(waiting) that push has returned already
 
     def push(self, token_id: int) -> str:
-        """Returns the text that `token_id` completes; may be empty."""
+        """Adds a token, and returns the text that is complete now; may be empty."""
         self._waiting.append(token_id)
         text = self._decode(self._waiting)
         if not text.endswith(REPLACEMENT):
@@ -40,7 +41,7 @@ class IncrementalDecoder:
         return piece
 
     def flush(self) -> str:
-        """Returns the text of the bytes still waiting, when nothing follows them, and resets the decoder."""
+        """Ends the input: returns the text of the bytes held back, and resets the decoder."""
         return self._drain(self._decode(self._waiting))
 
     def _drain(self, text: str) -> str:
@@ -60,7 +61,7 @@ class IncrementalDecoder:
 
 @dataclass(frozen=True)
 class Event:
-    """The event of one token in a streamed completion.
+    """What one sampled token changes in a Harmony completion.
 
     "header":   `message` has author, channel, recipient and content type; its content is still empty
     "content":  `text` continues the content
@@ -74,7 +75,7 @@ class Event:
 
 
 class StreamParser:
-    """Parses a completion while it is sampled.
+    """Parses a Harmony completion while it is sampled.
 
     The texts of one message's events, joined, are its content. A character whose bytes are not complete yet is held back.
     """
@@ -85,7 +86,7 @@ class StreamParser:
         self._error: str | None = None
 
     def feed(self, token_id: int) -> Event | None:
-        """The event that the next sampled token brings; None inside a header, a character, or after an error."""
+        """Adds the next sampled token, and returns its event; None inside a header, inside a character, or after an error."""
         if self._error is not None:
             return None
         header, complete = self._parser.header, len(self._parser.messages)
@@ -102,7 +103,7 @@ class StreamParser:
         return Event("content", text=text) if text else None
 
     def completion(self) -> Completion:
-        """Returns the result of `parse_completion` for the tokens fed so far."""
+        """Returns the same as `parse_completion` for the tokens fed so far."""
         error = self._error
         if error is None:
             try:

@@ -1,8 +1,8 @@
 """Reads `tiktoken.model`, the tokenizer of Moonshot's releases (Kimi-K2, Moonlight), as a byte-level BPE.
 
-The file has a line for each token: its bytes in base 64, and its rank, which is its id. How a text is split before tokens are
-merged, and how control tokens are numbered, is said by code beside the file (`tokenization_kimi.py`), which is not run: both are
-written down here.
+The file has a line for each token: its bytes in base 64, and its rank, which is its id. The rules by which a text is split before
+tokens are merged, and by which control tokens are numbered, are in code beside the file (`tokenization_kimi.py`), which is not run:
+both are written down here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _LETTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i,
 
 
 def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
-    """The tokenizer, and the `tokenizer_config.json` for it, which names no code. Raises UserError, naming the file."""
+    """Reads a directory with `tiktoken.model`. Returns the tokenizer, and a `tokenizer_config.json` for it that names no code to
+    run. Raises UserError, naming the file, if it is broken or from another package."""
     config = json_object(directory / CONFIG)
     named = _table(config, "auto_map", directory).get("AutoTokenizer") or [""]
     module = str(named[0] if isinstance(named, list) else named)
@@ -87,7 +88,7 @@ def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
 
 
 def _table(config: dict[str, Any], key: str, directory: Path) -> dict[str, Any]:
-    """The table of this key; empty where the key is missing or null."""
+    """Returns the table under a key of the configuration; empty if it is missing or null."""
     found = config.get(key)
     if found is not None and not isinstance(found, dict):
         raise UserError(f"{directory / CONFIG}: {key} = {found!r} is not a table")
@@ -95,7 +96,7 @@ def _table(config: dict[str, Any], key: str, directory: Path) -> dict[str, Any]:
 
 
 def _ranks(path: Path) -> list[bytes]:
-    """The bytes of each token, by rank."""
+    """Reads the bytes of each token, in the order of their ranks."""
     found: dict[int, bytes] = {}
     try:
         for line in path.read_bytes().splitlines():
@@ -111,8 +112,8 @@ def _ranks(path: Path) -> list[bytes]:
 
 
 def _vocabulary_and_merges(tokens: list[bytes]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """tiktoken merges any two tokens that together are a token, the lowest rank first: each way to split a token in two is a
-    merge."""
+    """Converts ranked tokens to a BPE vocabulary and merges: tiktoken merges any two tokens that together are a token, the lowest
+    rank first, so that each way to split a token in two is a merge."""
     rank_of = {token: rank for rank, token in enumerate(tokens)}
     written = ["".join(_LETTERS[byte] for byte in token) for token in tokens]
     merges = []

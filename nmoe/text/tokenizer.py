@@ -44,7 +44,7 @@ _SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_templat
 
 
 class Tokenizer:
-    """Text to token ids and back. `decode(encode(text)) == text` for every tokenizer made by `train`.
+    """Converts text to token ids and back. `decode(encode(text)) == text` for every tokenizer made by `train`.
 
         >>> import nmoe
         >>> tokenizer = nmoe.Tokenizer.load(checkpoint)
@@ -57,7 +57,7 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, side_files: Mapping[str, str], origin: str, ends: Sequence[int] = ()
     ) -> None:
-        """`save` writes `side_files` beside the model file; `origin` names this tokenizer in errors. `ends` are the tokens that
+        """`side_files` are saved together with the model file; `origin` names this tokenizer in errors. `ends` are the tokens that
         end a turn in the generation settings of the checkpoint."""
         self._side_files = dict(side_files)
         self._origin = origin
@@ -93,10 +93,11 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Trains on `texts`: all bytes, the control tokens, and the most frequent merges, up to `vocab_size` tokens.
+        """Trains a byte-level BPE on `texts`: all bytes, the control tokens, and the most frequent merges, up to `vocab_size`
+        tokens.
 
-        The same texts, in any order, give the same tokenizer. A corpus with fewer repeated pairs than asked for gives a
-        smaller vocabulary. Raises UserError for a vocabulary too small for all bytes and control tokens.
+        The same texts, in any order, give the same tokenizer. A corpus with fewer repeated pairs than needed gives a smaller
+        vocabulary. Raises UserError for a vocabulary too small for all bytes and control tokens.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise UserError(
@@ -129,9 +130,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, checkpoint: Path | None = None) -> Tokenizer:
-        """Reads the Hugging Face files in `directory`, written here or elsewhere; or `tiktoken.model` where that is all there is;
-        or a GGUF file. A turn also ends at the tokens that the generation settings in `directory` name, and in the `checkpoint`
-        that it is used with.
+        """Loads a tokenizer from the Hugging Face files in `directory`, else from its `tiktoken.model`, or from a GGUF file. A turn
+        also ends at the tokens that the generation settings in `directory` and in `checkpoint` name.
 
         Raises UserError, naming the file, when tokenizer.json is missing or cannot be read.
         """
@@ -154,9 +154,9 @@ class Tokenizer:
         return cls(backend, side_files, str(directory), ends)
 
     def save(self, directory: Path) -> None:
-        """Writes the Hugging Face files, for `load` and for transformers' AutoTokenizer. An existing generation_config.json gets
-        the ends of a turn that it lacks; a new one is written only for ends that no other file can name. Raises StorageError.
-        """
+        """Writes the tokenizer as Hugging Face files, for `load` and for transformers' AutoTokenizer. Tokens that end a turn are
+        added to an existing generation_config.json; a new one is written only for ends that no other file can name. Raises
+        StorageError."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             files = {_MODEL_FILE: self._definition(pretty=True), **self._side_files}
@@ -173,15 +173,15 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits over the whole definition, chat template and ends of a turn included. Saving and loading keeps
-        them."""
+        """32 hexadecimal digits that identify the whole definition, chat template and ends of a turn included. Saving and loading
+        does not change them."""
         parts = [self._definition(), *(f"{name}\0{text}" for name, text in sorted(self._side_files.items()))]
         if own := set(self.end_ids) - set(self._own_end):
             parts.append(f"{generation.FILE}\0{sorted(own)}")
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def _definition(self, pretty: bool = False) -> str:
-        """The content of tokenizer.json."""
+        """Returns the content of tokenizer.json."""
         text = self._backend.to_str(pretty=pretty)
         if not self._shown_ids:
             return text
@@ -191,20 +191,20 @@ class Tokenizer:
         return json.dumps(definition, ensure_ascii=False, indent=2 if pretty else None)
 
     def same_ids(self, other: Tokenizer) -> bool:
-        """Whether both tokenizers have the same tokens under the same ids; their templates may differ."""
+        """Returns whether both tokenizers have the same tokens under the same ids; their templates may differ."""
         return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
 
     @cached_property
     def opening_ids(self) -> Sequence[int]:
-        """The tokens that the tokenizer's own template puts before a text, such as Llama 3's `<|begin_of_text|>`; often none."""
+        """The tokens that the tokenizer's post-processor puts before a text, such as Llama 3's `<|begin_of_text|>`; often none."""
         return tuple(self._backend.encode("", add_special_tokens=True).ids)
 
     def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
         """Encodes `text` as content: "<|end|>" gives ordinary tokens, and nothing is added before or after.
 
-        With `control_tokens`, names of control tokens in the text become those tokens, as in transformers by default. Use it
-        for prompts that you write yourself, never for text from elsewhere, which could forge a turn. Raises UserError for a
-        lone surrogate, which is no character and has no bytes.
+        With `control_tokens`, names of control tokens in the text become those tokens, as in transformers by default. Use it for
+        prompts that you write yourself, never for text from elsewhere, which could forge a turn. Raises UserError for a lone
+        surrogate, which is no character and has no bytes.
         """
         if control_tokens:
             pieces = self._names.split(text)
@@ -220,9 +220,8 @@ class Tokenizer:
             raise
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes `ids`, control tokens as their names; total. Bytes that are not UTF-8 and ids outside the vocabulary become
-        U+FFFD.
-        """
+        """Decodes `ids`, control tokens as their names. Never raises: bytes that are not UTF-8 and ids outside the vocabulary
+        become U+FFFD."""
         if self._known_ids.issuperset(ids):
             return self._backend.decode(ids, skip_special_tokens=False)
         text, known = "", list[int]()
@@ -236,19 +235,19 @@ class Tokenizer:
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
-        """Finds the names of control tokens, the longest first where one begins another."""
+        """A pattern that finds the names of control tokens, the longest first if one begins another."""
         names = sorted(filter(None, self._special_ids), key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, names))})" if names else r"(?!)")
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """The ids of all tokens that stand for a name and not for text, control tokens among them. Added tokens that are text, such
-        as Gemma's for two line breaks, are left out."""
+        """The ids by name of all tokens that stand for structure and not for text, control tokens among them. Added tokens that are
+        text, such as Gemma's for two line breaks, are left out."""
         return dict(self._special_ids)
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
-        """The ids of the tokens that the definition calls special: structure, and never a word of a text."""
+        """The ids of the tokens that the definition calls special, which are never part of a text."""
         special = {id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special}
         return frozenset(special - self._shown_ids)
 
@@ -261,8 +260,8 @@ class Tokenizer:
     def generation_ends(self) -> tuple[int, ...]:
         """The tokens that end a turn in the checkpoint's generation settings (`eos_token_id`, often a list), in their order.
 
-        Only tokens that stand for no text count: an id that is a piece of text here is the leftover of another tokenizer, such
-        as the default 2 of a new model's configuration.
+        Only structural tokens count: an id that is a piece of text here is the leftover of another tokenizer, such as the default 2
+        of a new model's configuration.
         """
         added = set(self._special_ids.values())
         return tuple(one for one in self._named_ends if one in added)
@@ -274,7 +273,8 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The Jinja source of the template that came with the tokenizer: the one named "default" where there are several."""
+        """The Jinja source of the template that came with the tokenizer (the one named "default" if there are several); None
+        without one."""
         if "chat_template.jinja" in self._side_files:
             return self._side_files["chat_template.jinja"]
         template = self._config.get("chat_template")
@@ -284,7 +284,7 @@ class Tokenizer:
 
     @cached_property
     def named_tokens(self) -> dict[str, str]:
-        """Tokens with a role: `{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}`."""
+        """The tokens with a role, by role: `{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}`."""
         named = {key: value for key, value in self._config.items() if key.endswith("_token")}
         named = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
         return {key: value for key, value in named.items() if isinstance(value, str)}
@@ -300,11 +300,11 @@ class Tokenizer:
         return config
 
     def has_special(self, token: str) -> bool:
-        """Whether there is a control token of this name."""
+        """Returns whether there is a control token of this name."""
         return token in self._special_ids
 
     def special_id(self, token: str) -> int:
-        """The id of a control token. Raises UserError when the tokenizer has none of that name."""
+        """Returns the id of a control token. Raises UserError if the tokenizer has none of that name."""
         if token not in self._special_ids:
             remedy = "use one with the Harmony control tokens, such as gpt-oss's or one trained by nmoe"
             if token in CONTROL_TOKENS and token != END_OF_TEXT and self.chat_template is not None:
@@ -314,13 +314,14 @@ class Tokenizer:
 
 
 def _has_bars(name: str) -> bool:
-    """Whether a token's name has the form of a control token, such as <|im_end|>, or <\uff5cUser\uff5c> with wide bars."""
+    """Returns whether a token's name has the form of a control token, such as <|im_end|>, also with full-width bars as in
+    DeepSeek's."""
     return name[1:2] in ("|", "\uff5c") and name[-2:-1] == name[1]
 
 
 def _is_structure(name: str, template: str) -> bool:
-    """Whether an added token that has no bars and is not called special is structure all the same: the chat template writes it, or
-    it is a tag of reasoning or calls. The others are text: Gemma has runs of line breaks and tags of HTML as added tokens."""
+    """Returns whether an added token that has no bars and is not called special is structure nevertheless: the chat template writes
+    it, or it is a tag of reasoning or calls. Other added tokens are text: Gemma has runs of line breaks and tags of HTML."""
     return name in TAGS or bool(name.strip() and name in template)
 
 

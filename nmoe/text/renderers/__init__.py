@@ -46,9 +46,8 @@ RENDERERS: dict[str, type[HarmonyRenderer] | type[ChatRenderer] | type[PlainRend
 
 
 def make_renderer(tokenizer: Tokenizer, form: RenderFormat = "auto") -> Renderer:
-    """Makes the renderer of the format asked for. "auto" is the tokenizer's own format: Harmony where it has the control tokens,
-    else its chat template. Raises UserError where it has neither.
-    """
+    """Creates the renderer of a format. "auto" is the tokenizer's own format: Harmony if it has Harmony's control tokens, else its
+    chat template. Raises UserError if it has neither."""
     if form == "auto":
         natural = natural_format(tokenizer)
         if natural is None:

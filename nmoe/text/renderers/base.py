@@ -1,4 +1,4 @@
-"""Renderer: one conversation format in both directions, as token ids."""
+"""The interface of renderers, which convert between messages and token ids in one conversation format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 IGNORED = -100
-"""The label of a token that is not learned, as in transformers."""
+"""The label of a token that the loss leaves out, the same as in transformers."""
 
 Messages = tuple[ChatMessage, ...]
 Tools = tuple[ToolDefinition, ...]
@@ -21,22 +21,22 @@ Tools = tuple[ToolDefinition, ...]
 NaturalFormat = Literal["harmony", "chat"]
 
 ReasoningEffort = Literal["low", "medium", "high"]
-"""How long a model is asked to reason, in the words of the gpt-oss models."""
+"""How much a model is asked to reason, in the levels of the gpt-oss models."""
 
 
 @dataclass
 class Rendered:
-    """One token sequence with labels: `Rendered([5, 6, 7, 2], [-100, -100, 7, 2])` learns 7 and 2.
+    """A token sequence with labels for training: `Rendered([5, 6, 7, 2], [-100, -100, 7, 2])` learns to predict 7 and 2.
 
-    A label is the token to predict at its position. It equals the token there, except where a turn's stop token becomes another
-    one in the history: a final message ends in <|return|> when it is sampled, and in <|end|> when more follows.
+    A label is the token to predict at its position. It equals the token there, except for the stop token of an earlier turn: a
+    final message ends in <|return|> when it is sampled (the label), and in <|end|> when more follows (the token).
     """
 
     ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Appends tokens that are not learned."""
+        """Appends tokens that the loss leaves out."""
         self.ids += ids
         self.labels += [IGNORED] * len(ids)
 
@@ -46,18 +46,19 @@ class Rendered:
 
     @property
     def learned(self) -> int:
-        """The number of learned tokens."""
+        """The number of tokens in the loss."""
         return sum(label != IGNORED for label in self.labels)
 
     def until_learned(self) -> Rendered:
-        """The sequence up to its last learned token, since nothing is predicted from later ones; empty where it learns none."""
+        """Returns the sequence up to its last learned token, since later tokens would be read for nothing; empty if none is
+        learned."""
         end = max((index for index, label in enumerate(self.labels) if label != IGNORED), default=-1) + 1
         return Rendered(self.ids[:end], self.labels[:end])
 
     @property
     def positions(self) -> int:
-        """The number of positions that a model runs to learn from it, which its context has to hold: the last token is never an
-        input."""
+        """The number of positions that a model runs to learn the sequence, and that its context has to hold: one less than the
+        tokens, since the last one is never an input."""
         return max(0, len(self.ids) - 1)
 
     def copy(self) -> Rendered:
@@ -66,12 +67,12 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """The turns of one answer, parsed: `ParsedAnswer("42", well_formed=True, structure=1.0, reasoned=True)`.
+    """An answer of one or more turns, parsed: `ParsedAnswer("42", well_formed=True, structure=1.0, reasoned=True)`.
 
-    `text` is the answer without its reasoning, "" where there is none. `well_formed` says whether it has the format: every turn
-    parses, the last one ends by itself, and it says something; None for plain text, which has no format. `structure` is the share
-    of the format that is in place, 1 where it is well-formed and less everywhere else. `reasoned` says whether there is reasoning
-    before the answer.
+    `text` is the answer without its reasoning, "" if there is none. `well_formed` says whether it follows the format: every turn
+    parses, the last one ends by itself, and the answer is not blank; None for plain text, which has no format. `structure` is
+    partial credit for the format, 1 if well-formed and less otherwise. `reasoned` says whether there is reasoning before the
+    answer.
     """
 
     text: str
@@ -82,7 +83,8 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class Round:
-    """The policy's turns between two user messages, the tools' answers to the calls of each turn, and the later user message."""
+    """A part of a conversation: the policy's turns since the last user message, the tools' answers to the calls of each turn, and
+    the user message that follows."""
 
     turns: Sequence[Sequence[int]]
     answers: Sequence[Sequence[ToolEvent]]
@@ -90,9 +92,9 @@ class Round:
 
 
 class Renderer(Protocol):
-    """One conversation format in both directions: messages become token ids, and sampled ids are parsed.
+    """A conversation format in both directions: renders messages as token ids, and parses sampled ids.
 
-    `name` is the value of `format` in a configuration. `calls`, `parse`, `transcript` and `said` are total: any ids are read.
+    `name` is the value of `format` in a configuration. `calls`, `parse`, `transcript` and `said` never raise: they read any ids.
     """
 
     name: str
@@ -105,54 +107,55 @@ class Renderer(Protocol):
         """Renders a conversation and the start of the assistant's next turn."""
 
     def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
-        """The tool calls that a turn ends in; empty for the last turn, well-formed or not."""
+        """Returns the tool calls at the end of a turn; none for the last turn of an answer, well-formed or not."""
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
-        """Renders the tokens after the last sampled one: the answers to the latest round of calls, and the start of the next turn.
+        """Renders the tokens after the last sampled token of a turn with calls: the answers to the latest round of calls, and the
+        start of the next turn.
 
-        `messages` make the prompt, `rounds` are all rounds of calls so far. Answers are content: no text in them becomes a control
-        token."""
+        `messages` make the prompt, `rounds` are all rounds of calls so far. No text in an answer becomes a control token.
+        """
 
     def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
-        """Renders how a conversation continues after the user's words in the last round: the tokens after the last sampled one
-        ("user") where the history stays as it was sampled, else the prompt of a new branch ("prompt").
+        """Renders how a conversation continues after the user's words in the last round: ("user", the tokens after the last sampled
+        token) if the history stays as it was sampled, else ("prompt", the whole prompt of a new branch).
 
-        `messages` make the first prompt; every earlier answer is well-formed. The user's words are content."""
+        `messages` make the first prompt; every earlier answer is well-formed. No text of the user's becomes a control token.
+        """
 
     def parse(self, turns: Sequence[Sequence[int]]) -> ParsedAnswer:
         """Parses the turns of one answer, the last of which calls no tool."""
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
-        """The messages of one sampled turn, for people and for replays."""
+        """Returns the messages of one sampled turn as dictionaries, for people and for replays."""
 
     def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
-        """The reasoning of a turn and its other text, either as far as the format holds."""
+        """Returns a turn's reasoning (None if there is none) and its other text, as far as the turn follows the format."""
 
     @property
     def default_system(self) -> str:
-        """The system message that the format writes into a conversation without one."""
+        """The system message that the format adds to a conversation without one; "" if it adds none."""
 
     @property
     def has_reasoning(self) -> bool:
         """Whether the format can hold reasoning before the answer."""
 
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:
-        """Renders a whole well-formed turn that reasons, unless `reasoning` is empty, and then answers."""
+        """Renders a whole well-formed turn: the reasoning, unless it is empty, and the answer."""
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
-        """Renders a conversation of a dataset as sequences that learn the assistant's messages from index `first` on, except
-        messages of weight 0.
+        """Renders a dataset's conversation as training sequences, which learn the assistant's messages from index `first` on,
+        except messages of weight 0.
 
-        A conversation becomes one sequence wherever the format allows it. What a turn shows only while it is the last (its
-        reasoning, which later turns do not see) is learned in its own sequence, which ends with the turn: every learned
-        token is predicted from what a policy would have before it. Raises UserError, without file and line, where the format
-        cannot express it."""
+        A conversation becomes one sequence if the format allows it. Reasoning that later turns do not see is learned in a separate
+        sequence, which ends with its turn: every learned token is predicted from the context that a policy would have before it.
+        Raises UserError, without file and line, if the format cannot express the conversation.
+        """
 
 
 def natural_format(tokenizer: HarmonyTokenizer) -> NaturalFormat | None:
-    """The format that a tokenizer is made for: Harmony where it has all control tokens, else its own chat template, None if it
-    has neither.
-    """
+    """Returns the format that a tokenizer is made for: Harmony if it has all of Harmony's control tokens, else its own chat
+    template; None if it has neither."""
     try:
         for token in CONTROL_TOKENS:
             tokenizer.special_id(token)
@@ -162,7 +165,7 @@ def natural_format(tokenizer: HarmonyTokenizer) -> NaturalFormat | None:
 
 
 def end_of_text(tokenizer: HarmonyTokenizer) -> int:
-    """The token that ends a text which is no conversation. Raises UserError where the tokenizer has none."""
+    """Returns the token that ends a text outside conversations. Raises UserError if the tokenizer has none."""
     try:
         return tokenizer.special_id(END_OF_TEXT)
     except UserError:
@@ -173,6 +176,6 @@ def end_of_text(tokenizer: HarmonyTokenizer) -> int:
 
 
 def turn_ends(own: Sequence[int], tokenizer: HarmonyTokenizer) -> tuple[int, ...]:
-    """The tokens that end a turn: the format's, and the ones that the checkpoint's generation settings name."""
+    """Returns the tokens that end a turn: those of the format, then those that the checkpoint's generation settings name."""
     named = tokenizer.generation_ends if isinstance(tokenizer, Tokenizer) else ()
     return tuple(dict.fromkeys([*own, *named]))

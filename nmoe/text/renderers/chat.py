@@ -1,4 +1,4 @@
-"""Render and parse conversations by a tokenizer's chat template."""
+"""Renders and parses conversations by a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 Pieces = Sequence[tuple[list[int], int | None]]
-"""Ids, and the index of the message that samples them, None for ids that are read."""
+"""A rendered conversation as pairs of ids and the index of the message that a model samples them for, None for ids that it
+reads."""
 
 
 class ChatRenderer:
@@ -38,9 +39,9 @@ class ChatRenderer:
 
         <think>...</think>Let me see.<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
 
-    A well-formed answer closes its reasoning where it opens, and every turn ends by itself. Where the template's prompt opens
+    In a well-formed answer reasoning comes first and is closed, and every turn ends by itself. Where the template's prompt opens
     the reasoning (Qwen3-Thinking, DeepSeek-R1), a turn closes it and opens none. The last turn has no call; its text after the
-    reasoning, not blank, is the answer. A call inside the reasoning is a thought.
+    reasoning, not blank, is the answer. A call inside the reasoning is only a thought.
     """
 
     name = "chat"
@@ -71,7 +72,7 @@ class ChatRenderer:
         return self._template.continuation_ids(messages, answers)
 
     def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
-        """The same branch where the template leaves earlier turns as they were, else a new branch without their reasoning."""
+        """Continues the branch if the template does not rewrite earlier turns, else begins a new branch without their reasoning."""
         history = list(messages)
         for one in rounds:
             (token_ids,) = one.turns
@@ -103,7 +104,7 @@ class ChatRenderer:
 
     @cached_property
     def has_reasoning(self) -> bool:
-        """Whether the template knows reasoning: in its text, or as a separate field of a message."""
+        """Whether the template supports reasoning: in a message's text, or as a separate field."""
         return self._template.opens_reasoning or self._reads_reasoning or self._template.names(END_THINK)
 
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:
@@ -153,7 +154,7 @@ class ChatRenderer:
         return event.call.name if event.call.name in self._names else "unknown"
 
     def _read(self, token_ids: Sequence[int]) -> tuple[ChatTurn, bool]:
-        """Parses a turn and says whether it ended by itself. A control token inside it is not text."""
+        """Parses a turn; returns it, and whether it ended by itself. A turn with a control token inside is not well-formed."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         body = token_ids[:-1] if ended else token_ids
         said = read_turn(self._tokenizer.decode(body), self._template.opens_reasoning)
@@ -164,7 +165,7 @@ class ChatRenderer:
 
     @cached_property
     def _reads_reasoning(self) -> bool:
-        """Whether the template writes reasoning from its own field."""
+        """Whether the template writes a message's field `reasoning_content`."""
         probe = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "!", "reasoning_content": "because"},
@@ -173,8 +174,8 @@ class ChatRenderer:
 
     @cached_property
     def _wants_text(self) -> bool:
-        """Whether the template writes a call only where it has no content, and the arguments as text, as an API gives them
-        (DeepSeek-V3). Most write it beside an empty content, and take an object."""
+        """Whether the template writes calls only in messages whose content is None, with arguments as JSON text, as an API gives
+        them (DeepSeek-V3). Most templates write calls after an empty content, and take an object."""
         return not self._writes_calls(as_text=False) and self._writes_calls(as_text=True)
 
     def _writes_calls(self, as_text: bool) -> bool:
@@ -186,14 +187,15 @@ class ChatRenderer:
             return False
 
     def _says(self, message: ChatMessage, pieces: Pieces, index: int) -> bool:
-        """Whether the pieces contain the message as a turn, with its reasoning if it has any."""
+        """Returns whether the pieces contain the message as a turn, with its reasoning if it has any."""
         reasoning = (split_reasoning(message)[0] or "").strip()
         return _is_piece(pieces, index) and (not reasoning or reasoning in self._text(pieces, index))
 
     def _sampled(
         self, messages: Messages, taken: Sequence[dict[str, Any]], index: int, tools: Tools
     ) -> tuple[list[int], list[int]] | None:
-        """Prompt and turn of a message that the template never writes as it is sampled; None if it cannot be sampled either."""
+        """Returns prompt and turn for a message that the template never writes in the form in which a model samples it (see
+        `ChatTemplate.sampled`); None if a model cannot sample it at all."""
         if index == 0:
             return None
         reasoning = split_reasoning(messages[index])[0] or ""
@@ -202,7 +204,7 @@ class ChatRenderer:
         return None if any(call.name not in called for call in messages[index].calls) else sampled
 
     def _text(self, pieces: Pieces, index: int) -> str:
-        """The text of a message's turn among the pieces."""
+        """Decodes the pieces of one message's turn."""
         return self._tokenizer.decode([token_id for piece, of in pieces if of == index for token_id in piece])
 
     def _as_template_takes(self, message: ChatMessage) -> dict[str, Any]:
@@ -234,7 +236,8 @@ def _joined(pieces: Pieces, learned: set[int]) -> Rendered:
 
 
 def _as_function_call(call: FunctionCall, as_text: bool) -> dict[str, Any]:
-    """The call as templates take it: arguments as an object, because most write them as JSON, or `as_text`."""
+    """Returns the call as templates take it, with arguments as an object, because most templates write them as JSON, or
+    `as_text`."""
     arguments = call.arguments
     if as_text:
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -249,7 +252,7 @@ def _as_function_call(call: FunctionCall, as_text: bool) -> dict[str, Any]:
 
 
 def _chat_call(body: str, call_id: str) -> ToolCall:
-    """Parses a call from the text between its tags."""
+    """Parses a tool call from the text between its tags; a malformed one has an empty name and the reason."""
     try:
         call = json_of(body)
     except ValueError as error:
@@ -264,10 +267,10 @@ def _chat_call(body: str, call_id: str) -> ToolCall:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """A sampled turn as text: the reasoning between the think tags, the remaining content, and the bodies of its calls.
+    """A sampled turn, parsed as text: the reasoning between the think tags, the remaining content, and the text of each call.
 
-    `well_formed` says whether the reasoning tags open and close at most once, before everything else. A call without a
-    closing tag runs to the end. Inside the strings of a call, tags are text.
+    `well_formed` says whether the think tags open and close at most once, before everything else. A call without a closing tag runs
+    to the end. Inside the strings of a call, tags are text.
     """
 
     reasoning: str | None
@@ -281,7 +284,7 @@ _THOUGHT, _SPACE = re.compile(f"{THINK}|{END_THINK}"), re.compile(r"\s*")
 
 
 def read_turn(text: str, opened: bool = False) -> ChatTurn:
-    """Parses a turn of the Hermes and Qwen3 family; total. `opened` says that the prompt has opened the reasoning.
+    """Parses a turn in the form of Hermes and Qwen3; never raises. `opened` says that the prompt has opened the reasoning.
 
     Where tags do not pair up, the content is the text after the last </think>, or empty where <think> is never closed.
     """
@@ -310,7 +313,7 @@ def read_turn(text: str, opened: bool = False) -> ChatTurn:
 
 
 def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]]:
-    """The text outside calls, the bodies of the calls, and the tags of reasoning outside calls with their positions.
+    """Splits text into the text outside calls, the bodies of the calls, and the think tags outside calls with their positions.
 
     A body is one JSON value, in whose strings a tag closes nothing. Any other body ends at the next closing tag.
     """
@@ -332,7 +335,7 @@ def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]
 
 
 def _behind_json(text: str, start: int) -> int:
-    """The position behind the JSON value that begins at `start`, after white space; `start` where none does."""
+    """Returns the position after the JSON value that begins at `start`, or after white space there; `start` if there is none."""
     space = _SPACE.match(text, start)
     try:
         return start if space is None else _DECODER.raw_decode(text, space.end())[1]

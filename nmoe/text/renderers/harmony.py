@@ -1,4 +1,4 @@
-"""Render and parse Harmony conversations: prompts, sampled turns, and supervised sequences."""
+"""Renders and parses Harmony conversations: prompts, sampled turns, and training sequences."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Re
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 NAMESPACE = "functions"
-"""The namespace in which Harmony declares and calls tools."""
+"""The namespace in which Harmony declares and calls tools: `functions.NAME`."""
 
 
 class HarmonyRenderer:
-    """Renders and parses Harmony. An answer is well-formed where every turn parses, the last one ends in <|return|>, and its last
-    final message is not blank. Reasoning is an analysis message, not blank, before that final message, in any turn. An answer that
-    is not well-formed has the share of the form that is right (`nmoe.text.harmony_distance`).
+    """Renders and parses the Harmony format. An answer is well-formed if every turn parses, the last one ends in <|return|>, and
+    its last final message is not blank. Reasoning is an analysis message, not blank, before that final message, in any turn. An
+    answer that is not well-formed gets partial credit (`nmoe.text.harmony_distance`).
 
-    In a dataset's conversation, reasoning goes to `analysis`, calls to `commentary` and answers to `final`, unless the data
-    names the channels.
+    In a dataset's conversation, reasoning goes to the channel `analysis`, calls to `commentary` and answers to `final`, unless the
+    data names the channels.
     """
 
     name = "harmony"
@@ -37,7 +37,7 @@ class HarmonyRenderer:
         tools: Sequence[ToolDefinition] = (),
         effort: ReasoningEffort | None = None,
     ) -> None:
-        """With an `effort`, prompts say it in the system message, as the gpt-oss models were trained."""
+        """`effort` is written into the system message of prompts, in the words that the gpt-oss models were trained with."""
         self._harmony = Harmony(tokenizer)
         self._distance = HarmonyDistance(self._harmony)
         self._tools = tools
@@ -66,7 +66,8 @@ class HarmonyRenderer:
         return self._harmony.render_prompt([self._answer(event)])
 
     def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
-        """A new branch: earlier reasoning is dropped, and the previous answer ends in <|end|>. Calls and their answers stay."""
+        """Begins a new branch, without earlier reasoning, and with <|end|> after the previous answer. Calls and their answers
+        stay."""
         history = list(messages)
         for one in rounds:
             for token_ids, events in zip(one.turns, one.answers, strict=True):
@@ -103,7 +104,7 @@ class HarmonyRenderer:
         return self._harmony.render_completion([*thought, Message("assistant", answer, channel="final")])
 
     def spelled(self, text: str) -> list[int]:
-        """The tokens of a part of the form that is written with the names of its control tokens; never for text from elsewhere."""
+        """Encodes a text in which names of control tokens become these tokens; never for text from elsewhere."""
         return self._harmony.spelled(text)
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
@@ -129,7 +130,8 @@ class HarmonyRenderer:
         return [*alone, sequence] if sequence.learned else alone
 
     def _near_miss(self, token_ids: Sequence[int]) -> float:
-        """The share of the form that is right in a last turn which is not well-formed; always less than 1."""
+        """Returns the partial credit for a malformed last turn: the fraction of the Harmony format that it gets right, always below
+        1."""
         # A name in another spelling of tokens, or text that is blank only as a whole, is out of form at no distance.
         return share_of_form(self._distance(token_ids) or 1.0)
 
@@ -139,7 +141,7 @@ class HarmonyRenderer:
         return Message("tool", event.output, "commentary", recipient="assistant", name=f"{NAMESPACE}.{name}")
 
     def _append(self, sequence: Rendered, turn: _Turn) -> None:
-        """Appends the turn as a policy samples it, with the tools' answers in between."""
+        """Appends a turn to a training sequence in the form in which a policy samples it, with the tools' answers in between."""
         for sampled, answers in turn.rounds:
             sequence.read(self._harmony.render_prompt([]))
             said = [message for message, _ in sampled]
@@ -159,7 +161,8 @@ class HarmonyRenderer:
 
 
 def ask_for_effort(messages: Sequence[Message], effort: ReasoningEffort, tools: bool) -> list[Message]:
-    """The messages with the effort and the channels in the first system message, which is added to a conversation without one.
+    """Returns the messages with the reasoning effort and the valid channels in the first system message, which is added to a
+    conversation without one.
 
     The wording follows openai-harmony's SystemContent, whose `model_identity` is the system message's own text.
     """
@@ -173,9 +176,8 @@ def ask_for_effort(messages: Sequence[Message], effort: ReasoningEffort, tools: 
 
 @dataclass
 class _Turn:
-    """One turn of the assistant between two messages of others: rounds of messages, each with whether it is learned, and the
-    answers of the tools called in the round.
-    """
+    """The assistant's messages between two messages of others, as rounds: messages, each with whether it is learned, and the
+    answers of the tools that they call."""
 
     rounds: list[tuple[list[tuple[Message, bool]], list[Message]]] = field(default_factory=list)
 
@@ -194,12 +196,13 @@ class _Turn:
         return {"analysis", "final"} <= channels
 
     def history(self) -> list[Message]:
-        """The turn as later turns see it: without its analysis."""
+        """Returns the turn's messages as later turns see them: without the analysis channel."""
         return [message for message in self._messages if message.channel != "analysis"]
 
 
 def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Turn | list[Message]]:
-    """Splits the conversation into the assistant's turns and the messages between them."""
+    """Splits a conversation into the assistant's turns and the lists of messages between them, leaving out messages after the last
+    turn. Raises UserError for a tool's answer without a call."""
     parts: list[_Turn | list[Message]] = [[]]
     names: dict[str, str] = {}
     pending: list[str] = []
@@ -235,9 +238,8 @@ def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Tur
 
 
 def _in_sequence(messages: Messages) -> Iterator[tuple[int, ChatMessage]]:
-    """Yields the messages with their indices, each call followed by its answer. Harmony calls one tool at a time: parallel calls
-    are put one after the other.
-    """
+    """Yields the messages with their indices, each call followed by its answer. Parallel calls are put one after the other, because
+    Harmony calls one tool at a time. Raises UserError if an answer to parallel calls is missing."""
     index = 0
     while index < len(messages):
         message = messages[index]
@@ -288,13 +290,13 @@ def _spoken(message: ChatMessage) -> Iterator[Message]:
 
 
 def render_tools(tools: Sequence[ToolDefinition]) -> str:
-    """The content of a developer message that declares the tools."""
+    """Returns the text of a developer message that declares the tools as TypeScript types."""
     declarations = "\n\n".join(_declaration(tool) for tool in tools)
     return f"# Tools\n\n## {NAMESPACE}\n\nnamespace {NAMESPACE} {{\n\n{declarations}\n\n}} // namespace {NAMESPACE}"
 
 
 def declare_tools(messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[Message]:
-    """Inserts a developer message that declares the tools, if there are any, after the system messages."""
+    """Returns the messages with a developer message that declares the tools, if there are any, after the system messages."""
     first = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
     declared = [Message("developer", render_tools(tools))] if tools else []
     return [*messages[:first], *declared, *messages[first:]]
@@ -307,7 +309,7 @@ def _declaration(tool: ToolDefinition) -> str:
 
 
 def _type(schema: Mapping[str, Any], indent: str) -> str:
-    """The TypeScript type of a schema; an object's keys stand at `indent`."""
+    """Returns the TypeScript type for a JSON schema; `indent` is the indentation of an object's keys."""
     kind = schema.get("type")
     if isinstance(kind, list):
         return " | ".join("number" if one == "integer" else one for one in kind)

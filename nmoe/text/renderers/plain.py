@@ -1,4 +1,4 @@
-"""Render and parse plain text: no structure between prompt and completion."""
+"""Renders and parses plain text, without structure between prompt and completion."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from nmoe.types import Given, Message, ToolCall, ToolEvent
 class PlainRenderer:
     r"""Plain text, for models without a conversation format.
 
-    A prompt is the messages' text, with a blank line between them and a line break at the end. Nothing is added: an
-    instruction to use `\boxed{}` belongs in an environment's `system`. In supervised data, prompt and completion are joined
-    as they are.
+    A prompt is the messages' text, with a blank line between them and a line break at the end. Nothing is added: an instruction to
+    use `\boxed{}` belongs in an environment's `system`. In supervised data, prompt and completion are concatenated unchanged.
     """
 
     name = "text"
@@ -54,7 +53,7 @@ class PlainRenderer:
         raise AssertionError("there are no calls to answer")
 
     def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
-        """The same branch: the user's words on a separate line."""
+        """Continues the branch with the user's words on a separate line."""
         return "user", self._tokenizer.encode(f"\n{rounds[-1].user}\n")
 
     def parse(self, turns: Sequence[Sequence[int]]) -> ParsedAnswer:
