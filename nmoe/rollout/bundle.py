@@ -4,7 +4,7 @@
 
     bundle.json   the trajectory's record; how its turns were parsed; the environment's settings; which tokenizer and
                   sandbox were used; and a digest of each part, so that a later change is detected and named
-    routes.npy    the router's picks, if the engine recorded them
+    routes.npy    the experts that the router picked for each token, if the engine recorded them
 
 and `RUN/replay/tokenizer/` holds the tokenizer of all bundles. `nmoe replay` replays a bundle.
 """
@@ -168,9 +168,9 @@ class _Content(_Strict):
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle as read from disk. `record` is the trajectory's, unchanged.
+    """A replay bundle as read from disk: one trajectory's record, with everything needed to replay it.
 
-    `altered` names the parts whose digest does not match their content: they were changed after they were written.
+    `altered` names the parts whose digest does not match their content, because they were changed after they were written.
     """
 
     path: Path
@@ -184,7 +184,7 @@ class Bundle:
     altered: tuple[str, ...]
 
     def inconsistencies(self) -> Iterator[str]:
-        """Yields the contradictions in the record that prevent building a trajectory from it."""
+        """Yields descriptions of contradictions in the record, any of which prevents building a trajectory from it."""
         record = self.record
         tokens, spans, turns = len(record["token_ids"]), record["spans"], len(record["finish_reasons"])
         for name in ("mask", "logprobs", "versions", "kept_ids"):
@@ -210,7 +210,7 @@ class Bundle:
             yield f"the exchanges are of the turns {answered}, and there are {turns} turns"
 
     def trajectory(self) -> Trajectory:
-        """Builds the trajectory from a record without inconsistencies."""
+        """Builds the trajectory from the record, which must have no inconsistencies."""
         record = self.record
         turns: list[Turn] = []
         given: tuple[int, ...] = ()
@@ -272,15 +272,16 @@ class Bundle:
 
 
 def bundle_name(step: int, reason: str, trajectory: Trajectory) -> str:
-    """Returns the name of a bundle's directory: `step_000007-truncated-sort_12-3-9c1b`."""
+    """Returns the name of a bundle's directory, from step, reason, problem, sample and seed:
+    `step_000007-truncated-sort_12-3-9c1b`.
+    """
     problem = re.sub(r"[^\w.=+-]", "_", trajectory.problem.id)
     # A small pool may yield a problem twice in one step; its groups differ in their seeds.
     return f"{step_name(step)}-{reason}-{problem}-{trajectory.index}-{trajectory.seed & 0xFFFF:04x}"
 
 
 def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | None) -> None:
-    """Writes the bundle to the directory `path` and replaces an earlier one. `content` comes without digests. Raises
-    StorageError.
+    """Writes a bundle to the directory `path`, replacing an earlier one. Digests are added to `content`. Raises StorageError.
 
     Every file and name is synced to disk before the directory is renamed into place, so that a kill at any moment leaves it
     whole or absent.
@@ -310,7 +311,9 @@ def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | No
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Reads a bundle. Raises UserError for a path that is not a bundle, or a bundle of another format version."""
+    """Reads a bundle and compares its digests. Raises UserError for a path that is not a bundle, or a bundle of another format
+    version.
+    """
     file = path / FILE
     try:
         raw = json_of(file.read_bytes())
@@ -365,7 +368,9 @@ def _tool_event(record: Mapping[str, Any]) -> ToolEvent:
 
 
 def _digests(content: Mapping[str, Any], routes: np.ndarray | None) -> dict[str, str]:
-    """Returns a digest of each part, one per key of the trajectory: {"trajectory.gold": "9c1b...", "settings": "04fe...", ...}."""
+    """Returns a digest of each part of a bundle; each field of the trajectory is a part: {"trajectory.gold": "9c1b...", "settings":
+    "04fe...", ...}.
+    """
     parts = {name: value for name, value in content.items() if name != "trajectory"}
     parts |= {f"trajectory.{name}": value for name, value in content["trajectory"].items()}
     digests = {
@@ -379,7 +384,7 @@ def _digests(content: Mapping[str, Any], routes: np.ndarray | None) -> dict[str,
 
 
 def _sync(directory: Path) -> None:
-    """Syncs the names in a directory to disk."""
+    """Forces a directory's list of names to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

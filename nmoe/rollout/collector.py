@@ -30,9 +30,9 @@ _AT_THE_START = TrainerState()
 
 
 class GradingError(Exception):
-    """A grader or a conversation task raised an exception on the trajectory held here.
+    """A grader or a conversation task raised an exception on the attached trajectory.
 
-    The trajectory has no grade other than the failure `grader_error`. The run stops; an exception never becomes reward 0.
+    The trajectory's grade is only the failure `grader_error`. The run stops; an exception never becomes reward 0.
     """
 
     def __init__(self, trajectory: Trajectory, doing: str = "grading") -> None:
@@ -41,7 +41,7 @@ class GradingError(Exception):
 
 
 class UserCodeFailedError(GradingError, UserError):
-    """A reward, task or episode of the user's raised an exception or returned an invalid value.
+    """A user's reward, task or episode raised an exception or returned an invalid value.
 
     The mistake is in the user's code or service, so a command prints only its message.
     """
@@ -52,7 +52,9 @@ class UserCodeFailedError(GradingError, UserError):
 
 
 def _failed(trajectory: Trajectory, error: BaseException | None, doing: str) -> GradingError:
-    """Returns the error that ends the run: for a mistake in the user's code its message alone, for any other exception a defect."""
+    """Returns the error that ends the run: a UserCodeFailedError with just the message if the user's code is at fault, else a
+    GradingError.
+    """
     if isinstance(error, UserError):
         return UserCodeFailedError(trajectory, str(error))
     return GradingError(trajectory, doing)
@@ -60,10 +62,9 @@ def _failed(trajectory: Trajectory, error: BaseException | None, doing: str) -> 
 
 @dataclass
 class Collected:
-    """Groups in the order of their problems, with timings.
+    """Groups of graded trajectories in the order of their problems, with timings in seconds.
 
-    Grading overlaps with sampling and with other grading: `grade_s` is part of `rollout_s` and sums over all trajectories.
-    Both are in seconds.
+    Grading overlaps with sampling and with other grading: `grade_s` is part of `rollout_s`, and is summed over all trajectories.
     """
 
     groups: list[Group]
@@ -72,7 +73,7 @@ class Collected:
 
 
 class Collector:
-    """Samples and grades problems of one environment with one engine.
+    """Samples completions of an environment's problems with an engine, runs their tools and conversations, and grades them.
 
     `model` identifies the model in each trajectory. `workspaces` provides the files that each trajectory starts with, if the
     environment has any.
@@ -110,9 +111,9 @@ class Collector:
         """Samples and grades a group of `samples` trajectories for each problem; fills in stop tokens and seeds.
 
         Seeds depend only on `key` and the problem's position. Without `positions`, that is its index in `problems`, which
-        suffices for a list that is sampled once. `state` is the position in the run that `[[rewards]]` see; None leaves them
-        out, as in evaluations of correctness. With `give_start`, each sample continues the start of the answer that the stage of
-        the curriculum gives in training. `on_group` is called with each finished group, in a thread of the engine.
+        suffices for a list that is sampled once. `state` is the position in the run that `[[rewards]]` receive; None skips
+        these rewards, as in evaluations of correctness. With `give_start`, each sample continues the beginning of the answer that
+        the curriculum's stage gives in training. `on_group` is called with each finished group, in a thread of the engine.
 
         Raises UserError for a prompt that does not fit the context and GradingError if a grader raises. Any exception or
         interrupt ends all running tools.
@@ -177,7 +178,9 @@ class Collector:
         return Group(problem, await self._rewarded(trajectories, state))
 
     async def _rewarded(self, trajectories: list[Trajectory], state: TrainerState | None) -> list[Trajectory]:
-        """Adds the ratings of `[[rewards]]` to the trajectories that had no infrastructure failure."""
+        """Returns the trajectories with the ratings of `[[rewards]]` added to their grades, except after infrastructure
+        failures.
+        """
         if state is None or not self._environment.rewards:
             return trajectories
         trajectories = [replace(trajectory, trainer_state=state) for trajectory in trajectories]
@@ -253,7 +256,9 @@ class Collector:
         )
 
     async def _keep_files(self, episode: Episode, session: ToolSession, grade: Grade) -> Mapping[str, Any] | None:
-        """Returns where the workspace came from and, if its `keep` setting asks for it, where its files were kept."""
+        """Returns the record of the workspace: its source and, if its `keep` setting asks for it, the path where its files were
+        kept.
+        """
         if session.prepared is None:
             return None
         assert self._workspaces is not None, "only `workspaces` prepares files"

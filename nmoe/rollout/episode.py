@@ -1,4 +1,5 @@
-"""One trajectory from prompt to end: the policy samples a turn, its calls are run and answered, and the next turn follows.
+"""Plays one trajectory from prompt to end: the policy samples a turn, its tool calls are run and answered, and the next turn
+follows.
 
 A turn is sampled and never re-encoded. A tool's answer is appended in the same branch, so that the next turn's prompt begins
 with every token of the turns before and the engine finds their keys in its prefix cache. The user's messages in a conversation
@@ -29,12 +30,14 @@ def request_seed(*key: str | int) -> int:
 
 
 class ConversationError(Exception):
-    """A conversation task raised an exception. The run stops and saves the trajectory so far."""
+    """A conversation task raised an exception. The run stops and saves the trajectory as sampled until then."""
 
 
 @dataclass
 class Episode:
-    """The state of one sample of a problem. `key` identifies its group; `sampling` belongs to the first turn."""
+    """The state of one sample while it is played. `key` identifies the group of samples; `sampling` has the parameters of the first
+    turn.
+    """
 
     problem: Problem
     index: int
@@ -54,14 +57,14 @@ class Episode:
         return sum(len(turn.sample.token_ids) for turn in self.turns)
 
     def ids(self) -> tuple[int, ...]:
-        """Returns the prompt of the last branch and all tokens after it."""
+        """Returns the current context as token ids: the prompt of the last branch and all tokens after it."""
         start = max((index for index, turn in enumerate(self.turns) if turn.given == "prompt"), default=0)
         after = (token_id for turn in self.turns[start:] for token_id in (*turn.given_ids, *turn.sample.token_ids))
         return (*(() if start else self.prompt_ids), *after)
 
 
 class Player:
-    """Plays episodes of one environment on one engine."""
+    """Plays episodes of one environment with one engine."""
 
     def __init__(self, engine: Engine, environment: Environment, context_tokens: int) -> None:
         self._engine = engine
@@ -72,7 +75,7 @@ class Player:
     async def play(self, episode: Episode, session: ToolSession) -> Failure | None:
         """Plays an episode from its first sampled turn to its end. Raises ConversationError if the task raises.
 
-        Returns what ended the episode before the policy did, if anything did.
+        Returns the failure that ended the episode before the policy did; None if the policy or the task ended it.
         """
         if not self._environment.tools and not self._environment.converses:
             return None
@@ -88,7 +91,8 @@ class Player:
             return "timeout"
 
     async def _next_turn(self, episode: Episode, session: ToolSession) -> Failure | None:
-        """Answers the last turn's calls or message and samples another turn; or returns how the episode ended.
+        """Answers the last turn's tool calls or message, and samples another turn. Returns None if the episode continues, else how
+        it ended.
 
         "ok" means that the policy or the task ended it.
         """
@@ -112,7 +116,7 @@ class Player:
         return await self._sample_on(episode, "tool", given)
 
     async def _next_answer(self, episode: Episode) -> Failure | None:
-        """Has the task respond to the last turn; returns as `_next_turn` does."""
+        """Has the task respond to the last turn as the user, and samples another turn; returns as `_next_turn` does."""
         problem, turns, exchanges = episode.problem, episode.turns, episode.exchanges
         try:
             exchange = self._environment.respond(problem, episode.sampling.seed, episode.index, turns, exchanges)

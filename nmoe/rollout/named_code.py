@@ -1,7 +1,7 @@
-"""The code that replaying a bundle would run outside any sandbox, with the user's rights.
+"""Finds the code that replaying a bundle would run outside any sandbox, with the user's rights.
 
-A bundle is data that may come from anyone, and its digests are not a signature. Names in it are not trusted until the user
-says so.
+A bundle is data that may come from anyone, and its digests are not a signature. Code that a bundle names is not run
+until the user allows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nmoe.rollout.bundle import Bundle
 
 
 def named_code(bundle: Bundle) -> list[str]:
-    """Returns one line for each thing that a replay would import or start; imports and starts nothing itself.
+    """Returns one line for each function or program that a replay would import or start, without doing so.
 
     ["tool words:lookup from /home/me/words.py", "pip, for [workspace] bootstrap of files"]
     """
@@ -38,7 +38,7 @@ def named_code(bundle: Bundle) -> list[str]:
 
 
 def refuse_named_code(bundle: Bundle) -> None:
-    """Raises UserError if the bundle names code, and says what would be run."""
+    """Raises UserError, which lists the code, if replaying the bundle would run code outside a sandbox."""
     found = named_code(bundle)
     if found:
         raise UserError(

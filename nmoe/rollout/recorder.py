@@ -23,10 +23,10 @@ SAMPLED = "sampled"
 
 
 class ReplayRecorder:
-    """Writes the bundles of one run into its `replay/`.
+    """Writes replay bundles of a run's trajectories to its directory `replay/`.
 
-    Failed trajectories are kept up to `per_failure` of each class and step. Any other trajectory is kept if a hash of seed,
-    step, problem and sample falls below `sample_rate`, so that a resumed run picks the same ones.
+    Per step, the first `per_failure` trajectories with each failure are kept. Any other trajectory is kept if a hash of seed, step,
+    problem and sample falls below `sample_rate`, so that a resumed run picks the same ones.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class ReplayRecorder:
         self._sandbox = sandbox
 
     def write(self, step: int, trajectories: Iterable[Trajectory]) -> list[Path]:
-        """Writes the bundles of a step's trajectories and returns their paths. Raises StorageError."""
+        """Writes bundles of the selected trajectories of a step and returns their paths. Raises StorageError."""
         return [self._write(step, trajectory, reason) for trajectory, reason in self._picked(step, trajectories)]
 
     def keep(self, step: int, trajectory: Trajectory, reason: str) -> Path:
-        """Writes the bundle of one trajectory for a reason that the caller gives. Raises StorageError."""
+        """Writes the bundle of one trajectory, marked with the caller's reason, and returns its path. Raises StorageError."""
         return self._write(step, trajectory, reason)
 
     def sampled(self, step: int, trajectory: Trajectory) -> bool:
-        """Whether a trajectory belongs to the random fraction that is kept."""
+        """Whether a hash selects this trajectory for the random fraction that is kept."""
         key = ("replay", self._seed, step, trajectory.problem.id, trajectory.index)
         return stable_hash(*key) < self._sample_rate * 2**64
 
@@ -103,8 +103,9 @@ class FailureRecords:
         self._run, self._tokenizer, self._replays = run, tokenizer, replays
 
     def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Records each trajectory that the infrastructure lost, the first with each other failure (its grade's or a tool
-        call's), and the step's replay bundles."""
+        """Records every trajectory lost to the infrastructure, and the first one with each other failure (of its grade or of a tool
+        call); writes the step's replay bundles, too.
+        """
         seen: set[Failure] = {"ok"}
         for trajectory in trajectories:
             failures = {trajectory.grade.failure, *(event.failure for event in trajectory.tool_events)}
@@ -114,7 +115,7 @@ class FailureRecords:
         self._replays.write(step, trajectories)
 
     def refuse_total_loss(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Raises InfrastructureError where the infrastructure lost every trajectory."""
+        """Raises InfrastructureError if every trajectory of the step was lost to the infrastructure."""
         if any(trajectory.trainable for trajectory in trajectories):
             return
         counts = Counter(trajectory.grade.failure for trajectory in trajectories)

@@ -1,4 +1,4 @@
-"""Replays a recorded trajectory: prompt, parsing of every turn, tool results and grade must all come out the same.
+"""Replays a recorded trajectory: prompt, parsing of every turn, tool results and grade must all be the same as recorded.
 
 Each check names the compared part and locates the first difference. `nmoe.rl.replay_bundle` adds the log-probabilities, which need
 the model.
@@ -41,7 +41,9 @@ _OF_THE_GRADE: frozenset[Failure] = frozenset({"ok", "parse_error", "truncated",
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: `Check("prompt", "57 tokens", None)`. A `difference` says what differs first, and where."""
+    """The result of one comparison: `Check("prompt", "57 tokens", None)`. `difference` describes the first difference and its
+    location; None if there is none.
+    """
 
     name: str
     compared: str
@@ -61,7 +63,7 @@ async def replay(
     *,
     allow_user_code: bool = False,
 ) -> AsyncIterator[Check]:
-    """Yields every check that needs no model, in the order in which the trajectory came about.
+    """Yields all checks that need no model, in the order in which the trajectory was produced.
 
     `sandboxes` are for tools that need one, `workspaces` for an environment that provides files. An inconsistent record ends
     the replay with its first check.
@@ -112,7 +114,7 @@ def _environment(bundle: Bundle) -> Check:
 
 
 def _as_it_was(settings: EnvironmentSettings, trajectory: Trajectory, tokenizer: Tokenizer) -> Environment:
-    """Rebuilds the environment under the recorded weights, without its problems, whose data may be elsewhere."""
+    """Rebuilds the environment with the recorded reward weights, without its problems, whose data may not be here."""
     update = {
         "task_pool": GeneratedPool(type="generated", task_type="sort"),
         "rubric": Rubric(**_without_rewards(trajectory.grade).weights),
@@ -157,7 +159,7 @@ def _turns(bundle: Bundle, environment: Environment, trajectory: Trajectory) -> 
 
 
 async def _workspace(trajectory: Trajectory, session: ToolSession) -> Check:
-    """Has the workspace made again: it must have the same files, or fail for the same reason."""
+    """Creates the workspace again and compares: it must have the same files, or fail again."""
     recorded = dict(trajectory.workspace or {})
     try:
         await session.prepare()
@@ -173,7 +175,7 @@ async def _workspace(trajectory: Trajectory, session: ToolSession) -> Check:
 
 
 async def _tools(environment: Environment, trajectory: Trajectory, session: ToolSession) -> Check:
-    """Runs every recorded call again, in order, and renders the answers. Times may differ."""
+    """Runs every recorded tool call again, in order, and compares results and rendered answers. Times may differ."""
     executor = AsyncToolExecutor(environment.tools, environment.budget)
     recorded, rounds, differences = list(trajectory.tool_events), list[list[ToolEvent]](), list[str]()
     for index, turn in enumerate(trajectory.turns):
@@ -201,7 +203,7 @@ async def _tools(environment: Environment, trajectory: Trajectory, session: Tool
 
 
 def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
-    """Has the task respond to every turn again and renders the user's messages."""
+    """Has the task respond to every turn again, and compares the exchanges and the rendered user messages."""
     problem, recorded = trajectory.problem, {exchange.turn: exchange for exchange in trajectory.exchanges}
     done: list[Exchange] = []
     ended = len(trajectory.turns)
@@ -234,7 +236,9 @@ def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
 
 
 def _kind(turn: Turn, now: Given) -> str | None:
-    """Describes the difference if a turn's given tokens are of another kind than recorded."""
+    """Describes the difference if a turn's given tokens are of another kind (tool, user, prompt) than recorded; None if they are
+    not.
+    """
     return None if turn.given == now else f"given as: {_short(turn.given)} in the bundle, {_short(now)} now"
 
 
@@ -269,7 +273,7 @@ async def _grade(environment: Environment, trajectory: Trajectory, session: Tool
 
 
 def _without_rewards(grade: Grade) -> Grade:
-    """Returns the grade by its rubric alone."""
+    """Returns the grade with the rubric's components only, without `[[rewards]]`."""
     if grade.weights.keys() <= set(COMPONENTS):
         return grade
     components = {name: value for name, value in grade.components.items() if name in COMPONENTS}
@@ -279,7 +283,7 @@ def _without_rewards(grade: Grade) -> Grade:
 
 
 async def _rewards(settings: EnvironmentSettings, environment: Environment, trajectory: Trajectory) -> Check:
-    """Calls the functions of `[[rewards]]` again, with this one sample; takes the other rewards as recorded."""
+    """Calls the functions of `[[rewards]]` again on this single sample, takes other rewards as recorded, and compares the grade."""
     recorded, state = trajectory.grade, trajectory.trainer_state
     if state is None:
         return Check("rewards", "none were asked")
@@ -303,7 +307,7 @@ async def _rewards(settings: EnvironmentSettings, environment: Environment, traj
 
 
 def _graded(grade: Grade) -> dict[str, Any]:
-    """Returns the parts of a grade that must be reproduced. The reason of a verdict is for people and its wording may change."""
+    """Returns the parts of a grade that must be reproduced. The reason of a verdict is left out, because its wording may change."""
     values = asdict(grade)
     del values["cached"], values["step_rewards"]  # of a verifier, which a replay does not ask
     if values["verdict"] is not None:
@@ -323,7 +327,7 @@ def _altered(bundle: Bundle) -> str | None:
 
 
 def _first_in(recorded: Sequence[Any], now: Sequence[Any], where: str, done: str) -> str | None:
-    """Describes the first index at which two sequences differ."""
+    """Describes the first index at which two sequences differ; None if they are equal."""
     for index, (old, new) in enumerate(zip(recorded, now, strict=False)):
         if old != new:
             return f"{where} {index}: {_short(old)} in the bundle, {_short(new)} {done}"
@@ -333,7 +337,7 @@ def _first_in(recorded: Sequence[Any], now: Sequence[Any], where: str, done: str
 
 
 def _first_of(recorded: dict[str, Any], now: dict[str, Any], path: str) -> str | None:
-    """Describes the first key whose values differ between two tables."""
+    """Describes the first key whose values differ between two tables; None if they are equal."""
     for key in [*recorded, *(key for key in now if key not in recorded)]:
         old, new = recorded.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
