@@ -1,4 +1,4 @@
-"""The rules of DeepSeekMath-V2 (arXiv:2511.22570): the score that a proof is accepted with, and the rewards that follow from it.
+"""The rules of DeepSeekMath-V2 (arXiv:2511.22570) for accepting a score of a proof, and for the rewards that follow from the score.
 
 Acceptance (section 2.3). No single analysis is trusted. Every analysis that reports a defect is checked by m meta-verifications,
 and is confirmed when a majority of them agrees. A proof gets the lowest score that any analysis gives, where at least k analyses
@@ -31,8 +31,8 @@ CORRECTNESS, HONESTY = 0.76, 0.24
 
 @dataclass(frozen=True)
 class Analysis:
-    """One verifier's analysis of a proof: its score, and the scores that m meta-verifications gave the analysis. None stands for a
-    score that is lost or cannot be read.
+    """One verifier's analysis of a proof: its score, and the scores that m meta-verifications (`checks`) gave the analysis. None is
+    a score that is lost or unreadable.
 
     `Analysis(Fraction(0), (Fraction(1), Fraction(1), None))` claims a fatal defect that two of three checks confirm. An analysis
     that gives 1 claims no defect and needs no check; one that claims a defect and has no checks was never checked.
@@ -43,13 +43,14 @@ class Analysis:
 
     @property
     def claims(self) -> bool:
-        """Whether it reports a defect."""
+        """Whether the analysis claims a defect: it gives a score below 1."""
         return self.score is not None and self.score < PERFECT
 
     @property
     def stands(self) -> bool | None:
-        """Whether more than half of its checks give 1: all its defects exist, and its score follows from them. None if this is
-        unknown: the claim was not checked, or missing and unreadable checks could have decided it."""
+        """Whether more than half of the checks confirm the analysis with a score of 1. False if no defect is claimed; None if the
+        claim was not checked, or if missing and unreadable checks could decide.
+        """
         if not self.claims:
             return False
         confirmed = sum(check == PERFECT for check in self.checks)
@@ -61,7 +62,7 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The decision on a proof. `evidence` holds the indices of the analyses that give the accepted score; below a score of 1 they
+    """The decision on a proof. `evidence` holds the indices of the analyses that give the accepted score; if it is below 1, these
     are confirmed.
 
     "unconfirmed": some defect is confirmed, but too few analyses with the lowest score are. "unchecked": no defect is confirmed,
@@ -74,7 +75,7 @@ class Acceptance:
 
 
 def accept(analyses: Sequence[Analysis], confirmations: int) -> Acceptance:
-    """The rule above with k = `confirmations` >= 1."""
+    """Decides with which score a proof is accepted, by the rule above with k = `confirmations` >= 1."""
     assert confirmations >= 1, "an unconfirmed score is no label"
     if any(analysis.stands for analysis in analyses):
         lowest = min(analysis.score for analysis in analyses if analysis.score is not None)
@@ -88,19 +89,24 @@ def accept(analyses: Sequence[Analysis], confirmations: int) -> Acceptance:
 
 
 def meta_score(checks: Sequence[Fraction | None]) -> float | None:
-    """R_meta of an evaluation that claims a defect: the mean score of the meta-verifications that were read, or None."""
+    """Returns R_meta of an evaluation that claims a defect: the mean score of its readable meta-verifications; None if there are
+    none.
+    """
     read = [check for check in checks if check is not None]
     return float(sum(read)) / len(read) if read else None
 
 
 def verifier_reward(given: Fraction, score: Fraction, meta: float) -> float:
-    """The reward of a well-formed evaluation that gives the score `given`; of any other it is 0."""
+    """Returns the reward of a well-formed evaluation that gives the score `given` to a proof accepted with `score`; a malformed one
+    gets 0.
+    """
     return _agreement(given, score) * meta
 
 
 def generator_reward(given: Fraction, score: Fraction, meta: float) -> float:
-    """The reward of a well-formed proof, whose self-evaluation gives the score `given` and has R_meta = `meta`; of any other
-    reply it is 0."""
+    """Returns the reward of a well-formed proof that was accepted with `score`; its self-evaluation gives `given` and has R_meta =
+    `meta`. Any other completion gets 0.
+    """
     return CORRECTNESS * float(score) + HONESTY * _agreement(given, score) * meta
 
 

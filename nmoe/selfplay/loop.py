@@ -61,7 +61,7 @@ GENERATOR, VERIFIER = "generator", "verifier"
 
 
 class Moment(NamedTuple):
-    """The content of a step: `Moment(round=2, trains=False, part=3)` plays the fourth batch of the second round."""
+    """The work of one step: `Moment(round=2, trains=False, part=3)` plays the fourth batch of the second round."""
 
     round: int
     trains: bool
@@ -70,8 +70,9 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rounds of `problems` problems each, with `batches` steps that play and `updates` steps that train. Steps and rounds count
-    from 1, the parts of a round from 0."""
+    """Divides a run into rounds of `problems` problems each, with `batches` steps that play and `updates` steps that train. Steps
+    and rounds count from 1, the parts of a round from 0.
+    """
 
     rounds: int
     problems: int
@@ -101,8 +102,9 @@ class Schedule:
 
 
 def selfplay_environment(config: SelfplayConfig) -> EnvironmentSettings:
-    """The environment that all three roles share: the one of the run, or Harmony without tools over the problems that [selfplay]
-    names. The reward of a completion is the score that its task gives it."""
+    """Returns the settings of the environment that all three roles share: the run's own or, by default, Harmony without tools over
+    the problems that [selfplay] names. A completion's reward is the score that its task gives.
+    """
     section, own = config.selfplay, config.environment
     if own is None:
         assert section.problem_source is not None, "the configuration asks for a source where there is no environment"
@@ -114,8 +116,9 @@ def selfplay_environment(config: SelfplayConfig) -> EnvironmentSettings:
 
 
 def selfplay(config: SelfplayConfig) -> Path:
-    """Runs the configuration to its end and returns the run directory. Raises KeyboardInterrupt, with a checkpoint saved, where a
-    signal asked it to stop."""
+    """Runs self-play as configured to its end and returns the run directory. Raises KeyboardInterrupt, after saving a checkpoint,
+    if a signal asks the run to stop.
+    """
     config, threads = settle(config)
     _refuse_other_rounds(config)
     tokenizer = load_tokenizer(config.model)
@@ -145,7 +148,9 @@ def selfplay(config: SelfplayConfig) -> Path:
 
 
 def _refuse_other_rounds(config: SelfplayConfig) -> None:
-    """Raises UserError for a run that is resumed with another number of optimizer steps: its steps would stand for others."""
+    """Raises UserError if a run is resumed with another number of optimizer steps, because its steps would then belong to other
+    rounds.
+    """
     began = recorded_steps(run_path(config)) if config.run.resume and config.selfplay.train else None
     if began not in (None, config.run.steps):
         raise UserError(
@@ -156,7 +161,9 @@ def _refuse_other_rounds(config: SelfplayConfig) -> None:
 
 @dataclass(frozen=True)
 class Roles:
-    """The model of each role. It is the same model for all where they start from one checkpoint and nothing is trained."""
+    """The models of generator, verifier and meta-verifier; a single model if all start from one checkpoint and nothing is
+    trained.
+    """
 
     generator: Transformer
     verifier: Transformer
@@ -165,7 +172,7 @@ class Roles:
 
     @classmethod
     def of(cls, config: SelfplayConfig, tokenizer: Tokenizer) -> Roles:
-        """Loads the models, with their learners where they are trained. Raises UserError as `build_model` does."""
+        """Loads the models and, for training, makes the learners. Raises UserError as `build_model` does."""
         section, seed, judges = config.selfplay, config.run.seed, _judges_config(config)
         if section.train:
             steps = section.rounds * section.generator_steps
@@ -181,17 +188,17 @@ class Roles:
 
     @property
     def models(self) -> list[Transformer]:
-        """The distinct models."""
+        """The distinct models of the roles."""
         return list({id(one): one for one in (self.generator, self.verifier, self.meta_verifier)}.values())
 
     @property
     def context_tokens(self) -> int:
-        """The shortest context of the models."""
+        """The shortest context length of the models, in tokens."""
         return min(model.config.context_tokens for model in self.models)
 
 
 def role_learner(config: SelfplayConfig, tokenizer: Tokenizer, steps: int) -> Learner:
-    """The learner of one role, which starts from the model of the configuration and takes `steps` optimizer steps."""
+    """Returns the learner of one role: it starts from the model in the configuration and takes `steps` optimizer steps."""
     ranks = Ranks(config.parallel)
     model = build_model(config.model, tokenizer, config.run.seed, balance=False, ranks=ranks)
     return Learner(
@@ -205,7 +212,9 @@ def role_learner(config: SelfplayConfig, tokenizer: Tokenizer, steps: int) -> Le
 
 
 class Selfplay(Recipe):
-    """Self-play as a recipe: the roles' models, engines and learners, the streams, and the position in the pool."""
+    """The training recipe of self-play: models, engines and learners of the roles, the files of training data, and the position in
+    the pool.
+    """
 
     def __init__(
         self,
@@ -268,7 +277,7 @@ class Selfplay(Recipe):
         self.evaluate_every, self.evaluate_first = schedule.round_steps if self.learners else 0, held_out is not None
 
     def step(self, step: int) -> Step:
-        """Plays a batch of problems, or trains on the round's data."""
+        """Plays a batch of problems, or takes optimizer steps on the round's data, as the schedule says."""
         began = time.perf_counter()
         moment = self.schedule.at(step)
         values, shown = self._train(step, moment) if moment.trains else self._play(step, moment)
@@ -277,7 +286,7 @@ class Selfplay(Recipe):
         return Step({"round": moment.round, **values, "time_step_s": time.perf_counter() - began}, shown)
 
     def notes(self) -> list[str]:
-        """The size of the run, and the number of problems left out."""
+        """Returns lines for the log about the run's size and the problems left out."""
         section, schedule, batch = self.config.selfplay, self.schedule, self.config.batch
         pool = self.environment.settings.task_pool
         assert isinstance(pool, SelfplayPool), "the environment's pool is self-play's"
@@ -294,7 +303,9 @@ class Selfplay(Recipe):
         ]
 
     def _play(self, step: int, moment: Moment) -> tuple[dict[str, Any], dict[str, float]]:
-        """Plays one batch, and writes its lines, samples and replay bundles."""
+        """Plays one batch; writes its lines of training data, samples and replay bundles; returns metrics, and the figures to
+        show.
+        """
         config = self.config
         first = moment.part * config.batch.prompts_per_step
         problems = self._problems(moment.round)[first : first + config.batch.prompts_per_step]
@@ -315,8 +326,9 @@ class Selfplay(Recipe):
         return {**values, "time_rollout_s": seconds, "tokens_per_second": tokens / seconds}, shown
 
     def _problems(self, round_: int) -> list[Problem]:
-        """The problems of a round, each once. Rounds share one order of all problems, and start a new order when too few
-        are left."""
+        """Returns the problems of a round, each once. Rounds take consecutive parts of one shuffled order; when too few are left, a
+        new order starts.
+        """
         order, index = divmod(round_ - 1, (self.problems.size - self.environment.overlong) // self.schedule.problems)
         if self.order is None or self.order[0] != order:
             everything = map(self.problems.at, range(order * self.problems.size, (order + 1) * self.problems.size))
@@ -325,7 +337,7 @@ class Selfplay(Recipe):
         return self.order[1][index * self.schedule.problems : (index + 1) * self.schedule.problems]
 
     def _train(self, step: int, moment: Moment) -> tuple[dict[str, Any], dict[str, float]]:
-        """Takes one optimizer step of each role on its share of the round's data."""
+        """Takes one optimizer step of each role on its share of the round's data; returns metrics, and the figures to show."""
         if self.training is None or self.training[0] != moment.round:
             found = RoundTraining.of(self.config, self.streams, moment.round, self.schedule.updates)
             self.training = (moment.round, found)
@@ -346,7 +358,7 @@ class Selfplay(Recipe):
         return {**values, "time_learn_s": seconds}, shown
 
     def evaluate(self) -> HeldOut | None:
-        """How often the verifier is right on held-out problems of an environment that knows the answers and is not trained on."""
+        """Measures how often the verifier is right on held-out problems with known answers; None without held-out problems."""
         if self.held_out is None:
             return None
         results = self.held_out.evaluate(self.engines[id(self.roles.verifier)], self.roles.context_tokens)
@@ -371,7 +383,7 @@ class Selfplay(Recipe):
 
 
 def _judges_config(config: SelfplayConfig) -> SelfplayConfig:
-    """The configuration with the judges' checkpoint, where they have their own, as the model."""
+    """Returns the configuration with the judges' checkpoint as its model, if the judges have a separate checkpoint."""
     if config.selfplay.verifier is None:
         return config
     named = {"path": config.selfplay.verifier, "shape": None}

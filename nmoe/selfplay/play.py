@@ -1,4 +1,5 @@
-"""One batch of self-play: proofs are written, each is verified n times, and the claims of the verifications are checked m times.
+"""Plays one batch of self-play: proofs are written, each is verified n times, and the defects that verifications claim are checked
+m times.
 
 Every completion is an ordinary trajectory, sampled and parsed by the environment; this file only decides which role is asked
 what. Requests of one kind run side by side, since the next kind needs all their answers.
@@ -22,9 +23,10 @@ from nmoe.types import Problem, Sampling
 
 @dataclass
 class JudgedEvaluation:
-    """An evaluation, by a verifier or by the proof's own author, and the meta-verifications of its claims. `asked` counts the
-    meta-verifications requested: 0 where it claims no defect or is no evaluation, or where the question would not fit the
-    context. `checks` leaves out those that the infrastructure lost."""
+    """An evaluation of a proof, by a verifier or by the proof's author, with the meta-verifications (`checks`) of its claims.
+    `asked` counts the requested checks: 0 if no defect is claimed, the text is no evaluation, or the question does not fit the
+    context. `checks` excludes checks lost to the infrastructure.
+    """
 
     trajectory: Trajectory
     evaluation: WrittenEvaluation | None
@@ -33,15 +35,16 @@ class JudgedEvaluation:
 
     @property
     def analysis(self) -> Analysis:
-        """The analysis as the acceptance rule reads it: a lost check counts as an unreadable one."""
+        """The evaluation in the form of the acceptance rule; a lost check counts as an unreadable one."""
         scores = [read_score(check.grade.answer) if check.grade.answer else None for check in self.checks]
         lost = [None] * (self.asked - len(self.checks))
         return Analysis(None if self.evaluation is None else self.evaluation.score, (*scores, *lost))
 
     @property
     def meta(self) -> float | None:
-        """R_meta: 1 where it claims no defect; 0 where its claim is too long to be checked within the context, which is the
-        author's fault; None if the requested checks are lost or unreadable."""
+        """R_meta, the factor for honest claims: 1 if no defect is claimed; 0 if the claim is too long to be checked within the
+        context, which is the author's fault; None if all requested checks are lost or unreadable.
+        """
         if not self.analysis.claims:
             return 1.0
         return meta_score(self.analysis.checks) if self.asked else 0.0
@@ -49,9 +52,10 @@ class JudgedEvaluation:
 
 @dataclass
 class Attempted:
-    """One proof of one problem, with its evaluations. `outcome` is the outcome of its acceptance, or "no_proof" for a completion
-    that is no proof, "overlong" for a proof too long to be verified, "lost" where the infrastructure failed. `lost` counts the
-    lost verifications."""
+    """One proof of one problem with its evaluations. `outcome` is the acceptance rule's, or "no_proof" for a completion that is no
+    proof, "overlong" for a proof too long to be verified, "lost" after an infrastructure failure. `lost` counts the lost
+    verifications.
+    """
 
     trajectory: Trajectory
     proof: Proof | None
@@ -63,12 +67,14 @@ class Attempted:
 
     @property
     def score(self) -> Fraction | None:
-        """The score that the proof was accepted with."""
+        """The score that the proof was accepted with; None if it was not accepted."""
         return None if self.acceptance is None else self.acceptance.score
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The proof, its verifications, and the meta-verifications of these and of its self-evaluation."""
+        """All trajectories about the proof: the proof, its verifications, and the meta-verifications of these and of the
+        self-evaluation.
+        """
         judged = [*([self.own] if self.own else []), *self.analyses]
         return [
             self.trajectory,
@@ -77,8 +83,9 @@ class Attempted:
         ]
 
     def generator_reward(self) -> float | None:
-        """None if the reward is unknown: the proof was not accepted, or the checks of its self-evaluation are lost or unreadable.
-        A completion that is no proof gets 0."""
+        """Returns the proof's reward, 0 for a completion that is no proof. None if it is unknown: the proof was not accepted, or
+        the checks of its self-evaluation are lost or unreadable.
+        """
         if self.outcome == "no_proof":
             return 0.0
         if self.score is None or self.proof is None or self.own is None or self.own.meta is None:
@@ -86,7 +93,7 @@ class Attempted:
         return generator_reward(self.proof.evaluation.score, self.score, self.own.meta)
 
     def verifier_reward(self, judged: JudgedEvaluation) -> float | None:
-        """The reward of one analysis of an accepted proof; None if the checks of its claims are lost or unreadable."""
+        """Returns the reward of one verification of an accepted proof; None if the checks of its claims are lost or unreadable."""
         assert self.score is not None, "only analyses of an accepted proof have a reward"
         if judged.evaluation is None:
             return 0.0
@@ -95,8 +102,9 @@ class Attempted:
 
 @dataclass(frozen=True)
 class Judges:
-    """The number of verifications and checks, and of confirmations required: `Judges(verifications=8, checks=3,
-    confirmations=2)`."""
+    """How many verifications a proof gets, how many checks a claim gets, and how many confirmations a score needs:
+    `Judges(verifications=8, checks=3, confirmations=2)`.
+    """
 
     verifications: int
     checks: int
@@ -117,16 +125,18 @@ class SelfPlay:
         judges: Judges,
         context_tokens: int,
     ) -> None:
-        """`proofs` is the number of proofs per problem. `judges` says how many verifications and checks there are; they are
-        sampled like the proofs."""
+        """`proofs` is the number of proofs per problem; `judges` are the numbers of verifications and checks. All are sampled with
+        `sampling`.
+        """
         self._environment = environment
         self._generator, self._verifier, self._meta_verifier = generator, verifier, meta_verifier
         self._proofs, self._sampling = proofs, sampling
         self._judges, self._context_tokens = judges, context_tokens
 
     def play(self, problems: Sequence[Problem], key: tuple[str | int, ...]) -> list[Attempted]:
-        """The judged proofs of the problems, in order. `key` names the batch: the samples depend only on it, the problems and the
-        weights."""
+        """Samples and judges proofs of the problems, and returns them in order. `key` names the batch: samples depend only on the
+        key, the problems and the weights.
+        """
         groups = self._generator.collect(problems, self._proofs, self._sampling, (*key, "generator")).groups
         attempts = [self._read(trajectory) for group in groups for trajectory in group.trajectories]
         self._verify(attempts, key)
@@ -151,7 +161,7 @@ class SelfPlay:
         return attempt
 
     def _verify(self, attempts: Sequence[Attempted], key: tuple[str | int, ...]) -> None:
-        """Requests verifications of every proof that leaves room for them in the context."""
+        """Samples verifications of every proof; a proof that leaves no room for one in the context becomes "overlong"."""
         asked = []
         for attempt in attempts:
             if attempt.proof is not None:
@@ -171,7 +181,7 @@ class SelfPlay:
                 attempt.outcome, attempt.own = "lost", None
 
     def _check(self, judged: Sequence[tuple[JudgedEvaluation, Attempted, str]], key: tuple[str | int, ...]) -> None:
-        """Requests checks of every claimed defect that leaves room for them in the context."""
+        """Samples meta-verifications of every evaluation that claims a defect, if the question fits the context."""
         asked = []
         for one, attempt, name in judged:
             if not one.analysis.claims:
@@ -189,7 +199,7 @@ class SelfPlay:
             one.checks = [check for check in group.trajectories if check.trainable]
 
     async def _accept(self, attempts: Sequence[Attempted]) -> None:
-        """Decides on acceptance, and grades every judgement by the decision."""
+        """Decides with which score each proof is accepted, and grades its verifications and checks by that decision."""
         for attempt in attempts:
             lost = [Analysis(None)] * attempt.lost
             acceptance = accept([*(one.analysis for one in attempt.analyses), *lost], self._judges.confirmations)
@@ -203,7 +213,7 @@ class SelfPlay:
                     one.trajectory = await self._graded(one.trajectory, acceptance.score)
 
     def _posed(self, task_type: str, attempt: Attempted, name: str, record: Mapping[str, str]) -> Problem:
-        """The question about a proof, without a gold answer."""
+        """Returns a problem of this task type that asks about a proof; its gold answer is unknown."""
         problem = attempt.trajectory.problem
         question, gold, metadata = TASKS[task_type].pose(str(problem.metadata["problem"]), UNKNOWN, record)
         id_ = f"{problem.id}/{attempt.trajectory.index}{name}"
@@ -219,7 +229,7 @@ class SelfPlay:
         return read_evaluation(*self._environment.renderer.said(trajectory.turns[-1].sample.token_ids))
 
     async def _graded(self, trajectory: Trajectory, gold: Fraction) -> Trajectory:
-        """Grades the trajectory with the score that it should have given as its gold answer."""
+        """Grades the trajectory again, with the score that it should have given as the gold answer."""
         problem = replace(trajectory.problem, gold=f"{float(gold):g}")
         if trajectory.grade.verdict is None:
             return replace(trajectory, problem=problem)  # without an answer there is nothing to compare

@@ -1,4 +1,4 @@
-"""The records of a batch of self-play: lines of the streams, counts, metrics and replay bundles.
+"""Writes the records of a batch of self-play: lines of training data, counts, metrics and replay bundles.
 
 A line holds what training needs, as tokens with their behaviour log-probabilities, and the text for people and other trainers:
 `proof_verifier_train.jsonl` and `proof_meta_verifier_train.jsonl` are also pools of the tasks `proof_verification` and
@@ -22,7 +22,7 @@ ROLES = {"proof_generation": "generator", "proof_verification": "verifier", "met
 
 
 def record(streams: Streams, recorder: ReplayRecorder, step: int, round_: int, attempts: Sequence[Attempted]) -> None:
-    """Appends a step's lines, counts them, and writes replay bundles. Raises StorageError."""
+    """Appends a step's lines to the streams of training data, counts outcomes, and writes replay bundles. Raises StorageError."""
     at = {"step": step, "round": round_}
     streams.append(VERIFIER, ({**at, **_verifier_line(one)} for one in attempts if one.score is not None))
     streams.append(META_VERIFIER, ({**at, **line} for one in attempts for line in _meta_lines(one)))
@@ -35,12 +35,12 @@ def record(streams: Streams, recorder: ReplayRecorder, step: int, round_: int, a
 
 
 def outcome(attempt: Attempted) -> str:
-    """`accepted_0.5`, `unconfirmed`, `no_proof`, ..."""
+    """Returns a proof's outcome, with the score if it was accepted: `accepted_0.5`, `unconfirmed`, `no_proof`, ..."""
     return attempt.outcome if attempt.score is None else f"{attempt.outcome}_{float(attempt.score):g}"
 
 
 def failures(attempts: Iterable[Attempted]) -> dict[str, Counter[str]]:
-    """How the completions of each role ended."""
+    """Counts the failure names of completions, by role: `{"generator": Counter({"ok": 7, "truncated": 1}), ...}`."""
     counts: dict[str, Counter[str]] = {role: Counter() for role in ROLES.values()}
     for attempt in attempts:
         for trajectory in attempt.trajectories:
@@ -49,7 +49,9 @@ def failures(attempts: Iterable[Attempted]) -> dict[str, Counter[str]]:
 
 
 def metrics(attempts: Sequence[Attempted]) -> dict[str, float]:
-    """Shares of the step's proofs by outcome, mean scores and rewards, and the number of confirmed claims."""
+    """Returns a step's metrics: shares of its proofs by outcome, mean scores and rewards, and the shares of claims that are
+    confirmed or undecided.
+    """
     outcomes = Counter(attempt.outcome for attempt in attempts)
     values = {f"proofs_{name}": count / len(attempts) for name, count in sorted(outcomes.items())}
     accepted = [attempt for attempt in attempts if attempt.score is not None]
@@ -67,8 +69,9 @@ def metrics(attempts: Sequence[Attempted]) -> dict[str, float]:
 
 
 def _verifier_line(attempt: Attempted) -> dict[str, Any]:
-    """The line of an accepted proof: its score, and every verification with its reward. `evidence` marks verifications that carry
-    the score."""
+    """Returns the training record of an accepted proof: its score, and every verification with its reward. `evidence` marks
+    verifications that give the accepted score.
+    """
     assert attempt.score is not None
     assert attempt.acceptance is not None
     evidence = attempt.acceptance.evidence
@@ -90,7 +93,9 @@ def _verifier_line(attempt: Attempted) -> dict[str, Any]:
 
 
 def _meta_lines(attempt: Attempted) -> Iterator[dict[str, Any]]:
-    """One line per evaluation whose checks decide whether it stands. `score` is 1 or 0, by the majority of the checks."""
+    """Yields a training record for each evaluation that its checks confirm or refute. `score` is 1 or 0, by the majority of the
+    checks.
+    """
     own = [] if attempt.own is None else [("own", attempt.own)]
     for name, one in [*own, *((f"v{index}", one) for index, one in enumerate(attempt.analyses))]:
         if one.checks and one.analysis.stands is not None:
@@ -105,7 +110,7 @@ def _meta_lines(attempt: Attempted) -> Iterator[dict[str, Any]]:
 
 
 def _generator_line(attempt: Attempted) -> dict[str, Any] | None:
-    """The line of a completion whose reward is known."""
+    """Returns the training record of a proof; None if its reward is unknown."""
     reward = attempt.generator_reward()
     if reward is None:
         return None
@@ -143,7 +148,7 @@ def _evaluation(judged: JudgedEvaluation) -> dict[str, Any]:
 
 
 def _tokens(trajectory: Trajectory) -> dict[str, Any]:
-    """All tokens after the prompt. The mask marks those that the policy sampled; the others are tool results."""
+    """Returns all tokens after the prompt with their columns. The mask is 1 for sampled tokens, 0 for tool results."""
     return {
         "token_ids": trajectory.token_ids,
         "mask": trajectory.mask,
@@ -161,7 +166,7 @@ def _number(score: Fraction | None) -> float | None:
 
 
 def _keep(recorder: ReplayRecorder, step: int, attempt: Attempted) -> None:
-    """Writes the replay bundles of an accepted proof and its evidence, and of a sampled share of everything else."""
+    """Writes the replay bundles of an accepted proof and its evidence, and of a random fraction of the other trajectories."""
     accepted = [] if attempt.score is None else [attempt.trajectory, *_evidence(attempt)]
     for trajectory in attempt.trajectories:
         if any(trajectory is one for one in accepted):

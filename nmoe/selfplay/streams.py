@@ -1,4 +1,4 @@
-"""The streams that self-play writes, as JSON lines, and its counts.
+"""The files of training data (streams) that self-play writes as JSON lines, and its counts.
 
 Lines are appended during a step. A checkpoint records the length of each stream, and a resumed run truncates the streams to it.
 The lines of an interrupted step are then written again, identically, so that none is missing or doubled.
@@ -26,14 +26,14 @@ COUNTS = "counts.json"
 
 
 class Streams:
-    """The files in one directory, and counts by group and name: `streams.counts["outcomes"]["accepted_0.5"]`."""
+    """The streams in one directory, and counts by group and name: `streams.counts["outcomes"]["accepted_0.5"]`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.counts: dict[str, Counter[str]] = {}
 
     def append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Raises StorageError."""
+        """Appends records to the stream of this name, one JSON line each. Raises StorageError."""
         # ASCII escapes, because Unicode's line separators would end a line in readers of text.
         lines = b"".join(json.dumps(record, allow_nan=False).encode("ascii") + b"\n" for record in records)
         append_whole(self._directory / name, lines)
@@ -47,7 +47,7 @@ class Streams:
         write_atomically(self._directory / COUNTS, (json.dumps(content, indent=1) + "\n").encode())
 
     def state(self) -> dict[str, Any]:
-        """The lengths of the streams, after they are flushed to disk, and the counts: JSON-able, for a checkpoint."""
+        """Flushes the streams to disk and returns their lengths in bytes and the counts, as JSON values for a checkpoint."""
         ends = {}
         for name in STREAMS:
             path = self._directory / name
@@ -57,8 +57,9 @@ class Streams:
         return {"ends": ends, "counts": {group: dict(counts) for group, counts in self.counts.items()}}
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Truncates the streams to their recorded lengths, or to nothing without a state. Raises UserError for a stream that is
-        shorter."""
+        """Truncates the streams to the lengths in `state`, or to nothing without a state, and restores the counts. Raises UserError
+        for a stream that is shorter.
+        """
         for name in STREAMS:
             path, end = self._directory / name, 0 if state is None else state["ends"][name]
             with storage_errors(path), path.open("ab") as file:
@@ -71,6 +72,6 @@ class Streams:
         self.write_counts()
 
     def read(self, name: str) -> Iterator[dict[str, Any]]:
-        """The records of a stream, in order."""
+        """Yields the records of a stream, in order."""
         with (self._directory / name).open("rb") as file:
             yield from map(json.loads, file)

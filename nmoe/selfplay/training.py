@@ -1,4 +1,4 @@
-"""The training data of self-play's roles, from the lines that a round has written.
+"""Reads the training data of self-play's roles from the lines that a round has written, and takes the optimizer steps.
 
 The verifier learns by cross-entropy from accepted verifications that carry a proof's score (rejection fine-tuning). The
 generator learns by policy gradient, with the other proofs of a problem as the baseline. docs/guides/selfplay.md explains why.
@@ -30,8 +30,9 @@ from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 
 def evidence(lines: Iterator[Mapping[str, Any]], round_: int) -> list[Trajectory]:
-    """The verifications of a round that carry the score of an accepted proof. Identical verifications of one proof count once,
-    since repeating a judgement adds no evidence."""
+    """Returns a round's verifications that give the accepted score of a proof. Identical verifications of one proof count once,
+    since a repeated judgement adds no evidence.
+    """
     found: list[Trajectory] = []
     for line in lines:
         if line["round"] != round_:
@@ -45,7 +46,7 @@ def evidence(lines: Iterator[Mapping[str, Any]], round_: int) -> list[Trajectory
 
 
 def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConfig) -> list[RewardedGroup]:
-    """The proofs of a round with known rewards, grouped by problem; problems whose proofs have equal rewards are left out."""
+    """Returns a round's proofs with known rewards, grouped by problem; leaves out problems whose proofs all have equal rewards."""
     of: dict[str, list[Trajectory]] = {}
     for line in lines:
         if line["round"] == round_:
@@ -69,7 +70,7 @@ def _trajectory(name: str, prompt_ids: Sequence[int], line: Mapping[str, Any], r
 
 
 def _turns(line: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """The turns of a line's tokens: the sampled tokens, each turn after the tool results that it followed."""
+    """Splits a line's tokens into turns: each turn's sampled tokens, with the tool results before them as given tokens."""
     turns: list[Turn] = []
     given: tuple[int, ...] = ()
     for sampled, group in groupby(range(len(line["token_ids"])), line["mask"].__getitem__):
@@ -84,7 +85,9 @@ def _turns(line: Mapping[str, Any]) -> tuple[Turn, ...]:
 
 
 def dealt(count: int, epochs: int, hands: int, *key: object) -> list[list[int]]:
-    """`count` indices, each `epochs` times, shuffled anew each epoch, in `hands` parts whose sizes differ by at most one."""
+    """Splits `count` indices, each repeated `epochs` times, into `hands` lists whose lengths differ by at most one. Each epoch is
+    shuffled anew; `key` seeds the shuffles.
+    """
     indices: list[int] = []
     for epoch in range(epochs):
         order = list(range(count))
@@ -95,13 +98,13 @@ def dealt(count: int, epochs: int, hands: int, *key: object) -> list[list[int]]:
 
 
 def generator_algorithm(config: SelfplayConfig) -> AlgorithmSection:
-    """The policy gradient of the generator: [algorithm], with defaults for the keys that self-play does not have."""
+    """Returns the generator's policy-gradient settings: [algorithm], with defaults for keys that self-play does not have."""
     return AlgorithmSection(**config.algorithm.model_dump())
 
 
 @dataclass
 class RoundTraining:
-    """The optimizer steps of one round, from its streams."""
+    """The training data of one round, divided over its optimizer steps."""
 
     evidence: list[Trajectory]
     groups: list[RewardedGroup]
@@ -120,7 +123,9 @@ class RoundTraining:
         )
 
     def verifier_update(self, learner: Learner, update: int) -> dict[str, float]:
-        """Takes one step of cross-entropy on this update's share of the evidence. Without any, returns no metrics."""
+        """Takes one optimizer step of the verifier, by cross-entropy on this update's share of the evidence, and returns its
+        metrics; none without evidence.
+        """
         trajectories = [self.evidence[index] for index in self.verifications[update]]
         if not trajectories:
             return {}
@@ -133,7 +138,8 @@ class RoundTraining:
     def generator_update(
         self, policy: PolicyUpdate, advantages: Advantages, step: int, update: int
     ) -> dict[str, float]:
-        """Takes one step of the policy gradient on this update's share of the problems; without any, as after the generator's last
-        step of the round, takes none and returns no metrics."""
+        """Takes one policy-gradient step of the generator on this update's share of the problems, and returns its metrics. Without
+        problems, as after the generator's last step of the round, takes none and returns none.
+        """
         chosen = [self.groups[index] for index in self.problems[update]] if update < len(self.problems) else []
         return policy.update(step, advantages(policy.batch(judged(chosen)), chosen)) if chosen else {}
