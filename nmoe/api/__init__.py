@@ -1,1 +1,1 @@
-"""The library behind `import nmoe`: what the commands do, as functions."""
+"""The functions and classes behind `import nmoe`; they do the same as the commands."""

@@ -1,5 +1,4 @@
-"""The environment of a run as a program says it: a file, a task, an episode, or a list of records, with functions for
-rewards."""
+"""Converts Python arguments (a file, a task, an episode, records, reward functions) to the settings of an environment."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def environment_table(
 ) -> dict[str, Any]:
     """Converts arguments of `nmoe.train_rl` to an `[environment]` table.
 
-    Raises UserError for anything that is not an environment, a reward, a tool or records, and where `env` and `data` name
-    different problems.
+    Raises UserError for a value of the wrong kind, and if `env` and `data` name different problems.
     """
     table = _table(env)
     for key in ("task_pool", "tools"):
@@ -72,7 +70,7 @@ _SOURCES = ("path", "dataset", "call", "source", "sources")
 
 
 def _has_gold(pool: Mapping[str, Any]) -> bool:
-    """Whether the first record of the pool has a right answer, in the named field or in a known one."""
+    """Whether the first record of the pool has a gold answer, in the field that the pool names or in a known one."""
     if "answer_field" in pool:
         return True
     try:
@@ -88,7 +86,7 @@ def _has_gold(pool: Mapping[str, Any]) -> bool:
 
 
 def _names(table: Mapping[str, Any]) -> set[str]:
-    """The names of parts in a table, which no other part may take."""
+    """Returns the names of the task, rewards and tools in a table, which no other part may have."""
     rewards = {reward.get("call") for reward in table.get("rewards", ()) if isinstance(reward, Mapping)}
     return {str(name) for name in {table.get("task"), *rewards, *table.get("tools", {}).get("use", ())}}
 
@@ -119,7 +117,7 @@ def _table(env: Env | None) -> dict[str, Any]:
 
 
 def joined(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges two tables, and tables within them; values of the second replace values of the first."""
+    """Merges two tables, including nested tables; values of `over` replace values of `table`."""
     both = {
         key: joined(table[key], value) if isinstance(value, Mapping) and isinstance(table.get(key), Mapping) else value
         for key, value in over.items()
@@ -132,7 +130,7 @@ def _is_task(part: Any) -> bool:
 
 
 class Records(list[dict[str, Any]]):
-    """Records that a program passed, as a pool of the type `python` reads them: `call = "passed:Records"`."""
+    """Records that a program passed, as a pool of type `python` refers to them: `call = "passed:Records"`."""
 
     __module__ = "passed"
 
@@ -169,7 +167,7 @@ def _rewards(rewards: Sequence[Reward], beside: set[str]) -> list[dict[str, Any]
 
 
 def _reward_name(function: Callable[..., Any], taken: set[str]) -> str:
-    """A function's own name; of a lambda, which has none, "lambda", "lambda_2" and so on."""
+    """Returns a function's own name or, for a lambda, "lambda", "lambda_2" and so on."""
     name = getattr(function, "__name__", type(function).__name__)
     if name.isidentifier():
         return name
@@ -185,7 +183,8 @@ def _tools(tools: Sequence[Callable[..., Any] | str], beside: set[str]) -> list[
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> tuple[Path | None, dict[str, Any]]:
-    """Splits a `config` argument into a file and tables; `{"run.steps": 9}` is a table as well.
+    """Converts a `config` argument to a file and tables, one of which is empty. A dotted key such as `{"run.steps": 9}` becomes a
+    table.
 
     Raises UserError for any other value.
     """
@@ -209,7 +208,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> tuple[Path | N
 
 
 def _merge(table: dict[str, Any], name: str, value: Any, path: str) -> None:
-    """Sets a value in a table, or merges a table into it. Raises UserError for a key that is given twice, with different values."""
+    """Sets a value in a table, or merges a table into it. Raises UserError if a key is given twice with different values."""
     if isinstance(value, Mapping):
         if name in table and not isinstance(table[name], dict):
             raise UserError(f"config: {path} = {table[name]!r}, and it is a table, too: drop one of the two")

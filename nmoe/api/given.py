@@ -1,4 +1,6 @@
-"""Arguments of the Python functions: turned into what a run reads, or refused with a message that names the way that works."""
+"""Converts arguments of the Python functions to the form that a run reads, or refuses them with a message that names a way that
+works.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _OWN_LOOP = "a run makes its own AdamW by [optimizer]; with another optimizer, w
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function: for an unknown argument it raises a UserError that suggests the right one."""
+    """Decorates a function so that an unknown argument raises a UserError that suggests the right one."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -57,7 +59,9 @@ def _argument_meant(name: str, known: list[str]) -> str:
 
 
 def model_path(model: Any, what: str = "model") -> Path:
-    """The path of a run or checkpoint, or a name on the hub. Raises UserError for anything else, such as a module in memory."""
+    """Returns a `model` argument as a path: a run, a checkpoint, or a name on the hub. Raises UserError for anything else, such as
+    a module in memory.
+    """
     if isinstance(model, str | os.PathLike):
         return Path(model)
     kind = type(model).__name__
@@ -77,9 +81,9 @@ def model_path(model: Any, what: str = "model") -> Path:
 
 
 def rows_of(data: Any, what: str) -> list[dict[str, Any]]:
-    """Records as a list of dicts: from a list, a generator, a `datasets.Dataset`, a table of Arrow or a DataFrame.
+    """Converts records to a list of dicts: from a list, a generator, a `datasets.Dataset`, an Arrow table or a DataFrame.
 
-    Raises UserError for anything else, an empty one among them, with `what` as its name.
+    Raises UserError, in which `what` names the argument, for any other value and for empty data.
     """
     if isinstance(data, Mapping):
         first = next(iter(data), None)
@@ -119,8 +123,9 @@ def checked_generate_fn(function: Any) -> None:
 
 
 def settings(path: str, value: Any) -> Any:
-    """A value of a configuration: paths as texts, numbers of other libraries as Python's. Raises UserError, with `path` as its
-    name, for what no configuration can hold."""
+    """Converts a value to one that a configuration can hold: paths to strings, numbers of other libraries to Python's. Raises
+    UserError, which names `path`, for any other type.
+    """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
@@ -135,7 +140,7 @@ def settings(path: str, value: Any) -> Any:
 
 
 def _is_of_environment(path: str) -> bool:
-    """Whether a value stands in the table of an environment, which checks the objects in it."""
+    """Whether a value belongs to the `environment` table, whose objects are checked elsewhere."""
     return path.partition(".")[0] == "environment"
 
 
@@ -150,7 +155,7 @@ def _way_of(value: Any) -> str:
 
 
 def refuse_contradiction(said: Mapping[str, Any], given: Mapping[str, Any], path: str, argument: str) -> None:
-    """Raises UserError if `config` and an argument give one key different values."""
+    """Raises UserError if `config` and an argument give the same key different values."""
     for key in said.keys() & given.keys():
         one, other = said[key], given[key]
         if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -1,4 +1,4 @@
-"""`load_model`, `generate` and `evaluate`: what a trained model says, and how often it is right."""
+"""`load_model`, `generate` and `evaluate`: load a trained model, sample from it, and measure how often it is right."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Completion:
         >>> len(completion.token_ids) == len(completion.logprobs)
         True
 
-    `text` is the answer without reasoning, `reasoning` what came before it, if the format has any. `token_ids` are all
-    sampled tokens, the stop token included, each with its log-probability under the distribution that it was drawn from.
+    `text` is the answer without reasoning; `reasoning` is the text before the answer, None if the format has no reasoning.
+    `token_ids` are all sampled tokens, including the stop token, each with its log-probability under the distribution that it was
+    drawn from.
     """
 
     text: str
@@ -59,10 +60,10 @@ def load_model(
     expert_weights: ExpertWeightsForm = "dequantized",
     precision: Precision | None = None,
 ) -> Transformer:
-    """Loads the model of a run or checkpoint; an adapter comes on its base. `device` is "auto" (a GPU where there is one), "cpu",
-    "cuda" or, of several, "cuda:1". `precision`, of weights and activations, is "float32", "bfloat16" or "float16"; None is
-    bfloat16 on a GPU, bfloat16 for weights stored in it on a CPU that multiplies it, else float32. With `expert_weights` "mxfp4"
-    a released gpt-oss keeps its experts in their four bits, to be sampled and not to be trained.
+    """Loads the model of a run or checkpoint; an adapter is loaded with its base model. `device` is "auto" (a GPU if there is one),
+    "cpu", "cuda" or, with several GPUs, "cuda:1". `precision`, of weights and activations, is "float32", "bfloat16" or
+    "float16"; None is bfloat16 on a GPU, bfloat16 for weights stored in it on a CPU that multiplies in it, else float32. With
+    `expert_weights` "mxfp4" a released gpt-oss keeps its experts in four bits, for sampling but not for training.
 
         >>> import nmoe
         >>> model = nmoe.load_model(checkpoint)
@@ -85,7 +86,9 @@ def load_model(
 def _opened(
     model: Model, device: str, expert_weights: ExpertWeightsForm, precision: Precision | None
 ) -> tuple[Path, Path, Transformer]:
-    """The path that a model was asked for by, the directory of its tokenizer, and the model: loaded, or as it was passed."""
+    """Returns the path that the model was named by, the directory of its tokenizer, and the model: loaded from a path, or as
+    passed.
+    """
     if not isinstance(model, Transformer):
         path = model_path(model)
         loaded = load_model(path, device, expert_weights, precision).requires_grad_(False)
@@ -112,7 +115,7 @@ def generate(
     expert_weights: ExpertWeightsForm = "dequantized",
     precision: Precision | None = None,
 ) -> list[list[Completion]]:
-    """Samples completions of each prompt, `samples` of them: one list per prompt.
+    """Samples completions of prompts and returns one list of `samples` completions per prompt.
 
         >>> import nmoe
         >>> [[completion]] = nmoe.generate(checkpoint, "Sort: 312", max_new_tokens=8, temperature=0.0)
@@ -173,7 +176,7 @@ def evaluate(
     precision: Precision | None = None,
     allow_trained_on: bool = False,
 ) -> list[Evaluation]:
-    """Evaluates a model on the problems of an environment: over all of them first, then by source.
+    """Evaluates a model on an environment's problems and returns the results: first over all problems, then by source.
 
         >>> import nmoe
         >>> [result, *_] = nmoe.evaluate(checkpoint, "sort", problems=4, max_new_tokens=16)
@@ -220,7 +223,7 @@ def evaluate(
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a list of messages is one. Raises UserError for any other value."""
+    """Returns the prompts as a list; a string or a list of messages is one prompt. Raises UserError for any other value."""
     if not isinstance(prompts, Sequence):
         raise UserError(f"prompts = {prompts!r} is neither a prompt nor a list of prompts")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):

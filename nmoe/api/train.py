@@ -56,7 +56,7 @@ class TrainedRun:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step; docs/reference/metrics.md has their names."""
+        """The metrics of each step, as one dict per step; docs/reference/metrics.md lists their names."""
         return read_metrics(self.path)
 
     @property
@@ -176,7 +176,7 @@ def train_dpo(model: Model | None = None, data: Data | None = None, *, config: C
         >>> "loss" in run.metrics[0]
         True
 
-    `data` holds records with `chosen` and `rejected`, with or without a `prompt`, in TRL's formats. Otherwise as
+    `data` holds records with `chosen` and `rejected`, with or without a `prompt`, in TRL's formats. The other arguments are as for
     `train_sft`.
     """
     from nmoe.recipes.dpo import dpo
@@ -187,8 +187,7 @@ def train_dpo(model: Model | None = None, data: Data | None = None, *, config: C
 
 @explained
 def train_reward(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
-    """Trains a reward model on preference pairs and returns the run, which `[[rewards]] type = "reward_model"` takes as
-    its path.
+    """Trains a reward model on preference pairs and returns the run, whose path `[[rewards]] type = "reward_model"` accepts.
 
         >>> import nmoe
         >>> run = nmoe.train_reward(
@@ -199,7 +198,7 @@ def train_reward(model: Model | None = None, data: Data | None = None, *, config
         >>> run.checkpoint.name
         'step_000001'
 
-    `data` is as for `train_dpo`; otherwise as `train_sft`.
+    `data` is as for `train_dpo`; the other arguments are as for `train_sft`.
     """
     from nmoe.recipes.reward_model import train_reward_model
 
@@ -209,8 +208,9 @@ def train_reward(model: Model | None = None, data: Data | None = None, *, config
 
 @contextmanager
 def _torch_as_it_was() -> Iterator[None]:
-    """Restores the settings of torch after a run: a run sets the number of threads and how idle ones wait, and asks for
-    deterministic algorithms."""
+    """A context manager that restores torch's settings after a run, which sets the number of threads, how idle threads wait, and
+    deterministic algorithms.
+    """
     deterministic: Any = torch.utils.deterministic
     threads, fills = torch.get_num_threads(), deterministic.fill_uninitialized_memory
     repeats, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -241,7 +241,9 @@ def _on_records(schema: type[C], model: Model | None, data: Data | None, config:
 def _config(
     schema: type[C], model: Model | None, file: Path | None, tables: dict[str, Any], source: str, name: str
 ) -> C:
-    """Checks a configuration; without a name, the run gets one that is free. Raises the errors of the commands."""
+    """Checks a configuration and returns it; a run without a name gets one that no run has. Raises the same errors as the
+    commands.
+    """
     from nmoe.preflight.preflight import refuse_to_start
 
     if model is not None:
@@ -265,8 +267,9 @@ def _config(
 
 
 def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The shape of a new model. Where nothing else is said, every head has its own keys, the heads share the width, and a dense
-    FFN is four times as wide."""
+    """Completes the shape of a new model. By default every head has its own keys, the heads share the width equally, and a dense
+    feed-forward layer is four times as wide.
+    """
     shape, heads, width = dict(model), model.get("heads"), model.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:
         shape = {"kv_heads": heads, "head_dim": width // heads, **shape}
@@ -276,8 +279,7 @@ def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(data: Iterable[Mapping[str, Any]], directory: Path) -> Path:
-    """Writes records where the run can read them again when it is resumed: `runs/data/0a1b2c3d4e5f.jsonl`, named by their
-    content."""
+    """Writes records to a file named by their content, so that a resumed run reads them again: `runs/data/0a1b2c3d4e5f.jsonl`."""
     lines = []
     for number, record in enumerate(rows_of(data, "data")):
         try:
