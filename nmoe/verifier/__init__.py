@@ -1,1 +1,1 @@
-"""Verifiers of steps and of whole solutions: rendering, training, judging, and metrics of a verifier."""
+"""Verifiers of solutions and of their steps: how solutions are rendered, training, judging, and a verifier's metrics."""

@@ -1,4 +1,4 @@
-"""Renders solutions for a verifier and locates its judgements: the same tokens in training and in use.
+"""Renders solutions for a verifier and locates the tokens whose output is the judgement, equally in training and in use.
 
 Discriminative: the solution is rendered as an answer to its problem, one step per line. A head reads the last token of every
 step, or of the whole solution: one forward pass for all steps (Lightman et al. 2023, arXiv:2305.20050, section 2.6). Or it reads
@@ -37,11 +37,11 @@ SCORE_CLASSES = ("0", "0.5", "1")
 
 @dataclass(frozen=True)
 class Shown:
-    """One sequence for a verifier: input tokens, their targets, and the positions whose output is the judgement. For a head,
-    `labels` are the classes there.
+    """One rendered sequence for a verifier: input tokens, their targets, and the positions (`scored`) whose output is the
+    judgement. For a verifier with a head, `labels` are the true classes at these positions.
 
     `language` are positions that predict the tokens of right steps, for an auxiliary language-modelling loss. `counts` are the
-    numbers of positions that make up one judgement each, where it is not one.
+    numbers of positions that make up each judgement; empty if each has a single one.
 
     Example, three tokens of a prompt, a label and <|return|>: `Shown((5, 6, 7, 18), (6, 7, 18, 2), scored=(2, 3))`.
     """
@@ -55,11 +55,13 @@ class Shown:
 
 
 Group = Sequence[Shown]
-"""The sequences of one solution, which may begin alike."""
+"""The rendered sequences of one solution, which may share a prefix."""
 
 
 class Form(Protocol):
-    """Renders solutions for a verifier. `classes` are its labels, worst first; `mode` says whether it judges steps or solutions."""
+    """How a verifier's questions are rendered. `classes` are its labels, worst first; `mode` says whether it judges steps or whole
+    solutions.
+    """
 
     @property
     def mode(self) -> Mode: ...
@@ -73,11 +75,15 @@ class Form(Protocol):
         """
 
     def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:
-        """Renders the question about the steps, or about the whole solution, as far as it fits the context."""
+        """Renders the solution without labels, for judging its steps or the whole solution; leaves out steps that do not fit the
+        context.
+        """
 
 
 class DiscriminativeForm:
-    """Renders one sequence per solution, which a head reads at the last or at every token of each step, or at <|return|>."""
+    """Renders one sequence per solution. A classification head reads the last or every token of each step, or <|return|> for the
+    whole solution.
+    """
 
     def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode, reads: Reads = "last") -> None:
         self.mode: Mode = mode
@@ -128,7 +134,7 @@ class DiscriminativeForm:
         return [Shown(tuple(ids), (*ids[1:], 0), positions, (0,) * len(positions), counts=self._counts(reads))]
 
     def _shown(self, messages: Sequence[Message], steps: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the tokens, and the first and last token of every step; a line break follows each step."""
+        """Returns the tokens, and the indices of the first and the last token of every step; a line break follows each step."""
         encode = self._harmony.tokenizer.encode
         line_break = encode("\n")
         ids = self._harmony.render_prompt(messages) + self._opening
@@ -152,7 +158,7 @@ class DiscriminativeForm:
 
 
 class GenerativeForm:
-    """Renders a prompt for each step, or for the solution, and a final message that is the label."""
+    """Renders a prompt for each step, or for the whole solution, and the answer to it: a final message that is the label."""
 
     def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode, neutral: bool = False) -> None:
         """Raises UserError for a tokenizer in which a step's label is not a single token.
@@ -193,7 +199,7 @@ class GenerativeForm:
         return group
 
     def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:
-        """Renders every prompt with each label in turn."""
+        """Renders every prompt once with each label as its answer; leaves out prompts that do not fit the context."""
         groups = (
             [self._answered(prompt, label) for label in self.classes] for prompt in self._prompts(messages, steps)
         )
@@ -201,7 +207,7 @@ class GenerativeForm:
 
     @cached_property
     def answers(self) -> dict[str, list[int]]:
-        """The completion of each label."""
+        """The completion's token ids for each label."""
         return {
             label: self._harmony.render_completion([Message("assistant", label, "final")]) for label in self.classes
         }
@@ -231,18 +237,18 @@ class GenerativeForm:
 
 
 def make_form(tokenizer: HarmonyTokenizer, head: HeadForm, mode: Mode, neutral: bool, reads: Reads = "last") -> Form:
-    """Makes the form for a head and mode; raises UserError as the forms do."""
+    """Returns the form for a kind of head and a mode. Raises UserError if the tokenizer does not suit it."""
     if head == "discriminative":
         return DiscriminativeForm(tokenizer, mode, reads)
     return GenerativeForm(tokenizer, mode, neutral)
 
 
 def form_batch(groups: Sequence[Group], language_weight: float = 0.0) -> Batch:
-    """Concatenates the groups' sequences into a batch.
+    """Packs the groups' sequences into one batch.
 
-    The loss is the mean over all judged positions, plus `language_weight` times the mean over the tokens of right steps, whose
-    column of labels is -1. Where a judgement is made of several positions, these carry its number and its weight in separate
-    columns, and may predict a token, too.
+    The loss is the mean over all judged positions, plus `language_weight` times the mean over the tokens of right steps, which have
+    the label -1. If a judgement is made of several positions, `steps_T` holds its number at each of them, and `label_weights_T`
+    their weight; these positions may predict a token, too.
     """
     sequences = [shown for group in groups for shown in group]
     lengths = tuple(len(shown.inputs) for shown in sequences)
@@ -279,6 +285,6 @@ def form_batch(groups: Sequence[Group], language_weight: float = 0.0) -> Batch:
 
 
 def _prefixes(number: int, group: Group) -> list[tuple[int, int]]:
-    """Returns for each sequence the length of the prefix it shares with the group's longest sequence."""
+    """Returns for each sequence the group's number and the length of the prefix shared with the group's longest sequence."""
     longest = max((shown.inputs for shown in group), key=len)
     return [(number, alike(longest, shown.inputs)) for shown in group]

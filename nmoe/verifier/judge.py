@@ -1,4 +1,6 @@
-"""Judgements of a verifier: the probabilities of its labels for each step or each solution, and metrics of how good they are."""
+"""Judges solutions with a verifier (the probability of each label, for each step or solution) and measures how good its judgements
+are.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ DESCRIPTION = "verifier.json"
 
 @dataclass(frozen=True)
 class Description:
-    """The content of verifier.json in a checkpoint: how to ask the verifier. `Description("step", "discriminative",
-    neutral=False)`.
+    """The content of a checkpoint's verifier.json, which says how the verifier is to be asked: `Description("step",
+    "discriminative", neutral=False)`.
     """
 
     mode: Mode
@@ -64,7 +66,7 @@ class Description:
         return described
 
     def form(self, tokenizer: HarmonyTokenizer) -> Form:
-        """Makes the form. Raises UserError for a tokenizer that does not suit it."""
+        """Returns the form in which this verifier is asked. Raises UserError for a tokenizer that does not suit it."""
         return make_form(tokenizer, self.head, self.mode, self.neutral, self.reads)
 
 
@@ -73,8 +75,9 @@ TOKENS_PER_MICROBATCH = 16384
 
 @dataclass
 class Judge:
-    """A verifier that judges solutions: the model, its head if it has one, the form of its questions, and the learner if it is in
-    training."""
+    """A verifier that judges solutions: the model, its classification head if it has one, the form of its questions, and during
+    training the learner.
+    """
 
     model: Transformer
     head: Head | None
@@ -83,8 +86,9 @@ class Judge:
 
     @classmethod
     def load(cls, path: Path, device: str = "auto") -> tuple[Judge, Description]:
-        """Loads the verifier of a run or a checkpoint. Raises UserError if it is not a verifier, or incomplete, and for a device
-        that is not there."""
+        """Loads the verifier of a run or a checkpoint. Raises UserError if it is not a verifier or is incomplete, or if the device
+        does not exist.
+        """
         directory = resolve_checkpoint(path)
         described = Description.load(directory)
         form = described.form(Tokenizer.load(directory))
@@ -95,10 +99,11 @@ class Judge:
         return cls(model, head, form), described
 
     def probabilities(self, solutions: Sequence[tuple[Sequence[Message], Sequence[str]]]) -> list[Tensor]:
-        """Returns for each solution the probabilities `[M, K]` of the form's classes, worst first.
+        """Returns for each solution the probabilities of the form's classes, worst first: `[steps, classes]`, or one row for a
+        whole solution.
 
-        A solution is its problem as messages and its steps. The part that does not fit the model's context was not read and is
-        given the worst class.
+        A solution is its problem as messages and its steps. Steps beyond the model's context are not read; they get the worst class
+        with probability 1.
         """
         context, classes = self.model.config.context_tokens, len(self.form.classes)
         groups = [self.form.question(messages, steps, context) for messages, steps in solutions]
@@ -114,7 +119,9 @@ class Judge:
         return found
 
     def _logits(self, groups: Sequence[Group]) -> Tensor:
-        """Returns the unnormalised log-probabilities of all groups' judgements, concatenated, `[all, K]`."""
+        """Returns unnormalised log-probabilities of the classes for all groups' judgements, concatenated: `[judgements,
+        classes]`.
+        """
         classes = len(self.form.classes)
         if not groups:
             return torch.zeros(0, classes)
@@ -144,7 +151,8 @@ _DRAWS = 20_000
 
 @dataclass(frozen=True)
 class ProcessBench:
-    """The result of `processbench`.
+    """The metrics that `processbench` computes: the two accuracies, their F1 with its interval, and the numbers of solutions with
+    and without a wrong step.
 
     Example: `ProcessBench(located=0.93, all_correct=0.97, f1=0.95, interval=Interval(0.93, 0.96), wrong=150, right=150)`.
     """
@@ -188,7 +196,9 @@ def processbench(step_probabilities: Sequence[Sequence[float]], first_wrong: Seq
 
 
 def f1_interval(located: tuple[int, int], clean: tuple[int, int]) -> Interval:
-    """The 95% interval of the harmonic mean of two shares, each given as (right, total), by melding (`processbench`)."""
+    """Returns the 95% interval of the harmonic mean of two shares, each given as (right, total), by the method of
+    `processbench`.
+    """
     rng = np.random.default_rng(0)
 
     def drawn(right: int, total: int, more: int) -> np.ndarray:
@@ -204,13 +214,13 @@ def f1_interval(located: tuple[int, int], clean: tuple[int, int]) -> Interval:
 
 
 def _harmonic(a: Any, b: Any) -> Any:
-    """The harmonic mean, of 0 and 0 as of a little more than 0."""
+    """Returns the harmonic mean; 0 for 0 and 0."""
     return 2 * a * b / (a + b + np.finfo(float).tiny)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Whether events predicted with probability p occur in a share p of cases.
+    """How well probabilities match outcomes: calibrated if events predicted with probability p occur in a share p of cases.
 
     ece: expected calibration error, the mean distance between a bin's rate and its mean probability, weighted by the bins'
     counts (Guo et al. 2017, arXiv:1706.04599, eq. 3).
@@ -226,7 +236,9 @@ class Calibration:
 
 
 def calibration(probabilities: Sequence[float], outcomes: Sequence[bool], bins: int = BINS) -> Calibration:
-    """Computes the calibration over bins of equal width. Raises ValueError if the lists are empty or differ in length."""
+    """Computes the calibration of probabilities against outcomes, over bins of equal width. Raises ValueError if the lists are
+    empty or differ in length.
+    """
     if len(probabilities) != len(outcomes) or not probabilities:
         raise ValueError(f"{len(probabilities)} probabilities and {len(outcomes)} outcomes")
     p_N, y_N = np.asarray(probabilities, dtype=np.float64), np.asarray(outcomes, dtype=np.float64)
@@ -241,5 +253,7 @@ def calibration(probabilities: Sequence[float], outcomes: Sequence[bool], bins: 
 
 
 def rate(hits: Sequence[bool], clusters: Sequence[int]) -> tuple[float, Interval]:
-    """Returns a share with its 95% interval over clusters, such as the solutions that the judged steps belong to."""
+    """Returns the share of hits with its 95% interval, computed over clusters such as the solutions that the judged steps belong
+    to.
+    """
     return sum(hits) / len(hits), outcomes_interval(hits, clusters)

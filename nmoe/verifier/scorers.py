@@ -1,4 +1,4 @@
-"""Models as scorers: a reward model or verifier behind the protocols that rewards and best-of-n use (`nmoe.envs.rewards.reward`).
+"""Loads a reward model or verifier as a scorer, by the protocols that rewards and best-of-n use (`nmoe.envs.rewards.reward`).
 
 Concurrent questions to one model are answered in one forward pass.
 """
@@ -38,7 +38,7 @@ Ids = tuple[int, ...]
 
 
 def load_scorer(path: Path, device: str = "auto") -> Scorer:
-    """Loads the run or checkpoint at `path` as a scorer of answers. Raises UserError if it is neither a reward model nor a
+    """Loads the run or checkpoint at `path` as a scorer of whole answers. Raises UserError if it is neither a reward model nor a
     verifier.
     """
     described = (resolve_checkpoint(path) / DESCRIPTION).exists()
@@ -56,10 +56,10 @@ def load_step_scorer(path: Path, device: str = "auto") -> StepScorer:
 
 
 class RewardModel:
-    """A reward model trained by `nmoe reward`: its head's output at the last token of prompt and answer.
+    """A reward model trained by `nmoe reward`: the score is its head's output at the last token of prompt and answer.
 
-    Concurrent calls are answered in one pass, in its own thread. A score is a pure function of the text: the model runs
-    with exact numerics, so that the rest of the pass does not matter. Recent scores are cached.
+    Concurrent calls share one forward pass in a separate thread. A score depends on the text only, not on the other sequences of
+    the pass, because the model runs with exact numerics. Recent scores are cached.
     """
 
     def __init__(self, model: Transformer, head: Head, renderer: Renderer, origin: str) -> None:
@@ -68,7 +68,9 @@ class RewardModel:
 
     @classmethod
     def load(cls, path: Path, device: str = "auto") -> RewardModel:
-        """Loads a checkpoint. Raises UserError if it has no head, or one of another kind, and for a device that is not there."""
+        """Loads a reward model's checkpoint. Raises UserError if it has no head or one of another kind, or if the device does not
+        exist.
+        """
         directory = resolve_checkpoint(path)
         model = load_policy(directory, device=choose_device(device))[0].requires_grad_(False)
         head = load_head(directory, model.config.hidden_size, "reward").requires_grad_(False)
@@ -77,7 +79,9 @@ class RewardModel:
         return cls(model, head.to(model.device), make_renderer(Tokenizer.load(directory)), str(path))
 
     async def score(self, messages: Sequence[Message], answer: str) -> float:
-        """Returns the reward. Raises UserError if prompt and answer do not fit the model's context."""
+        """Returns the reward of an answer, on the model's own scale. Raises UserError if prompt and answer do not fit the model's
+        context.
+        """
         prompt = tuple(ChatMessage(message.role, message.content, name=message.name) for message in messages)
         ids = tuple(render_answer(self._renderer, prompt, answer).ids)
         if len(ids) > self._model.config.context_tokens:
@@ -101,7 +105,7 @@ class Verifier:
 
     An answer's steps are its lines. The score of an answer is the probability that every step is right, the product of the
     steps' probabilities (Lightman et al. 2023, arXiv:2305.20050, section 2.6); a verifier of solutions gives the expected
-    score instead. The model runs with exact numerics, so that the rest of a pass does not matter.
+    score instead. The model runs with exact numerics, so that a score does not depend on the other sequences of a pass.
     """
 
     def __init__(self, judge: Judge, mode: Mode) -> None:
@@ -111,7 +115,9 @@ class Verifier:
 
     @classmethod
     def load(cls, path: Path, device: str = "auto") -> Verifier:
-        """Loads a checkpoint. Raises UserError if it is not a verifier's, or incomplete, and for a device that is not there."""
+        """Loads a verifier's checkpoint. Raises UserError if it is not a verifier or is incomplete, or if the device does not
+        exist.
+        """
         judge, described = Judge.load(path, device)
         return cls(judge, described.mode)
 
@@ -145,7 +151,8 @@ V = TypeVar("V")
 
 
 class Together(Generic[K, V]):
-    """Batches concurrent calls of a function of many keys, which runs in its own thread, and caches recent answers.
+    """Batches concurrent calls of a function: waiting keys are answered together by one call in a separate thread. Recent answers
+    are cached.
 
     An answer must depend on its key alone.
     """
@@ -159,7 +166,7 @@ class Together(Generic[K, V]):
         self._next: list[K] = []
 
     async def ask(self, key: K) -> V:
-        """Returns the answer. An exception of the function is raised for all keys of that pass."""
+        """Returns the answer for a key. An exception of the function is raised for all keys of the same call."""
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
@@ -175,7 +182,7 @@ class Together(Generic[K, V]):
         return await asyncio.shield(self._asked[key])
 
     async def _answer(self) -> None:
-        """Answers all waiting keys in one pass."""
+        """Answers all waiting keys by one call of the function."""
         taken, self._next = self._next, []
         waiting = {key: self._asked[key] for key in taken}
         try:

@@ -39,7 +39,7 @@ from nmoe.verifier.judge import Description, Judge, calibration, processbench, r
 
 @dataclass(frozen=True)
 class LabelledSolution:
-    """A solution to train or evaluate on. `labels` holds one label per step, or the one score of the whole solution.
+    """A solution to train or evaluate a verifier on. `labels` holds one label per step, or one score for the whole solution.
 
     Example: `LabelledSolution("Sum: 4+7+2", ("4+7=11", "11+3=14"), ("+", "-"), first_wrong=1)`.
     """
@@ -55,7 +55,7 @@ class LabelledSolution:
 
 
 def verifier(config: VerifierConfig) -> Path:
-    """Runs the configuration to its last step and returns the run directory."""
+    """Trains a verifier as configured, to the last step, and returns the run directory."""
     config, threads = settle(config)
     section = config.verifier
     tokenizer = load_tokenizer(config.model)
@@ -115,8 +115,9 @@ def verifier(config: VerifierConfig) -> Path:
 
 
 def read_data(section: VerifierSection) -> tuple[StepDataset, StepDataset]:
-    """The training data and the evaluation data, which share no problem. Where both come from one source, a problem's hash
-    decides."""
+    """Reads training and evaluation data, which share no problem. If both come from one source, a hash of the problem decides which
+    part it belongs to.
+    """
     neutral_is = {"positive": "+", "negative": "-", "own": None}[section.neutral]
     paths = section.prm800k, section.math_shepherd
     reading = read_source(section.prm_source, section.prm_split, *paths, neutral_is)
@@ -136,9 +137,10 @@ def read_data(section: VerifierSection) -> tuple[StepDataset, StepDataset]:
 
 
 def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[LabelledSolution]:
-    """The training solutions. For steps, a prefix that several solutions share is labelled only in the first, so that it counts
-    once. For scores, whole solutions, including the steps after the first wrong one, plus for each right solution a part of it
-    with the score 0.5."""
+    """Returns the training solutions. For steps, a prefix that several solutions share is labelled only in the first of them, so
+    that it counts once. For scores, these are whole solutions, including steps after the first wrong one, plus a part of each
+    right solution with the score 0.5.
+    """
     if section.mode == "score":
         return whole_solutions(solutions, section, seed)
     found, seen = [], set[tuple[str, ...]]()
@@ -152,7 +154,9 @@ def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSectio
 
 
 def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[LabelledSolution]:
-    """The solutions with every step labelled, without alternatives that were not chosen to continue from."""
+    """Returns the solutions with every step labelled, except alternatives that were not continued; for scores also a part of each
+    right solution, with the score 0.5.
+    """
     found = []
     for one in solutions:
         if one.alternative or one.score is None:
@@ -168,7 +172,9 @@ def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection
 
 
 def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset: str) -> HeldOut:
-    """Accuracy, calibration and, for steps, F1. The first result decides which checkpoint is the best."""
+    """Evaluates a verifier on held-out solutions: accuracy, calibration and, for steps, F1. The first result decides which
+    checkpoint is the best.
+    """
     said = judge.probabilities([(one.messages, one.steps) for one in probe])
     classes = judge.form.classes
     hits: list[bool] = []
@@ -233,7 +239,7 @@ def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset
 def _fitting(
     solutions: Sequence[LabelledSolution], form: Form, context_tokens: int
 ) -> tuple[list[LabelledSolution], int]:
-    """The solutions that fit the model's context, and the number of the others."""
+    """Returns the solutions that fit the model's context, and the number of the others."""
 
     def fits(group: Group) -> bool:
         return all(len(shown.inputs) <= context_tokens for shown in group)
@@ -249,7 +255,7 @@ def _objective(described: Description) -> Objective:
 
 
 def _head(config: VerifierConfig, hidden_size: int, outputs: int) -> Head:
-    """A new head, or the head of the verifier that training continues from."""
+    """Returns a new head, or the head of the verifier that training continues from."""
     mode = config.verifier.mode
     if config.model.path is not None:
         directory = resolve_checkpoint(Path(config.model.path))
