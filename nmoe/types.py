@@ -1,4 +1,4 @@
-"""Records that pass between rooms: samples, messages, problems, turns, tool events, verdicts and grades."""
+"""Records that pass between packages: samples, messages, problems, turns, tool events, verdicts and grades."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ class Sampling:
 
 @dataclass
 class Sample:
-    """One completion. If a stop token was sampled, it is part of it.
+    """One completion as sampled by an engine. A sampled stop token is included.
 
-    `logprobs` are taken from the distribution that was sampled from, after temperature, top-k and top-p (so 0.0 under greedy).
-    `versions` holds the weight version of each token. `kept_ids` holds each token's kept set if top-k or top-p cut the
-    support. `routes` holds every router pick as int16 `[prompt + completion - 1, layers, K]`, for engines that record them.
+    `logprobs` are each token's log-probability under the distribution that it was drawn from, after temperature, top-k and top-p
+    (so 0.0 under greedy). `versions` holds the weight version of each token. `kept_ids` holds, for each token, the ids that top-k
+    or top-p left to draw from; None without either. `routes` holds the experts that the router picked, int16 `[prompt + completion
+    - 1, layers, experts per token]`; None if the engine records none.
     """
 
     token_ids: list[int]
@@ -124,7 +125,7 @@ class Problem:
 
     @property
     def groups(self) -> list[str]:
-        """The groups that the problem belongs to, such as ["level=Level 5", "subject=Algebra"]."""
+        """The problem's groups for reporting rates, such as ["level=Level 5", "subject=Algebra"]."""
         return [f"{key}={self.metadata[key]}" for key in GROUPS if key in self.metadata]
 
 
@@ -139,7 +140,7 @@ Given = Literal["tool", "user", "prompt", "form"]
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: the tokens given to the policy, then the sample it drew. `given` says where `given_ids` come from.
+    """One turn of the policy: tokens given to it, and the sample that it then drew. `given` says where `given_ids` come from.
 
     "tool" or "user": the answer of a tool or of the user, which follows the previous sample, and the tokens that open the next
     turn. "prompt": a new branch, whose `given_ids` are the whole conversation and replace everything before. The first turn's
@@ -152,7 +153,9 @@ class Turn:
 
     @property
     def said_ids(self) -> list[int]:
-        """The tokens that the format reads as the policy's: those sampled, after the start of the answer if that was given."""
+        """The tokens that are parsed as the policy's output: the sampled ones, after the beginning of the answer if that was
+        given.
+        """
         return [*(self.given_ids if self.given == "form" else ()), *self.sample.token_ids]
 
 
@@ -163,11 +166,11 @@ def single_turn(token_ids: Sequence[int], finish_reason: FinishReason = "stop") 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the policy wrote it: `ToolCall("python", '{"code": "print(6 * 7)"}', "0/0")`.
+    """A tool call as the policy wrote it: `ToolCall("python", '{"code": "print(6 * 7)"}', "0/0")`.
 
-    `arguments` is the text of the arguments, which may be invalid JSON. `call_id` is turn/index and unique in a trajectory.
-    `fault` says why the call cannot be parsed, in formats other than Harmony, whose header already has the form of a call; it
-    is empty otherwise.
+    `arguments` is the text of the arguments, which may be invalid JSON. `call_id` is turn/index and unique in a trajectory. `fault`
+    is the reason why the call cannot be parsed, empty if it can; in Harmony it is always empty, because the message's header
+    already identifies a call.
     """
 
     name: str
@@ -178,7 +181,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolEvent:
-    r"""A call and its result: `ToolEvent(call, "ok", "42\n", "", started_s=0.12, wall_s=0.004)`.
+    r"""A tool call and its result: `ToolEvent(call, "ok", "42\n", "", started_s=0.12, wall_s=0.004)`.
 
     `failure` belongs to this call and ends the trajectory only if it is an infrastructure failure. `output` is what the
     policy was shown, including the `reason` of a failure. Times are in seconds; `started_s` counts from the start of the
@@ -193,13 +196,14 @@ class ToolEvent:
     wall_s: float
 
     def record(self) -> dict[str, Any]:
-        """Returns all fields as one flat, JSON-able dict."""
+        """Returns all fields of the event and its call as one flat dict of JSON values."""
         return {**vars(self.call), **{name: value for name, value in vars(self).items() if name != "call"}}
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A conversation task's response to one turn: `Exchange(turn=0, state={"left": 2}, user="higher", reward=0.0)`.
+    """The simulated user's response to one turn, by a conversation task: `Exchange(turn=0, state={"left": 2}, user="higher",
+    reward=0.0)`.
 
     `turn` is the index of the policy's turn, `state` the task's state after it, as JSON, and `user` the user's next message,
     None if the conversation is over.
@@ -216,7 +220,7 @@ Outcome = Literal["correct", "incorrect", "error"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verifying an answer. Example, a right answer in another form than the gold's:
+    """The result of verifying an answer. Example, a right answer written in another form than the gold answer:
     `Verdict("correct", 1.0, "numeric", "0.5 = 1/2")`.
 
     `error` means that the verifier failed for a reason other than the answer, such as a worker that the system killed. The
@@ -231,7 +235,7 @@ class Verdict:
 
     @classmethod
     def of(cls, correct: bool, layer: str, reason: str) -> Verdict:
-        """Returns a verdict that is either right or wrong."""
+        """Returns a correct verdict with score 1, or an incorrect one with score 0."""
         return cls("correct" if correct else "incorrect", float(correct), layer, reason)
 
 
