@@ -1,4 +1,4 @@
-"""Trajectories: all turns of one sample, seen as branches, spans and per-token columns; and groups of them."""
+"""Trajectories: all turns of one sample, with views as branches, spans and per-token columns; and groups of trajectories."""
 
 # Shapes: Y layers, K chosen experts.
 
@@ -19,10 +19,10 @@ NOT_SAMPLED_LOGPROB, NOT_SAMPLED_VERSION = 0.0, -1
 
 
 class Span(NamedTuple):
-    """A run of tokens [start, end) after the prompt and its origin: `Span("tool", turn=1, start=12, end=20)`.
+    """Consecutive tokens [start, end), counted after the prompt, of one origin: `Span("tool", turn=1, start=12, end=20)`.
 
-    A span of kind "prompt" begins a new branch: the policy sees it and nothing before it. One of kind "form" is the start of the
-    answer that a stage of the curriculum gives.
+    A span of kind "prompt" begins a new branch, in which the policy sees nothing before it. A span of kind "form" is the beginning
+    of the answer that the curriculum's stage gives.
     """
 
     kind: Literal["sampled", "tool", "user", "prompt", "form"]
@@ -32,13 +32,13 @@ class Span(NamedTuple):
 
 
 class Columns:
-    """The tokens of some turns, with one value of each column per token."""
+    """The tokens of some turns, and per-token columns such as masks and log-probabilities."""
 
     turns: tuple[Turn, ...]
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """All tokens after the prompt: those sampled, including stop tokens, and those given between them."""
+        """All tokens after the prompt: the sampled ones, including stop tokens, and the given ones between them."""
         return [token_id for turn in self.turns for token_id in (*turn.given_ids, *turn.sample.token_ids)]
 
     @property
@@ -63,7 +63,9 @@ class Columns:
 
     @property
     def kept_ids(self) -> list[list[int]] | None:
-        """The kept set of each of `token_ids`, empty for tokens that were given; None if sampling never cut the support."""
+        """For each of `token_ids`, the ids that top-k or top-p left to draw from, empty for given tokens; None if sampling never
+        cut the distribution.
+        """
         if all(turn.sample.kept_ids is None for turn in self.turns):
             return None
         return self._per_token(lambda turn: turn.sample.kept_ids or [[]] * len(turn.sample.token_ids), [])
@@ -78,7 +80,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Branch(Columns):
-    """A part of a trajectory whose tokens follow one another verbatim.
+    """A part of a trajectory that the model reads as one sequence: its prompt and the turns that continue it verbatim.
 
     `prompt_ids + token_ids` is the engine's last prompt followed by its sample. The first turn has no given tokens, unless they
     are the start of its answer.
@@ -89,7 +91,7 @@ class Branch(Columns):
 
     @property
     def routes(self) -> Any | None:
-        """Every router pick, int16 `[prompt + tokens - 1, Y, K]`; None if the engine records none.
+        """The experts that the router picked, int16 `[prompt + tokens - 1, Y, K]`; None if the engine records none.
 
         Each position has the picks of the turn that processed it first.
         """
@@ -132,7 +134,7 @@ class Trajectory(Columns):
 
     @property
     def trainable(self) -> bool:
-        """Whether the policy's output was judged: after an infrastructure failure it was not."""
+        """Whether the policy's output was judged; after an infrastructure failure it was not, and the sample is masked."""
         return self.grade.failure not in INFRASTRUCTURE
 
     @property
@@ -141,7 +143,7 @@ class Trajectory(Columns):
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens ran out before the end: within a turn, or because the tools' answers left none for another turn."""
+        """Whether the token limit cut the trajectory: within a turn, or because tool results left no tokens for another turn."""
         return self.finish_reasons[-1] == "length" or self.grade.failure == "truncated"
 
     @cached_property
@@ -159,7 +161,7 @@ class Trajectory(Columns):
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The origin of every token: spans in order that together cover `token_ids`."""
+        """The origins of all tokens, as consecutive spans that together cover `token_ids`."""
         spans: list[Span] = []
         end = 0
         for index, turn in enumerate(self.turns):
@@ -170,7 +172,9 @@ class Trajectory(Columns):
 
     @property
     def routes(self) -> Any | None:
-        """The router picks of all branches, int16 `[sum of prompt + tokens - 1, Y, K]`; None if the engine records none."""
+        """The experts that the router picked in all branches, int16 `[sum of prompt + tokens - 1, Y, K]`; None if the engine
+        records none.
+        """
         parts = [routes for branch in self.branches if (routes := branch.routes) is not None]
         if len(parts) < len(self.branches):
             return None
@@ -182,7 +186,7 @@ class Trajectory(Columns):
         return [turn.sample.finish_reason for turn in self.turns]
 
     def record(self, step: int, text: str) -> dict[str, Any]:
-        """Returns a JSON-able line for samples/ and failures.jsonl, with everything that a replay needs.
+        """Returns a dict of JSON values, a line of samples/ or failures.jsonl, with everything that a replay needs.
 
         `text` is the decoded `token_ids`, for people.
         """
@@ -229,7 +233,7 @@ class Trajectory(Columns):
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt, which are compared with one another."""
+    """The samples of one problem, whose rewards are compared with one another."""
 
     problem: Problem
     trajectories: Sequence[Trajectory]
