@@ -61,8 +61,8 @@ class Sample:
 
     `logprobs` are each token's log-probability under the distribution that it was drawn from, after temperature, top-k and top-p
     (so 0.0 under greedy). `versions` holds the weight version of each token. `kept_ids` holds, for each token, the ids that top-k
-    or top-p left to draw from; None without either. `routes` holds the experts that the router picked, int16 `[prompt + completion
-    - 1, layers, experts per token]`; None if the engine records none.
+    or top-p left to draw from; None if neither cut any. `routes` holds the experts that the router picked, int16 `[prompt +
+    completion - 1, layers, experts per token]`; None if the engine records none.
     """
 
     token_ids: list[int]

@@ -42,7 +42,7 @@ class Completion:
         >>> len(completion.token_ids) == len(completion.logprobs)
         True
 
-    `text` is the answer without reasoning; `reasoning` is the text before the answer, None if the format has no reasoning.
+    `text` is the answer without reasoning; `reasoning` is the reasoning before the answer, None if there is none.
     `token_ids` are all sampled tokens, including the stop token, each with its log-probability under the distribution that it was
     drawn from.
     """
