@@ -1,6 +1,6 @@
-"""The files of a run: its directory, records, checkpoints, provenance and report."""
+"""The files of a training run: directory, records, checkpoints, provenance and report."""
 
 PROBLEMS = 4
-"""How many problems a report shows, and `nmoe runs samples` by default."""
+"""The number of problems that a report shows samples of, and the default of `nmoe runs samples`."""
 CHARACTERS = 1500
-"""The most characters of a prompt or completion there."""
+"""The largest number of characters of a prompt or completion that a report shows."""

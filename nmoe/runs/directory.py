@@ -1,4 +1,4 @@
-"""The directory of a run: created once, written by one process, and opened again to resume."""
+"""A run's directory: created once, written by one process at a time, and opened again to resume."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
 LOCK = ".lock"
-"""The file of a run that the process which writes it has locked."""
+"""The file in a run's directory that the writing process has locked."""
 # These keys may change when a run is resumed: its length, its checkpoints, its monitor, and its sinks. With another number of steps
 # the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is here because 0 stands
 # for the cores that the process may use; `recorded_threads` gives the count to use again. A run may go on on another device, and
@@ -43,11 +43,12 @@ Resume = bool | Literal["auto"]
 
 
 class RunLock:
-    """An exclusive lock on a file, which holds the number of the process that has it, so that only one process writes a run. The
-    kernel releases it when the holder ends, even by `kill -9`.
+    """An exclusive lock on a file, which holds the id of the locking process, so that only one process writes a run. The kernel
+    releases it when that process ends, even by `kill -9`.
 
-    Raises UserError, with the remedy, if another process, or another RunLock of this one, holds it; StorageError where it cannot be
-    written. A forked child does not inherit it: a worker that outlives its killed parent leaves the run free."""
+    Raises UserError, with the remedy, if the lock is held (by another process, or another RunLock of this one); StorageError if the
+    file cannot be written. A forked child does not inherit the lock: a worker that outlives its killed parent leaves the run free.
+    """
 
     def __init__(self, path: Path, remedy: str = "choose another name with --run.name=NAME") -> None:
         # Not by thread, so that any thread can release it. Without flock there is no lock that a killed holder gives back.
@@ -72,15 +73,15 @@ class RunLock:
 class RunDirectory:
     """The files of a run, locked for this process until `close`, the end of a `with` block, or the end of the process.
 
-    `path/` holds config.toml (resolved), provenance.json, code.diff (of a dirty checkout), metrics.jsonl, alerts.jsonl,
+    `path/` holds config.toml (with all settings), provenance.json, code.diff (uncommitted changes), metrics.jsonl, alerts.jsonl,
     spikes.jsonl, routing.jsonl, failures.jsonl, log.txt, samples/, replay/, eval/ and checkpoints/.
 
-    ledger: writes the records.
-    checkpoints: the directory to save checkpoints in.
-    replays: the directory to write replay bundles in.
-    log: path of log.txt.
-    resumed_from: the checkpoint to load; None for a run that starts at step 0.
-    number: 1 for the first start, and one more for each resumption, this one included.
+        ledger: writes the records.
+        checkpoints: the directory to save checkpoints in.
+        replays: the directory to write replay bundles in.
+        log: path of log.txt.
+        resumed_from: the checkpoint to load; None for a run that starts at step 0.
+        number: 1 for the first start, and one more for each resumption, this one included.
     """
 
     def __init__(
@@ -100,16 +101,16 @@ class RunDirectory:
     def create(
         cls, path: Path, config_toml: str, provenance: dict[str, Any], resume: Resume, defaults: Collection[str] = ()
     ) -> "RunDirectory":
-        """Creates the directory of a new run or, with `resume`, opens one at its last checkpoint.
+        """Creates the directory of a new run or, with `resume`, opens an existing run at its last checkpoint.
 
         Resuming removes every record after the checkpoint's step. A run that was killed before its first checkpoint starts over and
-        keeps only log.txt. So does, without `resume` and under any configuration, one that ended before its first step. A run that
-        does not exist yet starts where `resume` is "auto": a command with `--run.resume=auto` can be repeated until it is done. The
-        config.toml and provenance.json of a resumed run stay as they were until `record_start`, since the checkpoint may yet be
+        keeps only log.txt. A run that ended before its first step also starts over without `resume`, under any configuration. With
+        "auto", a run that does not exist yet is started, so that a command with `--run.resume=auto` can be repeated until it is
+        done. config.toml and provenance.json of a resumed run do not change until `record_start`, since the checkpoint may yet be
         refused.
 
-        `defaults` names dotted keys of `config_toml` that hold their defaults. A run from before such a key existed lacks it, and
-        can be resumed.
+        `defaults` names dotted keys of `config_toml` that hold their defaults. A run that was started before such a key existed
+        lacks it, and can be resumed.
 
         Raises UserError if the run exists and `resume` is false, if there is none and it is true, if `path` holds something else,
         if another process is writing the run, if `config_toml` differs from the run's own in a key that changes the computation
@@ -139,15 +140,15 @@ class RunDirectory:
 
     @property
     def start_step(self) -> int:
-        """The last step that is done: the checkpoint's, or 0."""
+        """The last step that is done: the step of the checkpoint that the run resumes from, or 0."""
         return checkpoint_step(self.resumed_from) if self.resumed_from else 0
 
     def record_start(self) -> None:
-        """Writes config.toml and provenance.json. Each resumption is added to the provenance of the first start, with the keys of
-        the configuration that it changed: `"changed": {"run.steps": [20, 60]}`. The diff of a dirty checkout has its own file,
-        which the provenance names.
+        """Writes config.toml and provenance.json. A resumption is added to the provenance of the first start, with the settings
+        that it changed: `"changed": {"run.steps": [20, 60]}`. The diff of uncommitted changes gets its own file, which the
+        provenance names.
 
-        `create` calls this for a new run. For a resumed one it is called when the checkpoint is loaded. Raises StorageError.
+        `create` calls this for a new run. A resumed run calls it when the checkpoint is loaded. Raises StorageError.
         """
         provenance, changed = self._provenance, {}
         if self.resumed_from is not None:
@@ -165,14 +166,13 @@ class RunDirectory:
         write_atomically(self.path / "provenance.json", (json.dumps(record, indent=1) + "\n").encode())
 
     def abandon(self) -> None:
-        """Releases the run and, if it was created here, removes its directory: it must not block the next start. Only for a run
-        that has not begun."""
+        """Unlocks a run that has not begun and, if it was created here, removes its directory, which would block the next start."""
         if self._fresh:
             _discard(self.path)
         self._lock.release()
 
     def close(self) -> None:
-        """Releases the run, so that another process can write it."""
+        """Unlocks the run, so that another process can write it."""
         self._lock.release()
 
     def __enter__(self) -> "RunDirectory":
@@ -185,7 +185,7 @@ class RunDirectory:
 
 
 def refuse_unless_free(path: Path, resume: Resume) -> None:
-    """Raises UserError unless a new run can take `path` or, with `resume`, the one that is there can go on."""
+    """Raises UserError unless a new run can be created at `path` or, with `resume`, the existing one can continue."""
     if not resume and not _is_empty(path) and (path / LOCK).exists():
         with suppress(StorageError):  # on a disk that cannot be written, the files show it
             RunLock(path / LOCK).release()
@@ -193,7 +193,7 @@ def refuse_unless_free(path: Path, resume: Resume) -> None:
 
 
 def is_free(path: Path) -> bool:
-    """Whether a new run can take `path`."""
+    """Returns whether a new run can be created at `path`."""
     try:
         refuse_unless_free(path, False)
     except UserError:
@@ -222,7 +222,7 @@ def _refuse_taken(path: Path, resume: Resume) -> None:
 
 
 def _ended_before_its_first_step(path: Path) -> bool:
-    """Whether a run began here and trained nothing: a reward function raised in its first step, say."""
+    """Returns whether `path` holds a run that trained nothing, for example because a reward function raised in its first step."""
     if not all((path / name).exists() for name in (*SUBDIRECTORIES, "config.toml")):
         return False
     saved = any((path / "checkpoints").iterdir())
@@ -239,14 +239,14 @@ def _is_empty(path: Path) -> bool:
 
 
 def _similar(path: Path) -> str:
-    """The run beside `path` with the most similar name, to end a message with; nothing where none is similar."""
+    """Returns the end of an error message that names the neighbouring run with the most similar name; "" if none is similar."""
     runs = [file.parent.name for file in path.parent.glob("*/config.toml")]
     named = get_close_matches(path.name, runs, n=1)
     return f", but there is {path.with_name(named[0])} (--run.name={named[0]})" if named else ""
 
 
 def _refuse_other_run(path: Path, config_toml: str, defaults: Collection[str]) -> None:
-    """Raises UserError where the run cannot go on as it is."""
+    """Raises UserError if the run at `path` cannot be resumed with this configuration, or has lost records or checkpoints."""
     refuse_missing(path)
     stored = path / "config.toml"
     if stored.exists():
@@ -255,7 +255,7 @@ def _refuse_other_run(path: Path, config_toml: str, defaults: Collection[str]) -
 
 
 def _prepare(path: Path) -> Path | None:
-    """Resets the directory to its last checkpoint, which is returned, or to the state of a new run."""
+    """Resets the directory to its last checkpoint, which is returned, or to the state of a new run (None)."""
     remove_partials(path)
     for name in SUBDIRECTORIES:
         (path / name).mkdir(exist_ok=True)
@@ -280,7 +280,7 @@ def _prepare(path: Path) -> Path | None:
 
 
 def _refuse_lost_checkpoints(path: Path) -> None:
-    """Raises UserError where a run has saved checkpoints and all are gone: it would begin again, and its records would be
+    """Raises UserError if a run has saved checkpoints and all of them are gone: it would begin again, and its records would be
     deleted."""
     checkpoints, metrics = path / "checkpoints", read_lines(path / "metrics.jsonl")
     if latest_checkpoint(checkpoints) is not None or not metrics:
@@ -337,7 +337,8 @@ def _refuse_other_config(stored_path: Path, config_toml: str, defaults: Collecti
 
 
 def _changes(before: str, now: str) -> dict[str, list[Any]]:
-    """The dotted keys in which two configurations differ, with both values; None stands for one that is absent."""
+    """Returns the settings (dotted keys) in which two configurations differ, with the old and the new value; None for an absent
+    one."""
     old, new = flat_keys(toml_of(before)), flat_keys(toml_of(now))
     return {
         key: [old.get(key), new.get(key)] for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
@@ -349,8 +350,8 @@ def _shown(flat: dict[str, Any], key: str) -> str:
 
 
 def flat_keys(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys: `{"optimizer": {"beta": 0.9}}` is `{"optimizer.beta": 0.9}`, and `{"eval": [{"problems": 9}]}`
-    is `{"eval.0.problems": 9}`."""
+    """Flattens nested tables to dotted keys: `{"optimizer": {"beta": 0.9}}` to `{"optimizer.beta": 0.9}`, and `{"eval":
+    [{"problems": 9}]}` to `{"eval.0.problems": 9}`."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if value and isinstance(value, list | tuple) and all(isinstance(one, dict) for one in value):

@@ -1,4 +1,4 @@
-"""Gives a checkpoint the control tokens of Harmony: `nmoe tokenizer harmonize MODEL`.
+"""Gives a checkpoint the control tokens of the Harmony format: `nmoe tokenizer harmonize MODEL`.
 
 In the tokenizer, reserved ids are renamed, and the remaining control tokens come after its last id. No text changes its tokens:
 reserved ids stand for no text, and control tokens are never found in text. In the weights, each new token gets a row of the
@@ -87,14 +87,16 @@ TEMPLATE = """\
 
 
 def harmonize(model: Path, out: Path | None = None, embeddings: Embeddings = "like") -> Iterator[str]:
-    """Writes a checkpoint with Harmony's control tokens to `out`, by default models/NAME-harmony; yields a line for each token.
+    """Writes a copy of a checkpoint with Harmony's control tokens to `out`, by default models/NAME-harmony; yields a line for each
+    token.
 
-    All weights but the rows of the new tokens have the same bits, and so have the logits of all other tokens. With `like`, a new
-    row of the embedding, and of a head that is not tied to it, is a copy of the row of a similar token, or the mean of all rows
-    without one; with `mean` it is always the mean (Hewitt 2021, Initializing new word embeddings for pretrained language models).
+    All weights except the rows of the new tokens have the same bits, and so have the logits of all other tokens. With `like`, a new
+    row of the embedding, and of an untied output head, is a copy of the row of a token with a similar meaning, or the mean of all
+    rows if there is none; with `mean` it is always the mean (Hewitt 2021, Initializing new word embeddings for pretrained language
+    models).
 
-    `out` appears under its name only when it is whole. Raises UserError for a tokenizer that has the tokens, an `out` that exists,
-    an adapter, a GGUF file, and an embedding that is stored in a quantised form; StorageError for a full disk.
+    `out` appears under its name only when it is complete. Raises UserError for a tokenizer that has the tokens, an `out` that
+    exists, an adapter, a GGUF file, and an embedding that is stored in a quantised form; StorageError for a full disk.
     """
     source = resolve_checkpoint(model)
     if is_gguf(source):
@@ -127,7 +129,7 @@ def _lines(given: Harmonized, embeddings: Embeddings) -> Iterator[str]:
 
 
 def _files(tokenizer: Tokenizer) -> dict[str, str]:
-    """The tokenizer's files as it writes them; it may have been read from another format."""
+    """Returns the tokenizer's files by name, in the Hugging Face form in which `Tokenizer.save` writes them."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save(Path(scratch))
         return {path.name: path.read_text(encoding="utf-8") for path in Path(scratch).iterdir()}
@@ -138,7 +140,7 @@ def _rows(source: Path) -> int:
 
 
 def _tables(source: Path, shards: Shards) -> list[str]:
-    """The names of the stored tensors with a row for each token. Raises UserError where one is stored in a quantised form."""
+    """Returns the names of the stored tensors that have a row for each token. Raises UserError for one in a quantised form."""
     family, config = read_config(source)
     names = [entry.theirs for entry in family.entries(config) if entry.ours in ("embedding.weight", "head.weight")]
     for name in names:
@@ -176,8 +178,8 @@ def _with_rows(shards: Shards, name: str, added: tuple[ControlToken, ...], rows:
 
 
 def _write_settings(source: Path, directory: Path, before: Tokenizer, rows: int) -> None:
-    """Writes config.json and generation_config.json: the number of rows, the ends of a turn in Harmony, then those that there were
-    before, and the token to pad with."""
+    """Writes config.json and generation_config.json with the number of embedding rows, the tokens that end a turn (Harmony's, then
+    the earlier ones), and the padding token."""
     after = Tokenizer.load(directory)
     ends = list(dict.fromkeys([*Harmony(after).stop_ids, *before.end_ids]))
     ids: Mapping[str, Any] = {"eos_token_id": ends, "pad_token_id": after.special_id(END_OF_TEXT)}
@@ -190,10 +192,10 @@ def _write_settings(source: Path, directory: Path, before: Tokenizer, rows: int)
 
 @dataclass(frozen=True)
 class ControlToken:
-    """A control token that the tokenizer was given: `ControlToken("<|return|>", 49154, None, "<|im_end|>", 2)`.
+    """A control token that was added to a tokenizer: `ControlToken("<|return|>", 49154, None, "<|im_end|>", 2)`.
 
-    `renamed` is the name that the id had before, None for an id that had none. `like` and `like_id` are the token that means the
-    like.
+    `renamed` is the name that a reserved id had before, None for a new id. `like` and `like_id` are a token with a similar meaning,
+    None if there is none.
     """
 
     name: str
@@ -205,17 +207,17 @@ class ControlToken:
 
 @dataclass(frozen=True)
 class Harmonized:
-    """The files of a tokenizer with Harmony's control tokens, by name, and the tokens that are new in it."""
+    """The files, by name, of a tokenizer with Harmony's control tokens, and the tokens that were added."""
 
     files: Mapping[str, str]
     added: tuple[ControlToken, ...]
 
 
 def harmonized(tokenizer: Tokenizer, files: Mapping[str, str]) -> Harmonized:
-    """Adds the control tokens that a tokenizer lacks to its `files`, as `Tokenizer.save` writes them, and makes them its default:
-    a turn ends in <|return|>, and the chat template writes Harmony.
+    """Adds the missing control tokens to a tokenizer's `files` (in the form of `Tokenizer.save`), and makes Harmony its default: a
+    turn ends in <|return|>, and the chat template writes Harmony.
 
-    Raises UserError for a tokenizer that has them all.
+    Raises UserError for a tokenizer that has all of Harmony's control tokens.
     """
     lacking = [name for name in CONTROL_TOKENS if not tokenizer.has_special(name)]
     if not lacking:
@@ -263,7 +265,7 @@ def harmonized(tokenizer: Tokenizer, files: Mapping[str, str]) -> Harmonized:
 
 
 def _rename(definition: dict[str, Any], before: str, name: str) -> None:
-    """Renames a token in the model's vocabulary if it stands there, too: a mapping, or a list of pieces with scores."""
+    """Renames a token in the vocabulary (a mapping, or a list of pieces with scores), if the token is part of it."""
     vocabulary = definition["model"].get("vocab")
     if isinstance(vocabulary, dict) and before in vocabulary:
         vocabulary[name] = vocabulary.pop(before)
@@ -274,7 +276,7 @@ def _rename(definition: dict[str, Any], before: str, name: str) -> None:
 
 
 def _like(tokenizer: Tokenizer, name: str) -> tuple[str | None, int | None]:
-    """The token whose meaning is similar to a control token's, with its id."""
+    """Returns a token with a similar meaning to a control token, and its id; None for both if there is none."""
     for like in _LIKE[name]:
         if like == _A_TURNS_END:
             # Where there are several, the template's own is the one that stands in conversations.

@@ -1,4 +1,5 @@
-"""The ledger of a run: its metrics, samples, alerts and failures, one JSON object per line, each line whole or absent."""
+"""The ledger of a run: metrics, samples, alerts and failures, one JSON object per line; a line is written completely or not at
+all."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Loss:
-    """An evaluation that is worse than an earlier one: `Loss(before=0.967, now=0.0, p=1e-9)`. `p` is one-sided, and counts that
-    there were several to compare with."""
+    """A significant decline between two evaluations: `Loss(before=0.967, now=0.0, p=1e-9)`. `p` is one-sided, and corrected for the
+    number of earlier evaluations compared with."""
 
     before: float
     now: float
@@ -33,11 +34,11 @@ class Loss:
 
 
 def loss_of(history: Sequence[Mapping[str, Any]]) -> Loss | None:
-    """How the last of these results is worse than the best before it or than the first, paired by problem; None if it is not, or
-    where that may be chance. They are results of one probe as in eval/, oldest first.
+    """Tests whether the last of these results is significantly worse than the best before it or than the first, paired by problem;
+    None if not. `history` holds the results of one evaluation over the steps, oldest first.
 
-    With k results before it the best was chosen among k, so p is the pair's times k (Bonferroni). Results without `outcomes`
-    of the same problems are compared with none.
+    With k results before the last, the best was chosen among k, so p is multiplied by k (Bonferroni). Only results with `outcomes`
+    of the same problems are compared.
     """
     *earlier, last = history
     if not earlier:
@@ -48,7 +49,7 @@ def loss_of(history: Sequence[Mapping[str, Any]]) -> Loss | None:
 
 
 def lasting_loss(history: Sequence[Mapping[str, Any]], evaluations: int) -> Loss | None:
-    """The loss of the last result, if that many in a row have one; None for 0."""
+    """Returns the decline of the last result if the last `evaluations` results all show one; None otherwise, and for 0."""
     if not 0 < evaluations < len(history):
         return None
     losses = [loss_of(history[: len(history) - skipped]) for skipped in range(evaluations)]
@@ -76,7 +77,7 @@ def _loss(before: Mapping[str, Any], now: Mapping[str, Any], comparisons: int) -
 LINE_FILES = ("metrics.jsonl", "failures.jsonl", "alerts.jsonl", "spikes.jsonl", "routing.jsonl")
 STEP_DIRECTORIES = ("samples", "eval")
 OUTSIDE = "out_of_distribution"
-"""The role of a probe whose problems are others than training's."""
+"""The role of an evaluation on problems from another distribution than training's."""
 
 _RESULT_KEYS = {"mode", "dataset", "value", "problems"}
 
@@ -84,8 +85,8 @@ _RESULT_KEYS = {"mode", "dataset", "value", "problems"}
 class Ledger:
     """Writes the records of a run into `directory`, which has to exist with its `samples/` and `eval/`.
 
-    Every method raises ValueError naming the entry when a number is NaN or infinite (JSON has no such number, and null
-    would hide it), TypeError when a value is no JSON value (a tensor, say), and StorageError when the disk is full.
+    Every method raises ValueError naming the entry when a number is NaN or infinite (JSON has no such number, and null would hide
+    it), TypeError when a value is no JSON value (a tensor, say), and StorageError when the disk is full.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -99,7 +100,7 @@ class Ledger:
         self._append("metrics.jsonl", {"step": step} | dict(values))
 
     def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes samples/step_000010.jsonl, one record per line, in place of an earlier one."""
+        """Writes samples/step_000010.jsonl, one record per line, replacing an earlier file of the step."""
         lines = b"".join(_line(record, f"sample of step {step}") for record in records)
         write_atomically(self._directory / "samples" / f"{step_name(step)}.jsonl", lines)
 
@@ -119,23 +120,23 @@ class Ledger:
         write_atomically(self._directory / "eval" / f"{step_name(step)}.json", content)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether anything was evaluated at this step."""
+        """Returns whether this step has an evaluation."""
         return (self._directory / "eval" / f"{step_name(step)}.json").exists()
 
     def is_best(self, step: int) -> bool:
-        """Whether this step was evaluated and its first result is at least as good as at every step before. Step 0 is only
-        the baseline."""
+        """Returns whether this step was evaluated, and its deciding result is at least as good as at every earlier step after step
+        0, which is only the baseline."""
         values = {at: value for at, value in self.probes().items() if 0 < at <= step}
         return step in values and values[step] >= max(values.values())
 
     def probes(self) -> dict[int, float]:
-        """`probe_values` of the evaluations so far."""
+        """Returns the deciding value of each evaluation so far, by step (see `probe_values`)."""
         return probe_values(self.evaluations())
 
     def probed(self) -> dict[int, dict[str, float]]:
-        """By step, the values of an evaluation that the rules see: `{"probe": 0.31}`, and where that is a loss
-        (`nmoe.runs.ledger.loss_of`)
-        also the value before, `{"probe": 0.31, "probe_before": 0.5}`. Higher is better: of a held-out loss both are negative."""
+        """Returns by step the values that the stopping rules see: `{"probe": 0.31}`, and where the result has significantly
+        declined (`loss_of`) also the value before, `{"probe": 0.31, "probe_before": 0.5}`. Higher is better: a held-out loss is
+        negated."""
         decisive = decisive_results(self.evaluations())
         values, history, found = self.probes(), list[Mapping[str, Any]](), dict[int, dict[str, float]]()
         for step, result in decisive.items():
@@ -145,15 +146,15 @@ class Ledger:
         return found
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records of eval/, oldest first."""
+        """Returns the records of eval/, oldest first."""
         return [json_of(path.read_text()) for path in sorted((self._directory / "eval").glob("step_*.json"))]
 
     def failure(self, record: Mapping[str, Any]) -> None:
-        """Appends to failures.jsonl: `{"step": 10, "failure": "timeout", ...}`."""
+        """Appends a failed sample to failures.jsonl: `{"step": 10, "failure": "timeout", ...}`."""
         self._append("failures.jsonl", record, required=("step", "failure"))
 
     def alert(self, record: Mapping[str, Any]) -> None:
-        """Appends to alerts.jsonl: `{"step": 10, "message": "truncated 0.83 is above 0.8", ...}`."""
+        """Appends an alert to alerts.jsonl: `{"step": 10, "message": "truncated 0.83 is above 0.8", ...}`."""
         self._append("alerts.jsonl", record, required=("step", "message"))
 
     def spike(self, record: Mapping[str, Any]) -> None:
@@ -166,7 +167,7 @@ class Ledger:
         self._append("routing.jsonl", {"step": step, "shares": dict(shares)}, required=("shares",))
 
     def cut_back(self, step: int | None) -> None:
-        """Removes every record of a step after `step`, and a last line torn by a kill; None removes all.
+        """Removes every record after `step` (None: all records), and a last line that a kill left incomplete.
 
         Each file is rewritten as a whole. Raises UserError, naming file and line, for a line that is not a record.
         """
@@ -189,14 +190,15 @@ class Ledger:
 
 
 def probe_values(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """By step, the value of the decisive result, higher being better. `records` come from eval/, oldest first."""
+    """Returns by step the value of the deciding result, negated for a loss so that higher is better. `records` come from eval/,
+    oldest first."""
     decisive = decisive_results(records).items()
     return {step: -one["value"] if one.get("lower_is_better") else one["value"] for step, one in decisive}
 
 
 def decisive_results(records: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """By step, the result that decides which checkpoint is the best: the first probe out of the training distribution or, without
-    one, the first probe. `records` come from eval/, oldest first."""
+    """Returns by step the result that decides which checkpoint is the best: that of the first evaluation outside of the training
+    distribution or, without one, of the first evaluation. `records` come from eval/, oldest first."""
     results = [(record["step"], result) for record in records for result in record["results"]]
     found: dict[int, Mapping[str, Any]] = {}
     if not results:
@@ -209,7 +211,7 @@ def decisive_results(records: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a line file, oldest first; none if the file is absent. A torn last line is left out.
+    """Reads the records of a JSON-lines file, oldest first; none if the file is absent. An incomplete last line is left out.
 
     Raises UserError, naming file and line, for any other line that is not a JSON object with a `step`.
     """
@@ -219,9 +221,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a run in order, each `{"step": 10, "reward_mean": 0.41, ...}`; `path` is the run or its file.
+    """Reads the metrics of a run's steps in order, each `{"step": 10, "reward_mean": 0.41, ...}`; `path` is the run or its file.
 
-    Raises UserError when the file is missing, or names the line that is not a record.
+    Raises UserError if the file is missing, or for a line that is not a record.
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.exists():
@@ -236,7 +238,7 @@ def _cut_lines(path: Path, step: int | None) -> None:
 
 
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Yields each complete line with its record. A last line without a newline was torn by a kill and is left out."""
+    """Reads each complete line with its record. A last line without a newline was left by a kill and is ignored."""
     *lines, _torn = path.read_bytes().split(b"\n")
     pairs = []
     for number, line in enumerate(lines, start=1):
@@ -260,7 +262,7 @@ def _line(record: Mapping[str, Any], where: str) -> bytes:
 
 
 def _refuse_non_finite(value: Any, where: str) -> None:
-    """Raises ValueError naming the entry that JSON cannot hold; `json.dumps` would only say that there is one."""
+    """Raises ValueError or TypeError naming the entry that JSON cannot hold; `json.dumps` would only say that there is one."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             _refuse_non_finite(entry, f"{where}: {key}")

@@ -1,4 +1,4 @@
-"""Copy the output of a command to log.txt: lines, warnings, and the traceback that ends it."""
+"""Copies the output of a command to log.txt: printed lines, warnings, and the traceback that ends the command."""
 
 import re
 import sys
@@ -17,8 +17,8 @@ _command = False
 
 @contextmanager
 def of_a_command() -> Iterator[None]:
-    """Marks this process as a command of nmoe in the block, so that all output belongs to its runs. A program or a notebook prints
-    for itself, and a run there logs its own lines alone."""
+    """Marks the `with` block as a command of nmoe, whose whole output belongs in the log of its runs. Without it, in a program or a
+    notebook, a run logs only its own lines."""
     global _command
     _command, before = True, _command
     try:
@@ -29,8 +29,8 @@ def of_a_command() -> Iterator[None]:
 
 @contextmanager
 def logged(log: Path) -> Iterator[None]:
-    """In the block of a command, each line printed to stdout or stderr is also appended to `log` at once. The error that ends the
-    block is appended wherever it runs. Output of other processes and of libraries in C is not."""
+    """Within a command, also appends each line printed to stdout or stderr in the `with` block to `log`, at once. An error that
+    ends the block is appended always. Output of other processes and of C libraries is not logged."""
     try:
         if _command:
             with _teed(log):
@@ -59,7 +59,8 @@ def _teed(log: Path) -> Iterator[None]:
 
 
 class _Tee:
-    """A stream that appends whole lines to a log, too: without colours, and of a line that overwrites itself its last state."""
+    """A stream that also appends whole lines to a log: without colours, and only the last state of a line that overwrites
+    itself."""
 
     def __init__(self, stream: TextIO, log: Path) -> None:
         self._stream, self._log = stream, log
@@ -80,7 +81,7 @@ class _Tee:
             self.write(line)
 
     def finish(self) -> None:
-        """Logs a last line without an end."""
+        """Logs a last line that has no line break."""
         with self._lock:
             self._keep([self._begun] if self._begun else [])
             self._begun = ""

@@ -1,6 +1,6 @@
-"""The report of one or several runs as one HTML file, which needs no network, no script and no other file.
+"""Writes the report of one or several runs as one self-contained HTML file, without network, scripts or other files.
 
-What models and programs wrote is text on it: everything is escaped, and the page's own policy forbids scripts and requests.
+Everything that models and programs wrote is escaped and shown as text, and the page's content policy forbids scripts and requests.
 """
 
 import math
@@ -34,7 +34,7 @@ svg .tick { font-size: 11px; fill: #666; } svg .end { text-anchor: end; dominant
 
 
 def write_page(paths: Sequence[Path], file: Path) -> Path:
-    """Writes the page of the runs to `file`, which is returned; their curves lie in the same charts.
+    """Writes the page of the runs to `file`, which is returned; the curves of all runs are in the same charts.
 
     Raises UserError for a path that is no run, or for a `file` that cannot be written; StorageError if the disk is full.
     """
@@ -201,12 +201,12 @@ def _name(run: RunRecord) -> str:
 
 
 def _key(number: int) -> str:
-    """The colour of a run's curves."""
+    """Returns a square in the colour of a run's curves, as HTML."""
     return f'<span class="key" style="background: {COLOURS[number % len(COLOURS)]}"></span>'
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """Returns an HTML table; the cells are HTML already."""
     lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>"]
     lines += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
     return "<table>\n" + "\n".join(lines) + "\n</table>\n"

@@ -1,4 +1,4 @@
-"""Progress of a run: one live line on a terminal, plain lines elsewhere and in log.txt; and of commands that are no runs."""
+"""Shows the progress of a run (one live line on a terminal, plain lines elsewhere and in log.txt), and of other long commands."""
 
 import sys
 import time
@@ -33,7 +33,7 @@ _BAR_COLUMNS = 110
 
 
 class _Numbers(ProgressColumn):
-    """The numbers of a step. Of all columns this one alone gives way where the terminal is narrow, and its end is cut."""
+    """The column with a step's numbers, the only one that is cut off where the terminal is narrow."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
@@ -50,9 +50,9 @@ class Progress:
             progress.step(1, {"reward": 0.31, "correctness": 0.12, "tokens/s": 5200.0})
             progress.note("checkpoint at step 1")
 
-    The lines read `grpo 1/200  reward 0.310  correctness 12.0%  tokens/s 5,200  left 0:53:20`. A plain line is printed
-    for the first step, the last, and at most every 10 s between them; on a terminal those lines go to the log alone, and the live
-    one has the time left before the numbers.
+    The lines read `grpo 1/200  reward 0.310  correctness 12.0%  tokens/s 5,200  left 0:53:20`. A plain line is printed for the
+    first step, the last, and at most every 10 s between them; on a terminal these lines go only to the log, and the live line shows
+    the time left before the numbers.
 
     total: the last step of the run. done: the step it starts from. Raises StorageError if the log cannot be written.
     """
@@ -95,13 +95,13 @@ class Progress:
         self._live.stop()
 
     def begin(self, done: int) -> None:
-        """Begins the steps after `done`: the time left follows their pace, and not the pace of earlier work."""
+        """Starts the clock for the steps after `done`, so that the time left does not count earlier work."""
         self._paces.clear()
         self._paces.append((self._clock(), done))
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Shows that `step` is done and its few numbers that matter: reward, correctness, format, length, tokens/s and mismatch
-        have their formats, other names are shown with four digits."""
+        """Shows that `step` is done, with its main numbers: reward, correctness, format, length, tokens/s and mismatch have their
+        own formats, other names are shown with four digits."""
         now = self._clock()
         self._paces.append((now, step))
         shown = "  ".join(f"{name} {value:{_FORMATS.get(name, '.4g')}}" for name, value in numbers.items())
@@ -116,7 +116,7 @@ class Progress:
             self._append(line)
 
     def note(self, text: str) -> None:
-        """Prints a line above the live one, and logs it."""
+        """Prints a line above the live line, and logs it."""
         self._print(text)
         self._append(text)
 
@@ -128,13 +128,13 @@ class Progress:
         append_whole(self._log, f"{line}\n".encode(errors="backslashreplace"))
 
     def _left(self, step: int) -> str:
-        """The time to the last step at the present pace, as h:mm:ss."""
+        """Returns the estimated time to the last step, as h:mm:ss."""
         (earlier, first), (now, _) = self._paces[0], self._paces[-1]
         return _duration((self._total - step) * (now - earlier) / max(1, step - first))
 
 
 def _duration(seconds: float) -> str:
-    """A time as h:mm:ss."""
+    """Formats a time in seconds as h:mm:ss."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
@@ -143,8 +143,8 @@ def _duration(seconds: float) -> str:
 def counting(
     label: str, total: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
-    """Shows on stderr how many of `total` are done, by calls of the function that it yields: a live line on a terminal, elsewhere
-    one every 30 s with the pace and the time left, so that a short command says nothing."""
+    """Shows on stderr how many of `total` are done; the yielded function updates the number. On a terminal it is a live line,
+    elsewhere a line every 30 s with the pace and the time left, so that a short command prints nothing."""
     console = console or Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
     live = LiveProgress(*columns, console=console, disable=not console.is_terminal, transient=True)

@@ -1,4 +1,4 @@
-"""The provenance of a run: code, packages, machine and command of each start, without the name of a person or a host."""
+"""Records the provenance of a run: code, packages, machine and command of each start, without the name of a person or a host."""
 
 import json
 import os
@@ -28,10 +28,10 @@ _NAMED_FILES = 5
 
 @dataclass(frozen=True)
 class Checkout:
-    """A git repository as it is now.
+    """The present state of a git repository.
 
-    diff: the changes of tracked files against the commit, at most `MAX_DIFF_BYTES`. untracked: the files that git neither
-    knows nor ignores, at most `MAX_FILES`.
+    diff: the changes of tracked files against the commit, at most `MAX_DIFF_BYTES`.
+    untracked: the files that git neither tracks nor ignores, at most `MAX_FILES`.
     """
 
     top: Path
@@ -45,7 +45,7 @@ class Checkout:
 
 
 def run_git(directory: Path, *arguments: str) -> str | None:
-    """The output of git; None if it fails or is not installed."""
+    """Runs git in a directory and returns its output; None if it fails or is not installed."""
     try:
         done = subprocess.run(
             ["git", "--literal-pathspecs", "-C", str(directory), *arguments],
@@ -60,7 +60,7 @@ def run_git(directory: Path, *arguments: str) -> str | None:
 
 
 def git(directory: Path, *arguments: str) -> str:
-    """The output of git. Raises UserError with its message where it fails."""
+    """Runs git in a directory and returns its output. Raises UserError with git's message if it fails."""
     command = ["git", "--literal-pathspecs", "-C", str(directory), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
@@ -69,13 +69,13 @@ def git(directory: Path, *arguments: str) -> str:
 
 
 def package_checkout() -> Checkout | None:
-    """The checkout that holds this package, which has to be tracked there: it is not if it is installed in an environment inside
+    """Returns the repository that tracks this package's code; None if there is none, also for a package that is installed inside
     another repository."""
     return None if run_git(PACKAGE, "ls-files", "--error-unmatch", "__init__.py") is None else checkout_at(PACKAGE)
 
 
 def checkout_at(directory: Path) -> Checkout | None:
-    """The repository around a directory."""
+    """Returns the state of the repository that contains a directory; None if there is none."""
     if (top := run_git(directory, "rev-parse", "--show-toplevel")) is None:
         return None
     root = Path(top)
@@ -85,8 +85,8 @@ def checkout_at(directory: Path) -> Checkout | None:
 
 
 def refuse_dirty(outputs: Path) -> None:
-    """Raises UserError unless commits hold all code: nmoe's own, where it runs from a checkout, and the code of the repository
-    that the command runs in. Files below `outputs`, where runs are written, do not count."""
+    """Raises UserError if code has uncommitted changes: nmoe's own, if it runs from a checkout, or that of the repository that the
+    command runs in. Files below `outputs`, where runs are written, do not count."""
     found = {one.top: one for one in (package_checkout(), checkout_at(Path.cwd())) if one is not None}
     if not found:
         raise UserError(f"run.require_clean: no commit says what runs here: {Path.cwd()} is in no git repository")
@@ -104,8 +104,8 @@ def refuse_dirty(outputs: Path) -> None:
 
 
 def changed_files(top: Path, outputs: Path | None = None) -> list[str]:
-    """The changed and the untracked files of a repository, but for those below `outputs`. Where that is the repository itself, or
-    holds it, only files in the directory of a run are left out."""
+    """Returns the changed and the untracked files of a repository, except files below `outputs`. If `outputs` is the repository or
+    contains it, only files in a run's directory are left out."""
     listed = (
         run_git(top, "diff", "HEAD", "--name-only", "-z"),
         run_git(top, "ls-files", "--others", "--exclude-standard", "-z"),
@@ -135,17 +135,17 @@ def _cut(diff: str) -> str:
 
 
 def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fast") -> dict[str, Any]:
-    """A JSON-able record, made when a run starts:
+    """Returns a record of the present process that can be written as JSON, made when a run starts:
 
         {"started_utc": "2026-01-02T03:04:05Z", "nmoe": "0.1.0", "git_commit": "9f2c...", "git_dirty": false,
          "python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6", "transformers": "5.14.1",
          "platform": "Linux-6.18-x86_64-with-glibc2.36", "cpu": "AMD EPYC 9B14", "cores": 2, "threads": 2,
          "device": "cpu", "numerics": "exact", "seed": 0, "argv": ["nmoe", "rl", "arithmetic.toml"]}
 
-    The git entries are None unless the package runs from its own checkout. A command that runs in another repository has
-    `directory_commit` and `directory_dirty` of that, too. Of dirty ones `git_diff` is the diff and `git_untracked` the files that
-    it does not hold (`RunDirectory` keeps the diff as code.diff). `device` is what `nmoe.model.device` says of it: with a
-    GPU its name and the CUDA version. In `argv` the home directory is written `~`.
+    The git entries are None unless the package runs from its own checkout. If the command runs in another repository,
+    `directory_commit` and `directory_dirty` describe it. With uncommitted changes, `git_diff` is the diff and `git_untracked` the
+    files that it does not include (`RunDirectory` keeps the diff as code.diff). `device` is the description by `nmoe.model.device`:
+    for a GPU its name and the CUDA version. In `argv` the home directory is written `~`.
     """
     return {
         "started_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -174,7 +174,8 @@ def _version(package: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    """The git entries: of the checkout that holds this package, and of another repository that the command runs in."""
+    """Returns the git entries of a provenance record, for this package's checkout and for another repository that the command runs
+    in."""
     package, around = package_checkout(), checkout_at(Path.cwd())
     entries: dict[str, Any] = {"git_commit": None, "git_dirty": None}
     diffs = []
@@ -193,14 +194,14 @@ def _git() -> dict[str, Any]:
 
 
 def _argv() -> list[str]:
-    """The command line, with the command without its directory and the home directory as `~`."""
+    """Returns the command line, with the command without its directory and the home directory as `~`."""
     command, *arguments = sys.argv
     home = str(Path.home())
     return [Path(command).name, *(argument.replace(f"{home}/", "~/") for argument in arguments)]
 
 
 def recorded_threads(path: Path) -> int | None:
-    """The thread count that a run last used; None if there is no such run.
+    """Returns the thread count that a run used last; None if there is no such run.
 
     Sums are split over threads, so that only the same count gives exactly the same numbers.
     """
@@ -208,25 +209,27 @@ def recorded_threads(path: Path) -> int | None:
 
 
 def recorded_precision(path: Path) -> Literal["float32", "bfloat16", "float16"] | None:
-    """The precision of a run's config.toml; None if that has none, or cannot be read (`RunDirectory.create` says so)."""
+    """Returns the precision in a run's config.toml; None if it names none, or cannot be read (`RunDirectory.create` reports
+    that)."""
     model = _configuration(path).get("model")
     return model.get("precision") if isinstance(model, dict) else None
 
 
 def recorded_steps(path: Path) -> int | None:
-    """The run.steps of a run that can go on from a checkpoint; None without one."""
+    """Returns `run.steps` of a run that can resume from a checkpoint; None for any other."""
     found = _recorded(path)
     return None if found is None else found["run"]["steps"]
 
 
 def recorded_schedule_steps(path: Path) -> int | None:
-    """The steps that the schedule of such a run takes to its lowest learning rate; None without one."""
+    """Returns the length of the learning-rate schedule of a run that can resume from a checkpoint; None for any other."""
     found = _recorded(path)
     return None if found is None else found["optimizer"].get("schedule_steps") or found["run"]["steps"]
 
 
 def _recorded(path: Path) -> dict[str, Any] | None:
-    """The config.toml of a run that has a checkpoint; None if it cannot be read (`RunDirectory.create` says so)."""
+    """Returns the config.toml of a run that has a checkpoint; None without a checkpoint, or if it cannot be read
+    (`RunDirectory.create` reports that)."""
     if latest_checkpoint(path / "checkpoints") is None:
         return None
     found = _configuration(path)
@@ -235,7 +238,7 @@ def _recorded(path: Path) -> dict[str, Any] | None:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    """The config.toml of a run; empty where it cannot be read."""
+    """Returns the config.toml of a run; empty if it cannot be read."""
     try:
         return toml_of((path / "config.toml").read_text())
     except (OSError, ValueError):
@@ -243,12 +246,12 @@ def _configuration(path: Path) -> dict[str, Any]:
 
 
 def recorded_device(path: Path) -> str | None:
-    """The device that a run last used; None if there is no such run."""
+    """Returns the device that a run used last; None if there is no such run."""
     return _last_start(path).get("device")
 
 
 def _last_start(path: Path) -> dict[str, Any]:
-    """The provenance of a run's last start; empty if there is no such run."""
+    """Returns the provenance of a run's last start; empty if there is no such run."""
     if not (path / "provenance.json").exists():
         return {}
     provenance = read_provenance(path)
@@ -257,9 +260,9 @@ def _last_start(path: Path) -> dict[str, Any]:
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
-    """The provenance of a run's first start, with each resumption's in `resumed`.
+    """Reads the provenance of a run's first start, with a record of each resumption in `resumed`.
 
-    Raises UserError if the run has none, or its file is not such a record.
+    Raises UserError if the file is missing or is not such a record.
     """
     file = path / "provenance.json"
     try:
@@ -272,8 +275,8 @@ def read_provenance(path: Path) -> dict[str, Any]:
 
 
 def resumptions(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Each resumption of a run, with the keys of the configuration that it changed:
-    `from step 20 at 2026-01-02T03:04:05Z, run.steps 20 -> 60`."""
+    """Yields a line for each resumption of a run, with the settings that it changed: `from step 20 at 2026-01-02T03:04:05Z,
+    run.steps 20 -> 60`."""
     for resumed in provenance["resumed"]:
         changed = [f", {key} {_value(old)} -> {_value(new)}" for key, (old, new) in resumed.get("changed", {}).items()]
         yield f"from step {resumed['from_step']} at {resumed['started_utc']}" + "".join(changed)

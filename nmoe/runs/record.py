@@ -1,4 +1,4 @@
-"""Read a run from its files: configuration, steps, evaluations, and whether it runs, is finished or was interrupted."""
+"""Reads a run from its files: configuration, steps, evaluations, and whether it is running, finished or interrupted."""
 
 import fcntl
 import os
@@ -26,7 +26,8 @@ Status = Literal["running", "finished", "interrupted"]
 class RunRecord:
     """The records that a run has written so far.
 
-    config: config.toml, by dotted keys. steps: the number of its last step; None if it is not known yet. started: UTC.
+    config: config.toml, by dotted keys. started: UTC.
+    steps: the number of its last step; None if it is not known yet.
     evaluations: the records of eval/, oldest first.
     """
 
@@ -47,14 +48,14 @@ class RunRecord:
         return self.metrics[-1]["step"] if self.metrics else 0
 
     def last(self, name: str) -> float | None:
-        """The metric's last value; None if no step has it as a number."""
+        """Returns the metric's value at the last step that has one as a number; None if no step has."""
         return next((row[name] for row in reversed(self.metrics) if isinstance(row.get(name), int | float)), None)
 
 
 def read_run(path: Path) -> RunRecord:
-    """Reads a run, or of a speedrun's directory its `rl` run. A torn last line is left out.
+    """Reads a run, or the `rl` run of a speedrun's directory. An incomplete last line of a file is left out.
 
-    Raises UserError, naming the file, where `path` is no run or a record cannot be read.
+    Raises UserError, naming the file, if `path` is no run or a record cannot be read.
     """
     try:
         return _read_run(path)
@@ -98,7 +99,7 @@ def _read_run(path: Path) -> RunRecord:
 
 
 def read_evaluations(directory: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run, oldest first. Raises UserError naming a file that is no evaluation."""
+    """Reads the evaluations of a run, oldest first. Raises UserError naming a file that is no evaluation."""
     found = []
     for path in sorted(directory.glob("step_*.json")):
         try:
@@ -115,7 +116,7 @@ def read_evaluations(directory: Path) -> list[dict[str, Any]]:
 
 
 def interval_of(result: Mapping[str, Any]) -> Interval | None:
-    """The 95% interval of an evaluation's result; a loss on fewer than three sequences has none."""
+    """Returns the 95% interval of an evaluation's result; None if it has none, as a loss on fewer than three sequences."""
     return Interval(float(result["low"]), float(result["high"])) if "low" in result else None
 
 
@@ -128,7 +129,7 @@ def _alerts(file: Path) -> list[dict[str, Any]]:
 
 
 def is_running(path: Path) -> bool:
-    """Whether a process of this machine holds the run's lock."""
+    """Returns whether a process of this machine holds the run's lock."""
     lock = path / LOCK
     try:
         holder = int(lock.read_text())
@@ -147,15 +148,16 @@ def is_running(path: Path) -> bool:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """The runs in a directory, or below its folders, by name."""
+    """Finds the runs directly in a directory or one folder deeper, sorted by path. Raises UserError if there is no such
+    directory."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; name the one that run.directory says")
     return sorted(file.parent for depth in ("*", "*/*") for file in directory.glob(f"{depth}/provenance.json"))
 
 
 def _command(argv: Sequence[str], config: Path) -> str:
-    """`["nmoe", "rl", "train", "sort_grpo"]` is "rl train"; for any other program, such as a script, the command that the
-    configuration is for."""
+    """Returns the command of a command line, "rl train" for `["nmoe", "rl", "train", "sort_grpo"]`; for any other program, such as
+    a script, the command that the configuration is for."""
     for words in (2, 1):
         if (command := " ".join(argv[1 : 1 + words])) in COMMANDS:
             return command
@@ -163,7 +165,8 @@ def _command(argv: Sequence[str], config: Path) -> str:
 
 
 def _steps(tables: Mapping[str, Any], log: str) -> int | None:
-    """The number of the run's last step: of its configuration, or where that counts epochs, as its lines of progress say."""
+    """Returns the number of the run's last step, from its configuration or, where that counts epochs, from its progress lines; None
+    if neither has it."""
     if steps := tables.get("run", {}).get("steps", 0):
         return steps
     totals = re.findall(rf"^{re.escape(str(tables.get('run', {}).get('name')))} \d+/(\d+)  ", log, re.MULTILINE)

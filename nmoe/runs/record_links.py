@@ -1,5 +1,5 @@
-"""Records of a run on another disk. The run's directory has a link to each, by which a resumed run, `nmoe runs show` and the
-report find them again."""
+"""Puts records of a run on another disk. The run's directory has a link to each, by which a resumed run, `nmoe runs show` and the
+report find them."""
 
 import hashlib
 import json
@@ -16,21 +16,22 @@ from nmoe.runs.storage import make_directory, storage_errors, write_atomically
 
 _MARKER = ".run.json"
 LINKED = ("metrics.jsonl", "samples", "spikes.jsonl")
-"""The records of a run that may lie elsewhere."""
+"""The records of a run that may be on another disk."""
 VARIABLES = {
     "metrics_directory": "METRICS_LOG_DIR",
     "samples_directory": "SAMPLES_LOG_DIR",
     "spikes_file": "SPIKE_LOG_PATH",
 }
-"""The keys of [run], and the environment variable that stands for each where it is not given."""
+"""Settings of [run] that put records elsewhere, and the environment variable that each is read from if it is not set."""
 
 
 def link_records(path: Path, settings: RunSection, variables: Mapping[str, str] = os.environ) -> None:
-    """Makes the links of a new run at `path`, which has an empty samples/. An empty variable is as good as none, and where the
-    target is the run's own directory no link is needed. Links that a run has already, since it was killed before its first
-    checkpoint, stay.
+    """Creates the files and directories on other disks that the settings or variables name for a new run, and links to them at
+    `path`, which has an empty samples/. An empty variable counts as unset, and a target within the run's own directory gets no
+    link. Existing links, from a start that was killed before its first checkpoint, are kept.
 
-    Raises UserError where another run's records lie, and StorageError; then none of the links is left behind."""
+    Raises UserError if a target holds another run's records, and StorageError; all links made here are then removed.
+    """
     targets = {
         "metrics_directory": ("metrics.jsonl", Path(settings.name, "metrics.jsonl")),
         "samples_directory": ("samples", Path(settings.name, "samples")),
@@ -49,9 +50,11 @@ def link_records(path: Path, settings: RunSection, variables: Mapping[str, str] 
 
 
 def claim_exports(run: Path, exports: Path) -> None:
-    """Marks a directory as the one for a run's exported checkpoints: a save replaces and prunes checkpoints of the same name.
+    """Marks a directory as belonging to a run's exported checkpoints, since a save replaces and prunes checkpoints of the same
+    name.
 
-    Raises UserError where another run has marked the directory, or has left checkpoints there, and StorageError."""
+    Raises UserError if another run has marked the directory, or has left checkpoints there, and StorageError.
+    """
     marker, remedy = exports / _MARKER, "choose another --checkpoint.export_directory or --run.name"
     start = read_provenance(run) | {"resumed": []}
     mark = {"run": str(run.resolve()), "start": hashlib.sha256(json.dumps(start).encode()).hexdigest()}
@@ -71,20 +74,20 @@ def claim_exports(run: Path, exports: Path) -> None:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raises UserError where the target of a record's link does not exist now."""
+    """Raises UserError if a record's link points to a target that does not exist now."""
     for name in LINKED:
         if is_lost(link := path / name):
             raise UserError(f"{link}: leads to {link.readlink()}, which is not there; mount its disk, or put it back")
 
 
 def is_lost(link: Path) -> bool:
-    """Whether this is a link whose target does not exist now."""
+    """Returns whether this is a link whose target does not exist now."""
     return link.is_symlink() and not link.exists()
 
 
 def remove_links(path: Path) -> None:
-    """Removes the links of a run that has trained nothing, and the emptied records where they lead: it may begin again with
-    others."""
+    """Removes the links of a run that has trained nothing, and their (empty) targets, so that the run may begin again with other
+    ones."""
     for name in LINKED:
         if not (link := path / name).is_symlink():
             continue
@@ -129,7 +132,7 @@ def _link(link: Path, target: Path, remedy: str, undo: ExitStack) -> None:
 
 
 def _holds_records(target: Path) -> bool:
-    """Whether the target holds a run's records: the samples of steps, or a file whose first line is the record of a step."""
+    """Returns whether the target holds a run's records: samples of steps, or a file whose first line is the record of a step."""
     if target.is_dir():
         return any(target.glob("step_*.jsonl"))
     try:

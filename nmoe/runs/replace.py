@@ -1,6 +1,6 @@
-"""Delete files of an earlier command: only files that it made, and never a run that another process writes.
+"""Deletes the output of an earlier command: only files that it made, and never a run that another process is writing.
 
-Other files in the way are named, and deleted only where the user agrees.
+Other files in the way are named, and deleted only if the user agrees.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ _DERIVED = (LOCK, "report.md", "plots")
 
 
 def fingerprint(path: Path) -> str:
-    """A digest of a file, or of all files of a directory with their names: it changes with any file that is added, removed or
-    edited. A run's lock and its report do not count."""
+    """Returns a digest of a file, or of all files of a directory with their names, which changes with any file that is added,
+    removed or edited. A run's lock and report are left out."""
     found = hashlib.sha256()
     files = sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [path]
     for file in files:
@@ -41,7 +41,7 @@ def fingerprint(path: Path) -> str:
 
 
 def continued_by_hand(run: Path) -> bool:
-    """Whether a training command, such as `nmoe rl train`, started or resumed the run last. False for a path that is no run."""
+    """Returns whether the run's last start was by a training command, such as `nmoe rl train`. False for a path that is no run."""
     try:
         record = json_of((run / "provenance.json").read_text())
         argv = [record, *record["resumed"]][-1]["argv"]
@@ -51,14 +51,14 @@ def continued_by_hand(run: Path) -> bool:
 
 
 def refuse_held(paths: Iterable[Path], remedy: str) -> None:
-    """Raises UserError for a run, at a path or below it, that another process writes."""
+    """Raises UserError if another process is writing a run at or below one of the paths."""
     with ExitStack() as held:
         _hold(paths, held, remedy)
 
 
 def delete(paths: Sequence[Path], remedy: str) -> None:
-    """Deletes files and directories, or nothing: their runs are locked before the first is deleted. Links are deleted, and what
-    they lead to is not. Raises UserError, with the remedy, for a run that another process writes, and StorageError."""
+    """Deletes files and directories, all or none: the runs among them are locked first. For a link, only the link is deleted.
+    Raises UserError, with the remedy, for a run that another process is writing, and StorageError."""
     with ExitStack() as held:
         _hold(paths, held, remedy)
         for path in paths:
@@ -74,8 +74,8 @@ def delete(paths: Sequence[Path], remedy: str) -> None:
 
 
 def agree_to_delete(paths: Sequence[Path], why: str, flag: str, given: bool) -> None:
-    """Returns where the user agrees to delete the paths: by the `flag`, if it is `given`, or by an answer in a terminal. Otherwise
-    raises UserError; nothing is deleted here."""
+    """Returns if the user agrees to delete the paths: by the `flag`, if it is `given`, or by an answer in a terminal. Otherwise
+    raises UserError. Deletes nothing."""
     if not paths or given:
         return
     named = "\n".join(f"  {path}" for path in paths)

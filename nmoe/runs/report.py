@@ -1,4 +1,4 @@
-"""The report of a run: results, curves and times, as report.md with plots beside it."""
+"""Writes the report of a run: results, curves and times, as report.md with plots in plots/."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ from nmoe.runs.summary import ends_of, headline
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture of the report: `Plot("grad_norm", "Gradient norm before clipping", "norm", ("grad_norm",))`."""
+    """The title, axis and metrics of one plot of the report: `Plot("grad_norm", "Gradient norm before clipping", "norm",
+    ("grad_norm",))`."""
 
     file: str
     title: str
@@ -70,10 +71,10 @@ _EXPERTS_SHOWN = 8
 
 
 def write_report(run: Path) -> Path:
-    """Writes `run/report.md` and the PNG files of `run/plots/` from the run's records, and returns the report. In a speedrun's
-    directory it reports the `rl` run.
+    """Writes `run/report.md` and the PNG files of `run/plots/` from the run's records, and returns the report's path. For a
+    speedrun's directory it reports the `rl` run.
 
-    A part without records is left out. Raises UserError if `run` is not the directory of a run, if a record in it cannot be
+    Sections without records are left out. Raises UserError if `run` is not the directory of a run, if a record in it cannot be
     read, or if matplotlib is not installed; StorageError if the disk is full.
     """
     if not (run / "config.toml").exists() and (run / "rl" / "config.toml").exists():
@@ -105,7 +106,7 @@ def write_report(run: Path) -> Path:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, with columns of numbers aligned to the right. Floats are written as `figure` does.
+    """Returns a Markdown table, with columns of numbers aligned to the right. Floats are formatted by `figure`.
 
     Raises ValueError for a row that does not have as many cells as the header.
     """
@@ -120,19 +121,20 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 
 
 def markdown_text(text: str) -> str:
-    """The text for a line of Markdown or a cell of a table: neither HTML, nor a link, nor code."""
+    """Escapes a text for a line of Markdown or a cell of a table, so that it is neither HTML, nor a link, nor code."""
     plain = re.sub(r"([\\|`]|\](?=\())", r"\\\1", " ".join(text.splitlines()))
     return plain.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def fenced(text: str, language: str) -> str:
-    """The text as a block of code, whose fence is longer than any run of backticks in it."""
+    """Returns the text as a block of code, whose fence is longer than any run of backticks in it."""
     fence = "`" * max([3, *(1 + len(run) for run in re.findall("`+", text))])
     return f"{fence}{language}\n{text}\n{fence}\n"
 
 
 def figure(value: float) -> str:
-    """The number with four digits, or all those before the point, and without the sign of zero: `14,183`, `0.1235`, `0`."""
+    """Formats a number with four significant digits, or with all digits before the point, and zero without a sign: `14,183`,
+    `0.1235`, `0`."""
     if value == 0:
         return "0"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
@@ -152,7 +154,7 @@ def _headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mappin
 
 
 def _samples(run: Path) -> str:
-    """Samples of several problems."""
+    """Returns the section with the latest samples of several problems."""
     bodies = ("\n".join(sample_lines(record, CHARACTERS)) for record in latest_samples(run))
     return "\n".join(fenced(body, "text") for body in bodies)
 
@@ -198,7 +200,7 @@ def _evaluations_table(directory: Path) -> str:
 
 
 def _answers(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Answers of the last evaluation that kept any, the wrong ones first."""
+    """Returns the section with answers of the last evaluation that kept any, the wrong ones first."""
     kept = [record for record in evaluations if any(result.get("answers") for result in record["results"])]
     if not kept:
         return ""
@@ -207,7 +209,8 @@ def _answers(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _calibration_table(directory: Path) -> str:
-    """The calibration table of the last evaluation that has one: how often a prediction of some probability was right."""
+    """Returns the calibration table of the last evaluation that has one: for each range of predicted probabilities, how often the
+    prediction was right."""
     records = [json_of(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
     measured = [record for record in records if "calibration" in record]
     if not measured:
@@ -219,7 +222,7 @@ def _calibration_table(directory: Path) -> str:
 
 
 def _experts(metrics: Sequence[Mapping[str, Any]], run: Path) -> str:
-    """What a mixture of experts did: figures of its layers, averaged, and their curves."""
+    """Returns the section on a mixture of experts: figures and curves, averaged over layers; "" for a dense model."""
     names = [plot.names[0] for plot in EXPERTS]
     means = [{"step": row["step"]} | mean_over_layers(row, names) for row in metrics]
     if not (table := _ends_table(means, names)):
@@ -229,7 +232,8 @@ def _experts(metrics: Sequence[Mapping[str, Any]], run: Path) -> str:
 
 
 def _experts_by_task(routing: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> str:
-    """The experts that each task takes, at the first recorded step and the last, in the layer where tasks end farthest apart."""
+    """Returns a table of each task's routing to experts, at the first recorded step and the last, in the layer where tasks differ
+    most at the end."""
     rows_by_step = {row["step"]: row for row in metrics}
     # Of a step under way the routing may be recorded, and the metrics not yet.
     whole = [record for record in routing if record["step"] in rows_by_step]
@@ -263,8 +267,8 @@ def _experts_by_task(routing: Sequence[Mapping[str, Any]], metrics: Sequence[Map
 
 
 def mean_over_layers(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
-    """The mean over layers of each of these metrics that the row has: of `router_entropy/0` and `router_entropy/1` as
-    `router_entropy`."""
+    """Averages metrics that a row has per layer: `router_entropy/0` and `router_entropy/1` to `router_entropy`. Names that the row
+    lacks are left out."""
     found = {name: [value for key, value in row.items() if key.startswith(f"{name}/")] for name in names}
     return {name: sum(values) / len(values) for name, values in found.items() if values}
 

@@ -1,5 +1,5 @@
-"""Resolve a path to a model: to a checkpoint itself, a run's latest, or the best of the `rl/` run in a speedrun's directory; and
-to the environment that the run was trained on."""
+"""Finds the checkpoint that a path stands for (a checkpoint, a run's latest, or the best of the `rl/` run in a speedrun's
+directory), and the environment that its run was trained on."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ _WITHOUT_WEIGHTS = [pattern for pattern in _FILES if pattern != "*.safetensors"]
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names, or the GGUF file: a
-    checkpoint; a run, for its newest one; a speedrun's directory, for the best one of its RL; a directory with one GGUF file; or a
-    model on the Hugging Face hub, fetched into its cache. Raises UserError if there is none."""
+    """Returns the directory of a model (`config.json`) or adapter (`adapter_config.json`), or the GGUF file, that `path` stands
+    for. `path` may be a checkpoint; a run, for its newest one; a speedrun's directory, for the best one of its RL; a directory with
+    one GGUF file; or a model on the Hugging Face hub, which is fetched into the hub's cache. Raises UserError if there is none."""
     return _resolved(path, _FILES)
 
 
 def resolve_shape(path: Path) -> Path:
-    """The same directory for a caller that reads only `config.json`: only this file of a model on the hub is fetched."""
+    """Returns the same directory as `resolve_checkpoint`, for a caller that reads only `config.json`: of a model on the hub only
+    this file is fetched."""
     return _resolved(path, ["config.json"])
 
 
@@ -85,14 +86,15 @@ def _resolved(path: Path, files: list[str], neither: str = "neither a checkpoint
 
 
 def is_hub_name(path: Path) -> bool:
-    """Whether a path can only be the name of a model on the Hugging Face hub."""
+    """Returns whether a path can only be the name of a model on the Hugging Face hub."""
     # What begins with a directory of this machine is a mistaken path, which the hub should not see.
     there = path.exists() or path.parent.exists()
     return not there and not maker_of(path) and _HUB_NAME.fullmatch(str(path)) is not None
 
 
 def maker_of(path: Path) -> str:
-    """The end of a message: the command that makes a missing path which packaged configurations start from; otherwise nothing."""
+    """Returns the end of an error message that names the command which makes a missing path, if packaged configurations start from
+    it; "" otherwise."""
     if path.exists():
         return ""
     if path == _IMPORTED:
@@ -113,24 +115,26 @@ def maker_of(path: Path) -> str:
 
 
 def _fetched(name: str, files: list[str]) -> Path:
-    """The directory of a model in the hub's cache, with these files of it. With HF_HUB_OFFLINE=1 only the cache is asked."""
+    """Fetches files of a model from the hub; returns its directory in the hub's cache. With HF_HUB_OFFLINE=1 only the cache is
+    used."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=files))
 
 
 def resolve_tokenizer(path: Path) -> Path:
-    """The directory of a tokenizer: `path` itself if it holds one, or the checkpoint that it stands for; of a model on the hub no
-    weights are fetched. Raises UserError."""
+    """Returns the directory of a tokenizer: `path` itself if it holds one, or the checkpoint that `path` stands for; of a model on
+    the hub no weights are fetched. Raises UserError if there is none."""
     if any((path / file).exists() for file in ("tokenizer.json", "tiktoken.model")):
         return path
     return _resolved(path, _WITHOUT_WEIGHTS, "neither a tokenizer (no tokenizer.json in it), nor a checkpoint,")
 
 
 def trained_on(path: Path) -> EnvironmentSettings | None:
-    """The environment of the run that `path` names, its directory or one of its checkpoints; None without one.
+    """Returns the environment settings of a run, given its directory or one of its checkpoints; None if there are none.
 
-    Raises UserError for a run's configuration that cannot be read."""
+    Raises UserError for a run's configuration that cannot be read.
+    """
     for file, tables in _configurations(path):
         if isinstance(table := tables.get("environment"), dict):
             return parse(table, EnvironmentSettings, Locator(Place(f"{file}: environment")))
@@ -138,7 +142,7 @@ def trained_on(path: Path) -> EnvironmentSettings | None:
 
 
 def tokens_sampled(path: Path) -> int | None:
-    """The most tokens of a completion in the run that `path` names, its directory or one of its checkpoints; None without one."""
+    """Returns the token limit of completions in a run, given its directory or one of its checkpoints; None if there is none."""
     for _, tables in _configurations(path):
         sampling = tables.get("sampling")
         if isinstance(sampling, dict) and isinstance(limit := sampling.get("max_new_tokens"), int):
@@ -147,7 +151,7 @@ def tokens_sampled(path: Path) -> int | None:
 
 
 def _configurations(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The configurations that a run may have left for `path`, the nearest first."""
+    """Yields the configurations of the runs that `path` may be or belong to, the nearest first, each with its file."""
     of_checkpoint = [path.parent.parent] if path.parent.name == "checkpoints" else []
     for run in (path, path / "rl", *of_checkpoint):
         if (file := run / "config.toml").is_file():
@@ -155,9 +159,11 @@ def _configurations(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def records_trained_on(path: Path) -> tuple[DatasetSettings, ...]:
-    """The datasets of records that the run which `path` names has learned from; none of another run or a bare checkpoint.
+    """Returns the datasets of [records] that a run was trained on, given its directory or one of its checkpoints; empty for other
+    runs and bare checkpoints.
 
-    Raises UserError for a run's configuration that cannot be read."""
+    Raises UserError for a run's configuration that cannot be read.
+    """
     for run in (path, *([path.parent.parent] if path.parent.name == "checkpoints" else [])):
         file = run / "config.toml"
         if file.is_file() and isinstance(table := toml_of(file.read_text()).get("records"), dict):

@@ -1,6 +1,6 @@
-"""The samples of a run, and the answers that its evaluations keep, as lines of text for the console and for reports.
+r"""Formats a run's samples, and the answers that its evaluations keep, as lines of text for the console and for reports.
 
-A policy can write control characters, which a terminal obeys. They are shown as escapes, `\\x1b` for an escape.
+A policy can write control characters, which a terminal obeys. They are shown as escapes, `\x1b` for an escape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 
 
 def shortened(text: str, characters: int) -> str:
-    """The beginning and the end of a text longer than `characters`, with the number of characters left out between them."""
+    """Cuts a text to about `characters`: its beginning and end, with the number of characters left out between them."""
     left = len(text) - characters
     if left <= 0:
         return text
@@ -32,14 +32,14 @@ def shortened(text: str, characters: int) -> str:
 
 
 def sample_lines(record: Record, characters: int | None = None) -> Iterator[str]:
-    """The lines of one sample. Prompt and completion are shortened to `characters` each; None shows them whole.
+    """Yields the lines that show one sample. Prompt and completion are shortened to `characters` each; None shows them whole.
 
-    step 20, sample 0 of sort/152: reward 0.1 (format 1 x 0.1, correctness 0 x 1)
-      incorrect: different text; answer '3086', right answer '0368'
-      prompt:
-        Sort: 3086
-      completion:
-        <|channel|>final<|message|>3086<|return|>
+        step 20, sample 0 of sort/152: reward 0.1 (format 1 x 0.1, correctness 0 x 1)
+          incorrect: different text; answer '3086', right answer '0368'
+          prompt:
+            Sort: 3086
+          completion:
+            <|channel|>final<|message|>3086<|return|>
 
     All lines but the first are indented, so that no text can pass for a line of the run's log.
     """
@@ -54,7 +54,7 @@ def sample_lines(record: Record, characters: int | None = None) -> Iterator[str]
 
 
 def heading_of(record: Record) -> str:
-    """`step 20, sample 0 of sort/152: reward 0.1 (format 1 x 0.1, correctness 0 x 1)`."""
+    """Returns the first line of a sample: `step 20, sample 0 of sort/152: reward 0.1 (format 1 x 0.1, correctness 0 x 1)`."""
     weights, components = record.get("weights") or {}, record.get("components") or {}
     parts = [f"{name} {value:.4g} x {weights[name]:.4g}" for name, value in components.items() if weights.get(name)]
     reward = record.get("reward")
@@ -65,7 +65,8 @@ def heading_of(record: Record) -> str:
 
 
 def reasons(record: Record) -> Iterator[str]:
-    """The reasons for the sample's reward: the verdict, how it ended, and the report of a reward function; each a line."""
+    """Yields a line with the reasons for the sample's reward: failure, verdict, answer and right answer, and a reward function's
+    report."""
     verdict, failure = record.get("verdict"), record.get("failure", "ok")
     answer, gold = record.get("answer"), record.get("gold")
     found = [] if failure == "ok" else [str(failure)]
@@ -83,15 +84,16 @@ def reasons(record: Record) -> Iterator[str]:
 
 
 def prompt_of(record: Record) -> str:
-    """The question, after the messages before it: `system: Be brief.` and so on."""
+    """Returns the question, after the messages before it, each as `system: Be brief.`."""
     history = record.get("history") or ()
     said = [f"{message['role']}: {message['content']}" for message in history]
     return "\n".join([*said, f"user: {record.get('question', '')}"]) if said else str(record.get("question", ""))
 
 
 def latest_samples(run: Path, problems: int = PROBLEMS) -> list[Record]:
-    """Samples of the last steps that recorded any, the newest step first: for each of `problems` problems the one with the highest
-    and, where it differs, the one with the lowest reward. Raises UserError, naming file and line, for a line that is no record."""
+    """Returns samples of the latest steps that recorded any, the newest step first: for each of `problems` problems the sample with
+    the highest reward and, if it differs, the one with the lowest. Raises UserError, naming file and line, for a line that is no
+    record."""
     found: dict[str, list[Record]] = {}
     for file in reversed(_files(run)):
         if len(found) >= problems:
@@ -114,9 +116,10 @@ def _ends(records: Sequence[Record]) -> list[Record]:
 
 
 def show_samples(run: Path, step: int | None, problems: int, characters: int) -> Iterator[str]:
-    """The lines of `nmoe runs samples`: all samples of a step, or `latest_samples`. `characters` of 0 shows them whole.
+    """Yields the lines of `nmoe runs samples`: all samples of a step, or `latest_samples` if `step` is None. `characters` of 0
+    shows them whole.
 
-    Raises UserError where the run has none.
+    Raises UserError if the run has no samples, or none of the step.
     """
     files = _files(run)
     if not files:
@@ -142,15 +145,17 @@ def _files(run: Path) -> list[Path]:
 
 
 COMPLETIONS = 200
-"""The most completions whose answers an evaluation keeps, of its first problems."""
+"""The largest number of completions whose answers an evaluation keeps (those of its first problems)."""
 CHARACTERS = 300
-"""The most characters of a question, gold or answer there."""
+"""The largest number of characters of a question, right answer or answer that an evaluation keeps."""
 
 
 def how_ended(result: Mapping[str, Any]) -> str:
-    """How many completions of a result failed, by the class of failure: `44 of 50 were cut at 12 new tokens, 3 parse_error`.
+    """Returns how many completions of a result failed, by the class of failure: `44 of 50 were cut at 12 new tokens, 3
+    parse_error`.
 
-    Empty where none did, and for results that do not say."""
+    "" if none did, and for results without this information.
+    """
     failures = result.get("failures") or {}
     limit = (result.get("sampling") or {}).get("max_tokens")
     at = "the end of the context" if limit is None else f"{limit:,} new tokens"
@@ -161,10 +166,11 @@ def how_ended(result: Mapping[str, Any]) -> str:
 
 
 def show_answers(run: Path, step: int | None, problems: int) -> Iterator[str]:
-    """The lines of `nmoe runs samples --eval`: the answers that the evaluation of a step kept, the wrong ones first. The default
-    is the last evaluation that has any.
+    """Yields the lines of `nmoe runs samples --eval`: the answers that the evaluation of a step kept, the wrong ones first. With
+    None it is the last evaluation that kept any.
 
-    Raises UserError if no answers were kept."""
+    Raises UserError if no answers were kept.
+    """
     from nmoe.runs.record import read_evaluations  # here, so that `nmoe runs samples` does not wait for torch
 
     found = [one for one in read_evaluations(run / "eval") if any(result.get("answers") for result in one["results"])]
@@ -182,7 +188,7 @@ def show_answers(run: Path, step: int | None, problems: int) -> Iterator[str]:
 
 
 def answer_lines(step: int, result: Mapping[str, Any], problems: int) -> Iterator[str]:
-    """A result and the answers to `problems` of its problems, the wrong ones first:
+    """Yields lines with a result and the answers to `problems` of its problems, the wrong ones first:
 
     step 10, greedy_pass@1 on larger 0.0% of 50: 44 of 50 were cut at 12 new tokens
       larger/3: Which number is larger, 843 or 181?
@@ -203,7 +209,7 @@ def answer_lines(step: int, result: Mapping[str, Any], problems: int) -> Iterato
 
 
 def bounded(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """A problem's answers with texts of at most CHARACTERS."""
+    """Returns a problem's answers with each text shortened to CHARACTERS."""
 
     def short(value: Any) -> Any:
         if isinstance(value, list):

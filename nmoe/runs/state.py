@@ -1,7 +1,7 @@
-"""Save and load the state of a run in a checkpoint. Each part is a snapshot: files, and the rest as JSON.
+"""Saves and loads the state of a run in a checkpoint. Each part of the run gives a snapshot: files, and other state as JSON.
 
-state.json holds the rest by the name of the part, as `{"learner": {"version": 3}, "environment": {"position": 12}}`. No RNG state
-is saved: every draw is a function of the seed and the position of its problem, sample or token.
+state.json holds the other state by the name of the part, as `{"learner": {"version": 3}, "environment": {"position": 12}}`. No RNG
+state is saved: every draw is a function of the seed and the position of its problem, sample or token.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ STATE = "state.json"
 
 
 class Part(Protocol):
-    """A part of a run that a checkpoint holds: the learner, say, or the position in the data."""
+    """A part of a run's state that a checkpoint holds, such as the learner or the position in the data."""
 
     def snapshot(self, copied: bool) -> Snapshot:
-        """The part as it is now. With `copied` nothing that happens later changes it, so that it can be written by a thread;
-        without, it has to be written before anything else happens."""
+        """Returns the part's present state. With `copied` later changes do not affect it, so that a thread can write it; otherwise
+        it has to be written before anything else happens."""
 
     def load(self, directory: Path, state: Any) -> None:
-        """Continues from the files and the `state` of a snapshot. Raises UserError if that does not fit. `state` is None for a part
-        whose snapshot has none."""
+        """Restores the part from the files and the `state` of a snapshot (None if the snapshot has none). Raises UserError if they
+        do not fit."""
 
 
 @dataclass(frozen=True)
 class JsonPart:
-    """A part without files: `JsonPart(environment.state, environment.load_state)`."""
+    """A part that has only JSON state and no files: `JsonPart(environment.state, environment.load_state)`."""
 
     read: Callable[[], Any]
     write: Callable[[Any], None]
@@ -47,8 +47,8 @@ class JsonPart:
 
 @dataclass(frozen=True)
 class Files:
-    """Files that never change and that the run never reads back, such as the tokenizer's: with them a checkpoint is a model that
-    others load."""
+    """Files that never change and that the run never reads back, such as the tokenizer's; they make a checkpoint a complete model
+    for other programs."""
 
     write: Callable[[Path], None]
 
@@ -56,12 +56,12 @@ class Files:
         return Snapshot(self.write)
 
     def load(self, directory: Path, state: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @dataclass(frozen=True)
 class Subdirectory:
-    """Parts in a subdirectory, such as a second model's."""
+    """Several parts that are saved in a subdirectory, such as a second model's."""
 
     name: str
     parts: Mapping[str, Part]
@@ -80,7 +80,8 @@ class Subdirectory:
 
 
 def snapshot_parts(parts: Mapping[str, Part], copied: bool) -> Snapshot:
-    """The parts as they are now, to be written into an empty directory with state.json. `copied` is as in `Part.snapshot`."""
+    """Returns one snapshot of all parts, to be written into an empty directory with state.json. `copied` is as in
+    `Part.snapshot`."""
     taken = {name: part.snapshot(copied) for name, part in parts.items()}
     # As text, since a part may return an object that it changes later.
     state = json.dumps({name: one.state for name, one in taken.items() if one.state is not None}) + "\n"
@@ -98,7 +99,7 @@ def snapshot_parts(parts: Mapping[str, Part], copied: bool) -> Snapshot:
 
 
 def load_parts(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Loads the parts from the files of their snapshot. Raises UserError if a part does not fit."""
+    """Restores the parts from the directory of their snapshot. Raises UserError if a part does not fit."""
     state = _read(directory)
     for name, part in parts.items():
         if isinstance(part, JsonPart) and name not in state:
@@ -109,7 +110,7 @@ def load_parts(directory: Path, parts: Mapping[str, Part]) -> None:
 
 
 def saved_version(directory: Path) -> int | None:
-    """The version of the weights in a checkpoint; None if the checkpoint has no version."""
+    """Returns the version number of the weights in a checkpoint; None if it has none."""
     version: int | None = _read(directory).get("learner", {}).get("version")
     return version
 

@@ -1,4 +1,4 @@
-"""Write files and directories whole or not at all, name steps, and distinguish a full disk from other errors."""
+"""Writes files and directories completely or not at all, names steps, and distinguishes a full disk from other errors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _options = ["--run.resume=true"]
 
 
 def how_to_resume() -> str:
-    """The option that resumes the run of a command: `--run.resume=true`; "" for a command without a run."""
+    """Returns the option that resumes the present command's run: `--run.resume=true`; "" for a command without a run."""
     return _options[-1]
 
 
 @contextmanager
 def resumed_by(options: str) -> Iterator[None]:
-    """In the `with` block, in every thread, runs are resumed by `options` of a command that starts runs itself; "" for a command
-    without runs."""
+    """Sets the option that `how_to_resume` returns within the `with` block, in every thread, for a command that starts runs itself;
+    "" for a command without runs."""
     _options.append(options)
     try:
         yield
@@ -52,7 +52,7 @@ _STORAGE_TEXTS = (*(os.strerror(number) for number in sorted(_STORAGE_ERRNOS)), 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns the errors of a full or unwritable disk, while `path` is written, into a StorageError with the free bytes.
+    """Converts the errors of a full or unwritable disk, while `path` is written, into a StorageError with the free bytes.
 
     Any other error passes unchanged.
     """
@@ -69,8 +69,8 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def make_directory(path: Path, remedy: str) -> None:
-    """Makes a directory that may exist, with those above it. Raises UserError, with the remedy, where none can be made,
-    and StorageError where the disk refuses it."""
+    """Creates a directory with its parents; it may exist. Raises UserError, with the remedy, if it cannot be one, and StorageError
+    if the disk refuses it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     # A file system such as /proc takes none, and a file holds none.
@@ -83,7 +83,7 @@ def make_directory(path: Path, remedy: str) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a whole file or leaves the earlier one as it was; a reader never sees a part.
+    """Writes a whole file, or leaves the earlier one unchanged; a reader never sees a part.
 
     Raises StorageError if the disk is full or cannot be written.
     """
@@ -100,7 +100,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Appends all of `content` or, if the disk refuses a part of it, nothing.
+    """Appends all of `content` to a file or, if the disk refuses a part of it, nothing.
 
     Nothing is buffered in this process, so that the content survives a `kill -9`. Raises StorageError.
     """
@@ -116,13 +116,13 @@ def append_whole(path: Path, content: bytes) -> None:
 
 
 def remove_partials(directory: Path) -> None:
-    """Removes the leftovers of a killed `write_atomically` from a directory."""
+    """Removes the temporary files that a killed `write_atomically` left in a directory."""
     for partial in directory.glob(".*.partial"):
         partial.unlink()
 
 
 def _storage_reason(error: BaseException) -> str | None:
-    """The reason why the storage refused, from the error or those that it was raised from; None for other errors."""
+    """Returns the reason if an error, or one that caused it, comes from a full or unwritable disk; None for other errors."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OSError):
@@ -135,14 +135,14 @@ def _storage_reason(error: BaseException) -> str | None:
 
 
 def bytes_free(path: Path) -> int:
-    """The free bytes at `path`, which need not exist."""
+    """Returns the free bytes on the disk of `path`, which need not exist."""
     while not os.path.exists(path):  # False, not an error, if a parent may not be searched
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
+    """Returns the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -151,7 +151,7 @@ _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 
 def step_name(step: int) -> str:
-    """Name of a step, at least six digits wide so that a directory listing sorts by step.
+    """Returns the name of a step, `step_000010`, at least six digits wide so that a directory listing sorts by step.
 
     Raises ValueError for a negative step.
     """
@@ -161,7 +161,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a name such as `step_000010` stands for; None for any other name."""
+    """Returns the step of a name such as `step_000010`; None for any other name."""
     match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -171,13 +171,12 @@ _LOCK = ".lock"
 
 @contextmanager
 def whole_directory(out: Path, remedy: str) -> Iterator[Path]:
-    """Yields an empty directory beside `out` to write to, and renames it to `out` at the end of the block. If the block raises,
-    the directory is removed, with the directories above that were made for it. The leftovers of a killed process are removed by
-    the next one.
+    """Yields an empty directory next to `out` to write to, and renames it to `out` at the end of the `with` block. If the block
+    raises, the directory is removed, with the parent directories that were made for it. Files that a killed process left are
+    removed by the next one.
 
-    `remedy` ends messages, such as "name another directory with --out". Raises UserError where another process writes `out`,
-    where it is there and not an empty directory, and where no directory can be made; StorageError for a disk that is full or
-    read-only.
+    `remedy` ends messages, such as "name another directory with --out". Raises UserError if another process is writing `out`, if
+    `out` is anything but an empty directory, and if no directory can be made; StorageError for a disk that is full or read-only.
     """
     # A link to a directory that is empty or is yet to be made stands for that directory.
     target = Path(os.path.realpath(out)) if out.is_symlink() else Path(os.path.abspath(out))
@@ -207,7 +206,8 @@ def whole_directory(out: Path, remedy: str) -> Iterator[Path]:
 
 
 def _locked(partial: Path, out: Path, remedy: str) -> int:
-    """Makes the directory, and locks a file in it until the returned descriptor is closed, also by `kill -9`."""
+    """Creates the directory, and locks a file in it until the returned descriptor is closed or the process ends, even by `kill
+    -9`."""
     while True:
         try:
             make_directory(partial, remedy)

@@ -1,4 +1,5 @@
-"""Summaries of runs in lines: `nmoe runs list` and `nmoe runs show`, and the closing summary that names the next command."""
+"""Summarises runs in lines: `nmoe runs list` and `nmoe runs show`, and the closing summary of a run, which names the next
+command."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _LAST_ALERTS = 5
 
 
 def list_runs(directory: Path) -> Iterator[str]:
-    """One line a run: where, command, steps, start, the last reward or loss, and whether it is running, finished or interrupted. A
-    run that cannot be read is a line that says why."""
+    """Yields a line for each run: directory, command, steps, start, last reward or loss, and whether it is running, finished or
+    interrupted. For a run that cannot be read the line says why. Raises UserError if there are no runs."""
     rows, broken = [("run", "command", "steps", "started", "last", "status")], []
     for path in find_runs(directory):
         try:
@@ -40,8 +41,8 @@ def list_runs(directory: Path) -> Iterator[str]:
 
 
 def show_run(path: Path) -> Iterator[str]:
-    """Status and steps of a run, the keys of its configuration that differ from their defaults, its provenance, its best and last
-    evaluations and its last alerts. Raises UserError (`read_run`)."""
+    """Yields lines with a run's status and steps, its settings that differ from the defaults, its provenance, its best and last
+    evaluations and its last alerts. Raises UserError as `read_run` does."""
     run = read_run(path)
     _, command, steps, started, last, status = _row(run)
     yield f"{run.path}: {command}, {status}, step {steps}, started {started}, {last}"
@@ -59,8 +60,8 @@ def show_run(path: Path) -> Iterator[str]:
 
 
 def changed_keys(run: RunRecord) -> dict[str, Any]:
-    """The dotted keys of the run's configuration that do not hold their defaults; all keys where its command
-    has changed since."""
+    """Returns the run's settings that differ from their defaults, by dotted keys; all settings if the command's settings have
+    changed since."""
     try:
         given = COMMANDS[run.command].model_validate(run.tables).model_dump(exclude_none=True, exclude_defaults=True)
     except ValidationError:
@@ -88,7 +89,8 @@ def _evaluations(run: RunRecord) -> Iterator[str]:
 
 
 def result_line(result: Mapping[str, Any]) -> str:
-    """`greedy_pass@1 on sort: 0.950 [0.910, 0.973] of 200, 3 of 200 were cut at 64 new tokens`."""
+    """Returns an evaluation's result as a line: `greedy_pass@1 on sort: 0.950 [0.910, 0.973] of 200, 3 of 200 were cut at 64 new
+    tokens`."""
     interval = interval_of(result)
     shown = f"{result['value']:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval else "")
     ended = how_ended(result)
@@ -101,8 +103,8 @@ _ENDS_STEPS = 10
 
 
 def ends_of(steps: int) -> int:
-    """How many first and last steps of a run are compared: ten, and of a run shorter than forty a quarter of them. A mean over
-    more would hide the change between its ends."""
+    """Returns how many first and last steps of a run are averaged to compare its start and end: 10, and a quarter of the steps if
+    there are fewer than 40. A mean over more steps would hide the change."""
     return max(1, min(_ENDS_STEPS, steps // 4))
 
 
@@ -115,11 +117,11 @@ NEXT = {
     "verifier": ("nmoe eval POLICY ENVIRONMENT --samples 8 --temperature 1 --best-of {run}",),
     "selfplay": ("nmoe data show {run}/proof_verifier_train.jsonl --kind text --column text=proof",),
 }
-"""The commands that a run of a verb leads to."""
+"""The commands that the closing summary proposes after a run, by its verb."""
 
 
 def run_summary(run: Path, verb: str) -> Iterator[str]:
-    """Lines about the run in the directory. Raises UserError for records that cannot be read."""
+    """Yields the lines of the closing summary of a run. Raises UserError for records that cannot be read."""
     metrics = read_lines(run / "metrics.jsonl")
     changes = list(_evaluated(run / "eval")) or list(_measured(metrics))
     yield from changes
@@ -135,10 +137,10 @@ def run_summary(run: Path, verb: str) -> Iterator[str]:
 
 
 def headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> str:
-    """The result of a run in one line: `greedy_pass@1 on sort: 12.0% at step 0 -> 95.0% [91.0%, 97.3%] of 200 at step 40`.
+    """Returns the result of a run in one line: `greedy_pass@1 on sort: 12.0% at step 0 -> 95.0% [91.0%, 97.3%] of 200 at step 40`.
 
-    It shows the decisive evaluation, with the highest value where the last one is lower. Without evaluations it is the first
-    metric of progress that there is, and "" for a run without steps.
+    It shows the evaluation that decides the best checkpoint, and the highest value if the last one is lower. Without evaluations it
+    shows the first progress metric that the run has; "" for a run without steps.
     """
     results = decisive_results(evaluations)
     if not results:
@@ -157,7 +159,7 @@ def headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping
 
 
 def _evaluated(directory: Path) -> Iterator[str]:
-    """The first and the last evaluation of each kind."""
+    """Yields a line for each kind of evaluation, with its first and its last result."""
     records = [json_of(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
     if not records:
         return
@@ -175,7 +177,7 @@ def _value(result: Mapping[str, Any]) -> str:
 
 
 def _measured(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The first metric of progress that the run has, at its first and last steps."""
+    """Yields a line with the first progress metric that the run has, at its first and last steps; nothing if it has none."""
     for name in _PROGRESS:
         if values := [row[name] for row in metrics if name in row]:
             count = ends_of(len(values))

@@ -1,7 +1,7 @@
-"""Copy code, runs, adapters and data to a second machine, and check the copy there.
+"""Copies code, runs, adapters and data to a second machine, and verifies the copy there.
 
-Code goes as a git bundle, since a commit identifies it; everything else by rsync. What has arrived is held against SHA-256 sums
-that were taken here, and the code against its commit.
+Code goes as a git bundle, since a commit identifies it; everything else by rsync. At the target, files are compared with SHA-256
+sums that were taken here, and the code with its commit.
 """
 
 import os
@@ -21,7 +21,8 @@ BUNDLE = "code.bundle"
 
 
 class _Target:
-    """`HOST:DIR`, or a directory of this machine, such as a mounted one. ssh, or the command in RSYNC_RSH, leads to the host."""
+    """The target of a copy: `HOST:DIR`, reached by ssh or the command in RSYNC_RSH, or a directory of this machine, such as a
+    mounted one."""
 
     def __init__(self, text: str) -> None:
         host, colon, directory = text.partition(":")
@@ -36,7 +37,7 @@ class _Target:
         self.rsync = f"{self.host}:{self.directory}/" if self.host else f"{self.directory}/"
 
     def run(self, script: str, given: str = "") -> str:
-        """Runs a script of the shell in the directory there. Raises UserError with its message where it fails."""
+        """Runs a shell script in the target directory and returns its output. Raises UserError with its message if it fails."""
         there = shlex.quote(self.directory)
         script = f"mkdir -p -- {there} && cd -- {there} && {script}"
         shell = (
@@ -46,11 +47,11 @@ class _Target:
 
 
 def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
-    """Copies the code of the working directory's repository and the paths, which lie below the working directory, to the target,
-    and checks them there. Yields lines about it; with `dry_run` nothing is written.
+    """Copies the code of the working directory's repository, and the paths, which have to be below the working directory, to the
+    target, and verifies them there. Yields lines for the user; with `dry_run` nothing is written.
 
-    Raises UserError for a path that is not there or lies elsewhere, for a run that is being written, and where rsync or git is
-    missing or fails; InfrastructureError where the copy differs from the original.
+    Raises UserError for a path that does not exist or is elsewhere, for a run that is being written, and if rsync or git is missing
+    or fails; InfrastructureError if the copy differs from the original.
     """
     to = _Target(target)
     if shutil.which("rsync") is None:
@@ -113,7 +114,8 @@ def _sync_code(to: _Target, dry_run: bool) -> Iterator[str]:
 
 
 def _below(path: Path) -> str:
-    """The path from the working directory, which is its path at the target. A run that is being written is refused."""
+    """Returns the path relative to the working directory, which is also its path at the target. Raises UserError for a path
+    elsewhere, and for a run that is being written."""
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     full = path.absolute()
@@ -132,7 +134,8 @@ def _rsync(to: _Target, names: Sequence[str], *options: str) -> str:
 
 
 def _files(name: str) -> Iterator[str]:
-    """All files below a path, but for locks. Links to files within it are not followed, since these are listed already."""
+    """Yields all files below a path except locks. Links to directories below the same path are not followed, since their files are
+    listed already."""
     if Path(name).is_file():
         yield name
     for directory, _, files in os.walk(name):
@@ -143,7 +146,7 @@ def _files(name: str) -> Iterator[str]:
 
 
 def _sum_line(file: str, digest: str) -> str:
-    """As sha256sum writes and reads it."""
+    """Returns a checksum line in the format of sha256sum."""
     if not any(sign in file for sign in "\\\n"):
         return f"{digest}  {file}\n"
     return f"\\{digest}  " + file.replace("\\", "\\\\").replace("\n", "\\n") + "\n"

@@ -1,4 +1,4 @@
-"""Waits for coroutines: from synchronous code, and for several that all stop as soon as one fails."""
+"""Waits for coroutines: one from synchronous code, or several that are all cancelled as soon as one fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 def wait_for(coroutine: Coroutine[Any, Any, R]) -> R:
     """Runs a coroutine to its end in a new event loop, and returns its result or raises its exception.
 
-    A notebook runs every cell within an event loop, and a thread runs one at a time: then the new one gets its own thread.
+    If this thread has a running event loop, as in a notebook, the new loop gets its own thread, because a thread can run only one.
     """
     try:
         asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Sinks for a run's metrics besides metrics.jsonl: CSV, TensorBoard, Weights & Biases, trackio.
+"""Sinks, which receive a run's metrics in addition to metrics.jsonl: CSV, TensorBoard, Weights & Biases, trackio.
 
-Each is off unless `[sinks] to` names it. A sink reads nothing that is not in the ledger, and the run never waits for one.
+Each is off unless `[sinks] to` names it. A sink gets only records that are in the ledger, and the run never waits for one.
 """

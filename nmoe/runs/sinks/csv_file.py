@@ -1,4 +1,4 @@
-"""The CSV sink: metrics.csv in the run's directory, one row a step and one column a metric."""
+"""The CSV sink: metrics.csv in the run's directory, with a row for each step and a column for each metric."""
 
 import csv
 import io
@@ -9,9 +9,9 @@ from nmoe.runs.storage import append_whole, write_atomically
 
 
 class CsvSink:
-    """Appends a row a step. A cell is empty where a step has no such number; every other cell reads back as exactly its number.
+    """Appends a row for each step. A cell is empty if the step lacks the metric; every other cell reads back as exactly its number.
 
-    A metric that first appears in a later step adds a column, for which the file is written anew. Alerts are in alerts.jsonl alone.
+    A metric that first appears in a later step adds a column, for which the file is written anew. Alerts are only in alerts.jsonl.
     """
 
     def __init__(self, attempt: Attempt) -> None:

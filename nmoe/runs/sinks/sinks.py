@@ -1,4 +1,4 @@
-"""The sinks of a run: opened at its start, fed by one thread each, and asked at its end for lost records."""
+"""The sinks of a run: opened at its start, each fed by its own thread, and asked at the end for lost records."""
 
 import os
 import threading
@@ -18,13 +18,13 @@ from nmoe.extras import how_to_install
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run, as its sinks see it: the first, or one that resumes.
+    """One start of a run, the first or a resumption, with the data that sinks need.
 
     directory: the run's. name: run.name. number: 1 for the first start, and one more each time that the run is resumed.
     config: the tables of config.toml.
-    project, wandb_mode: of `[sinks]`.
-    rows, alerts: the records of the steps before this start, from metrics.jsonl and alerts.jsonl. A sink begins with them, so that
-    it holds the whole run, whether or not an earlier attempt finished its records.
+    project, wandb_mode: settings of `[sinks]`.
+    rows, alerts: the records of the steps before this start, from metrics.jsonl and alerts.jsonl. A sink writes them first, so
+        that it holds the whole run, whether or not an earlier attempt finished its records.
     """
 
     directory: Path
@@ -38,8 +38,7 @@ class Attempt:
 
 
 class Sink(Protocol):
-    """Takes the metrics of a run, in the order of its steps, on its own thread. Any method may raise; the failure is
-    counted."""
+    """Receives the metrics of a run, in the order of its steps, on its own thread. Any method may raise; the failure is counted."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes the numbers of one step."""
@@ -52,7 +51,7 @@ class Sink(Protocol):
 
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl, without its `step`: an integer stays one, and text and lists are left out."""
+    """Returns the numbers of a row of metrics.jsonl, without `step`, text and lists; integers stay integers."""
     return {
         name: value
         for name, value in row.items()
@@ -76,8 +75,8 @@ _TRACKIO_REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_UR
 
 
 def refuse_unready(section: SinksSection) -> None:
-    """Raises UserError, with the remedy, for a sink whose package is missing, or that would send metrics somewhere that the
-    configuration does not agree to."""
+    """Raises UserError, with the remedy, for a sink whose package is missing, or that would send metrics off this machine without
+    permission in the configuration."""
     refuse_without_packages(section.to)
     named = trackio_remotes(section)
     if named and not section.trackio_remote:
@@ -88,12 +87,12 @@ def refuse_unready(section: SinksSection) -> None:
 
 
 def trackio_remotes(section: SinksSection) -> list[str]:
-    """The set environment variables by which trackio, if it is a sink, sends metrics or alerts off this machine."""
+    """Returns the environment variables that are set and make trackio, if it is a sink, send metrics or alerts off this machine."""
     return [name for name in _TRACKIO_REMOTE if os.environ.get(name)] if "trackio" in section.to else []
 
 
 def refuse_without_packages(names: Collection[str]) -> None:
-    """Raises UserError, with the command that installs them, where sinks need packages that are not installed."""
+    """Raises UserError, with the command that installs them, if packages that the sinks need are not installed."""
     missing = [name for name in names if name != "csv" and not _is_installed(name)]
     if missing:
         raise UserError(
@@ -102,25 +101,25 @@ def refuse_without_packages(names: Collection[str]) -> None:
 
 
 class Sinks:
-    """The sinks of one attempt. No call waits for a sink but `close`, and none raises because of one."""
+    """The sinks of one attempt. Only `close` waits for them, and no method raises because of them."""
 
     def __init__(self, names: Collection[str], attempt: Attempt, close_seconds: float = CLOSE_SECONDS) -> None:
         self._close_seconds = close_seconds
         self._feeds = [Feed(name, _connector(name, attempt)) for name in names]
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Passes on the numbers of a step."""
+        """Passes the numbers of a step to all sinks."""
         scalars = scalars_of(metrics)
         for feed in self._feeds:
             feed.offer(lambda sink: sink.write(step, scalars))
 
     def alert(self, step: int, message: str) -> None:
-        """Passes on an alert."""
+        """Passes an alert to all sinks."""
         for feed in self._feeds:
             feed.offer(lambda sink: sink.alert(step, message))
 
     def close(self) -> list[str]:
-        """Waits until all is written, or for `close_seconds`. Returns one line for each sink that lost something."""
+        """Waits until all is written, at most `close_seconds`. Returns one line for each sink that lost something."""
         for feed in self._feeds:
             feed.close()
         end = time.monotonic() + self._close_seconds
@@ -130,13 +129,13 @@ class Sinks:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package can be imported; a mere folder of that name, such as W&B makes where it runs, does not count."""
+    """Returns whether a package can be imported; a mere folder of that name, such as the one that W&B makes, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def _connector(name: str, attempt: Attempt) -> Callable[[], Sink]:
-    """Imports the sink's module, and with it the package, only where the sink is wanted."""
+    """Returns a function that imports the sink's module, and with it the package, and opens the sink."""
     module, kind = _SINKS[name]
     return lambda: getattr(import_module(module), kind)(attempt)
 
@@ -146,11 +145,11 @@ QUEUE_LIMIT = 1000
 
 
 class Feed:
-    """Feeds one sink from its own thread, so that a slow sink, or one that is down, costs the run nothing.
+    """Feeds one sink from its own thread, so that a slow or failing sink costs the run nothing.
 
-    A record is dropped where the queue is full, and lost where the sink raises; both are counted.
+    A record is dropped if the queue is full, and lost if the sink raises; both are counted.
 
-    name: of the sink. connect: makes it, on the thread, since that may take seconds. Where it raises, the sink is down.
+        name: the sink's. connect: opens the sink, on the thread, since that may take seconds. If it raises, nothing is written.
     """
 
     def __init__(self, name: str, connect: Callable[[], Sink], limit: int = QUEUE_LIMIT) -> None:
@@ -166,7 +165,7 @@ class Feed:
         self._thread.start()
 
     def offer(self, record: Callable[[Sink], None]) -> None:
-        """Queues a call of the sink, or drops it where the queue is full, and returns at once."""
+        """Queues a record, a call of the sink, and returns at once; drops it if the queue is full."""
         with self._change:
             self._offered += 1
             if not self._thread.is_alive():
@@ -178,17 +177,18 @@ class Feed:
                 self._fail("its queue was full")
 
     def close(self) -> None:
-        """Has the thread write the queued records and end; `join` waits for it."""
+        """Tells the thread to write the queued records and end; `join` waits for it."""
         with self._change:
             self._closing = True
             self._change.notify()
 
     def join(self, seconds: float) -> None:
-        """Waits until the thread has ended, or for so long."""
+        """Waits until the thread has ended, at most `seconds`."""
         self._thread.join(seconds)
 
     def trouble(self) -> str | None:
-        """One line about the records that were not written, with the first and the last reason; None if all were written."""
+        """Returns one line about the records that were not written, with the first and the last reason; None if all were
+        written."""
         with self._change:
             reasons = [*self._reasons, *(["it did not end in time"] if self._thread.is_alive() else [])]
             if not reasons:
@@ -215,7 +215,7 @@ class Feed:
             self._fail(f"could not be closed: {_shown(error)}")
 
     def _next(self) -> Callable[[Sink], None] | None:
-        """The next record, as soon as there is one; None if the run is over."""
+        """Waits for the next record and returns it; None if the run is over."""
         with self._change:
             self._change.wait_for(lambda: self._waiting or self._closing)
             return self._waiting.popleft() if self._waiting else None

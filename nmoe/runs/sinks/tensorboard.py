@@ -1,4 +1,4 @@
-"""The TensorBoard sink: one event file in the run's `tensorboard/`, with one Summary a step."""
+"""The TensorBoard sink: one event file in the run's `tensorboard/`, with one Summary for each step."""
 
 import time
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from nmoe.runs.sinks.sinks import Attempt, scalars_of
 class TensorBoardSink:
     """Writes the numbers of each step, which TensorBoard keeps as float32, and alerts as text under the tag `alerts`.
 
-    A resumed run's file begins with all steps before, in place of the earlier attempts' files: those may lack the last steps, or
-    hold steps that were cut. The START event makes a running TensorBoard drop its copy of them.
+    A resumed run's file begins with all earlier steps, and replaces the files of earlier attempts: those may lack the last steps,
+    or hold steps that were cut. The START event makes a running TensorBoard drop its copy of them.
     """
 
     def __init__(self, attempt: Attempt) -> None:

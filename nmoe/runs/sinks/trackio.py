@@ -8,8 +8,8 @@ from nmoe.runs.sinks.sinks import Attempt, scalars_of
 
 
 class TrackioSink:
-    """Logs to a new trackio run in the group `attempt.name`, which `trackio show` displays. It begins with all steps before a
-    resumption. TRACKIO_DIR says where the database is."""
+    """Logs to a new trackio run in the group `attempt.name`, which `trackio show` displays. After a resumption the new run begins
+    with all earlier steps. The variable TRACKIO_DIR sets the database's directory."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._run = trackio.init(

@@ -11,8 +11,8 @@ from nmoe.runs.sinks.sinks import Attempt, scalars_of
 class WandbSink:
     """Logs to a new W&B run in the group `attempt.name`, online or into the run's `wandb/` for `wandb sync`.
 
-    W&B ignores steps at or below its last one, so that a resumed run, which repeats steps, cannot go on in the W&B run that it had
-    (wandb issues 3890 and 6216). The new one begins with all steps before.
+    W&B ignores steps at or below its last one, so that a resumed run, which repeats steps, cannot continue its earlier W&B run
+    (wandb issues 3890 and 6216). The new one begins with all earlier steps.
     """
 
     def __init__(self, attempt: Attempt) -> None:
