@@ -19,8 +19,9 @@ class PromptBuilder:
     def __init__(
         self, settings: EnvironmentSettings, renderer: Renderer, curriculum: Curriculum | None, *, one_turn: bool
     ) -> None:
-        """`one_turn`: trajectories have one turn, without tools or conversation. Raises UserError if a stage of the curriculum has
-        `given` where trajectories have several turns, or in a format other than Harmony."""
+        """With `one_turn`, trajectories have one turn, without tools or conversation. Raises UserError if a stage of the curriculum
+        gives the beginning of the answer (`given`) although trajectories have several turns or the format is not Harmony.
+        """
         self._system, self._budget = settings.system, settings.budget
         self._renderer, self._curriculum = renderer, curriculum
         self._given = self._starts_given(settings, one_turn)

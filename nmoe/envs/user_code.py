@@ -1,4 +1,4 @@
-"""User functions named as `package.module:function`: imports them, or finds their source without importing."""
+"""Imports users' functions named as `package.module:function`, or finds their source without importing them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _file_of(module: str, what: str) -> Path:
 
 
 def _top_level(tree: ast.Module, name: str) -> ast.stmt | None:
-    """Finds the statement that binds a name at the module's top level; the last one if there are several."""
+    """Returns the last statement that binds a name at the module's top level; None if there is none."""
     found = None
     for statement in tree.body:
         if name in _bound(statement):

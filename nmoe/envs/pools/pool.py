@@ -1,4 +1,5 @@
-"""Task pools of one rank, and the orders in which problems come. The position in an order is part of a checkpoint.
+"""The order in which problems come, and the pool that hands out one rank's share of it. The position in an order is part of a
+checkpoint.
 
 An order is an endless sequence of problems, a pure function of the position, and therefore has no state. A mixture interleaves
 several.
@@ -21,7 +22,7 @@ _SPLIT_ONE_IN = 8
 
 
 class Order(Protocol):
-    """An endless sequence of problems, which a pool hands out by position.
+    """An endless sequence of problems, from which a pool hands out problems by position.
 
     `at` returns the same problem for the same position in every process, at any time. `size` is the number of problems before
     the first one repeats, None if unknown. `fingerprint` differs between orders that differ at any position, so that a saved
@@ -51,7 +52,8 @@ def stable_hash(*parts: object) -> int:
 
 
 def split_by(*parts: object) -> str:
-    """Returns a question's split by a hash of its parts: "eval" for one in eight, "validation" for one in eight, else "train".
+    """Returns the split of a question by a hash of `parts`: "eval" for one question in eight, "validation" for another eighth, else
+    "train".
 
     "eval" is for held-out figures; "validation" is for decisions, such as when a run may end.
     """
@@ -73,7 +75,7 @@ class Shuffled:
     def __init__(
         self, name: str, size: int, problem: Callable[[int], Problem], seed: int, content: str, read_as: str = ""
     ) -> None:
-        """`problem(i)` is the i-th of `size` problems; `content` represents all of them in the fingerprint."""
+        """`problem(i)` returns the i-th of `size` problems; `content` is a fingerprint of all of them."""
         self.read_as = read_as
         self.name = name
         self.size = size
@@ -97,7 +99,9 @@ class Shuffled:
 
 
 class EasyFirst(Shuffled):
-    """Cycles through problems; the first epoch goes from the easiest to the hardest, and equally hard ones stay shuffled."""
+    """Cycles through problems: in the first epoch from the easiest to the hardest (equally hard ones shuffled), later in a new
+    random order each epoch.
+    """
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class EasyFirst(Shuffled):
         content: str,
         read_as: str = "",
     ) -> None:
-        """`difficulties[i]` is the difficulty of the i-th problem."""
+        """`difficulties[i]` is the difficulty of the i-th problem; higher is harder."""
         super().__init__(name, len(difficulties), problem, seed, fingerprint_of(content, *difficulties), read_as)
         self._difficulties = difficulties
 
@@ -209,7 +213,7 @@ class Drawn(NamedTuple):
 
 
 class Pool:
-    """Hands out the problems of one shard, endlessly; the next problem depends on the order and the state alone.
+    """Hands out the problems of one rank's shard, endlessly. The next problem depends only on the order and on the saved state.
 
     `state()` is JSON-able: {"fingerprint": "9c1b...", "rank": 0, "world_size": 1, "taken": 128}.
     """
@@ -222,7 +226,7 @@ class Pool:
         self._fits: Callable[[Problem], bool] | None = None
 
     def keep(self, fits: Callable[[Problem], bool]) -> None:
-        """Makes `take` skip problems that do not fit.
+        """Makes `take` and `draw` skip problems for which `fits` returns False.
 
         `fits` must be a pure function of the problem, so that a resumed run draws the same problems.
         """
@@ -242,8 +246,8 @@ class Pool:
         return [drawn.problem for drawn in self.draw(n)]
 
     def draw(self, n: int, admit: Callable[[Drawn], bool] = lambda drawn: True) -> list[Drawn]:
-        """Returns the next `n` problems of this shard that fit and that `admit` accepts, with their positions in the shared
-        order.
+        """Returns the next `n` problems of this shard that fit and for which `admit` returns True, with their positions in the
+        shared order.
 
         Raises UserError if none fits.
         """

@@ -137,7 +137,9 @@ def _value(record: Mapping[str, Any], field: str, setting: str) -> Any:
 
 
 def _at(record: Mapping[str, Any], field: str) -> Any:
-    """Returns the value of a field; None if it is missing. `a.b` is field b of the object a, unless a field is called that."""
+    """Returns the value of a field; None if it is missing. `a.b` is the field b of the object a, unless the record has a field
+    named "a.b".
+    """
     if field in record:
         return record[field]
     whole, _, inner = field.partition(".")

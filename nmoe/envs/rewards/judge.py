@@ -157,7 +157,7 @@ def _content_of(answer: Any) -> str:
 
 
 def _prompt_text(prompt: Prompt) -> str:
-    """Renders a conversation for a judge: a single question as it is, several messages each under its role."""
+    """Renders a conversation as text for a judge: a single message as it is, several messages each under its role."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:

@@ -20,14 +20,18 @@ from nmoe.types import Message, Problem, TrainerState
 
 
 class Scorer(Protocol):
-    """Scores whole answers: a reward model, or a verifier that reads a proof and grades it."""
+    """Protocol of a model that scores whole answers: a reward model, or a verifier that reads a proof and grades it."""
 
     async def score(self, messages: Sequence[Message], answer: str) -> float:
-        """Rates the answer; higher is better, on the scorer's own scale. Concurrent calls may share one forward pass."""
+        """Returns the score of an answer; higher is better, on the scorer's own scale. Concurrent calls may share one forward
+        pass.
+        """
 
 
 class StepScorer(Protocol):
-    """Scores each step of an answer: a process reward model (Lightman et al. 2023, arXiv:2305.20050, section 2.6)."""
+    """Protocol of a model that scores each step of an answer: a process reward model (Lightman et al. 2023, arXiv:2305.20050,
+    section 2.6).
+    """
 
     async def step_scores(self, messages: Sequence[Message], steps: Sequence[str]) -> list[float]:
         """Returns for each step the probability that it is right, given the steps before it."""
@@ -39,7 +43,7 @@ Completion = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one problem that a reward judges together, without those lost to the infrastructure.
+    """The samples of one problem that a reward rates together; samples lost to infrastructure failures are left out.
 
     In formats with messages, `prompt` and `completions` are message lists of chat APIs, with reasoning under the key
     `reasoning_content`; in plain text they are strings. `answers` are the final answers alone, without reasoning.
@@ -63,7 +67,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Rating:
-    """A reward's value for one sample; None leaves the component out.
+    """A reward's value for one sample; with None the sample's score is computed without this reward.
 
     `unavailable` says why the reward could not be computed: an infrastructure failure, which masks the sample. `cached` means
     that an earlier request's answer was used. `steps` are a verifier's step scores: for each step the index of its last token
@@ -77,7 +81,7 @@ class Rating:
 
 
 class Reward(Protocol):
-    """The protocol of a reward: it rates the samples of one problem."""
+    """The protocol of a reward: an object that rates the samples of one problem."""
 
     @property
     def name(self) -> str: ...
@@ -92,7 +96,9 @@ class Reward(Protocol):
         """Returns a context manager that keeps resources such as connections open while the groups of a batch are rated."""
 
     async def rate(self, samples: Samples) -> Sequence[Rating]:
-        """Returns one rating for each sample. Raises RewardError for failures other than infrastructure; it ends the run."""
+        """Returns one rating for each sample; an infrastructure failure is a rating with `unavailable`. Raises RewardError for any
+        other failure, which ends the run.
+        """
 
 
 class RewardError(UserError):

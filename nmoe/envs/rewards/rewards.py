@@ -1,4 +1,4 @@
-"""All rewards of an environment: loads them, and adds their ratings to the grades of a group."""
+"""Loads all rewards of an environment, and adds their ratings to the grades of a group."""
 
 from __future__ import annotations
 

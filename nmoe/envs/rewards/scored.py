@@ -104,7 +104,7 @@ def attach_scorers(
 
 
 def step_ends(decode: Decode, token_ids: Sequence[int], answer: str, steps: Sequence[str]) -> list[int]:
-    """Returns for each step of an answer the index of the token that ends it, among the answer's tokens."""
+    """Returns for each step of an answer the index of the step's last token among the tokens `token_ids`."""
     text = decode(token_ids)
     at = max(text.rfind(answer), 0)
     ends = []

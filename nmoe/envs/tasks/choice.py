@@ -36,7 +36,7 @@ class MultipleChoiceTask(QuestionTask):
     gold_types = (str, int)
 
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
-        """Returns the question with its options below it, and the letter of the gold."""
+        """Returns the question with its lettered options below it, the letter of the right option, and metadata."""
         labels, texts = _options(record)
         letters = ascii_uppercase[: len(texts)]
         lines = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True)]
@@ -64,7 +64,7 @@ class MultipleChoiceTask(QuestionTask):
 
 
 def read_letter(answer: str, texts: list[str]) -> str | None:
-    """Returns the letter of the option that an answer names; None if it names none, or more than one."""
+    """Returns the letter of the option that an answer names; None if the answer names no option, or several."""
     if len(answer) > MAX_ANSWER_CHARS:
         return None
     box = last_boxed(answer)

@@ -49,7 +49,9 @@ class Task:
     """
 
     def prompt(self, record: Record) -> Prompt:
-        """Returns the prompt: a text, or messages such as {"role": "user", "content": "..."}. By default the record's `prompt`."""
+        """Returns the prompt: a text, or messages such as {"role": "user", "content": "..."}. The default is the record's field
+        `prompt`.
+        """
         if "prompt" not in record:
             raise UserError(
                 f"{_name(self)} has no prompt: define `prompt(self, record)`, or give the records a field 'prompt' (their fields "
@@ -99,11 +101,12 @@ class MultiTurnEnv:
 
     @abstractmethod
     def prompt(self) -> Prompt:
-        """Begins the episode. Returns a text, or messages such as {"role": "user", "content": "..."}."""
+        """Begins the episode and returns its prompt: a text, or messages such as {"role": "user", "content": "..."}."""
 
     @abstractmethod
     def step(self, turn: AssistantTurn) -> tuple[Prompt | None, float, bool]:
-        """Responds to a turn: the user's next message, the reward of this turn, and whether the episode is done.
+        """Responds to a turn of the policy. Returns the user's next message, the reward of this turn, and whether the episode is
+        done.
 
         The rewards of an episode add up to its score; the episode counts as solved from a score of 1 on. An exception stops the
         run.

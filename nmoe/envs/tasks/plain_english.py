@@ -152,7 +152,7 @@ def _listed(question: str) -> list[str]:
 
 
 class LettersTask(LetterTask, GeneratedTask):
-    """ "What is the third letter of the word "river"?" -> "v". With a difficulty of 1 it is the first letter, with 2 one of the
+    """ "What is the third letter of the word "river"?" -> "v". A difficulty of 1 asks for the first letter, 2 for one of the
     first two, and so on; from 4 on one of the first three or the last."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:

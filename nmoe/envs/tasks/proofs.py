@@ -169,7 +169,8 @@ class Proof:
 
 
 def read_proof(answer: str | None) -> Proof | None:
-    """Parses the two parts of any answer; None if one is missing, empty, or without its phrases and score.
+    """Parses a generator's answer, its solution and self-evaluation; None if a part is missing, empty, or without its phrases and
+    score.
 
     The solution ends at the last heading of a self-evaluation, so that an evaluation within the solution is judged as part of
     it.
@@ -184,7 +185,9 @@ def read_proof(answer: str | None) -> Proof | None:
 
 
 class ProofGenerationTask(QuestionTask):
-    """Asks for a solution and an honest evaluation of it. The metadata holds the problem's text alone; the gold is always ""."""
+    """Asks for a solution and for an honest evaluation of this solution. The metadata holds the problem's text without
+    instructions; the gold is always "".
+    """
 
     answer_form: AnswerForm = "final"
 

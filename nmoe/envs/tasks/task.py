@@ -19,7 +19,7 @@ Posed = tuple[str, str, Metadata]
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of a trajectory, as a task verifies it: the answer, and all calls if it used tools.
+    """The result of a trajectory, as a task verifies it: the policy's answer and, if it used tools, its calls with their results.
 
     `sandbox` is the one that the tools worked in, still open, with the workspace as the policy left it. `exchanges` are a
     conversation task's responses.
@@ -65,7 +65,9 @@ class QuestionTask(ABC):
 
     @abstractmethod
     def check_gold(self, problem: Problem) -> None:
-        """Raises UserError for a gold answer that `verify` cannot compare with; called when a pool loads."""
+        """Raises UserError for a gold answer with which `verify` cannot compare answers; called for every problem when a pool
+        loads.
+        """
 
     def messages(self, problem: Problem) -> list[Message]:
         """Returns the conversation shown to the policy, to which the environment adds its system message."""
@@ -73,7 +75,9 @@ class QuestionTask(ABC):
 
     @abstractmethod
     def example_answers(self, problem: Problem) -> tuple[str, str]:
-        """Returns a right answer and a slightly wrong one, in the policy's form; `nmoe env check` grades both."""
+        """Returns a right answer and a slightly wrong answer, in the form that a policy would write; `nmoe env check` grades
+        both.
+        """
 
     def knows_answer(self, problem: Problem) -> bool:
         """Whether the first of `example_answers` is right: some records have tests and no solution."""
@@ -106,12 +110,14 @@ class GeneratedTask:
         return (*self.generate(rng, difficulty), {})
 
     def split_key(self, question: str) -> str:
-        """Returns the key that decides a question's split: questions that reveal one another's answers share it."""
+        """Returns the key whose hash decides a question's split; questions that reveal each other's answers must have the same
+        key.
+        """
         return question
 
 
 class RecordTask(ABC):
-    """A task whose records have their own form: `read_record` reads them, by the fields in `record_fields`."""
+    """A task whose dataset records have a special form: `read_record` converts them, reading the fields in `record_fields`."""
 
     @abstractmethod
     def read_record(self, record: Mapping[str, Any]) -> Posed:

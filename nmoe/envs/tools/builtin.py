@@ -1,4 +1,4 @@
-"""The tools of an environment by name: built-in ones, and user functions, which are imported only here.
+"""Loads the tools of an environment by name: built-in tools, and users' functions, which are imported only here.
 
 Built-in tools work in the trajectory's sandbox, whose files persist from call to call.
 """
@@ -146,7 +146,7 @@ def load_tools(names: Sequence[str], budget: BudgetSettings, *, user_code: bool 
 
 
 def check_source(name: str) -> Path:
-    """Checks a user's tool without importing it and returns the file that defines `package.module:function`.
+    """Checks a user's tool `package.module:function` without importing it, and returns the path of its source file.
 
     Raises UserError if the file or the function does not exist, and for faults that the source alone shows: a
     missing docstring or hint, arguments without a JSON form.

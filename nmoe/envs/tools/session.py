@@ -43,7 +43,7 @@ class ToolSession:
         self._opening = asyncio.Lock()
 
     async def prepare(self) -> None:
-        """Makes the workspace, if the environment has one. Raises WorkspaceError."""
+        """Creates the trajectory's workspace at the first call, if the environment has one. Raises WorkspaceError."""
         if self._workspace is not None and self.prepared is None:
             self.prepared = await self._workspace()
 

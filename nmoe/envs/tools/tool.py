@@ -113,7 +113,7 @@ def as_output(value: Any) -> ToolOutput:
 
 
 def shortened(text: str) -> str:
-    """Shortens a reason to one line of limited length."""
+    """Returns the reason of a failure as one line of at most 500 characters."""
     return cut(" ".join(text.split()), _REASON_CHARS)
 
 
