@@ -70,7 +70,7 @@ _WORD = re.compile(r"[^\W\d_]{3,}")
 
 @dataclass(frozen=True)
 class Box:
-    """A box in a text: its content, and its character range [start, end) with the command and braces."""
+    """A `\boxed{...}` in a text: its content, and its character range [start, end) including the command and braces."""
 
     content: str
     start: int
@@ -219,7 +219,9 @@ GOLD_EXTRACTORS: dict[str, tuple[Callable[[str], str | None], str]] = {
 
 
 def extract_gold(extractor: str, field: str) -> str:
-    """Extracts the gold answer from `field` and strips it. Raises UserError if the extractor finds none."""
+    """Extracts the gold answer from a dataset's answer field by the named extractor. Raises UserError if the extractor finds no
+    answer.
+    """
     extract, looked_for = GOLD_EXTRACTORS[extractor]
     gold = (extract(field) or "").strip()
     if not gold:

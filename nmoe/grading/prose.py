@@ -1,4 +1,4 @@
-"""Answer extraction from completions without a box, for models that were not asked for one.
+"""Extracts answers from completions without a box, for models that were not asked to box their answers.
 
 It is `extraction = "prose"` of an environment and `--extract prose` of `nmoe grade`. In this order:
 
@@ -59,7 +59,9 @@ def from_prose(text: str) -> Extraction:
 
 
 def from_prose_final(text: str) -> Extraction:
-    """Extracts the answer from a final message: by the rules above if it is prose without a box, else as `from_final` does."""
+    """Extracts the answer from a final message: by the rules above if the message is prose without a box, else as `from_final`
+    does.
+    """
     found = from_prose(text) if last_boxed(text) is None and is_prose(text) else None
     return found if found and found.answer else from_final(text, bare_final=False)
 

@@ -51,7 +51,7 @@ class Line:
 def regrade(
     file: str, extract: Extract, out: TextIO, policy: Policy = DEFAULT, *, skip_unreadable: bool = False
 ) -> None:
-    """Grades every line of `file` ("-" is stdin), writes one line each to `out` and a summary to stderr.
+    """Grades every line of `file` ("-" is stdin), writes one verdict per line to `out`, and a summary to stderr.
 
     All lines are read and checked before any is graded. Raises UserError with file and line for a line that is not an object
     with the strings `gold` and `prediction`, and `question` if it has one. Raises UserError naming every unreadable gold answer;

@@ -1,4 +1,5 @@
-"""Runs tests against a solution: two sandboxes, a channel between them, and a verdict that only the judge can give.
+"""Runs tests against a solution, in two sandboxes with a channel between them: one for the tests (judge), one for the solution
+(candidate).
 
 The judge's sandbox holds the tests and the nonce; the candidate's holds the solution. Neither sees the other's files, memory
 or descriptors. The verdict is the judge's last line, marked with a 128-bit nonce drawn for this grading. A solution that

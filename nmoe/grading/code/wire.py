@@ -1,4 +1,4 @@
-"""Plain data between judge and candidate: one JSON value per message, decoded to exact builtin types only.
+"""The message format between judge and candidate: one JSON value per message, decoded only to exact builtin types.
 
 A value that JSON cannot express is an object with one key: {"tuple": [...]}, {"set": [...]}, {"dict": [[key, value], ...]},
 {"bytes": "00ff"}, {"int": "0x..."}, {"complex": [re, im]}, {"range": [start, stop, step]}, {"fraction": [1, 3]},
@@ -170,7 +170,7 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """Receives the next message. Raises WireError if it is malformed, EOFError if the other side is gone."""
+    """Receives the next message. Raises WireError if it is malformed, EOFError if the other process has closed the channel."""
     size = _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]
     if size > MAX_BYTES:
         raise WireError(f"{size} bytes in one message, more than {MAX_BYTES}")

@@ -1,4 +1,5 @@
-"""Grades an answer against its gold: runs the layers in order, the symbolic one in worker processes.
+"""Grades an answer against its gold: compares in layers (text, number, form, symbolic value), the symbolic layer in worker
+processes.
 
     verdict = await grade_answer(gold, answer)      # in a rollout
     for verdict in grade_answers(pairs): ...        # in a command
@@ -41,7 +42,7 @@ def symbolic_workers() -> WorkerPool:
 
 
 async def grade_answer(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict:
-    """Grades the raw text `answer` against the raw text `gold`. No answer makes it raise."""
+    """Grades the raw text `answer` against the raw text `gold` and returns the verdict; never raises because of an answer."""
     verdict = settle(gold, answer, policy)
     if verdict is not None:
         return verdict

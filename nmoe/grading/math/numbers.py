@@ -1,4 +1,4 @@
-r"""Numbers as people write them, read as exact rationals, and the tolerance for comparing them.
+r"""Parses numbers as people write them to exact rationals, and compares them with a tolerance.
 
 In ASCII digits it reads: integers and decimals, `a/b` and `\frac{a}{b}` (also `\frac12`), mixed numbers (`1\frac{1}{2}`, `1
 1/2`; the fraction must be proper), scientific notation (`1.5\times10^{3}`, `1.5*10^3`, `1.5e3`, with exponents up to 1000)
@@ -37,7 +37,7 @@ _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\{?([0-9
 
 @dataclass(frozen=True)
 class Number:
-    """A number: its value, and how it is written.
+    """A parsed number: its exact value, and properties of its spelling.
 
     `places` is the number of digits after the point of a decimal, which may be rounded (less the exponent of ten: 1 for 1.50e1);
     None for exact numbers. `simplest` is False for a fraction not in lowest terms, a fraction that is an integer, a scientific
@@ -116,7 +116,7 @@ def same(gold: Number, answer: Number) -> bool:
 
 
 def is_near(difference: Fraction, size: Fraction) -> bool:
-    """Whether a difference from a gold of this size is within the tolerance."""
+    """Whether a difference from a gold number of this absolute value is within the tolerance."""
     return difference <= TOLERANCE * min(Fraction(1), size)
 
 
@@ -139,7 +139,7 @@ _RUN_OF_COMMAS = re.compile(r"[0-9],[0-9]+,[0-9]")
 
 
 def decimal_commas(text: str) -> str | None:
-    """Replaces decimal commas by points; None if the text has none.
+    """Returns the text with decimal commas replaced by points; None if it has no decimal comma.
 
     "3,5" has one. "1,234", "1, 2", "1,2,3" and "(1,2)" have none; in brackets a comma is decimal only beside semicolons, as in
     "(1,5; 2,5)".
@@ -160,5 +160,7 @@ _UNMARKED = re.compile(r"[^0-9]*[1-9][0-9]*,[0-9]+[\s$.]*")
 
 
 def is_surely_decimal(text: str) -> bool:
-    """Whether a text with decimal commas is no list: it has a unit, braces around the comma, or a zero before it ("0,5")."""
+    """Whether the comma in a text with decimal commas cannot separate a list: the text has a unit, braces around the comma, or a
+    zero before it ("0,5").
+    """
     return _UNMARKED.fullmatch(text) is None

@@ -117,7 +117,7 @@ class _NoExpressionError(Exception):
 
 
 class Parser:
-    """Parses a text. Each operation that it finds goes to a method, which a subclass can override."""
+    """Parses a text to a shape. Each operation found calls a method (`added`, `raised`, ...), which a subclass can override."""
 
     def __init__(self, text: str) -> None:
         source = _WORDS.sub(r"\\\1 ", normalize(text).replace("**", "^"))
@@ -314,7 +314,7 @@ def differ(gold: str, answer: str) -> bool:
 
 
 def equations_differ(gold: tuple[str, str], answer: tuple[str, str]) -> bool:
-    """Whether two equations, given by their sides, are certainly not multiples of one another."""
+    """Whether two equations, given by their sides, are certainly not equivalent: neither is a constant multiple of the other."""
     found = []
     for point in (0, 1):
         for left, right in (gold, answer):

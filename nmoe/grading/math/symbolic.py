@@ -63,8 +63,8 @@ class _Parser(_Latex2Sympy):
 
 
 def warm_up() -> None:
-    """Parses and compares one form of every kind. The first expression of a kind takes ten times as long as later ones, because
-    the parser and sympy cache their tables.
+    """Parses and compares one expression of every kind, because the first of a kind takes ten times as long as later ones, until
+    the parser and sympy have cached their tables.
 
     Raises RuntimeError if no pair is found equal. A parser that fails on everything, for example with incompatible packages,
     would otherwise silently make every answer wrong.
@@ -137,7 +137,9 @@ def _proportional(gold: Any, answer: Any) -> bool:
 
 
 def _parse_all(*sources: str) -> list[Any] | None:
-    """Parses every text to a sympy expression; None if any is not one. Variables are real unless the imaginary unit occurs."""
+    """Parses every text to a sympy expression; None if a text is not an expression. Variables are real unless the imaginary unit
+    occurs.
+    """
     is_real = not any("i" in expressions.letters(source) for source in sources)
     parsed = [_parse(source, is_real) for source in sources]
     return None if any(expression is None for expression in parsed) else parsed
@@ -196,7 +198,9 @@ def _symbols(*parsed: Any) -> Sequence[Any]:
 
 
 def _same_value(gold: Any, answer: Any) -> bool:
-    """Whether two expressions without variables agree: rational ones exactly, others beyond the size of all their parts."""
+    """Whether two expressions without variables have the same value: rational ones are compared exactly, others to more digits than
+    any number in them has.
+    """
     if gold.is_Rational and answer.is_Rational:
         return bool(gold == answer)
     reach = max(_reach(gold), _reach(answer))

@@ -1,4 +1,4 @@
-r"""Scalars and their units: a number with the unit, currency, percent sign or base that it is written with.
+r"""Parses single values (scalars) with the unit, currency, percent sign or base that they are written with.
 
     "5\text{ cm}"    the number 5 with the unit "cm"
     "50\%"           50 with "%"
@@ -194,7 +194,7 @@ def asks_percent(question: str) -> bool:
 
 @lru_cache(256)
 def asks_cents(question: str) -> bool:
-    """Whether a question asks for cents: it says so, or names cents and no amount in dollars."""
+    """Whether a question asks for an amount in cents: explicitly, or because it names cents and no amount in dollars."""
     asked = set[str]().union(*map(_counted, _COUNTED.findall(question)))
     return "cent" in asked or ("cent" in asked_units(question) and _AMOUNT.search(question) is None)
 

@@ -85,7 +85,9 @@ class WorkerPool:
         atexit.register(self.close)
 
     def submit(self, *arguments: Any) -> Future[Reply]:
-        """Queues a call with JSON-able arguments. The future raises WorkerError if the function raised."""
+        """Queues a call with arguments that JSON can express and returns its future reply. The future raises WorkerError if the
+        function raised.
+        """
         call = _Call(list(arguments))
         with self._changed:
             if self._closed:
