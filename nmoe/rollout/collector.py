@@ -1,4 +1,4 @@
-"""The collector plays the episodes of a batch of problems concurrently and grades them, group by group."""
+"""Plays the episodes of a batch of problems concurrently and grades them, group by group."""
 
 from __future__ import annotations
 

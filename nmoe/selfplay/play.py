@@ -112,7 +112,9 @@ class Judges:
 
 
 class SelfPlay:
-    """Plays the three roles, each with its own collector over one environment; the collectors may share an engine."""
+    """Samples and judges proofs: plays generator, verifier and meta-verifier, each with its own collector over one environment; the
+    collectors may share an engine.
+    """
 
     def __init__(
         self,
