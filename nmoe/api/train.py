@@ -1,5 +1,4 @@
-"""`train_rl`, `train_sft`, `train_dpo` and `train_reward`: a training run as one call, equal to the run of the
-command."""
+"""`train_rl`, `train_sft`, `train_dpo` and `train_reward`: each trains a model in one call, as the command does."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ STEPS = 100
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: `TrainedRun(PosixPath("runs/records"))`. Functions that take a model take it, too.
+    """A finished run: `TrainedRun(PosixPath("runs/records"))`. Functions with a `model` argument accept it.
 
         >>> import nmoe
         >>> run = nmoe.train_sft(checkpoint, data=[{"prompt": "2 + 2 =", "completion": " 4"}], config={"run.name": "four"})
@@ -143,7 +142,7 @@ def train_rl(
 
 @explained
 def train_sft(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
-    """Fine-tunes a model on examples and returns the run: one epoch, unless `config` says otherwise.
+    """Fine-tunes a model on examples for one epoch, or as long as `config` says, and returns the run.
 
         >>> import nmoe
         >>> run = nmoe.train_sft(
@@ -165,7 +164,7 @@ def train_sft(model: Model | None = None, data: Data | None = None, *, config: C
 
 @explained
 def train_dpo(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
-    """Trains a model on preference pairs by DPO and returns the run: one epoch, unless `config` says otherwise.
+    """Trains a model on preference pairs by DPO for one epoch, or as long as `config` says, and returns the run.
 
         >>> import nmoe
         >>> run = nmoe.train_dpo(
