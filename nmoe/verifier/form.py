@@ -70,8 +70,8 @@ class Form(Protocol):
     def classes(self) -> tuple[str, ...]: ...
 
     def training(self, messages: Sequence[Message], steps: Sequence[str], labels: Sequence[str | None]) -> Group:
-        """Renders a training example. `labels` are the steps' labels, or one label of the whole solution; None marks a missing
-        label.
+        """Renders a solution as a training example. `labels` are the steps' labels, or one label for the whole solution; None is a
+        missing label.
         """
 
     def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:

@@ -46,7 +46,9 @@ def load_scorer(path: Path, device: str = "auto") -> Scorer:
 
 
 def load_step_scorer(path: Path, device: str = "auto") -> StepScorer:
-    """Loads the run or checkpoint at `path` as a scorer of steps. Raises UserError if it is not a verifier of steps."""
+    """Loads the run or checkpoint at `path` as a scorer of steps. Raises UserError if it is no verifier, or a verifier of whole
+    solutions.
+    """
     verifier = Verifier.load(path, device)
     if verifier.mode != "step":
         raise UserError(
@@ -122,7 +124,7 @@ class Verifier:
         return cls(judge, described.mode)
 
     async def score(self, messages: Sequence[Message], answer: str) -> float:
-        """Returns the answer's score; 0 for an answer without a step, or one that does not fit the model's context."""
+        """Returns the answer's score in [0, 1]; 0 for an answer without a step, or if the steps do not fit the model's context."""
         steps = split_steps(answer)
         if not steps:
             return 0.0
