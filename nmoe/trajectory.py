@@ -48,17 +48,17 @@ class Columns:
 
     @property
     def mask(self) -> list[int]:
-        """1 for each of `token_ids` that the policy sampled, 0 for the others, which are not trained on."""
+        """1 for each of `token_ids` that the policy sampled; 0 for given tokens, which are not trained on."""
         return self._per_token(lambda turn: [1] * len(turn.sample.token_ids), 0)
 
     @property
     def logprobs(self) -> list[float]:
-        """The log-probability of each of `token_ids` under the distribution it was sampled from; 0 for tokens that were given."""
+        """The log-probability of each of `token_ids` under the distribution that it was drawn from; 0 for given tokens."""
         return self._per_token(lambda turn: turn.sample.logprobs, NOT_SAMPLED_LOGPROB)
 
     @property
     def versions(self) -> list[int]:
-        """The weight version that each of `token_ids` was sampled with; -1 for tokens that were given."""
+        """The version of the weights that sampled each of `token_ids`; -1 for given tokens."""
         return self._per_token(lambda turn: turn.sample.versions, NOT_SAMPLED_VERSION)
 
     @property
@@ -106,7 +106,7 @@ class Branch(Columns):
 
 @dataclass(frozen=True)
 class Trajectory(Columns):
-    """One sample of one prompt, with all its turns. The tokens are the record; text is only decoded from them.
+    """One sample for one problem, with all its turns. The recorded data are token ids; text is only decoded from them.
 
     A trajectory is a sequence of branches, usually one. Within a branch, the tokens of a turn follow the tokens of the turn before
     it verbatim. If the history is rendered anew, a new branch begins; Harmony does so after an answer, because it drops the
@@ -148,7 +148,7 @@ class Trajectory(Columns):
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """The branches in order; each is scored and trained on as one sequence."""
+        """The trajectory's branches in order; each is scored and trained on as one sequence."""
         starts = [0, *(index for index, turn in enumerate(self.turns) if turn.given == "prompt"), len(self.turns)]
         branches = []
         for start, end in pairwise(starts):

@@ -103,7 +103,7 @@ GROUPS = ("level", "subject")
 
 @dataclass(frozen=True)
 class Problem:
-    """One question, as a pool hands it out.
+    """One question with its gold answer, as a pool hands it out.
 
     `id` is unique within a pool and stable between runs. `source` names the pool, or the source within a mixture. `columns`
     are the fields of the record; they are kept only if the environment has `[[rewards]]`, which may read them. `history` holds
@@ -160,7 +160,7 @@ class Turn:
 
 
 def single_turn(token_ids: Sequence[int], finish_reason: FinishReason = "stop") -> tuple[Turn, ...]:
-    """Wraps a completion that was not sampled here, such as a worked example, as one turn without log-probabilities."""
+    """Returns a completion that no engine sampled, such as a worked example, as a single turn without log-probabilities."""
     return (Turn((), Sample(list(token_ids), [], [], finish_reason)),)
 
 
