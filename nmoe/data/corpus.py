@@ -1,4 +1,4 @@
-"""Train a tokenizer on a corpus: texts from files of any format that nmoe reads, one text at a time."""
+"""Trains a tokenizer on a corpus: texts from files of any format that nmoe reads, one text at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SAMPLE_CHARS = 1_000_000
 def train_tokenizer(
     paths: Sequence[str], directory: Path, vocab_size: int, column: str | None = None, most_chars: int | None = None
 ) -> Iterator[str]:
-    """Trains on the texts that the paths name, up to `most_chars` of them, and writes the tokenizer to `directory`. Yields lines
-    about the texts read and their compression.
+    """Trains a tokenizer on the texts in the named files or datasets, up to `most_chars` characters, and writes it to `directory`.
+    Yields lines about the texts read and their compression.
 
-    Raises UserError for texts that cannot be read, for a corpus without any, and where `directory` has a tokenizer already.
+    Raises UserError for texts that cannot be read, for a corpus without any, and if `directory` has a tokenizer already.
     """
     if (directory / "tokenizer.json").exists():
         raise UserError(f"{directory}: has a tokenizer already; name another directory")
@@ -40,7 +40,7 @@ def train_tokenizer(
 
 
 class _Corpus:
-    """Texts in order, counted as they are read; the first million characters are kept."""
+    """Reads the texts of a corpus in order and counts them; keeps the first million characters, to measure compression."""
 
     def __init__(self, paths: Sequence[str], column: str | None, most_chars: int | None) -> None:
         self._paths, self._column, self._most = paths, column, most_chars
@@ -49,7 +49,7 @@ class _Corpus:
         self.sample: list[str] = []
 
     def texts(self) -> Iterator[str]:
-        """All texts, the last one cut where it would exceed the limit."""
+        """Yields the texts; the last one is cut if it would exceed the limit."""
         for path in self._paths:
             for text in _texts(path, self._column):
                 left = len(text) if self._most is None else self._most - self.chars
@@ -75,7 +75,8 @@ def _texts(path: str, column: str | None) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, each with its end: no piece of the tokenizer is longer than a run of them."""
+    """Yields the lines of a text file, each with its line break. Lines do as separate texts because no piece of the tokenizer spans
+    a line break and the text after it."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from file
@@ -84,7 +85,8 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _of_row(where: str, row: Mapping[str, Any], column: str | None) -> Iterator[str]:
-    """The texts of a row: of its column, or of all messages of a conversation in it."""
+    """Yields the texts of a row: of its text column, or of all messages of a conversation in it. Raises UserError if it has
+    none."""
     name = column or next((one for one in _COLUMNS if row.get(one) is not None), None)
     value = None if name is None else row.get(name)
     if isinstance(value, str):

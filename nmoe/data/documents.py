@@ -1,4 +1,4 @@
-"""Documents to pretrain on: read from datasets, shuffled each epoch, mixed by weight, and taken up to a token budget."""
+"""Documents to pretrain on: read from datasets, shuffled each epoch, mixed by weight, and handed out up to a token budget."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from nmoe.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids, of which the first `prompt` are not trained on: `Document(np.array([5, 6, 7, 2]), prompt=2)` predicts
-    7 and 2, `Document(np.array([5, 6, 7, 2]))` everything after the first token."""
+    """A document's token ids, of which the first `prompt` are not trained on: `Document(np.array([5, 6, 7, 2]), prompt=2)` learns
+    to predict 7 and 2, `Document(np.array([5, 6, 7, 2]))` everything after the first token."""
 
     ids: NDArray[np.int64]
     prompt: int = 0
 
     @property
     def positions(self) -> int:
-        """The number of positions that the model runs: all but the last token's."""
+        """The number of positions that the model runs, one less than the tokens."""
         return len(self.ids) - 1
 
     @property
     def learned(self) -> NDArray[np.bool_]:
-        """Whether the token after each position is trained on, `[positions]`."""
+        """Whether the token after each position is trained on, bool `[positions]`."""
         return np.arange(1, len(self.ids)) >= self.prompt
 
 
 def read_documents(path: str, tokenizer: Tokenizer, context_tokens: int) -> list[Document]:
     """Reads a document from each row of a dataset (`nmoe.data.rows`): `{"text": "..."}`, which is encoded and ended by
-    <|endoftext|>, or `{"token_ids": [...]}`, taken as it is, for documents with control tokens that no text can spell. Beside it,
-    `"prompt_tokens": 9` says that the first nine tokens are read and not learned: a question whose digits are chance teaches
+    <|endoftext|>, or `{"token_ids": [...]}`, taken as it is, for documents with control tokens that no text can spell. A further
+    column `"prompt_tokens": 9` says that the first nine tokens are read and not learned: a question whose digits are chance teaches
     nothing but noise.
 
     Documents longer than `context_tokens` are cut into pieces of that length, of which those without a learned token are left out.
@@ -88,7 +88,7 @@ def _prompt_tokens(record: Mapping[str, Any], tokens: int, where: str) -> int:
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """Documents of one source, and its weight relative to the other sources."""
+    """The documents of one source, with its weight in a mixture."""
 
     name: str
     documents: Sequence[Document]
@@ -96,12 +96,13 @@ class DocumentSource:
 
     @property
     def tokens(self) -> int:
-        """Positions in one epoch."""
+        """The number of positions in one epoch."""
         return sum(document.positions for document in self.documents)
 
 
 class DocumentMixture(Mixture):
-    """Documents of several sources by weight. `fingerprint` is a digest of all documents, source by source, and of the weights."""
+    """Hands out documents of several sources in proportion to their weights. `fingerprint` is a digest of all documents, source by
+    source, and of the weights."""
 
     def __init__(self, sources: Sequence[DocumentSource], seed: int) -> None:
         self._sources = sources
@@ -114,5 +115,6 @@ class DocumentMixture(Mixture):
         super().__init__(lengths, [source.weight for source in sources], seed, digest.hexdigest())
 
     def take(self, tokens: int) -> list[tuple[int, Document]]:
-        """The next documents, each with the index of its source: as many as stay within `tokens` positions, at least one."""
+        """Returns the next documents, each with the index of its source: as many as stay within `tokens` positions, at least
+        one."""
         return [(source, self._sources[source].documents[index]) for source, index in self.next_indices(tokens)]

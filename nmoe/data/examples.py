@@ -1,4 +1,4 @@
-"""Examples: records as tokens and labels, in flat arrays of eight bytes per token."""
+"""Training examples: records rendered as tokens and labels, stored in flat arrays of eight bytes per token."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SHOWN_RECORDS = 3
 
 @dataclass(frozen=True)
 class Example:
-    """One training sequence: `ids` and `labels` `[n]` as in `Rendered`, up to the last learned token."""
+    """One training sequence up to its last learned token: `ids` and `labels` of equal length, as in `Rendered`."""
 
     ids: NDArray[np.int32]
     labels: NDArray[np.int32]
 
 
 class Examples:
-    """A sequence of examples, with counts of the records left out."""
+    """The training examples of a dataset, with counts of the records that were left out."""
 
     def __init__(self) -> None:
         self._ids, self._labels = array("i"), array("i")
@@ -43,7 +43,7 @@ class Examples:
         self.overlong: list[str] = []
 
     def add(self, rendered: Rendered, prompt: str) -> None:
-        """Adds a sequence of the record that was read last, which asks `prompt` and ends in a learned token."""
+        """Adds a sequence, which ends in a learned token, for the record read last; `prompt` is the record's question."""
         self._prompts[self.records] = hashlib.sha256(prompt.encode(errors="replace")).hexdigest()
         self._ids.extend(rendered.ids)
         self._labels.extend(rendered.labels)
@@ -58,12 +58,12 @@ class Examples:
         return Example(np.frombuffer(self._ids, np.int32)[part], np.frombuffer(self._labels, np.int32)[part])
 
     def listed(self) -> list[Example]:
-        """All examples, in order."""
+        """Returns all examples, in order."""
         return [self[index] for index in range(len(self))]
 
     @property
     def lengths(self) -> list[int]:
-        """The positions that the model runs for each example: the last token is never an input."""
+        """The number of positions that the model runs for each example, one less than the tokens."""
         return [self._ends[index + 1] - self._ends[index] - 1 for index in range(len(self))]
 
     @property
@@ -82,7 +82,7 @@ class Examples:
         return digest.hexdigest()
 
     def notes(self) -> list[str]:
-        """Lines about the records read and left out."""
+        """Returns lines for the user about the records read and left out."""
         lengths = self.lengths
         lines = [
             *self.described,
@@ -94,12 +94,12 @@ class Examples:
         return lines
 
     def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
-        """The examples of the training records, and of the held-out ones: about a `share`, one at least, drawn by the seed, and
-        all records of a prompt or none. Raises UserError where one of the two would be empty."""
+        """Splits into training examples and held-out ones: about a `share` of the records (at least one; from 1 on, that number),
+        drawn by the seed, with all records of a prompt on the same side. Raises UserError if one of the two would be empty."""
         return split_together([self], share, seed)[0]
 
     def _parted(self, drawn: set[int]) -> tuple[Examples, Examples]:
-        """The examples of the records that were not drawn, and of those that were."""
+        """Splits into the examples of records that are not in `drawn`, and of those that are."""
         parts = Examples(), Examples()
         for index, record in enumerate(self._records):
             part, run = parts[record in drawn], slice(self._ends[index], self._ends[index + 1])
@@ -114,7 +114,7 @@ class Examples:
 
 
 def split_together(sources: Sequence[Examples], share: float, seed: int) -> list[tuple[Examples, Examples]]:
-    """Splits each source as `Examples.split` does; a prompt that several sources have is held out of all or none."""
+    """Splits several sources as `Examples.split` does; a prompt that several sources have is held out of all of them or none."""
     records = [(index, record) for index, source in enumerate(sources) for record in source._prompts]
     prompts = [prompt for source in sources for prompt in source._prompts.values()]
     drawn = {records[index] for index in held_out(prompts, share, seed)}
@@ -126,7 +126,8 @@ def split_together(sources: Sequence[Examples], share: float, seed: int) -> list
 
 
 class ExampleMixture(Mixture):
-    """Examples of several sources by weight. `fingerprint` is a digest of all examples, source by source, and of the weights."""
+    """Hands out examples of several sources in proportion to their weights. `fingerprint` is a digest of all examples, source by
+    source, and of the weights."""
 
     def __init__(self, sources: Sequence[Examples], weights: Sequence[float], seed: int) -> None:
         self._sources = sources
@@ -136,7 +137,7 @@ class ExampleMixture(Mixture):
         super().__init__([source.lengths for source in sources], weights, seed, digest.hexdigest())
 
     def take(self, tokens: int) -> list[tuple[int, Example]]:
-        """The next examples, each with the index of its source: as many as stay within `tokens` positions, at least one."""
+        """Returns the next examples, each with the index of its source: as many as stay within `tokens` positions, at least one."""
         return [(source, self._sources[source][index]) for source, index in self.next_indices(tokens)]
 
 
@@ -147,10 +148,10 @@ def read_examples(
     context_tokens: int,
     accepted: Sequence[Kind] = TRAINED_KINDS,
 ) -> Examples:
-    """Reads the records of a dataset as examples, each up to its last learned token. An example with more positions than the
-    context is left out and counted.
+    """Reads the records of a dataset and renders them as training examples. An example with more positions than the context is left
+    out and counted.
 
-    Raises UserError, with file and line, for a record that is wrong or cannot be rendered, and where no example is left.
+    Raises UserError, with file and line, for a record that is wrong or cannot be rendered, and if no example is left.
     """
     examples = Examples()
     records = read_records(settings, accepted)
@@ -170,8 +171,7 @@ def read_examples(
 
 
 def render(record: Record, renderer: Renderer, tokenizer: Tokenizer) -> list[Rendered]:
-    """Renders the sequences that a text, conversation or completion is trained as. Raises UserError, with file and line of the
-    record."""
+    """Renders a text, conversation or completion as training sequences. Raises UserError, with file and line of the record."""
     try:
         match record:
             case Text():

@@ -1,4 +1,5 @@
-"""Choose the records to hold out. Records that ask the same stay together, so that no evaluated question is trained on."""
+"""Chooses the records to hold out for evaluation. Records with the same question stay together, so that no evaluated question is
+trained on."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from nmoe.text.conversation import conversation_key, question_key
 
 
 def prompt_of(record: Record) -> str:
-    """The question of a record, in the form in which questions are compared (`nmoe.text.conversation`): the user's turns of its
-    prompt, or of a conversation before its first answer. A text is a question as a whole."""
+    """Returns the question of a record in normalised form (`nmoe.text.conversation`): the user's turns of its prompt, or of a
+    conversation before its first answer. Of a text record it is the whole text."""
     match record:
         case Text():
             return question_key(record.text)
@@ -26,9 +27,9 @@ def prompt_of(record: Record) -> str:
 
 
 def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
-    """The indices of about a `share` of records, one at least, by the prompt of each; from 1 on `share` is their number. Prompts
-    are taken whole, in the order of their hash with the seed: a record that is added or left out moves few others. None if all have
-    one prompt."""
+    """Draws about a `share` of the records (at least one; from 1 on, that number) and returns their indices; `prompts` has the
+    question of each. Records of one prompt are drawn together, in the order of the prompt's hash with the seed, so that adding or
+    removing a record changes little. Empty if all records have one prompt."""
     indices: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         indices.setdefault(prompt, []).append(index)

@@ -1,7 +1,7 @@
-"""The Hugging Face hub: whether it can be reached, and local copies of its datasets.
+"""The Hugging Face hub: tests whether it can be reached, and keeps local copies of its datasets.
 
-It is not asked where HF_HUB_OFFLINE is set or where it cannot be reached. Copies lie below $NMOE_DATASETS, or below
-~/.cache/nmoe/datasets (in $XDG_CACHE_HOME, where that is set), as `openai/gsm8k/`; every reader looks there before it asks the hub.
+The hub is not asked if HF_HUB_OFFLINE is set or if it cannot be reached. Copies are kept below $NMOE_DATASETS, or below
+~/.cache/nmoe/datasets (or $XDG_CACHE_HOME), as `openai/gsm8k/`; every reader looks there before it asks the hub.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _unreachable: dict[str, tuple[float, str]] = {}  # when an address was tried in 
 
 @contextmanager
 def hub_or_cache() -> Iterator[str | None]:
-    """In the block, the hub's clients read only their caches if the hub cannot be reached; yields the reason, or None.
+    """Restricts the hub's clients to their caches within the `with` block if the hub cannot be reached; yields the reason, or None.
 
     Without a network they would try each file six times, for half a minute, with a line on the screen for each.
     """
@@ -46,15 +46,16 @@ def hub_or_cache() -> Iterator[str | None]:
 
 
 def why_not_asked() -> str | None:
-    """The reason not to ask the hub: `HF_HUB_OFFLINE is set`, or the one of `unreachable`; None if it can be asked."""
+    """Returns the reason not to ask the hub: `HF_HUB_OFFLINE is set`, or the reason from `unreachable`; None if it can be asked."""
     from huggingface_hub import constants
 
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable()
 
 
 def unreachable() -> str | None:
-    """The reason why the hub cannot be reached, `huggingface.co cannot be reached (Name or service not known)`, or None. It is
-    tried anew after a minute. A proxy is not tried: it may know more."""
+    """Tries to connect to the hub, and returns why that fails, `huggingface.co cannot be reached (Name or service not known)`, or
+    None. A failure is remembered for a minute. With a proxy nothing is tried and None returned, because the proxy may reach the
+    hub."""
     from huggingface_hub import constants
 
     parts = urlsplit(constants.ENDPOINT)
@@ -82,22 +83,22 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def kept_datasets() -> Path:
-    """The directory of all local copies of datasets."""
+    """Returns the directory of all local copies of datasets."""
     if kept := os.environ.get("NMOE_DATASETS"):
         return Path(kept)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmoe" / "datasets"
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a dataset on the hub could have this name: `openai/gsm8k`, or without an owner `gsm8k`."""
+    """Returns whether a dataset on the hub could have this name: `openai/gsm8k`, or without an owner `gsm8k`."""
     return _NAME.fullmatch(name) is not None and not name.startswith(".")
 
 
 def download(name: str, files: Sequence[str] = (), revision: str | None = None) -> Path:
-    """Fetches a dataset's repository, or the files of it that match, and returns the directory of the copy.
+    """Fetches a dataset's repository, or only the `files` (patterns) of it, and returns the directory of the copy.
 
-    An interrupted download continues at the next call; no reader takes an unfinished one for the dataset. Raises UserError
-    for an impossible name and where the hub does not give the dataset.
+    An interrupted download continues at the next call; no reader takes an unfinished copy for the dataset. Raises UserError for an
+    impossible name and if the hub does not provide the dataset.
     """
     from huggingface_hub import snapshot_download
 
@@ -129,7 +130,7 @@ def download(name: str, files: Sequence[str] = (), revision: str | None = None) 
 
 
 def how_to_fetch(name: str) -> str:
-    """The remedy for a dataset that has no local copy and that the hub does not give."""
+    """Returns the remedy in an error message for a dataset that has no local copy and that the hub does not provide."""
     return (
         f"fetch it where there is a network with `nmoe data download {name}`, and put the copy below {kept_datasets()} (or "
         "$NMOE_DATASETS)"
@@ -137,6 +138,6 @@ def how_to_fetch(name: str) -> str:
 
 
 def not_given(name: str, error: object) -> str:
-    """The message that the hub did not give a dataset, with the first line of the error and a remedy."""
+    """Returns the error message for a dataset that the hub did not provide, with the first line of the error and a remedy."""
     why = (str(error).strip() or repr(error)).splitlines()[0]
     return f"dataset {name!r}: the Hugging Face hub did not give it: {why}; {how_to_fetch(name)}"

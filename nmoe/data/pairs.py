@@ -1,7 +1,8 @@
-"""Preference pairs as tokens: one prompt, followed by the preferred completion in one sequence and by the other one in the second.
+"""Preference pairs as tokens: two sequences with the same prompt, one with the preferred completion and one with the other.
 
-A policy learns from the completions whole, reasoning included. A reward model is asked about answers as their readers see them, so
-that it reads nothing else here either: the last message of each side, without its reasoning, and no declarations of tools.
+A policy learns from the completions whole, reasoning included. A reward model is asked about answers in the form in which readers
+see them, and therefore also trains on them: the last message of each side, without its reasoning, and without declarations of
+tools.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nmoe.text.renderers import Rendered, Renderer
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sequences, the first preferred, with file and line of their record and its prompt.
+    """A preference as two sequences, with the file and line of its record, and its prompt.
 
     Example: `Pair("pairs.jsonl:1", Rendered([5, 6, 7, 2], [-100, -100, 7, 2]), Rendered([5, 6, 9, 2], [-100, -100, 9, 2]))`.
     """
@@ -32,7 +33,7 @@ class Pair:
     rejected: Rendered
     prompt: str = ""
     reads_last: bool = False
-    """Whether the last token of a side is an input, as it is where a reward is read there."""
+    """Whether the model also reads the last token of a side, at which a reward model gives its reward."""
 
     @property
     def sides(self) -> tuple[Rendered, Rendered]:
@@ -40,7 +41,7 @@ class Pair:
 
     @property
     def positions(self) -> tuple[int, int]:
-        """The positions that a model runs for each side, which its context has to hold."""
+        """The numbers of positions that a model runs for each side, which its context has to hold."""
         chosen, rejected = (side.positions + self.reads_last for side in self.sides)
         return chosen, rejected
 
@@ -49,7 +50,7 @@ MakePair = Callable[[Preference, Renderer], Pair | None]
 
 
 def completion_pair(record: Preference, renderer: Renderer) -> Pair:
-    """Renders a preference as prompt and whole completions, whose messages of the assistant are all learned. Raises UserError,
+    """Renders a preference as prompt and whole completions, in which all messages of the assistant are learned. Raises UserError,
     with file and line."""
     pair = _pair(record, renderer, record.chosen, record.rejected)
     pair = replace(pair, chosen=pair.chosen.until_learned(), rejected=pair.rejected.until_learned())
@@ -59,8 +60,8 @@ def completion_pair(record: Preference, renderer: Renderer) -> Pair:
 
 
 def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
-    """Renders a preference as prompt and answers without reasoning; None if the answers are equal. Raises UserError, with file and
-    line."""
+    """Renders a preference as prompt and answers without reasoning, for a reward model; None if the answers are equal. Raises
+    UserError, with file and line."""
     chosen, rejected = (_answer(record.where, side) for side in (record.chosen, record.rejected))
     if chosen.content == rejected.content:
         return None
@@ -68,8 +69,8 @@ def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
 
 
 def render_answer(renderer: Renderer, prompt: Messages, answer: str) -> Rendered:
-    """Renders the sequence that a reward model reads for an answer to this prompt. Raises UserError for a conversation that the
-    form cannot express."""
+    """Renders the sequence that a reward model reads to judge an answer to this prompt. Raises UserError for a conversation that
+    the format cannot express."""
     (rendered,) = renderer.supervise((*prompt, ChatMessage("assistant", answer)), (), len(prompt))
     return rendered
 
@@ -101,7 +102,7 @@ def _pair(record: Preference, renderer: Renderer, chosen: Messages, rejected: Me
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of a dataset, and lines about its format and the pairs left out."""
+    """The preference pairs of a dataset, and lines for the user about its format and the pairs left out."""
 
     pairs: list[Pair]
     notes: list[str]
@@ -116,8 +117,8 @@ class Pairs:
         return digest.hexdigest()
 
     def split(self, share: float, seed: int) -> tuple[Pairs, Pairs]:
-        """Splits into training pairs and held-out pairs: about a `share`, one at least, drawn by the seed, and all pairs of a
-        prompt or none. Raises UserError where one of the two would be empty."""
+        """Splits into training pairs and held-out pairs: about a `share` (at least one; from 1 on, that number), drawn by the seed,
+        with all pairs of a prompt on the same side. Raises UserError if one of the two would be empty."""
         drawn = held_out([pair.prompt for pair in self.pairs], share, seed)
         parts: tuple[list[Pair], list[Pair]] = [], []
         for number, pair in enumerate(self.pairs):
@@ -127,9 +128,9 @@ class Pairs:
 
 
 def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, context_tokens: int) -> Pairs:
-    """The pairs of a dataset's preference records. Those with a side of more positions than the context are left out and counted,
-    as are those that `make` has no use for. Raises UserError, with file and line, for any record that is no preference, and where
-    no pair is left."""
+    """Reads the preference records of a dataset and makes a pair of each by `make`. Pairs with more positions than the context are
+    left out and counted, and also those for which `make` returns None. Raises UserError, with file and line, for a record that is
+    no preference, and if no pair is left."""
     records = read_records(settings, ("preference",))
     pairs: list[Pair] = []
     overlong: list[str] = []

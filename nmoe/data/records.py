@@ -1,7 +1,7 @@
-"""Records: the typed rows of a dataset. The columns determine the format, and every record is checked.
+"""Records: the typed rows of a dataset. The columns determine the kind of record, and every record is checked.
 
-A prompt, a completion and each side of a pair may be a text or a list of messages; a text is the one message of the user, or
-of the assistant, that says it.
+A prompt, a completion and each side of a pair may be a text or a list of messages; a text stands for one message, of the user
+(prompt) or of the assistant.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STEP_LABELS = {
     "0": ("0", "neutral"),
     "-": ("-", "-1", "false", "incorrect", "negative"),
 }
-"""The labels of a step, one character each, which is one token; and their other spellings: PRM800K's ratings, TRL's booleans,
-plain words."""
+"""The labels of a solution's step, each a character that is one token, with their other spellings: PRM800K's ratings, TRL's
+booleans, plain words."""
 _STEP_LABEL_OF = {spelling: label for label, spellings in STEP_LABELS.items() for spelling in spellings}
 
 
 @dataclass(frozen=True)
 class Text:
-    """`{"text": "Once upon a time ..."}`: all of it is trained."""
+    """A text, all of it trained on: `{"text": "Once upon a time ..."}`."""
 
     where: str
     text: str
@@ -40,8 +40,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`{"messages": [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}], "tools": [...]}`: what
-    the assistant says is trained."""
+    """A conversation, whose assistant messages are trained on: `{"messages": [{"role": "user", "content": "6 * 7?"}, {"role":
+    "assistant", "content": "42"}], "tools": [...]}`."""
 
     where: str
     messages: Messages
@@ -50,7 +50,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Prompt:
-    """`{"prompt": "6 * 7?"}`."""
+    """A prompt to be answered: `{"prompt": "6 * 7?"}`."""
 
     where: str
     prompt: Messages
@@ -59,7 +59,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """`{"prompt": "6 * 7?", "completion": "42"}`: the completion alone is trained."""
+    """A prompt and a completion, of which only the completion is trained on: `{"prompt": "6 * 7?", "completion": "42"}`."""
 
     where: str
     prompt: Messages
@@ -69,8 +69,8 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Preference:
-    """`{"prompt": "6 * 7?", "chosen": "42", "rejected": "13"}`. Without a `prompt`, it is the common start of the message lists
-    `chosen` and `rejected`."""
+    """A prompt with a preferred and another completion: `{"prompt": "6 * 7?", "chosen": "42", "rejected": "13"}`. Without a
+    `prompt`, it is the common start of the message lists `chosen` and `rejected`."""
 
     where: str
     prompt: Messages
@@ -81,10 +81,11 @@ class Preference:
 
 @dataclass(frozen=True)
 class Stepwise:
-    """`{"prompt": "6 * 7?", "completions": ["6 * 7 = 6 + 36.", "It is 41."], "labels": [true, false]}`.
+    """A solution with labelled steps: `{"prompt": "6 * 7?", "completions": ["6 * 7 = 6 + 36.", "It is 41."], "labels": [true,
+    false]}`.
 
-    `steps` are the completions; `labels` are "+" (right), "0" (neither wrong nor a step forward), "-" (wrong), as many as there
-    are steps, or None for a step without a label.
+    `steps` are the completions; `labels` are "+" (right), "0" (neither wrong nor a step forward), "-" (wrong), as many as there are
+    steps, or None for a step without a label.
     """
 
     where: str
@@ -98,7 +99,7 @@ Record = Text | Conversation | Prompt | PromptCompletion | Preference | Stepwise
 
 @dataclass(frozen=True)
 class _Format:
-    """The columns that a kind of record has to have, and those that it may have."""
+    """The required and optional columns of a kind of record, and the function that reads it."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
@@ -106,7 +107,8 @@ class _Format:
 
 
 class Records:
-    """The records of a dataset, read one at a time. `kind` is their format; `described` says which column was read as which."""
+    """The records of a dataset, read one at a time. `kind` is their kind; `described` tells the user which column was read as
+    which."""
 
     def __init__(self, kind: Kind, described: str, records: Iterator[Record]) -> None:
         self.kind = kind
@@ -118,10 +120,10 @@ class Records:
 
 
 def read_records(settings: DatasetSettings, accepted: Sequence[Kind] = get_args(Kind)) -> Records:
-    """The records that the settings name, of one of the `accepted` kinds.
+    """Reads the records of a dataset, of one of the `accepted` kinds.
 
-    Raises UserError, at once where nothing can be read, where the first row fits no accepted kind or several, and while reading,
-    with file and line, for a record that lacks what its kind needs.
+    Raises UserError: at once if nothing can be read, or if the first row fits no accepted kind or several; while reading, with file
+    and line, for a record that lacks what its kind needs.
     """
     rows = read_rows(settings.path, subset=settings.subset, split=settings.split, data_files=settings.data_files)
     first = next(rows, None)
@@ -143,8 +145,8 @@ def read_records(settings: DatasetSettings, accepted: Sequence[Kind] = get_args(
 
 
 def detect(columns: Sequence[str], accepted: Sequence[Kind] = get_args(Kind), mapped: Sequence[str] = ()) -> list[Kind]:
-    """The accepted kinds that records with these columns can be, without those whose columns are a part of another's. A kind has to
-    use the columns that were `mapped` by name."""
+    """Returns the accepted kinds that records with these columns can be. A kind that uses only a part of another fitting kind's
+    columns is left out, and a kind has to use all columns that the user `mapped`."""
     there = set(columns)
     fitting = [kind for kind in accepted if there.issuperset(FORMATS[kind].needed) and _uses(kind, mapped)]
 
@@ -159,7 +161,8 @@ def _uses(kind: Kind, columns: Sequence[str]) -> bool:
 
 
 def _kind_of(row: Row, settings: DatasetSettings, accepted: Sequence[Kind], null: Sequence[str]) -> Kind:
-    """The kind of a row under nmoe's names; `null` are the columns of the file that hold nothing in it, for the message."""
+    """Returns the kind of a row, whose columns have nmoe's names. `null` are the file's columns that are null in it, for the error
+    message."""
     where, fields = row
     there = [name for name, value in fields.items() if value is not None]
     if settings.kind is not None:
@@ -185,7 +188,7 @@ def _kind_of(row: Row, settings: DatasetSettings, accepted: Sequence[Kind], null
 
 
 def _columns_of(row: Row, columns: Mapping[str, str]) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """The row under nmoe's names: those that were given, and else those that its layout has for them."""
+    """Renames the columns of a row to nmoe's names: by the user's `columns`, or without them by its layout."""
     where, _ = row
     named = _renamed(row, columns)
     if columns:
@@ -231,8 +234,8 @@ def _records(rows: Iterator[Row], kind: Kind, settings: DatasetSettings) -> Iter
 
 
 class _ZeroLabels:
-    """Labels 0 and 1 alone may mean wrong and right, while among -1, 0 and 1 a 0 is neutral. Only all labels of a
-    dataset together decide."""
+    """Refuses ambiguous labels: in a dataset whose labels are only 0 and 1, 0 may mean wrong or neutral; among -1, 0 and 1 it is
+    neutral."""
 
     def __init__(self) -> None:
         self._first_zero: str | None = None
@@ -290,8 +293,8 @@ def _preference(where: str, fields: Mapping[str, Any]) -> Preference:
 
 
 def _common_prompt(prompt: Messages | None, chosen: Messages, rejected: Messages) -> Messages:
-    """What both sides begin with, up to the first message that differs; a last message of the assistant that both have in common
-    stays theirs."""
+    """Returns the messages that both sides begin with, up to the first that differs; assistant messages at the end of the common
+    part stay in the sides. Raises UserError if there are none, or if they contradict `prompt`."""
     shared = 0
     for one, other in zip(chosen, rejected, strict=False):
         if one != other:
@@ -355,7 +358,7 @@ def _spelling(label: object) -> str:
 
 
 def _asked(value: object, column: str) -> Messages:
-    """A prompt: a text of the user's, or messages that the assistant is to answer."""
+    """Parses a prompt: a text of the user's, or messages that the assistant is to answer."""
     value = text_or_messages(value, column)
     if isinstance(value, str):
         return (ChatMessage("user", text_of(value, column)),)
@@ -381,7 +384,7 @@ def _side(value: object, column: str) -> Messages:
 
 
 def _checked_completion(messages: Messages, column: str) -> Messages:
-    """A completion starts and ends with the assistant."""
+    """Raises UserError unless a completion starts and ends with the assistant; returns it."""
     if not messages:
         raise UserError(f"{column!r} is empty; fill it in or remove the record")
     for end in (messages[0], messages[-1]):

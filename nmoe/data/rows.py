@@ -1,4 +1,4 @@
-"""Read the rows of a dataset from files, directories or the hub: one reader for all pools and recipes.
+"""Reads the rows of a dataset from files, directories or the hub: one reader for all pools and recipes.
 
 A path names one of these, and the first that exists is read:
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Row = tuple[str, Mapping[str, Any]]
-"""Where it lies, for errors ("train.jsonl:17"), and its fields."""
+"""The location of a row, for errors ("train.jsonl:17"), and its fields."""
 
 Form = Literal["jsonl", "json", "parquet", "csv"]
 
@@ -67,9 +67,9 @@ def read_rows(
     columns: Sequence[str] | None = None,
     optional: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """The rows that `path` names, in order and one at a time.
+    """Yields the rows that `path` names, in order and one at a time.
 
-    `form` is the format of a file whose name does not say it. Of a Parquet file only `columns` are read, and the `optional` ones
+    `form` is the format of a file whose name does not say it. From a Parquet file only `columns` are read, and the `optional` ones
     that it has. Raises UserError for unreadable data, with file and line or row, and StorageError when the disk is full.
     """
     name, part = split_path(path)
@@ -97,17 +97,17 @@ def read_rows(
 
 
 def local_copy(name: str) -> Path | None:
-    """The path of a file or dataset on this machine, or None."""
+    """Returns the path of a file or dataset on this machine; None if there is none."""
     return next((candidate for candidate in (Path(name), kept_datasets() / name) if candidate.exists()), None)
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a path has wildcards and is not the name of an existing file."""
+    """Returns whether a path has wildcards and is not the name of an existing file."""
     return any(sign in name for sign in "*?") and not Path(name).exists()
 
 
 def read_lines(name: str, lines: Iterable[bytes]) -> Iterator[Row]:
-    """The objects of JSON lines that come from `name`, each with where it stands ("stdin:3"); blank lines are skipped. Raises
+    """Parses JSON lines from `name`, and yields each object with its location ("stdin:3"); blank lines are skipped. Raises
     UserError for any other line."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -136,9 +136,8 @@ def _object(where: str, line: bytes) -> dict[str, object]:
 
 
 def _is_path(name: str) -> bool:
-    """Whether it is no hub dataset's name, or hardly one, so that a file of this name which is not there is a mistake in the
-    path: without a network a hub would be waited for in vain. The name alone decides: what lies beside it says nothing of a
-    hub's."""
+    """Returns whether a name is more likely a file's than a hub dataset's, so that a missing file is reported as such and not
+    looked for on the hub (which would take long without a network). Only the name decides, not the files around."""
     path = Path(name)
     # OpenHermes-2.5 is a dataset, train.josnl a slip of the hand.
     return (
@@ -150,7 +149,7 @@ def _is_path(name: str) -> bool:
 
 
 def _similar(name: str) -> str:
-    """What lies beside the path under a name much like its own, as the end of a message; empty where nothing does."""
+    """Returns the end of an error message that suggests a file with a similar name in the same directory; "" if there is none."""
     path = Path(name)
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     found = difflib.get_close_matches(path.name, beside, n=1, cutoff=_MUCH_ALIKE)
@@ -162,7 +161,8 @@ def _form_of(path: Path) -> Form | None:
 
 
 def matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
-    """The files that the patterns name, each pattern's in the order of their names. Raises UserError for one that names none."""
+    """Returns the files that match the patterns, for each pattern sorted by name. Raises UserError for a pattern without a
+    match."""
     found: list[Path] = []
     for pattern in patterns:
         plain = directory / pattern
@@ -206,7 +206,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _json(path: Path, file: IO[bytes]) -> Iterator[Row]:
-    """An array of objects, or lines: many files of lines are called .json."""
+    """Reads an array of objects or JSON lines, since many files of lines are called .json."""
     start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     file.seek(0)
     if not start.startswith(b"["):
@@ -226,7 +226,8 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Row]:
 
 
 def _csv(path: Path, file: IO[bytes]) -> Iterator[Row]:
-    """Fields are texts: CSV has no types, and the answer 0135 is not the number 135. A row is named by its last line."""
+    """Reads a CSV file with all fields as texts, because CSV has no types and the answer 0135 is not the number 135. A row's
+    location is its last line."""
     csv.field_size_limit(_LONGEST_FIELD)
 
     reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
@@ -268,7 +269,7 @@ def _parquet(path: Path, columns: Sequence[str] | None, optional: Sequence[str])
 
 
 def _own_keys(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of Arrow without the keys that are None: its objects have them only because objects of other rows do."""
+    """Removes keys that are None from the objects in a row of Arrow, which has them only because objects of other rows do."""
     return {key: _pruned(value) for key, value in row.items()}
 
 
@@ -289,7 +290,8 @@ def _file_slice(name: str, split: str) -> Slice:
 
 
 def _sliced(rows: Callable[[], Iterator[Row]], part: Slice) -> Iterator[Row]:
-    """The part of the rows. What counts from the end, or in percent, needs their number: then they are read twice."""
+    """Returns the rows of a slice. A slice that counts from the end, or in percent, needs the number of rows, so that they are read
+    twice."""
     if all(bound is None or bound.isdigit() for bound in part):
         start, stop = (None if bound is None else int(bound) for bound in part)
         return islice(rows(), start, stop)
@@ -355,7 +357,7 @@ def _end(part: Any, lengths: dict[str, int]) -> int:
 
 
 def _dataset_rows(dataset: Dataset, where: str, part: Slice) -> Iterator[Row]:
-    """Rows are counted from 1, including those before the slice."""
+    """Yields the rows of a slice of a dataset; their locations count rows from 1, including those before the slice."""
     chosen = rows_of(part, len(dataset))
     for number, row in zip(chosen, dataset.select(chosen), strict=True):
         yield f"{where} row {number + 1}", _own_keys(row)

@@ -1,8 +1,8 @@
-"""Show how records are tokenized and which tokens are learned (`nmoe data show`), or write both to a file (`nmoe data export`).
+"""Shows how records are tokenized and which tokens are learned (`nmoe data show`), or writes both to a file (`nmoe data export`).
 
 A line of an export:
 
-{"input_ids": [5, 6, 7, 2], "labels": [-100, -100, 7, 2], "loss_mask": [0, 0, 1, 1]}
+    {"input_ids": [5, 6, 7, 2], "labels": [-100, -100, 7, 2], "loss_mask": [0, 0, 1, 1]}
 
 A label is the token to predict at its own position, as in transformers, whose models shift. The first token is never predicted, so
 it is never a label.
@@ -40,7 +40,7 @@ _LEARNED, _PLAIN = "\x1b[32m", "\x1b[0m"
 def dataset_settings(
     path: str, kind: str | None, columns: Sequence[str], subset: str | None, split: str
 ) -> DatasetSettings:
-    """The dataset settings from command-line arguments; a column is written "prompt=question". Raises UserError."""
+    """Builds the dataset settings from command-line arguments, where a column is written "prompt=question". Raises UserError."""
     mapped = dict[str, str]()
     for column in columns:
         name, equals, value = column.partition("=")
@@ -54,9 +54,9 @@ def dataset_settings(
 def show_data(
     settings: DatasetSettings, directory: Path | None, form: RenderFormat, masks: bool, records_shown: int
 ) -> Iterator[str]:
-    """Yields the report line by line, with the tokens of the tokenizer in `directory`; None: a byte tokenizer.
+    """Yields the report line by line, with the tokens of the tokenizer in `directory`; None stands for a byte tokenizer.
 
-    Reads every record, and renders those that are learned as rendered. Raises UserError, with file and line, for a bad record.
+    Reads every record, and renders the kinds that are trained on. Raises UserError, with file and line, for a bad record.
     """
     records = read_records(settings)
     yield records.described
@@ -84,9 +84,9 @@ def show_data(
 
 
 def _sequences(record: Record, renderer: Renderer, tokenizer: Tokenizer) -> Iterator[tuple[str, Rendered]]:
-    """The sequences learned from a record, each with a name if there are several.
+    """Yields the training sequences of a record, each with a name ("" if there is only one).
 
-    A prompt, or a solution with labels, is not learned as it stands; its text alone is tokenized.
+    A prompt, or a solution with labels, is not trained on in this form; only its text is tokenized.
     """
     match record:
         case Preference():
@@ -110,7 +110,8 @@ def _read(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> Rendered:
 
 
 def _shown(name: str, sequence: Rendered, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text with its learned parts marked, then the tokens one per line."""
+    """Yields lines with a sequence's text, its learned parts marked, then with its tokens, and last with labels that differ from
+    the token."""
     if name:
         yield f"  {name}:"
     opening, closing = (_LEARNED, _PLAIN) if _coloured() else ("⟦", "⟧")
@@ -141,7 +142,7 @@ def _coloured() -> bool:
 
 
 class _Statistics:
-    """Counts and lengths of all records."""
+    """Counts records, tokens and labels, for the end of the report."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -182,11 +183,11 @@ _SLICE = re.compile(r"@\[[^]]*\]$")
 def export_masked(
     settings: DatasetSettings, out: Path, directory: Path | None, form: RenderFormat, context_tokens: int | None
 ) -> Iterator[str]:
-    """Writes a line for every sequence to `out`, with the tokenizer in `directory`; None: a byte tokenizer. Yields lines about the
-    sequences read and left out: as in training, sequences longer than `context_tokens`, if given, are left out.
+    """Writes a line for every training sequence to `out`, with the tokenizer in `directory` (None: a byte tokenizer). Yields lines
+    about the sequences read and left out: as in training, sequences longer than `context_tokens`, if given, are left out.
 
     Raises UserError, with file and line, for a bad record, or for an `out` among the files that are read, and StorageError. `out`
-    is written whole or not at all.
+    is written completely or not at all.
     """
     read = _SLICE.sub("", settings.path)
     if _is_read(out, read):
@@ -200,7 +201,7 @@ def export_masked(
 
 
 def _is_read(out: Path, read: str) -> bool:
-    """Whether a path is, or would be once it is written, among the files that a name or pattern stands for."""
+    """Returns whether a file is, or would be once it is written, among the files that a name or pattern stands for."""
     target = out.resolve()
     if not is_pattern(read):
         return out.exists() and (target == Path(read).resolve() or Path(read).resolve() in target.parents)
@@ -213,7 +214,7 @@ def _is_read(out: Path, read: str) -> bool:
 
 
 def masked(example: Example) -> dict[str, list[int]]:
-    """The line of a sequence: `input_ids`, `labels` and `loss_mask`, each of its length."""
+    """Returns a sequence as a line of the export: `input_ids`, `labels` and `loss_mask`, all of the sequence's length."""
     labels = [IGNORED, *example.labels[1:].tolist()]
     return {
         "input_ids": example.ids.tolist(),

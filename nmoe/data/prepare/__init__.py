@@ -1,1 +1,1 @@
-"""Prepare many problems for RL and SFT: filter, remove duplicates, draw disjoint files. `nmoe data prepare CONFIG`"""
+"""Prepares a large set of problems for RL and SFT: filters, removes duplicates, draws disjoint files. `nmoe data prepare CONFIG`"""

@@ -66,7 +66,7 @@ def prepare(settings: PreparationSettings, tokenizer: Tokenizer | None = None) -
 
 
 def report(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """The manifest as readable lines: stages, contamination, files."""
+    """Yields the manifest as readable lines: filter stages, contamination, files."""
     for stage in manifest["stages"]:
         yield f"{stage['rows']:>9,}  {stage['stage']}"
         for key, unit in (("prompt_chars", "characters"), ("prompt_tokens", "tokens")):
@@ -95,8 +95,8 @@ def _refuse_to_mix(directory: Path) -> None:
 
 
 def _earlier_files(directory: Path) -> list[str] | None:
-    """The names of the files that the preparation in a directory wrote, or was writing when it was killed; None without one.
-    A manifest.json may be another program's."""
+    """Returns the names of the files that an earlier preparation wrote into a directory, or was writing when it was killed; None if
+    there was none. A manifest.json may be another program's."""
     try:
         unfinished = json_of((directory / _UNFINISHED).read_bytes())
         return [name for name in unfinished["files"] if Path(name).name == name]
@@ -113,7 +113,7 @@ def _earlier_files(directory: Path) -> list[str] | None:
 
 
 def _called(path: str, subset: str | None) -> str:
-    """The name of a given set in the manifest, which does not depend on its directory."""
+    """Returns the name of an evaluation set in the manifest, which does not depend on its directory."""
     name = Path(path).name if Path(path).exists() else path
     return name if subset is None else f"{name}:{subset}"
 
@@ -124,7 +124,8 @@ def _called(path: str, subset: str | None) -> str:
 def _draw_probes(
     settings: PreparationSettings, contamination: Contamination
 ) -> tuple[dict[str, list[str]], set[bytes]]:
-    """The lines of each probe's file, and the digests of their problems. The drawn problems count as a given set."""
+    """Draws the problems of each probe (a set to evaluate on). Returns the lines of each probe's file, and the digests of their
+    problems, which are also added to `contamination`."""
     lines: dict[str, list[str]] = {}
     drawn: set[bytes] = set()
     for probe in settings.probes:
@@ -154,8 +155,8 @@ def _fitting(probe: ProbeSection) -> dict[bytes, tuple[str, str]]:
 
 
 def _draw(settings: PreparationSettings, survivors: Survivors) -> dict[str, NDArray[np.int64]]:
-    """The rows of each file, in the order of their priority. Files with an output draw first: they need a solution that ends in a
-    box."""
+    """Draws the rows of each file, in the order of their priority. Files with an output draw first, because they need a solution
+    that ends in a box."""
     rows = np.frombuffer(survivors.rows, dtype=np.int64)
     priorities = np.frombuffer(survivors.priorities, dtype=np.uint64)
     boxed = np.frombuffer(survivors.boxed, dtype=np.bool_)
@@ -177,7 +178,7 @@ def _draw(settings: PreparationSettings, survivors: Survivors) -> dict[str, NDAr
 
 
 def _records(files: Sequence[Path], chosen: Mapping[str, NDArray[np.int64]]) -> dict[str, list[str]]:
-    """The lines of each file, by a second pass over the source."""
+    """Returns the lines of each file, by a second pass over the source."""
     index_of = {row: (name, index) for name, rows in chosen.items() for index, row in enumerate(rows.tolist())}
     wanted = np.array(sorted(index_of), dtype=np.int64)
     lines = {name: [""] * len(chosen[name]) for name in OWN_FILES if name in chosen}
@@ -206,14 +207,14 @@ def _line(record: Mapping[str, str]) -> str:
 
 
 def _problems_md5(lines: Sequence[str]) -> str:
-    """A digest of the set of problems in a file."""
+    """Returns a digest of the set of problems in a file, independent of their order."""
     hashed = sorted(digest(json_of(line)["input"]) for line in lines)
     return hashlib.md5(b"".join(hashed), usedforsecurity=False).hexdigest()
 
 
 def _write(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Writes the files one after another, each whole or not at all. Files of an earlier preparation that this one has not are
-    removed, also where that was killed before its end."""
+    """Writes the files one after another, each completely or not at all. Removes an earlier preparation's files that are not among
+    them, even if it was killed before its end."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         earlier = set(_earlier_files(directory) or ())

@@ -1,6 +1,6 @@
-r"""Compare problems: digests, integer answers, and contamination, which is problems of an evaluation set in a training set.
+r"""Compares problems: digests, integer answers, and contamination (problems of an evaluation set in a training set).
 
-A problem is contaminated if it has the text of an evaluated one, or if both have a run of words in common.
+A problem is contaminated if it has the text of an evaluated problem, or shares a run of words with one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nmoe.errors import UserError
 from nmoe.text.conversation import question_key
 
 INTEGER = r"^\s*\$?\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))\s*\$?\s*$"
-r"""An integer as answers write it: `42`, ` -7 `, `$1,024$`. For Python's `re` and RE2 alike."""
+r"""A pattern for an integer as answers write it: `42`, ` -7 `, `$1,024$`. For Python's `re` and RE2 alike."""
 
 _INTEGER = re.compile(INTEGER, re.ASCII)
 _BOX = re.compile(r"\\boxed\s*\{([^{}]*)\}")
@@ -25,7 +25,8 @@ _END_OF_FORMULA = re.compile(r"(\$\$?)[.\s]*")
 
 
 def integer(answer: str) -> str | None:
-    """The integer that an answer is, without commas and leading zeros: `"$1,024$"` is `"1024"`; None for anything else."""
+    """Parses an answer as an integer, and returns it without commas and leading zeros: `"$1,024$"` gives `"1024"`; None for
+    anything else."""
     match = _INTEGER.match(answer)
     if match is None:
         return None
@@ -35,14 +36,14 @@ def integer(answer: str) -> str | None:
 
 
 def digest(problem: str) -> bytes:
-    """MD5 of the problem's key (`question_key`) without spaces and dollar signs, 16 bytes. Problems with equal digests are the
-    same. Collections differ in how they typeset one problem."""
+    """Returns the MD5 of the problem's key (`question_key`) without spaces and dollar signs, 16 bytes. Problems with equal digests
+    count as the same, because collections differ in how they typeset one problem."""
     plain = question_key(problem).replace("$", "").replace(" ", "")
     return hashlib.md5(plain.encode(errors="replace"), usedforsecurity=False).digest()
 
 
 def ends_in_box(solution: str, label: str) -> str | None:
-    r"""The solution with `\boxed{label}` as its end; None if its last box is not the label, or it has none.
+    r"""Returns the solution rewritten to end in `\boxed{label}`; None if it has no box, or its last box is not the label.
 
     A last formula that is only the box becomes the box, and after any other end the box is repeated on its own line.
     """
@@ -66,8 +67,8 @@ _WORD = re.compile(r"\w+")
 
 
 class Contamination:
-    """An index of the problems of evaluation sets, to find them in a training set. Two problems are equal if they have one digest,
-    and overlap if they share a run of `ngram` words, without case and punctuation (Brown et al. 2020, appendix C)."""
+    """An index of the problems of evaluation sets, to find them in a training set. Two problems are the same if their digests are
+    equal, and overlap if they share a run of `ngram` words, without case and punctuation (Brown et al. 2020, appendix C)."""
 
     def __init__(self, ngram: int) -> None:
         self._ngram = ngram
@@ -79,7 +80,7 @@ class Contamination:
         self._problems: Counter[str] = Counter()
 
     def add(self, name: str, problem: str) -> None:
-        """Adds a problem of the set `name`."""
+        """Adds a problem of the evaluation set `name`."""
         if name not in self.names:
             self.names.append(name)
         bit = 1 << self.names.index(name)
@@ -90,7 +91,8 @@ class Contamination:
             self._runs[run] = self._runs.get(run, 0) | bit
 
     def find(self, problem: str, hashed: bytes) -> dict[str, Match]:
-        """The sets that have the problem, whose digest is `hashed`, or share a run of words with it."""
+        """Finds the evaluation sets that contain the problem, whose digest is `hashed` ("exact"), or share a run of words with it
+        ("ngram")."""
         if not self.names:
             return {}
         exact, overlapping = self._digests.get(hashed, 0), 0
@@ -108,13 +110,14 @@ class Contamination:
         return found
 
     def count(self, found: dict[str, Match], source: str) -> None:
-        """Counts what `find` found in a row of this source."""
+        """Adds the result of `find` for a row of this source to the counts."""
         for name, match in found.items():
             self._counts[name][match] += 1
             self._by_source[name][source] += 1
 
     def summary(self) -> dict[str, object]:
-        """`{"gsm8k.jsonl": {"problems": 1319, "exact": 2, "ngram": 7, "by_source": {"orca_math": 9}}}`."""
+        """Returns the counts by evaluation set: `{"gsm8k.jsonl": {"problems": 1319, "exact": 2, "ngram": 7, "by_source":
+        {"orca_math": 9}}}`."""
         return {
             name: {
                 "problems": self._problems[name],
@@ -127,7 +130,8 @@ class Contamination:
 
 
 def given_problems(settings: GivenSetSection) -> Iterator[tuple[Row, str]]:
-    """The rows of a given set, each with its problem's text. Raises UserError for a row without one, and for a set without rows."""
+    """Yields the rows of an evaluation set, each with its problem's text. Raises UserError for a row without one, and for a set
+    without rows."""
     empty = True
     for where, row in read_rows(settings.path, subset=settings.subset, split=settings.split):
         empty = False
@@ -137,7 +141,8 @@ def given_problems(settings: GivenSetSection) -> Iterator[tuple[Row, str]]:
 
 
 def field_of(row: Row, named: str | None, usual: tuple[str, ...], what: str) -> str:
-    """The text of a field: the one that is `named`, else the first of the `usual` ones. Raises UserError for a row without it."""
+    """Returns the text of a field: the one that is `named`, else the first of the `usual` ones. Raises UserError for a row without
+    it."""
     where, fields = row
     name = named or next((one for one in usual if fields.get(one) is not None), None)
     value = None if name is None else fields.get(name)
@@ -149,7 +154,7 @@ def field_of(row: Row, named: str | None, usual: tuple[str, ...], what: str) -> 
 
 
 def _runs(problem: str, ngram: int) -> Iterator[str]:
-    """Each run of `ngram` words, one space between two."""
+    """Yields every run of `ngram` consecutive words of a problem, joined by spaces."""
     words = _WORD.findall(question_key(problem))
     if len(words) < ngram:
         return

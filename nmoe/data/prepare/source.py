@@ -1,4 +1,4 @@
-"""The Parquet files of a source, read a batch of rows at a time."""
+"""Reads the Parquet files of a source, a batch of rows at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ROWS = 4096  # at once: as Arrow and Python objects, a problem with its solutio
 
 
 def parquet_files(path: str) -> list[Path]:
-    """The Parquet files that `path` names: a file, a pattern, a directory (its training split, where names distinguish splits), or
-    a dataset on the hub, which is fetched unless a copy is kept. Raises UserError if there is no such file."""
+    """Returns the Parquet files that `path` names: a file, a pattern, a directory (its training split, if file names distinguish
+    splits), or a dataset on the hub, which is fetched unless there is a local copy. Raises UserError if there is no such file."""
     if is_pattern(path):
         return matching(Path(), [path])
     found = local_copy(path)
@@ -36,8 +36,8 @@ def parquet_files(path: str) -> list[Path]:
 
 
 def read_batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
-    """The rows of all files in order, each column as text and a missing value as an empty one. Raises UserError for a file that is
-    not Parquet, and for one without these columns, with the missing and the present ones."""
+    """Yields the rows of all files in order, in batches, with each column as text and "" for a missing value. Raises UserError for
+    a file that is not Parquet, and for one that lacks a column, naming the missing and the present ones."""
     import pyarrow
     import pyarrow.compute
     import pyarrow.parquet

@@ -1,4 +1,4 @@
-"""Filter the problems of a source: first by columns, then row by row for duplicates, short texts and contamination."""
+"""Filters the problems of a source: first by columns, then row by row for duplicates, short texts and contamination."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PERCENTILES = (50, 90, 95, 99, 99.5)
 
 
 class Lengths:
-    """A histogram of lengths: exact percentiles in the memory of the longest length."""
+    """A histogram of lengths, which gives exact percentiles in memory proportional to the longest length."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(1024, dtype=np.int64)
@@ -33,8 +33,8 @@ class Lengths:
         self._counts = counts
 
     def summary(self) -> dict[str, float]:
-        """`{"mean": 210.4, "p50": 181, ..., "max": 5210}`; empty where nothing was counted. A percentile is the least length that
-        at least this share of the rows do not exceed."""
+        """Returns `{"mean": 210.4, "p50": 181, ..., "max": 5210}`; empty if nothing was counted. The p50 is the smallest length
+        that at least 50% of the rows do not exceed."""
         total = int(self._counts.sum())
         if total == 0:
             return {}
@@ -45,7 +45,7 @@ class Lengths:
 
 
 class Stage:
-    """The rows left after one filter: `Stage("clean integer answer", in_tokens=False)`."""
+    """Counts and prompt lengths of the rows that are left after one filter: `Stage("clean integer answer", in_tokens=False)`."""
 
     def __init__(self, name: str, in_tokens: bool) -> None:
         self.name = name
@@ -53,13 +53,13 @@ class Stage:
         self._lengths = {"chars": Lengths()} | ({"tokens": Lengths()} if in_tokens else {})
 
     def add(self, lengths: dict[str, NDArray[np.int64]]) -> None:
-        """Counts rows by the lengths of their prompts in each unit."""
+        """Counts rows by the lengths of their prompts, given in characters and maybe tokens."""
         self.rows += len(lengths["chars"])
         for unit, counted in self._lengths.items():
             counted.add(lengths[unit])
 
     def summary(self) -> dict[str, object]:
-        """As the manifest has it."""
+        """Returns the stage's entry in the manifest."""
         return {"stage": self.name, "rows": self.rows} | {
             f"prompt_{unit}": counted.summary() for unit, counted in self._lengths.items()
         }
@@ -71,7 +71,7 @@ PRIORITY_BYTES = 8
 
 
 def columns_of(filters: FiltersSection) -> list[str]:
-    """The columns that the filters read."""
+    """Returns the columns that the filters read."""
     columns = ["problem", "solution", "answer", "source"]
     if filters.question_types:
         columns.append("question_type")
@@ -81,14 +81,14 @@ def columns_of(filters: FiltersSection) -> list[str]:
 
 
 def priority(hashed: bytes, seed: int) -> int:
-    """A problem's rank in the order in which files draw, a pure function of its digest and the seed."""
+    """Returns a problem's rank in the order in which files draw problems, a pure function of its digest and the seed."""
     drawn = hashlib.blake2b(hashed, digest_size=PRIORITY_BYTES, key=seed.to_bytes(8, "big"))
     return int.from_bytes(drawn.digest(), "big")
 
 
 class Survivors:
-    """The rows that stay, by their number in the source, with their priority and whether their solution ends in a box. The texts
-    are not kept: a row takes less than two hundred bytes.
+    """The rows that pass all filters, by their index in the source, with their priority and whether their solution ends in a box.
+    The texts are not kept: a row takes less than two hundred bytes.
 
     `stages` count the rows that each filter leaves.
     """
@@ -100,7 +100,7 @@ class Survivors:
         probes: frozenset[bytes],
         tokenizer: Tokenizer | None,
     ) -> None:
-        """`probes` are the digests of the problems that are evaluated on, none of which stays."""
+        """`probes` are the digests of the problems drawn for evaluation, which are all filtered out."""
         self._settings, self._contamination, self._probes, self._tokenizer = settings, contamination, probes, tokenizer
         self._seen: set[bytes] = set()
         self._rows_read = 0
@@ -124,7 +124,7 @@ class Survivors:
         self.stages = [Stage(name, tokenizer is not None) for name in names]
 
     def read(self, batches: Iterable[pyarrow.RecordBatch]) -> None:
-        """Filters all batches and keeps the rows that stay."""
+        """Filters all batches and keeps the rows that pass."""
         for batch in batches:
             self._read(batch)
 
@@ -153,7 +153,7 @@ class Survivors:
         self._rows_read += len(batch)
 
     def _masks(self, batch: pyarrow.RecordBatch) -> Iterator[Mask]:
-        """The filters that look at a column's value alone."""
+        """Yields a mask for each filter that needs only a column's values."""
         import pyarrow
         import pyarrow.compute as compute
 
@@ -180,7 +180,8 @@ class Survivors:
         yield valid
 
     def _row_by_row(self, batch: pyarrow.RecordBatch, indices: NDArray[np.int64]) -> tuple[list[int], ...]:
-        """The indices of rows that are first of their duplicates; of these, the long enough ones; of these, the ones that stay."""
+        """Filters rows one by one. Returns the indices of rows that are the first of their duplicates; those of them that are long
+        enough; and those of the latter that pass the contamination filter too."""
         filters, seed = self._settings.filters, self._settings.seed
         first, long_enough, stayed = list[int](), list[int](), list[int]()
         chosen = batch.take(indices)

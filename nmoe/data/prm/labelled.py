@@ -1,4 +1,4 @@
-"""Solutions with labelled steps, and the removal of labels that contradict one another."""
+"""Solutions with labelled steps, to train process reward models, and the removal of labels that contradict one another."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field, replace
 from nmoe.text.conversation import question_key
 
 LABELS = ("+", "0", "-")
-"""Right, neutral, wrong (`nmoe.data.records.STEP_LABELS`)."""
+"""The labels of a step: right, neutral, wrong (`nmoe.data.records.STEP_LABELS`)."""
 
 
 @dataclass(frozen=True)
 class LabelledSteps:
-    """A problem and the steps of a solution, the last of them labelled.
+    """A problem and the steps of a solution, with labels; the last step has one.
 
     Example: `LabelledSteps("Sum: 4+7+2", ("4+7=11", "11+3=14"), ("+", "-"), finished=False, where="phase2_train.jsonl:17")`.
 
-    labels: "+" right, "0" neutral, "-" wrong, None not labelled. The first wrong step is the last one: later ones have no labels.
-    finished: the steps solve the problem, as far as they are right.
-    rest: steps after the first wrong one.
-    alternative: shares its first steps with another solution of its record, of which it was not chosen to go on from.
+        labels: "+" right, "0" neutral, "-" wrong, None not labelled. Steps end at the first wrong one.
+        finished: the steps solve the problem, unless one of them is wrong.
+        rest: steps after the first wrong one.
+        alternative: the last step is a completion that was rated but not chosen to continue another solution of the record.
     """
 
     problem: str
@@ -43,10 +43,10 @@ class LabelledSteps:
         rest: Sequence[str] = (),
         alternative: bool = False,
     ) -> LabelledSteps:
-        """The solution of a record, whose steps may hold line breaks: each line is a step, as it is of an answer (`split_steps`),
-        so that a verifier is trained at the positions where it will judge.
+        """Builds the solution of a record whose steps may hold line breaks. Each line becomes a step, as in an answer
+        (`split_steps`), so that a verifier is trained at the positions where it will judge.
 
-        All lines of a right step are right, and of a neutral one neutral. That a step is wrong stands at its last line, where the
+        All lines of a right step are right, and of a neutral step neutral. A wrong step has its label at its last line, where the
         whole step has been read; the lines before have no label, because the record does not say which of them is wrong.
         """
         lines: list[str] = []
@@ -60,13 +60,13 @@ class LabelledSteps:
 
     @property
     def first_wrong(self) -> int | None:
-        """Index of the first wrong step, or None."""
+        """The index of the first wrong step; None if there is none."""
         return self.labels.index("-") if "-" in self.labels else None
 
     @property
     def score(self) -> float | None:
-        """0 with a wrong step, 1 for right ones that solve the problem, 0.5 for right ones that do not; None if a step is not
-        labelled, so that it is unknown."""
+        """0 if a step is wrong, 1 if all are right and solve the problem, 0.5 if all are right and do not; None if a step is not
+        labelled and none is wrong."""
         if "-" in self.labels:
             return 0.0
         return None if None in self.labels else 1.0 if self.finished else 0.5
@@ -74,7 +74,7 @@ class LabelledSteps:
 
 @dataclass
 class StepDataset:
-    """The solutions, how many records they came from, and how much was dropped for each reason."""
+    """The labelled solutions of a dataset, the number of records they came from, and how much was dropped for each reason."""
 
     solutions: list[LabelledSteps] = field(default_factory=list)
     records: int = 0
@@ -86,7 +86,7 @@ class StepDataset:
         self.dropped += other.dropped
 
     def lines(self) -> Iterator[str]:
-        """Lines to print before a run."""
+        """Yields lines about the dataset, to print before a run."""
         labels = Counter(label for solution in self.solutions for label in solution.labels)
         counts = ", ".join(f"{labels[label]:,} {label!r}" for label in LABELS if labels[label])
         unlabelled = f", {labels[None]:,} not labelled" if labels[None] else ""
@@ -96,25 +96,25 @@ class StepDataset:
 
 
 def normal(text: str) -> str:
-    """A step with normalised spaces, for comparison."""
+    """Normalises the white space of a step, for comparison."""
     return " ".join(text.split())
 
 
 def split_steps(text: str) -> list[str]:
-    """The steps of a solution's text: its non-blank lines."""
+    """Splits a solution's text into steps: its non-blank lines."""
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _lines_of(step: str) -> list[str]:
-    """The lines of a record's step; a blank one stays a step, whose label would be lost otherwise."""
+    """Splits a record's step into lines; a blank step stays one, since its label would be lost otherwise."""
     return split_steps(step) or [step]
 
 
 def settle(reading: StepDataset, neutral_is: str | None) -> StepDataset:
-    """The solutions without labels that contradict one another, and with neutral steps labelled `neutral_is` where that is given.
+    """Removes labels that contradict one another, and replaces neutral labels by `neutral_is` unless that is None.
 
-    The same steps of the same problem can be labelled twice, by two sources or two people. Labels of a prefix that differ are all
-    taken away, in every solution that has it.
+    The same steps of the same problem can be labelled twice, by two sources or two people. Where labels of the same prefix differ,
+    they are removed from every solution that has it.
     """
     found: dict[tuple[str, ...], set[str]] = {}
     for solution in reading.solutions:
@@ -136,13 +136,13 @@ def settle(reading: StepDataset, neutral_is: str | None) -> StepDataset:
 
 
 def _keyed(solution: LabelledSteps, neutral_is: str | None) -> Iterator[tuple[tuple[str, ...], str | None]]:
-    """Each step's problem and prefix, and its label."""
+    """Yields the key (problem and steps so far) and the label of each step."""
     prefixes = prefix_keys(solution.problem, solution.steps)
     for key, label in zip(prefixes, solution.labels, strict=True):
         yield key, (neutral_is if label == "0" and neutral_is is not None else label)
 
 
 def prefix_keys(problem: str, steps: Sequence[str]) -> list[tuple[str, ...]]:
-    """The key of each step's prefix: the problem and the steps up to it, as they are compared."""
+    """Returns a key for each step, to compare prefixes: the normalised problem and the steps up to it."""
     keys = [question_key(problem), *map(normal, steps)]
     return [tuple(keys[: end + 2]) for end in range(len(steps))]

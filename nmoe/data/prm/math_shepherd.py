@@ -1,4 +1,5 @@
-"""Math-Shepherd: steps labelled by whether completions from there reach the answer (Wang et al. 2024, arXiv:2312.08935).
+"""Reads Math-Shepherd: steps labelled by whether sampled completions from there reach the answer (Wang et al. 2024,
+arXiv:2312.08935).
 
 A record holds `input`, the problem and its steps with the tag ки behind each, `label`, the same text with + or - instead of each
 tag, and `task`. Wrong means here that completions no longer reached the answer: an estimate, and weaker evidence than a person's
@@ -25,8 +26,8 @@ def is_math_shepherd(record: Mapping[str, Any]) -> bool:
 
 
 def read_math_shepherd(rows: Iterable[Row]) -> StepDataset:
-    """Every record as a solution, through its first wrong step. Dropped are empty steps with all later ones, and steps after the
-    first wrong one. Raises UserError, with file and line, for a record of another form."""
+    """Reads every record as a solution that ends at its first wrong step. Empty steps and all later ones, and steps after the first
+    wrong one, are dropped and counted. Raises UserError, with file and line, for a record of another form."""
     reading = StepDataset()
     for where, record in rows:
         reading.records += 1
@@ -52,7 +53,7 @@ def read_math_shepherd(rows: Iterable[Row]) -> StepDataset:
 
 
 def _tagged(record: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
-    """Problem, steps without their numbers, and labels; raises ValueError."""
+    """Parses a record into problem, steps without their numbers, and labels. Raises ValueError."""
     text, labelled = record.get("input"), record.get("label")
     if not isinstance(text, str) or not isinstance(labelled, str):
         raise ValueError("`input` and `label` are texts")

@@ -1,9 +1,9 @@
-"""PRM800K: steps labelled by people (Lightman et al. 2023, arXiv:2305.20050; https://github.com/openai/prm800k).
+"""Reads PRM800K: steps labelled by people (Lightman et al. 2023, arXiv:2305.20050; https://github.com/openai/prm800k).
 
-A record is one labelling: `question` with the problem and, in phase 2, the whole generated solution, and `label` with, for each
-step, its possible `completions`, of which one was chosen to go on from, or a `human_completion` where none was good enough. Phase
-1 offers several completions a step; phase 2 one, and ends at the first wrong step, where both are null. A rating is -1, 0, 1 or
-null.
+A record is one labelling of a solution: `question` with the problem and, in phase 2, the whole generated solution, and `label`
+with, for each step, its possible `completions`, of which one was chosen to continue from, or a `human_completion` if none was good
+enough. Phase 1 offers several completions a step; phase 2 one, and ends at the first wrong step, where both are null. A rating is
+-1, 0, 1 or null.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def is_prm800k(record: Mapping[str, Any]) -> bool:
 
 
 def read_prm800k(rows: Iterable[Row]) -> StepDataset:
-    """Every labelling as a solution, with its alternatives: completions that were rated and not chosen, after the steps before
-    them.
+    """Reads every record as a solution, and its rated but not chosen completions, after the steps before them, as alternative
+    solutions.
 
-    Dropped are rows of quality control and screening, bad problems, flagged completions with the steps after them, completions
-    without a rating that was not chosen, and empty steps. Raises UserError, with file and line, for a record of another form.
+    Dropped are rows of quality control and screening, bad problems, flagged completions with the steps after them, completions that
+    were neither rated nor chosen, and empty steps. Raises UserError, with file and line, for a record of another form.
     """
     reading = StepDataset()
     for where, record in rows:
@@ -104,7 +104,7 @@ class _Completion:
 
 
 def _dropped(completion: _Completion, dropped: Counter[str]) -> bool:
-    """Whether a completion is dropped; counts it if so."""
+    """Returns whether a completion is dropped (flagged or empty), and counts it if so."""
     if completion.flagged:
         dropped["flagged completions"] += 1
     elif not completion.text.strip():
@@ -113,7 +113,7 @@ def _dropped(completion: _Completion, dropped: Counter[str]) -> bool:
 
 
 def _read_step(step: Any, key: str) -> tuple[_Completion | None, list[_Completion]]:
-    """The completion that the solution goes on from or ends in, and the others."""
+    """Returns the completion that the solution continues from or ends in (None if there is none), and the other ones."""
     listed = _object(step, key).get("completions") or []
     if not isinstance(listed, list):
         raise _MalformedError(f"{key}.completions is not a list")

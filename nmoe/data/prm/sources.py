@@ -1,4 +1,4 @@
-"""Read labelled steps: PRM800K and Math-Shepherd by name, both together, or a file of either form or of stepwise records."""
+"""Reads labelled steps: PRM800K and Math-Shepherd by name, both together, or a file of either form or of stepwise records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nmoe.data.rows import Row, local_copy, read_rows
 from nmoe.errors import UserError
 
 PRM800K = "tasksource/PRM800K"
-"""The mirror of PRM800K on the Hugging Face hub. The dataset itself is files on GitHub, github.com/openai/prm800k."""
+"""The name of a mirror of PRM800K on the Hugging Face hub. The original is files on GitHub, github.com/openai/prm800k."""
 
 # What copies of it are called, below $NMOE_DATASETS or here: of the mirror, and of the repository on GitHub.
 _COPIES = (PRM800K, "openai/prm800k", "prm800k")
@@ -27,11 +27,11 @@ _PHASES = ("phase1_{split}.jsonl", "phase2_{split}.jsonl")
 
 
 def read_source(source: str, split: str, prm800k: str, math_shepherd: str, neutral_is: str | None) -> StepDataset:
-    """The labelled steps of a source, "prm800k", "math_shepherd", "both" or a file, directory or hub name; of those that are
-    labelled twice the labels that agree (`settle`).
+    """Reads the labelled steps of a source: "prm800k", "math_shepherd", "both" or a file, directory or hub name. Contradicting
+    labels are removed (`settle`).
 
-    `prm800k` and `math_shepherd` say where the datasets of these names lie. Raises UserError for records that cannot be read, with
-    file and line for a record of another form, and where nothing is left.
+    `prm800k` and `math_shepherd` are the paths or hub names of these datasets. Raises UserError for records that cannot be read,
+    with file and line for a record of another form, and if no labelled step is left.
     """
     reading = StepDataset()
     if source in ("prm800k", "both"):
@@ -48,7 +48,7 @@ def read_source(source: str, split: str, prm800k: str, math_shepherd: str, neutr
 
 
 def read_labelled(path: str, split: str) -> StepDataset:
-    """The labelled steps of a file, directory or hub name, of the form that its first record has."""
+    """Reads the labelled steps of a file, directory or hub name, in the form that its first record has."""
     if path in _COPIES or ((local := local_copy(path)) is not None and local.is_dir() and _phase_files(local, split)):
         return read_prm800k(_prm800k_rows(path, split))
     rows = read_rows(path, split=split)
@@ -69,7 +69,8 @@ def read_labelled(path: str, split: str) -> StepDataset:
 
 
 def _read_stepwise(path: str, split: str) -> StepDataset:
-    """Stepwise records do not say whether they solve the problem: those without a wrong step count as solutions that do."""
+    """Reads stepwise records. They do not say whether they solve the problem: a record without a wrong step counts as one that
+    does."""
     reading = StepDataset()
     for record in read_records(DatasetSettings(path=path, split=split), ("stepwise",)):
         assert isinstance(record, Stepwise), "only that kind is accepted"
@@ -91,9 +92,10 @@ def _read_stepwise(path: str, split: str) -> StepDataset:
 
 
 def _prm800k_rows(path: str, split: str) -> Iterator[Row]:
-    """Both phases, one after the other, where they lie as in the dataset's repository; otherwise the path itself.
+    """Reads the rows of PRM800K: both phases, one after the other, if `path` has the files of the dataset's repository; otherwise
+    `path` itself.
 
-    The names of copies stand for the one that is on this machine, of the mirror or of the repository, else for the mirror.
+    The dataset's usual names stand for a copy on this machine, of the mirror or of the repository, else for the mirror.
     """
     if path in _COPIES:
         path = next((name for name in _COPIES if local_copy(name) is not None), None) or _fetched()
@@ -106,10 +108,11 @@ def _prm800k_rows(path: str, split: str) -> Iterator[Row]:
 
 
 def _fetched() -> str:
-    """The directory of the mirror's files in the hub's cache; its name where the mirror has no such files, or where the hub is not
-    asked and its cache lacks them (the datasets library has its own cache). Raises UserError where the hub does not give them.
+    """Fetches the mirror's files from the hub, and returns their directory in the hub's cache. Returns the mirror's name if it has
+    no such files, or if the hub is not asked and its cache lacks them (the datasets library has its own cache). Raises UserError if
+    the hub does not provide them.
 
-    Files of JSON lines are read as they are: types that the datasets library would guess from some records differ in others.
+    The JSON-lines files are read directly, because types that the datasets library would guess from some records differ in others.
     """
     from huggingface_hub import snapshot_download
 
