@@ -1,8 +1,8 @@
 """`nmoe env check` shows what an environment does with a problem; `nmoe env list` lists the environments.
 
-The check reads the settings and the local data, renders a problem of every source, and grades a right and a wrong answer to
-it, by the task, which may be the user's. Of other user code it imports only a pool of type `python`, and it uses no network; it
-says which parts it could not check for that reason.
+The check reads the settings and the local data, renders a problem of every source, and grades a right and a wrong answer
+to it with the task's verifier, which may be the user's code. Of other user code it imports only a pool of type `python`, and it
+uses no network; it says which parts it could not check for that reason.
 """
 
 from __future__ import annotations

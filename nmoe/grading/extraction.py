@@ -156,7 +156,7 @@ def from_response(text: str) -> Extraction:
 
 
 def from_final(text: str, *, bare_final: bool) -> Extraction:
-    """Extracts the answer from a Harmony final message by the policy above. A blank message has no answer."""
+    """Extracts the answer from a Harmony final message by the rules at the top of this module. A blank message has no answer."""
     boxed = _boxed(text)
     whole = Extraction(text.strip() or None, NOTHING_EXTRACTED, boxed is not None, bool(boxed and boxed.boxed_in_final))
     if bare_final:

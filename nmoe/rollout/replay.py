@@ -65,8 +65,8 @@ async def replay(
 ) -> AsyncIterator[Check]:
     """Yields all checks that need no model, in the order in which the trajectory was produced.
 
-    `sandboxes` are for tools that need one, `workspaces` for an environment that provides files. An inconsistent record ends
-    the replay with its first check.
+    `sandboxes` are for tools that need one, `workspaces` for an environment that provides files. If the record is
+    inconsistent, the replay ends after its first check.
 
     Raises UserError if the tokenizer or task differs from the recorded one, if tools are missing, or if the bundle names user
     code and `allow_user_code` is not set; none of that code has run then.

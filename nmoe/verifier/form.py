@@ -1,8 +1,8 @@
 """Renders solutions for a verifier and locates the tokens whose output is the judgement, equally in training and in use.
 
 Discriminative: the solution is rendered as an answer to its problem, one step per line. A head reads the last token of every
-step, or of the whole solution: one forward pass for all steps (Lightman et al. 2023, arXiv:2305.20050, section 2.6). Or it reads
-every token of a step, which is right if each of them is.
+step, or of the whole solution: one forward pass for all steps (Lightman et al. 2023, arXiv:2305.20050, section 2.6). Or the head
+reads every token of a step; the step is right if all its tokens are.
 
 Generative: the tasks `prm_step` and `prm_solution` ask for the label of the last step shown, or for the score of the solution.
 The model's probability of a label as its final message is compared with the other labels'. There is one sequence for
@@ -161,7 +161,7 @@ class GenerativeForm:
     """Renders a prompt for each step, or for the whole solution, and the answer to it: a final message that is the label."""
 
     def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode, neutral: bool = False) -> None:
-        """Raises UserError for a tokenizer in which a step's label is not a single token.
+        """Checks that every label of a step is a single token of the tokenizer, and raises UserError otherwise.
 
         A score of 0.5 is several tokens in most tokenizers. Its probability is the product over all of them including <|return|>,
         which keeps any score from being a prefix of another.

@@ -41,7 +41,9 @@ class Generated:
     read_as = ""
 
     def __init__(self, name: str, settings: GeneratedPool) -> None:
-        """Raises UserError if the split holds no question of the difficulty, or if the difficulty is too high."""
+        """Draws the first problem as a check. Raises UserError if the split holds no question of the difficulty, or if the
+        difficulty is too high.
+        """
         if settings.difficulty[1] > _MAX_DIFFICULTY:
             raise UserError(
                 f"task pool {name!r}: difficulty {settings.difficulty[1]} is too much; {_MAX_DIFFICULTY} is the most"

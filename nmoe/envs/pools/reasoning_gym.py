@@ -44,7 +44,9 @@ class ReasoningGym:
     read_as = ""
 
     def __init__(self, name: str, settings: ReasoningGymPool) -> None:
-        """Raises UserError if the package, the dataset or the split does not exist, or if the settings do not fit the dataset."""
+        """Generates the first problem as a check. Raises UserError if the package, the dataset or the split does not exist, or if
+        the settings do not fit the dataset.
+        """
         gym.check_installed()
         self.name = name
         self._settings = settings

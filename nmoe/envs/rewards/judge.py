@@ -32,7 +32,9 @@ class JudgeReward:
     """A reward computed by a language model that judges each sample."""
 
     def __init__(self, settings: JudgeRewardConfig, service: Service | None = None) -> None:
-        """Raises UserError if the template cannot be read, or the token's environment variable is not set."""
+        """Reads the template and the service's token. Raises UserError if the template cannot be read, or the token's environment
+        variable is not set.
+        """
         self.name, self.weight = settings.name, settings.weight
         self.only_if_correct = settings.only_if_correct
         self._settings = settings

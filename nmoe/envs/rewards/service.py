@@ -158,7 +158,7 @@ class HttpReward:
     """
 
     def __init__(self, settings: HttpRewardConfig, service: Service | None = None) -> None:
-        """Raises UserError if the token's environment variable is not set."""
+        """Reads the service's token from its environment variable. Raises UserError if the variable is not set."""
         self.name, self.weight = settings.name, settings.weight
         self.only_if_correct = settings.only_if_correct
         self._who = f"reward {settings.name!r} ({settings.url})"

@@ -22,8 +22,8 @@ class ToolRuntime:
     """
 
     def __init__(self, environment: Environment, settings: SandboxSettings) -> None:
-        """Raises SandboxSetupError if the requested isolation level is not available, and UserError for gold answers that are not
-        graded correct.
+        """Prepares the sandboxes and workspaces that the environment needs, and grades its gold answers. Raises SandboxSetupError
+        if the requested isolation level is not available, and UserError for gold answers that are not graded correct.
         """
         self.sandboxes: Sandboxes | None = None
         self.workspaces: Workspaces | None = None

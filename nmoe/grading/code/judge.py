@@ -3,8 +3,8 @@
 It runs in its own sandbox, and no code of the solution runs here. Calling a function of the solution sends a request over
 a channel. Its result is a value of exact builtin types, which the tests compare here. Any other object stays with the
 candidate. It can be passed back and called, but comparing it or testing its truth raises TypeError, so that no `__eq__` of the
-solution decides a test. Nor does it see the expected value: a method or an operator receives values of the tests only if the
-record's solution defines one of that name.
+solution decides a test. Nor does such an object see expected values: its methods and operators receive values of the tests only if
+the record's own solution defines a method of that name.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Channel:
         """Returns the class that stands here for the solution's exception class named `kinds[0]`; the other names are its base
         classes.
 
-        A builtin class becomes a new one of that name. As the builtin itself, such as TypeError, it would catch what the tests
-        raise and what this process raises to refuse a comparison, and so hide both.
+        A builtin class such as TypeError is replaced by a new class of the same name. The builtin itself, in a test's `except`,
+        would also catch and so hide what the tests raise, and what this process raises to refuse a comparison.
         """
         if not kinds or not kinds[0].isidentifier():
             raise WireError("no class of exceptions")

@@ -39,9 +39,9 @@ class Tests:
 
     `kind`: "check" runs `setup` (the prompt) and then HumanEval's `check(candidate)` for the one name; "asserts" runs
     statements; "files" runs test files that import `modules` of the candidate's workspace. The solution defines
-    `names`. The classes of the record's solution define `methods` (`nmoe.grading.code.extract.methods`): of an object that a
-    solution gives, no other method is called with arguments. `protected` files (path -> content) are copied to the judge's
-    workspace, and modules among them are loaded there.
+    `names`. The classes of the record's solution define `methods` (`nmoe.grading.code.extract.methods`): on objects
+    that a solution returns, the tests can call only these methods with arguments. `protected` files (path -> content) are copied to
+    the judge's workspace, and modules among them are loaded there.
     """
 
     kind: Literal["check", "asserts", "files"]
