@@ -1,1 +1,1 @@
-"""Sandboxes: everything that a policy wrote runs in one (docs/guides/sandbox.md)."""
+"""Sandboxes, in which all code that a policy wrote runs (docs/guides/sandbox.md)."""

@@ -1,4 +1,5 @@
-"""The sandbox interface for tools, tasks and graders: calls with limits, files of the workspace, and an end that leaves nothing.
+"""The sandbox interface for tools, tasks and graders: calls with limits, access to files of the workspace, and cleanup without
+remains.
 
 One sandbox belongs to one trajectory. Inside it the workspace is `/workspace`, which shares one sized tmpfs with `/tmp` and
 `/dev/shm`. Nothing else is writable, none of the host's data is visible, and there is no network.
@@ -23,9 +24,9 @@ class Limits:
     """The limits of one call. `disk_mb` is fixed for the whole sandbox when it is opened.
 
     `cpu_s`, `memory_mb` and `processes` apply to the whole process tree; threads count as processes. Files on the tmpfs count
-    towards `disk_mb`, not `memory_mb`. `file_mb` is the largest size of one file, `output_kb` the largest sum of standard
-    output and error. A call may exceed `wall_s` by the time that it was starved (ready to run while others had the CPUs), but
-    by no more than `starved_s`.
+    towards `disk_mb`, not `memory_mb`. `file_mb` is the largest size of one file, `output_kb` the largest sum of standard output
+    and error. A call may exceed `wall_s` by its starved time (ready to run while other processes had the CPUs), but by no more than
+    `starved_s`.
     """
 
     wall_s: float = 10.0
@@ -40,15 +41,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    r"""How a call ended. `print(1)` gives
+    r"""The outcome of a call. `print(1)` gives
 
         Result(failure="ok", exit_code=0, stdout=b"1\n", stderr=b"", wall_s=0.002)
 
     `failure` is "ok", "timeout" (wall clock or CPU), "out_of_memory", "output_limit", "disk_full", "sandbox_denied",
-    "command_not_found", "nonzero_exit", or "internal_error" if the sandbox itself was lost. `exit_code` is negative for a
-    signal: minus its number; None if the sandbox stopped the command. The output until then is kept, at most `output_kb`. `cpu_s`
-    is the CPU time of the whole process tree. `starved_s` is how long it was ready to run while others had the CPUs; it is measured
-    only if the limits set `starved_s`."""
+    "command_not_found", "nonzero_exit", or "internal_error" if the sandbox itself was lost. `exit_code` is minus the number of the
+    signal that ended the command, if one did; None if the sandbox stopped it. The output until then is kept, at most `output_kb`.
+    `cpu_s` is the CPU time of the whole process tree. `starved_s` is the time for which it was ready to run while other processes
+    had the CPUs; it is measured only if the limits set `starved_s`.
+    """
 
     failure: Failure
     exit_code: int | None
@@ -60,14 +62,14 @@ class Result:
 
 
 class SandboxSetupError(UserError):
-    """The required level is not available on this machine; the message says what to install or enable."""
+    """Raised if the required protection level is not available on this machine; the message says what to install or enable."""
 
 
 class SandboxFileError(Exception):
-    """A file of the workspace could not be read or written.
+    """Raised if a file of the workspace could not be read or written.
 
-    `failure`: "sandbox_denied" (outside the workspace or the allowed paths, through a link, or not a regular file),
-    "output_limit" (larger than the read limit), "disk_full", "tool_error" (no such file), "internal_error".
+    `failure`: "sandbox_denied" (outside the workspace or the allowed paths, through a link, or not a regular file), "output_limit"
+    (larger than the read limit), "disk_full", "tool_error" (no such file), "internal_error".
     """
 
     def __init__(self, failure: Failure, message: str) -> None:
@@ -79,7 +81,7 @@ class Sandbox(Protocol):
     """The sandbox of one trajectory, an asynchronous context manager. One call runs at a time; others wait.
 
     When a call ends, by itself or by a limit, every process that it started is dead. Its files in the workspace stay, and the next
-    call inherits the working directory. Cancelling a call closes the sandbox.
+    call begins in the working directory where it ended. Cancelling a call closes the sandbox.
     """
 
     async def run(
@@ -93,16 +95,16 @@ class Sandbox(Protocol):
     async def python(
         self, code: str, *, stdin: bytes = b"", limits: Limits | None = None, channel: socket.socket | None = None
     ) -> Result:
-        """Runs code in a fresh state of an interpreter that is already running, which takes milliseconds.
+        """Runs Python code in a fresh copy of an interpreter that is already running, which takes milliseconds.
 
-        The next call inherits an `os.chdir`. `channel` is a connected socket, which the code finds as file descriptor 3.
+        An `os.chdir` also applies to the next call. `channel` is a connected socket, which the code finds as file descriptor 3.
         """
 
     async def read(self, path: str) -> bytes:
-        """Reads a regular file of the workspace of at most `file_mb`. Raises SandboxFileError."""
+        """Returns the content of a regular file of the workspace, of at most `file_mb`. Raises SandboxFileError."""
 
     async def read_lines(self, path: str, first: int, count: int, *, limits: Limits | None = None) -> Result:
-        """Reads `count` lines of a regular file from line `first`, counted from 1.
+        """Returns `count` lines of a regular file from line `first`, counted from 1, as the output of a call.
 
         The lines are found inside the sandbox, so a file of any size costs the caller at most `output_kb`; the result ends as
         "output_limit" if that cuts the lines. Raises SandboxFileError.
@@ -111,17 +113,17 @@ class Sandbox(Protocol):
     async def edit(self, path: str, old: bytes, new: bytes) -> None:
         """Replaces the only occurrence of `old` in a regular file, inside the sandbox.
 
-        Raises SandboxFileError, a "tool_error" unless `old` occurs exactly once.
+        Raises SandboxFileError: with "tool_error" unless `old` occurs exactly once.
         """
 
     async def write(self, path: str, data: bytes) -> None:
-        """Creates or replaces a file of the workspace, with its directories. Raises SandboxFileError."""
+        """Writes a file of the workspace, new or in place of an old one, and creates its directories. Raises SandboxFileError."""
 
     async def restrict(self, access: Access) -> None:
-        """Restricts later calls, `read` and `write` included, to these rights on the workspace. Raises SandboxFileError."""
+        """Restricts all later calls, `read` and `write` included, to these parts of the workspace. Raises SandboxFileError."""
 
     async def close(self) -> None:
-        """Kills running processes and frees all resources of the sandbox. Safe to call twice."""
+        """Kills running processes and frees all resources of the sandbox. May be called twice."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -133,17 +135,15 @@ class OpensSandboxes(Protocol):
 
     async def open(self, workspace: Path | None = None) -> Sandbox:
         """Opens a sandbox. Raises SandboxSetupError if it cannot start, UserError or SandboxFileError if files cannot be copied
-        in.
-        """
+        into it."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """The parts of the workspace that a trajectory may access, as relative paths. The kernel enforces it in every call.
+    """The parts of the workspace that a trajectory may read and write, as relative paths, enforced by the kernel in every call.
 
-    `Access(read=(".",), write=("src", "notes.txt"))` allows reading everything, and writing below `src` and one file. None
-    allows everything. Writable paths are readable too. A path that does not exist when the sandbox opens is created as a
-    directory.
+    `Access(read=(".",), write=("src", "notes.txt"))` allows reading everything, and writing below `src` and one file. None allows
+    everything. Writable paths are readable too. A path that does not exist when the sandbox opens is created as a directory.
     """
 
     read: tuple[str, ...] | None = None

@@ -1,7 +1,7 @@
-"""cgroup v2 limits of memory, processes and CPU: one cgroup per sandbox, below a directory that the host has delegated.
+"""Limits of memory, processes and CPU by cgroup v2: one cgroup per sandbox, below a directory that the host has delegated.
 
-A cgroup holds all processes of its sandbox, including the agent. Moving a process takes about 11 ms. The launcher moves
-itself, once, and no call waits for it. The kernel's Documentation/admin-guide/cgroup-v2.rst explains each file.
+A cgroup holds all processes of its sandbox, including the agent. Moving a process takes about 11 ms. The launcher moves itself,
+once, and no call waits for it. The kernel's Documentation/admin-guide/cgroup-v2.rst explains each file.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _COPIES = 4
 
 
 class NotDelegatedError(Exception):
-    """No cgroup is available for limits; the message says why."""
+    """Raised if no cgroup is available for limits; the message says why."""
 
 
 def cgroups_of(settings: SandboxSettings) -> tuple[Cgroups | None, str]:
-    """The cgroups for sandbox limits, or None if the agent alone enforces them; and a description for the log.
+    """Returns the directory of cgroups for sandbox limits, None if only the agent enforces them; and a description for the log.
 
     Raises SandboxSetupError, with a remedy, if the settings require cgroups and there are none.
     """
@@ -62,7 +62,7 @@ def cgroups_of(settings: SandboxSettings) -> tuple[Cgroups | None, str]:
 
 @dataclass(frozen=True)
 class Cgroups:
-    """A delegated directory whose children can be given limits.
+    """A directory of cgroups that is delegated to this user, whose children can be given limits.
 
     For example `/sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/run-r1.scope`.
     """
@@ -72,7 +72,7 @@ class Cgroups:
 
     @classmethod
     def claim(cls, directory: str | None = None, cpus: float | None = None) -> Cgroups:
-        """Prepares a directory, by default this process's own cgroup, and tests a cgroup there. Raises NotDelegatedError.
+        """Prepares a delegated directory, by default this process's own cgroup, and tests a cgroup there. Raises NotDelegatedError.
 
         Processes in the directory itself move to its child `nmoe`. Cgroups left by killed runs are removed.
         """
@@ -87,7 +87,7 @@ class Cgroups:
         return found
 
     def make(self, disk_mb: int) -> Cgroup:
-        """Creates a cgroup for one sandbox with a disk of the given size. Raises OSError."""
+        """Creates a cgroup for one sandbox, whose disk has the given size. Raises OSError."""
         path = f"{self.directory}/{_PREFIX}{secrets.token_hex(8)}"
         with _locked(self.directory):
             os.mkdir(path)
@@ -125,7 +125,7 @@ class Cgroups:
         _write(f"{self.directory}/cgroup.subtree_control", " ".join(f"+{one}" for one in controllers))
 
     def _sweep(self) -> None:
-        """Removes the cgroups of sandboxes whose host is gone, which no process has locked."""
+        """Removes cgroups of sandboxes whose host process is gone, recognised by their lock being free."""
         for name in os.listdir(self.directory):
             if not name.startswith(_PREFIX):
                 continue
@@ -144,7 +144,8 @@ class Cgroups:
                 left.remove()
 
     def _try_out(self) -> None:
-        """Tests that a process can be put into a cgroup, is limited by it, and is killed with it."""
+        """Tests that a process can be moved to a cgroup, is listed there, and is killed with it. Raises NotDelegatedError or
+        OSError."""
         made = self.make(disk_mb=0)
         try:
             made.limit(Limits())
@@ -174,7 +175,7 @@ class Cgroup:
     def limit(self, limits: Limits, message_bytes: int = 0) -> None:
         """Sets the limits of the next call, whose request to the agent has `message_bytes`.
 
-        Files on the disk count as the cgroup's memory, and so does the output that the agent holds.
+        The cgroup's memory limit also covers files on the disk and the output that the agent holds.
         """
         agent = _KEEPERS_MB * _MIB + _COPIES * message_bytes + 2 * limits.output_kb * 1024
         wanted = (limits.memory_mb + self._disk_mb) * _MIB + agent, limits.processes + _KEEPERS
@@ -184,20 +185,19 @@ class Cgroup:
             self._in_force = wanted
 
     def kills(self) -> int:
-        """The number of processes that the kernel has killed here for lack of memory."""
+        """Returns the number of processes in the cgroup that the kernel has killed for lack of memory."""
         counts = dict(line.split() for line in _read(f"{self.path}/memory.events").splitlines())
         return int(counts["oom_kill"])
 
     def kill(self) -> None:
-        """Kills all processes of the cgroup at once. Before Linux 5.14 this is not possible; the end of the pid namespace does it
-        alone.
-        """
+        """Kills all processes of the cgroup at once. Does nothing before Linux 5.14, where the end of the pid namespace has to kill
+        them."""
         with contextlib.suppress(OSError):
             if os.path.exists(f"{self.path}/cgroup.kill"):
                 _write(f"{self.path}/cgroup.kill", "1")
 
     def remove(self) -> None:
-        """Removes the cgroup once it has no processes. If that fails, the next run removes it. Safe to call twice."""
+        """Removes the cgroup once it has no processes. If that fails, the next run removes it. May be called twice."""
         if self._lock < 0:
             return
         for _ in range(50):
@@ -213,7 +213,8 @@ class Cgroup:
 
 
 def _own_directory() -> str:
-    """The directory of this process's cgroup, or its parent if the cgroup is the leaf of an earlier claim."""
+    """Returns the directory of this process's cgroup, or its parent if the cgroup is the child `nmoe` of an earlier claim. Raises
+    NotDelegatedError if it is not delegated."""
     own = next((line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), None)
     mounts = [line.split() for line in _read("/proc/self/mountinfo").splitlines()]
     mounted = next(((row[3], row[4]) for row in mounts if row[row.index("-") + 1] == "cgroup2"), None)
@@ -234,7 +235,7 @@ def _own_directory() -> str:
 
 
 def _is_marked(path: str) -> bool:
-    """Whether systemd's extended attributes mark the directory as delegated."""
+    """Returns whether systemd's extended attributes mark the directory as delegated."""
     for name in ("trusted.delegate", "user.delegate"):
         with contextlib.suppress(OSError):
             if os.getxattr(path, name) == b"1":

@@ -1,8 +1,8 @@
-"""The interpreter inside a sandbox: the host files that must be visible for it, and no others.
+"""Finds the host files that must be visible in a sandbox for its Python interpreter, and no others.
 
 An installation is `bin`, `lib`, `lib64` and `pyvenv.cfg` below a prefix with a standard library or a `pyvenv.cfg`. Other files
-below the prefix are not shown, because an interpreter may live in a home directory. A link that leads to an interpreter is a
-link inside too.
+below the prefix are not shown, because an interpreter may live in a home directory. A link that leads to an interpreter is a link
+inside too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _TREE = ("bin", "lib", "lib64", "pyvenv.cfg")
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The files that a sandbox needs for an interpreter, as paths of the host:
+    """The host paths that a sandbox needs for its Python interpreter:
 
         Interpreter("/home/me/env/bin/python", visible=["/home/me/env/bin", "/home/me/env/lib", ...], links=[],
                     site=["/home/me/env/lib/python3.11/site-packages"], directories=["/home/me/env/bin", ...])
 
-    `visible` includes what the settings name. `links` are the (text, path) of symbolic links to make. `site` are the
-    directories with packages, listed here because the module site, which finds them, adds 19 ms to a cold start. `directories`
-    are for PATH.
+    `visible` includes the paths that the settings name. `links` are the (text, path) of symbolic links to create. `site` are the
+    directories with packages, listed here because the module site, which finds them, adds 19 ms to a cold start. `directories` are
+    for PATH.
     """
 
     python: str
@@ -39,7 +39,8 @@ class Interpreter:
 
 
 def interpreter_of(settings: SandboxSettings) -> Interpreter:
-    """Finds the files that an interpreter needs. Raises SandboxSetupError if it or a `visible` path does not exist."""
+    """Finds the files that the interpreter of the settings needs. Raises SandboxSetupError if it or a `visible` path does not
+    exist."""
     python = settings.python or os.path.realpath(sys.executable)
     if not os.access(python, os.X_OK):
         raise SandboxSetupError(f"sandbox.python: {python} is not a program; name a Python interpreter, 3.11 or newer")
@@ -68,7 +69,8 @@ def interpreter_of(settings: SandboxSettings) -> Interpreter:
 
 
 def beside(interpreter: Interpreter) -> dict[str, list[str]]:
-    """The directories around the interpreter that are not shown as a whole, each with the entries that a sandbox must show."""
+    """Returns the directories around the interpreter that are not shown as a whole, each with the only entries that a sandbox may
+    show."""
     shown = [*interpreter.visible, *(path for _, path in interpreter.links)]
     around = {above for one in interpreter.directories for above in (one, os.path.dirname(one))}
     return {
@@ -81,7 +83,7 @@ def beside(interpreter: Interpreter) -> dict[str, list[str]]:
 
 
 def _is_installation(prefix: str) -> bool:
-    """Whether a directory is the prefix of a Python installation or of a virtual environment."""
+    """Returns whether a directory is the prefix of a Python installation or of a virtual environment."""
     top = Path(prefix)
     return (top / "pyvenv.cfg").is_file() or any(top.glob("lib*/python3*/os.py"))
 
@@ -91,7 +93,7 @@ def _is_below(path: str, directories: Iterable[str]) -> bool:
 
 
 def _hops(path: str) -> list[str]:
-    """A program's path and the paths that its links lead through, the real one last."""
+    """Returns a program's path and the paths that its symbolic links lead through, the real one last."""
     hops = [path]
     while os.path.islink(hops[-1]) and len(hops) < 40:
         hops.append(os.path.normpath(os.path.join(os.path.dirname(hops[-1]), os.readlink(hops[-1]))))

@@ -1,4 +1,4 @@
-"""Test the protections of a sandbox before anything runs in one: each attempt to escape must fail, or the run does not start."""
+"""Tests the protections of a sandbox before anything runs in one: each attempt to escape must fail, or the run does not start."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ time.sleep(10)
 async def probe(
     start: Callable[[], Coroutine[Any, Any, ProcessSandbox]], limits: Limits, interpreter: Interpreter, level: str
 ) -> None:
-    """Runs every attempt in a sandbox that `start` gives, which has a disk as in `limits`. Raises SandboxSetupError, which names
-    the attempts that succeeded."""
+    """Attempts to break out of, or to exceed the limits of, a sandbox that `start` opens, whose disk is as in `limits`. Raises
+    SandboxSetupError, which names the attempts that succeeded."""
     name = f"nmoe-probe-{secrets.token_hex(8)}"
     with (
         tempfile.NamedTemporaryFile("w", prefix="nmoe-probe-") as file,

@@ -1,4 +1,5 @@
-"""The host's side of a sandbox: the agent's process, one request at a time over the control socket, and closing."""
+"""The host's side of a sandbox: starts the agent's process, exchanges one request at a time over the control socket, and closes
+it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ Entry = tuple[str, str, int]  # path, "directory" | "file" | "link", mode
 
 
 class LostError(Exception):
-    """The agent is gone, or sent an invalid answer."""
+    """Raised if the agent is gone, or sent an invalid answer."""
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Process:
     agent: int = -1
 
     def kill(self) -> None:
-        """Kills the agent; the kernel then kills everything else in its pid namespace. Safe to call twice.
+        """Kills the agent; the kernel then kills everything else in its pid namespace. May be called twice.
 
         The socket is shut down, not closed, so that a waiting reader sees the end.
         """
@@ -61,7 +62,7 @@ class Process:
                 signal.pidfd_send_signal(self.launcher, signal.SIGKILL)
 
     async def ended(self) -> None:
-        """Waits for the launcher, which outlives everything in the sandbox."""
+        """Waits for the end of the launcher, which outlives everything in the sandbox."""
         launcher, self.launcher = self.launcher, -1
         if launcher >= 0:
             try:
@@ -71,7 +72,8 @@ class Process:
 
 
 class Starter:
-    """The process that forks launchers (`nmoe.sandbox.inside.server`). It starts at the first request, and again if it is gone."""
+    """Runs the process that forks launchers (`nmoe.sandbox.inside.server`), from the first request on; starts it again if it has
+    ended."""
 
     def __init__(self, python: str, root: str, environment: dict[str, str]) -> None:
         code = f"import sys; sys.path.insert(0, {root!r}); from nmoe.sandbox.inside import server; server.main()"
@@ -82,7 +84,8 @@ class Starter:
         self._requests: socket.socket | None = None
 
     async def start(self, plan: dict[str, Any], deadline_s: float) -> Process:
-        """Starts an agent by `plan` and waits until it is ready. Raises OSError with the launcher's message."""
+        """Starts an agent by `plan` and waits until it is ready, at most `deadline_s`. Raises OSError with the launcher's
+        message."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -117,7 +120,7 @@ class Starter:
         return process
 
     def close(self) -> None:
-        """Ends the process. Sandboxes that it started keep running."""
+        """Ends the forking process. Sandboxes that it started keep running."""
         with self._lock:
             if self._server is not None and self._requests is not None:
                 self._requests.close()
@@ -141,7 +144,8 @@ class Starter:
 
 
 async def _greeted(control: socket.socket) -> int:
-    """The agent's pid, as this process sees it, from the credentials that the kernel attaches to its first message."""
+    """Waits for the agent's first message, and returns its pid in this process's namespace, from the credentials that the kernel
+    attaches."""
     await _readable(control)
     first, ancillary, _, _ = control.recvmsg(SIZES.size, socket.CMSG_SPACE(_CREDENTIALS.size))
     if len(first) != SIZES.size or not ancillary:
@@ -184,7 +188,7 @@ def _text(descriptor: int) -> str:
 
 
 class ProcessSandbox:
-    """A `Sandbox` (nmoe.sandbox.api) run by an agent."""
+    """A `Sandbox` (nmoe.sandbox.api) that an agent process runs."""
 
     def __init__(
         self, process: Process, limits: Limits, uid_lock: socket.socket | None, cgroup: Cgroup | None = None
@@ -231,7 +235,7 @@ class ProcessSandbox:
         self._done(await self._call({"op": "write", "path": path}, [data], self._file_limits()))
 
     async def put(self, entries: Sequence[Entry], blobs: Sequence[bytes]) -> None:
-        """Creates files, directories and links in the workspace and replaces existing ones. Raises SandboxFileError."""
+        """Creates files, directories and links in the workspace, replacing existing ones. Raises SandboxFileError."""
         self._done(await self._call({"op": "put", "entries": entries}, blobs, self._file_limits()))
 
     async def restrict(self, access: Access) -> None:
@@ -245,7 +249,8 @@ class ProcessSandbox:
                 process.control.close()
 
     async def _end(self) -> Process | None:
-        """Ends the process. Returns it, with its socket still open, if it had not been ended before."""
+        """Kills the processes and frees cgroup and uid. Returns the process, with its socket still open; None if it was ended
+        before."""
         process, self._process = self._process, None
         if process is not None:
             if self._cgroup is not None:
@@ -313,9 +318,8 @@ class ProcessSandbox:
                 raise
 
     def _why_lost(self, killed: int) -> Failure:
-        """The failure of a call whose sandbox was lost. `killed` is the number of processes killed for lack of memory before the
-        call.
-        """
+        """Returns the failure of a call whose sandbox was lost. `killed` is the number of processes killed for lack of memory
+        before the call."""
         with contextlib.suppress(OSError):
             if self._cgroup is not None and self._cgroup.kills() > killed:
                 return "out_of_memory"
@@ -340,10 +344,11 @@ class ProcessSandbox:
 
 
 def entries_of(directory: Path, most_mb: int) -> tuple[list[Entry], list[bytes]]:
-    """Every directory, file and symbolic link below `directory`, parents first, with the file's content or the link's text.
+    """Lists every directory, file and symbolic link below `directory`, parents first, and returns these entries and for each the
+    file's content or the link's text.
 
-    A link is copied as a link, even a dangling one. Raises UserError for an entry of another kind or one that cannot be read,
-    and if the files are larger than `most_mb`.
+    A link is copied as a link, even a dangling one. Raises UserError for an entry of another kind or one that cannot be read, and
+    if the files are larger than `most_mb`.
     """
     entries: list[Entry] = []
     blobs: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The factory of sandboxes: tests the machine once, starts sandboxes ahead of need, and gives each its own uid."""
+"""Opens sandboxes: tests the machine once, starts sandboxes ahead of need, and gives each its own uid."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ _ENVIRONMENT = {
 
 
 class Sandboxes:
-    """Opens sandboxes of one level, all with the same disk and the same default limits.
+    """Opens sandboxes of one protection level, all with the same disk size and default limits.
 
     `close` ends the unused ones; each open sandbox is closed by its owner.
     """
 
     def __init__(self, settings: SandboxSettings | None = None, limits: Limits | None = None) -> None:
-        """Starts one sandbox and tries to escape from it. Raises SandboxSetupError, with a remedy, if the level does not hold."""
+        """Opens one sandbox and tests its protections (`probe`). Raises SandboxSetupError, with a remedy, if it cannot start or
+        does not hold."""
         self.settings = settings or SandboxSettings()
         self.limits = limits or Limits()
         self.interpreter = interpreter_of(self.settings)
@@ -64,7 +65,7 @@ class Sandboxes:
             raise
 
     def describe(self) -> str:
-        """The protections in force, in one line, for the log and for records of workspaces."""
+        """Returns the protections in force as one line, for the log and for records of workspaces."""
         entered = (
             f"bubblewrap {_version(self._bubblewrap)}"
             if self._bubblewrap
@@ -78,10 +79,10 @@ class Sandboxes:
         )
 
     async def open(self, workspace: Path | None = None, access: Access | None = None) -> ProcessSandbox:
-        """Opens a fresh sandbox with a copy of the files of `workspace`.
+        """Opens a fresh sandbox with a copy of the files of `workspace`, restricted to `access` if given.
 
-        Raises SandboxSetupError if it does not start, UserError for a workspace that cannot be read, SandboxFileError for one
-        that does not fit its disk.
+        Raises SandboxSetupError if it does not start, UserError for a workspace that cannot be read, SandboxFileError for one that
+        does not fit its disk.
         """
         if self._closed:
             raise RuntimeError("these sandboxes are closed")
@@ -97,13 +98,13 @@ class Sandboxes:
         return sandbox
 
     async def close(self) -> None:
-        """Ends the unused sandboxes and opens no more."""
+        """Ends the unused sandboxes; no more can be opened."""
         self._closed = True
         await asyncio.to_thread(self.warm.close)
         await asyncio.to_thread(self._starter.close)
 
     async def open_cold(self) -> ProcessSandbox:
-        """Starts a sandbox now, instead of taking one started ahead. Raises SandboxSetupError."""
+        """Starts a new sandbox instead of taking one that was started ahead. Raises SandboxSetupError."""
         uid, lock = free_uid(self.settings.first_uid) if has_uids(self.settings.first_uid) else (None, None)
         plan = {
             "level": self.settings.level,
@@ -158,7 +159,7 @@ def _remedy(level: str, reason: str) -> str:
 
 
 class WarmSandboxes:
-    """Keeps `count` sandboxes ready from the first `take` on."""
+    """Keeps `count` sandboxes started and ready, from the first `take` on."""
 
     def __init__(self, count: int, start: Callable[[], Coroutine[Any, Any, ProcessSandbox]]) -> None:
         self._count = count
@@ -172,7 +173,7 @@ class WarmSandboxes:
         return len(self._ready)
 
     def take(self) -> ProcessSandbox | None:
-        """Takes a ready sandbox, or None, and starts missing ones in the background."""
+        """Takes a ready sandbox (None if there is none), and starts missing ones in the background."""
         taken = self._ready.pop() if self._ready else None
         if self._count and self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -218,9 +219,9 @@ _UIDS = 65536
 
 
 def has_uids(first: int) -> bool:
-    """Whether this process may switch to other uids, which only root may.
+    """Returns whether this process may give sandboxes other uids, which only root may.
 
-    Raises SandboxSetupError for root of a user namespace that does not map the uids from `first` on.
+    Raises SandboxSetupError for root of a user namespace that does not map the uid `first`.
     """
     if os.getuid() != 0:
         return False
@@ -238,7 +239,8 @@ def has_uids(first: int) -> bool:
 
 
 def free_uid(first: int) -> tuple[int, socket.socket]:
-    """Reserves a uid from `first` on that no live sandbox on this machine has.
+    """Reserves a uid, `first` or above, that no live sandbox on this machine has; returns it and the socket that holds the
+    reservation.
 
     The lock is an abstract socket's name, which is released when its process ends. Raises SandboxSetupError if no uid is free.
     """
@@ -255,7 +257,7 @@ def free_uid(first: int) -> tuple[int, socket.socket]:
 
 
 def _known(kind: str) -> range:
-    """The largest range of ids that this user namespace maps."""
+    """Returns the largest range of ids that this user namespace maps. `kind` is "uid" or "gid"."""
     with open(f"/proc/self/{kind}_map") as file:
         rows = [[int(field) for field in line.split()] for line in file]
     return max((range(inside, inside + count) for inside, _, count in rows), key=len, default=range(0))

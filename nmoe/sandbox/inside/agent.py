@@ -1,8 +1,9 @@
-"""The first process of a sandbox: forks a child for every call, enforces the limits, and kills everything that the call started.
+"""The agent, the first process of a sandbox: forks a child for every call, enforces the limits, and kills everything that the call
+started.
 
-It is pid 1 of its pid namespace. Signals from inside do not reach it, and it cannot be traced or read (PR_SET_DUMPABLE,
-seccomp). It ends when the host's end of the control socket closes, and the kernel then kills everything else in the namespace.
-It holds no secrets from the code that it runs: neither tests nor the host's environment.
+It is pid 1 of its pid namespace. Signals from inside do not reach it, and it cannot be traced or read (PR_SET_DUMPABLE, seccomp).
+It ends when the host's end of the control socket closes, and the kernel then kills everything else in the namespace. It holds no
+secrets from the code that it runs: neither tests nor the host's environment.
 """
 
 from __future__ import annotations
@@ -47,10 +48,9 @@ class Agent:
     def __init__(
         self, control: socket.socket, workspace: str, readable: list[str], held: int, score: int, fenced: bool
     ) -> None:
-        """`readable` is visible outside the workspace. `held` is the number of processes of the user namespace that belong to no
-        call. `score` is a descriptor of this process's own oom_score_adj. `fenced` says that Landlock already restricts this
-        process; otherwise it restricts the calls, if the kernel has it.
-        """
+        """`readable` are the paths outside the workspace that calls may read. `held` is the number of processes of the user
+        namespace that belong to no call. `score` is a descriptor of this process's own oom_score_adj. `fenced` says that Landlock
+        already restricts this process; otherwise it restricts the calls, if the kernel has it."""
         self._control = control
         self._workspace = workspace
         self._cwd = workspace
@@ -62,7 +62,7 @@ class Agent:
         self._usual = None if fenced or not landlock.version() else landlock.ruleset(default_landlock_rules(readable))
 
     def serve(self) -> NoReturn:
-        """Answers requests until the host is gone."""
+        """Answers the host's requests until the host is gone."""
         # Python has a handler for SIGINT alone; any handler would let the signal reach pid 1.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -144,7 +144,7 @@ class Agent:
     def _enter(
         self, limits: dict[str, float], stdin: int, stdout: int, stderr: int, status: int, channel: int | None
     ) -> None:
-        """Sets up the child: its descriptors and no others, its limits, its directory."""
+        """Sets up the child process of a call: its descriptors (closing all others), limits, access rules and directory."""
 
         if self._usual is not None and self._rules is None:
             landlock.restrict(self._usual)
@@ -188,7 +188,7 @@ class Agent:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
     def _failure(self, exit_code: int | None, stated: bytes) -> str:
-        """The failure name of a call that no limit ended, from the exit code and the child's own report.
+        """Returns the failure name of a call that no limit ended, from the exit code and the child's own report.
 
         A child that lies only misnames its own end.
         """
@@ -236,7 +236,7 @@ class Agent:
 
 
 class _Call:
-    """One child and everything that it starts, until they are dead."""
+    """A running call: one child and everything that it starts, until they are dead."""
 
     def __init__(
         self,
@@ -262,9 +262,8 @@ class _Call:
         self._status: int | None = None
 
     def watch(self) -> tuple[str | None, int | None]:
-        """Watches the call. Returns the name of the limit that was passed, if any, and the exit code unless the child was
-        stopped.
-        """
+        """Waits for the end of the call and enforces its limits. Returns the name of the limit that was exceeded, None if none was,
+        and the exit code, None if a limit stopped the child."""
         poll = select.poll()
         poll.register(self._control, 0)
         pidfd = os.pidfd_open(self._pid)
@@ -337,7 +336,7 @@ class _Call:
         return "timeout" if self._status is None and time.monotonic() >= self._deadline else None
 
     def _read(self, stream: int) -> bool:
-        """Reads the available output, up to the limit; False if there is no more for now."""
+        """Reads the available output of a stream, up to the limit; returns False if there is no more for now."""
         try:
             data = os.read(stream, 65536)
         except BlockingIOError:
@@ -359,7 +358,7 @@ class _Call:
             self._feed = -1
 
     def _reap(self, options: int = os.WNOHANG) -> bool:
-        """Waits for one child or orphan that has ended; False if there is none."""
+        """Waits for one child or orphan that has ended; returns False if there is none."""
         try:
             pid, status, used = os.wait4(-1, options)
         except ChildProcessError:
@@ -371,7 +370,7 @@ class _Call:
         return bool(pid)
 
     def _kill(self) -> None:
-        """Kills everything in the namespace but this process until nothing is left. The next turn catches a fork in progress."""
+        """Kills everything in the namespace except this process until nothing is left. Repeated, to catch a fork in progress."""
         while True:
             # The child may have ended by itself; this signal must not replace its own status.
             try:
@@ -385,19 +384,19 @@ class _Call:
 
 
 def default_landlock_rules(readable: list[str]) -> list[tuple[str, int]]:
-    """The Landlock rules for calls of a sandbox that nothing restricts to parts of its workspace."""
+    """Returns the Landlock rules for calls that may access the whole workspace."""
     return [*system_rules(readable), ("/", landlock.LIST), ("/workspace", landlock.WRITE)]
 
 
 def system_rules(readable: list[str]) -> list[tuple[str, int]]:
-    """The Landlock rules for the paths outside the workspace that every call may access."""
+    """Returns the Landlock rules for the paths outside the workspace that every call may access."""
     rules = [(path, landlock.READ) for path in (*readable, "/proc", "/dev")]
     rules += [(path, landlock.WRITE) for path in ("/tmp", "/dev/shm")]
     return rules + [(f"/dev/{name}", landlock.DEVICE) for name in ("null", "zero", "full", "random", "urandom")]
 
 
 def _above(descriptor: int, least: int) -> int:
-    """A copy of a descriptor with a number above `least`."""
+    """Returns a copy of a descriptor whose number is greater than `least`."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least + 1)
 
 

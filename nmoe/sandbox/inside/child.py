@@ -1,4 +1,4 @@
-"""The child of a call: runs a command, or Python code in the interpreter's pristine state."""
+"""The actions of a call's child process: run a command, or Python code in the interpreter's pristine state."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _FULL = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full", errno.EFBIG: "dis
 
 
 def nothing() -> None:
-    """Ends at once."""
+    """Does nothing, so that the child ends at once."""
 
 
 def state(failure_or_directory: str) -> None:
-    """Reports to the agent the cause of this child's end, or its last directory."""
+    """Reports a line to the agent: the reason for this child's end, or its last directory."""
     os.write(STATUS, f"{failure_or_directory}\n".encode())
 
 
 def state_error(error: BaseException) -> None:
-    """Reports the limit that an exception stands for, if any."""
+    """Reports to the agent which limit an exception means (memory, disk or access), if any."""
     if isinstance(error, MemoryError):
         state("out_of_memory")
     elif isinstance(error, OSError):
@@ -42,7 +42,7 @@ def state_error(error: BaseException) -> None:
 
 
 def end_by(error: BaseException) -> NoReturn:
-    """Ends a child whose action raised."""
+    """Ends a child whose action raised: reports the error and exits with code 1."""
     try:
         state_error(error)
         os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
@@ -51,7 +51,8 @@ def end_by(error: BaseException) -> NoReturn:
 
 
 def command(argv: list[str], keeps_status: bool = False) -> Callable[[], None]:
-    """Runs a command. With `keeps_status` it inherits the status descriptor, to report where it ended."""
+    """Returns an action that replaces the child by a command. With `keeps_status` the command inherits the status descriptor, to
+    report the directory where it ended."""
 
     def act() -> None:
         for number in (SIGPIPE, SIGXFSZ):
@@ -99,7 +100,7 @@ def python(code: str) -> Callable[[], None]:
 
 
 class _Quitter:
-    """`exit` and `quit`, as in any interpreter."""
+    """The functions `exit` and `quit` of an interactive interpreter."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -112,7 +113,7 @@ class _Quitter:
 
 
 def _show(error: BaseException, code: str) -> None:
-    """Prints the traceback, starting at the code's own first frame."""
+    """Prints a traceback that starts at the sandboxed code's first frame."""
     import linecache
     import traceback
 
@@ -133,9 +134,8 @@ def _exit_code(value: object) -> int:
 
 
 def _finish(exit_code: int) -> int:
-    """Does what an interpreter does before it ends: waits for threads, runs exit functions, flushes. The code may break any of
-    it.
-    """
+    """Does the last steps of an interpreter: waits for threads, runs exit functions, flushes. The sandboxed code may have broken
+    any of them."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

@@ -1,4 +1,4 @@
-"""Access to workspace files, each in a child process: never outside the workspace, through a link, or to a fifo or device."""
+"""Reads and writes workspace files in a child process: never outside the workspace, through a link, or a fifo or device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read(workspace: str, path: str) -> Callable[[], None]:
-    """Writes a regular file to standard output."""
+    """Returns an action that writes a regular file's content to standard output."""
 
     def act() -> None:
         descriptor = _open(workspace, path, os.O_RDONLY | os.O_NONBLOCK)
@@ -26,7 +26,8 @@ def read(workspace: str, path: str) -> Callable[[], None]:
 
 
 def read_lines(workspace: str, path: str, first: int, count: int) -> Callable[[], None]:
-    """Writes `count` lines of a regular file from line `first`, counted from 1, to standard output, each ending in a newline.
+    """Returns an action that writes `count` lines of a regular file from line `first`, counted from 1, to standard output,
+    unchanged.
 
     Ends as "tool_error" if a non-empty file has no line `first`. Holds one block in memory, however long the lines are.
     """
@@ -56,7 +57,8 @@ def read_lines(workspace: str, path: str, first: int, count: int) -> Callable[[]
 
 
 def edit(workspace: str, path: str, old: bytes, new: bytes) -> Callable[[], None]:
-    """Replaces the only occurrence of `old` in a regular file. Ends as "tool_error" if there is none, or more than one."""
+    """Returns an action that replaces the only occurrence of `old` in a regular file, and ends as "tool_error" if there is none, or
+    more than one."""
 
     def act() -> None:
         descriptor = _open(workspace, path, os.O_RDWR | os.O_NONBLOCK, only_name=True)
@@ -73,7 +75,7 @@ def edit(workspace: str, path: str, old: bytes, new: bytes) -> Callable[[], None
 
 
 def write(workspace: str, path: str, data: bytes) -> Callable[[], None]:
-    """Replaces a file, or creates it and its parent directories."""
+    """Returns an action that replaces a file, or creates it and its parent directories."""
 
     def act() -> None:
         relative = _relative(workspace, path)
@@ -87,7 +89,8 @@ def write(workspace: str, path: str, data: bytes) -> Callable[[], None]:
 
 
 def put(workspace: str, entries: Sequence[tuple[str, str, int]], blobs: Sequence[bytes]) -> Callable[[], None]:
-    """Creates entries (path, "directory" | "file" | "link", mode) from blobs in the same order, replacing existing ones."""
+    """Returns an action that creates entries (path, "directory" | "file" | "link", mode) with the contents `blobs`, replacing
+    existing ones."""
 
     def act() -> None:
         root = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY)
@@ -119,7 +122,7 @@ def _relative(workspace: str, path: str) -> str:
 
 
 def _open(workspace: str, path: str, flags: int, *, only_name: bool = False) -> int:
-    """Opens a regular file below the workspace; ends this child if it is anything else."""
+    """Opens a regular file below the workspace and returns its descriptor; ends this child if it is anything else."""
     root = os.open(workspace, os.O_PATH | os.O_DIRECTORY)
     try:
         descriptor = open_beneath(root, _relative(workspace, path), flags, 0o644 if flags & os.O_CREAT else 0)
@@ -167,7 +170,7 @@ def _make_directories(workspace: str, path: str) -> None:
 
 
 def _directory_in(directory: int, name: str) -> int:
-    """The directory of that name, which replaces any other entry of the name. Closes `directory`."""
+    """Opens the directory `name` in `directory`, creating it, if need be in place of another kind of entry. Closes `directory`."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
         found = os.open(name, flags, dir_fd=directory)

@@ -1,4 +1,4 @@
-"""System calls that Python does not wrap, by ctypes. Each raises OSError with the name of the failed call."""
+"""System calls that Python does not provide, by ctypes. Each raises OSError with the name of the failed call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def syscall(what: str, number: int, *arguments: int | bytes | None) -> int:
-    """Makes a system call. Integers are passed by value, bytes as a pointer."""
+    """Makes a system call by its number. Integers are passed by value, bytes as a pointer."""
     values = [ctypes.c_long(one) if isinstance(one, int) else ctypes.c_char_p(one) for one in arguments]
     result = int(_libc.syscall(ctypes.c_long(number), *values))
     return _checked(result, what)
@@ -36,7 +36,7 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def set_seccomp_filter(program: bytes) -> None:
-    """Installs a classic BPF program as seccomp filter for this process and its descendants."""
+    """Installs a classic BPF program as the seccomp filter of this process and its descendants."""
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     buffer = ctypes.create_string_buffer(header, len(header))
@@ -81,7 +81,7 @@ def drop_capabilities() -> None:
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """Opens a path by openat2, never leaving `directory` and following no symbolic link."""
+    """Opens a path by openat2 that cannot leave `directory` and follows no symbolic link; returns the descriptor."""
     how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS)
     return syscall(f"open {path}", _OPENAT2, directory, path.encode(), how, len(how))
 

@@ -1,4 +1,4 @@
-"""Landlock: a process gives up file rights for itself and its descendants (Linux 5.13; landlock(7))."""
+"""Landlock: lets a process give up file rights, for itself and its descendants (Linux 5.13; landlock(7))."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRITE = READ | ((1 << 15) - 1 & ~_MAKE_CHAR & ~_MAKE_BLOCK)
 
 
 def version() -> int:
-    """The version of the kernel's Landlock interface; 0 if it is missing or disabled."""
+    """Returns the version of the kernel's Landlock interface; 0 if it is missing or disabled."""
     try:
         return kernel.syscall("landlock_create_ruleset", _CREATE_RULESET, None, 0, 1)
     except OSError:
@@ -33,11 +33,11 @@ def version() -> int:
 
 
 def ruleset(rules: Sequence[tuple[str, int]], *, network: bool = False) -> int:
-    """Makes a set of the only rights to keep: (path, READ | WRITE | DEVICE), each for everything beneath the path. Returns its
-    descriptor.
+    """Creates a Landlock ruleset, which lists the only rights to keep: (path, READ | WRITE | DEVICE), each for everything beneath
+    the path. Returns its descriptor.
 
-    A path that does not exist has no rule. `network` also gives up TCP, abstract sockets and signals to outside processes, as
-    far as the kernel supports it. Raises OSError if the kernel has no Landlock.
+    A path that does not exist has no rule. `network` also gives up TCP, abstract sockets and signals to outside processes, as far
+    as the kernel supports it. Raises OSError if the kernel has no Landlock.
     """
     known = version()
     if not known:
@@ -60,5 +60,5 @@ def ruleset(rules: Sequence[tuple[str, int]], *, network: bool = False) -> int:
 
 
 def restrict(made: int) -> None:
-    """Keeps only the rights of a set, in this process and its descendants."""
+    """Applies a ruleset (`ruleset`) to this process and its descendants, for good."""
     kernel.syscall("landlock_restrict_self", _RESTRICT_SELF, made, 0)

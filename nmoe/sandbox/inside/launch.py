@@ -61,7 +61,8 @@ module.Agent(_socket.socket(fileno={control}), {workspace!r}, {readable!r}, 1, o
 
 
 def main(plan: dict[str, Any]) -> NoReturn:
-    """Never returns: it becomes the agent, or exits with code 1 and the reason on standard error."""
+    """Builds the sandbox that `plan` describes. Never returns: the process becomes the agent, or exits with code 1 and the reason
+    on standard error."""
     os.dup2(0, CONTROL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
@@ -78,13 +79,14 @@ def main(plan: dict[str, Any]) -> NoReturn:
 
 
 def _join(members: str) -> None:
-    """Moves this process to the cgroup whose members the file lists. Its descendants start there."""
+    """Moves this process to the cgroup whose members the file lists; its descendants start there."""
     with open(members, "wb", buffering=0) as file:
         file.write(b"0")
 
 
 def _stage(plan: dict[str, Any]) -> None:
-    """Creates a mount namespace with the sandbox's tmpfs and the files that only this user can read."""
+    """Creates a mount namespace with the sandbox's tmpfs, and mounts the visible files into it, some of which only this user may
+    read."""
     uid, gid = os.getuid(), os.getgid()
     if uid:
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
@@ -123,7 +125,7 @@ def _drop_user(uid: int | None) -> None:
 
 
 def _shown(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """(path now, path inside) of everything that is read-only inside."""
+    """Returns (path now, path inside) of everything that is visible and read-only inside."""
     shown = [("/usr", "/usr")]
     shown += [
         (f"/{name}", f"/{name}") for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32") if _is_directory(name)
@@ -138,7 +140,8 @@ def _is_directory(name: str) -> bool:
 
 
 def _links(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """(text, path) of symbolic links: the host's from / to /usr, the usual ones of /dev, and the interpreter's."""
+    """Returns (text, path) of the symbolic links to create: the host's from / to /usr, the usual ones of /dev, and the
+    interpreter's."""
     names = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
     found = [(os.readlink(f"/{name}"), f"/{name}") for name in names if os.path.islink(f"/{name}")]
     found += [(f"/proc/self/fd/{number}", f"/dev/{name}") for number, name in enumerate(("stdin", "stdout", "stderr"))]
@@ -216,7 +219,7 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
 
 
 def _build_root(plan: dict[str, Any]) -> None:
-    """Builds the root of this mount namespace from the directories that are visible inside, and no others."""
+    """Creates a root file system from only the directories that are visible inside, and switches to it."""
     socket.sethostname("sandbox")
     root = _ROOT
     kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=4k,mode=755")
@@ -255,7 +258,7 @@ def _map_ids(inside_uid: int, uid: int, inside_gid: int, gid: int) -> None:
 
 
 def _like(source: str, target: str) -> None:
-    """Creates an empty directory or file as a mount point for `source`."""
+    """Creates an empty directory or file at `target`, as a mount point for `source`."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -264,7 +267,7 @@ def _like(source: str, target: str) -> None:
 
 
 def _file_with(data: bytes) -> int:
-    """An inheritable descriptor from which `data` can be read."""
+    """Returns an inheritable descriptor from which `data` can be read."""
     descriptor = os.memfd_create("nmoe-sandbox", 0)
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -272,7 +275,7 @@ def _file_with(data: bytes) -> int:
 
 
 def _compiled(modules: Sequence[ModuleType]) -> bytes:
-    """The packages' names and the modules' bytecode, for `_BOOTSTRAP`."""
+    """Returns the packages' names and the modules' bytecode, marshalled for `_BOOTSTRAP`."""
     names = sorted({".".join(module.__name__.split(".")[:depth]) for module in modules for depth in range(1, 5)})
     code = [(module.__name__, module.__spec__.loader.get_code(module.__name__)) for module in modules]  # type: ignore
     return marshal.dumps((names, code))

@@ -1,7 +1,7 @@
-"""Messages between host and agent: sizes, a header, and blobs.
+"""The messages between host and agent: sizes, a header, and blobs (bytes).
 
-A request's header is a Python literal, which the agent accepts from the host alone. An answer's header is one line of text,
-because the host trusts nothing from the sandbox unchecked.
+A request's header is a Python literal, which the agent accepts only from the host. An answer's header is one line of text, because
+the host trusts nothing from the sandbox unchecked.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def answer(
     out: bytes | bytearray,
     err: bytes | bytearray,
 ) -> bytes:
-    """Writes an answer. `times` are wall-clock, CPU and starved seconds."""
+    """Encodes an answer of the agent. `times` are wall-clock, CPU and starved seconds."""
     shown = " ".join(f"{one:.6f}" for one in times)
     return _message(f"{failure} {exit_code} {shown} {len(out)}", (out, err))
 
 
 def parse_answer(header: bytes, body: bytes) -> tuple[str, int | None, tuple[float, float, float], bytes, bytes]:
-    """Parses an answer. Raises ValueError for anything that `answer` does not write."""
+    """Parses an answer of the agent. Raises ValueError for anything that `answer` does not write."""
     failure, code, wall_s, cpu_s, starved_s, size = header.decode("ascii").split(" ")
     times = float(wall_s), float(cpu_s), float(starved_s)
     return failure, None if code == "None" else int(code), times, body[: int(size)], body[int(size) :]

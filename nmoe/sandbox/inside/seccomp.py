@@ -1,8 +1,8 @@
-"""The system calls that sandboxed code may not make, as a classic BPF program (seccomp(2)).
+"""The seccomp filter, a classic BPF program (seccomp(2)) that refuses dangerous system calls of sandboxed code.
 
 Refused with EPERM are calls that reach other processes, other namespaces or the machine's settings, kernel interfaces with a
-history of escapes, memory that counts in no process's size, and objects of which the whole machine or the host's user has a
-limited number. Calls newer than this list are refused with ENOSYS.
+history of escapes, memory that counts in no process's size, and objects of which the whole machine or the host's user has a limited
+number. Calls newer than this list are refused with ENOSYS.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def filter_program() -> bytes:
-    """The program for this machine's architecture. Raises OSError on an unsupported one."""
+    """Returns the filter for this machine's architecture. Raises OSError on an unsupported one."""
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH:
         raise OSError(f"the seccomp filter is written for {' and '.join(_AUDIT_ARCH)}, not for {machine}")
@@ -137,6 +137,7 @@ def _unless(test: int, value: int, answer: int) -> list[bytes]:
 
 
 def _argument(number: int, argument: int, checks: list[bytes]) -> list[bytes]:
-    """Applies `checks` to the low half of one argument of a call; nothing after them is checked for that call."""
+    """Returns BPF code that applies `checks` to the low half of one argument of a system call, and allows the call if none of them
+    refuses it."""
     body = [_line(_LOAD, _ARGUMENTS + 8 * argument), *checks, _line(_RETURN, _ALLOW)]
     return [_line(_EQUAL, number, 0, len(body)), *body]

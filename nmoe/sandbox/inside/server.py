@@ -1,12 +1,11 @@
-"""Forks launchers, so that the interpreter and this package are loaded once, not for every sandbox.
+"""The process that forks launchers, so that the interpreter and this package are loaded once, not for every sandbox.
 
 The host runs it as
 
     PYTHON -S -s -P -c "import sys; sys.path.insert(0, ROOT); from nmoe.sandbox.inside import server; server.main()"
 
-with its socket as standard input. A request is a plan with two descriptors: the control socket and the one for errors. The
-answer is a pidfd of the launcher. It has one thread, holds nothing of any sandbox, and ends when the host's end of the socket
-closes.
+with its socket as standard input. A request is a plan with two descriptors: the control socket and the pipe for errors. The answer
+is a pidfd of the launcher. It has one thread, holds nothing of any sandbox, and ends when the host's end of the socket closes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The combined resource use of a sandbox's processes, read from its own /proc. The caller, pid 1, is left out."""
+"""Measures the combined resource use of a sandbox's processes from its own /proc. The calling agent, pid 1, is left out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 class Usage:
-    """Memory and CPU time of the processes, look by look: `Usage().look({})` gives 31457280 bytes, and `seconds` grows.
+    """Measures memory and CPU time of the processes by repeated looks: `Usage().look({})` returns 31457280 bytes, and `seconds`
+    grows.
 
-    A child whose parent ignores SIGCHLD vanishes when it ends, and no process's times include it. So the times of living
-    processes are added up as they grow. A parent's times of its children add only the part that was not seen while they lived.
-    What such a child did after it was last seen is lost, so looks should be frequent while `hidden`.
+    A child whose parent ignores SIGCHLD vanishes when it ends, and no process's times include it. So the times of living processes
+    are added up as they grow. A parent's times of its children add only the part that was not seen while they lived. The time that
+    such a child used after it was last seen is lost, so looks should be frequent while `hidden`.
     """
 
     def __init__(self) -> None:
@@ -23,9 +24,9 @@ class Usage:
         self._last_pid = _last_pid()
 
     def look(self, reaped: dict[str, float]) -> int:
-        """Adds what happened since the last look. Returns bytes of memory, counting a shared page once per process.
+        """Adds the CPU time since the last look to `seconds`. Returns bytes of memory, counting a shared page once per process.
 
-        `reaped` are the processes that the caller has waited for since then, with their seconds and their children's.
+        `reaped` are the processes that the caller has waited for since the last look: their CPU seconds, children included, by pid.
         """
         now: dict[str, tuple[bytes, str, float, float]] = {}
         resident = 0
@@ -44,7 +45,7 @@ class Usage:
         return resident
 
     def end(self, reaped: dict[str, float]) -> None:
-        """Adds the last processes, after which none is left."""
+        """Adds the CPU time of the last processes, when none is left."""
         self._add({}, reaped)
 
     def _add(self, now: dict[str, tuple[bytes, str, float, float]], reaped: dict[str, float]) -> None:
@@ -76,7 +77,7 @@ _COARSE_S = 0.1
 
 
 def _run_s(pid: str, one_thread: bool) -> float:
-    """Seconds that the living threads of a process have run, by the kernel's account of each; 0 without one."""
+    """Returns the seconds that the living threads of a process have run, by the kernel's schedstat of each; 0 if it has none."""
     ran = 0
     try:
         threads = [pid] if one_thread else [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
@@ -89,13 +90,13 @@ def _run_s(pid: str, one_thread: bool) -> float:
 
 
 def _last_pid() -> int:
-    """The pid, in this namespace, of the newest process or thread."""
+    """Returns the pid, in this namespace, of the newest process or thread."""
     with open("/proc/loadavg", "rb") as file:
         return int(file.read().split()[4])
 
 
 def _most_of_a_socket() -> int:
-    """Bytes of memory that one socket can hold: it accepts messages until its buffer is full, and one more."""
+    """Returns the bytes of memory that one socket can hold: it accepts messages until its buffer is full, and one more."""
     one = socket.socket(socket.AF_UNIX)
     size = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     one.close()
@@ -106,9 +107,10 @@ _SOCKET = _most_of_a_socket()
 
 
 def socket_memory() -> int:
-    """An upper bound, in bytes, of the memory that this network namespace's sockets hold, including sockets closed while full.
+    """Returns an upper bound, in bytes, of the memory that this network namespace's sockets hold, including sockets closed while
+    full.
 
-    What they really hold is not visible: no process has it mapped.
+    Their actual use is not visible, because no process has it mapped.
     """
     try:
         with open("/proc/net/sockstat", "rb") as file:
@@ -118,13 +120,13 @@ def socket_memory() -> int:
 
 
 class Starvation:
-    """Measures how long the processes waited for CPUs that others had, from the kernel's account of every thread
+    """Measures how long the processes waited for CPUs that processes outside had, from the kernel's account of every thread
     (/proc/PID/schedstat).
 
-    While a process waits and all of them together run on less than one CPU, the missing part of that CPU is starvation.
-    Processes that only crowd one another out are not starved, and a sleeping one does not wait. Of several waiting threads the
-    longest wait counts: the sum of the waits of many short threads can be large even on idle CPUs. What ran and ended unseen would
-    be missing from the account, as if others had run, so such a time counts as no starvation.
+    While a process waits and all of them together run on less than one CPU, the missing part of that CPU is starvation. Processes
+    that only crowd one another out are not starved, and a sleeping one does not wait. If several threads wait, the longest wait
+    counts: the sum of the waits of many short threads can be large even on idle CPUs. If processes ended unseen, their run time is
+    missing from the account, as if processes outside had run; such an interval counts as no starvation.
     """
 
     def __init__(self) -> None:
@@ -132,7 +134,8 @@ class Starvation:
         self._before: dict[str, tuple[int, int]] = {}
 
     def look(self, elapsed_s: float, *, hidden: bool = False) -> None:
-        """Adds what happened since the last look, `elapsed_s` ago. `hidden`: some ended since then."""
+        """Adds the starvation since the last look, `elapsed_s` ago, to `seconds`. `hidden` says that some processes ended since
+        then."""
         now: dict[str, tuple[int, int]] = {}
         ran = waited = 0
         for thread in _threads():
@@ -151,7 +154,7 @@ class Starvation:
 
 
 def shared_memory_once() -> int:
-    """Bytes of memory, counting each shared page once. Walks page tables, so it is slower than `usage`."""
+    """Returns bytes of memory, counting each shared page once. Reads the page tables, so it is slower than `Usage.look`."""
     total = 0
     for pid in _pids():
         try:

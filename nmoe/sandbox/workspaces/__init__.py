@@ -1,1 +1,2 @@
-"""The files that trajectories start with: prepared once, copied for each, and kept or removed by one policy."""
+"""Workspaces, the files that trajectories start with: prepared once, copied for each trajectory, and kept or removed by one
+policy."""

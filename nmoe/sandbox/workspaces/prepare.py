@@ -1,12 +1,12 @@
-"""Workspaces: the files that a trajectory starts with, prepared once from a git commit or a directory, and copied for each.
+"""Prepares workspaces, the files that a trajectory starts with, once from a git commit or a directory; each trajectory gets a copy.
 
-A prepared workspace is a directory below `workspaces_root()` with two entries. The sandbox copies `tree/` to a trajectory's
-own tmpfs. `nmoe-workspace.json` records the origin and marks the directory as made here. It is keyed by its inputs, so many
-runs and trajectories share one. A tree holds no `.git`, because that contains the commit to be found.
+A prepared workspace is a directory below `workspaces_root()` with two entries. The sandbox copies `tree/` to a trajectory's own
+tmpfs. `nmoe-workspace.json` records the origin and marks the directory as made here. It is keyed by its inputs, so many runs and
+trajectories share one. A tree holds no `.git`, because that contains the commit to be found.
 
 The bootstrap (`pip install` and the like, into `tree/.packages`) is part of preparing. It runs outside the sandbox, because it
-needs a package index; it runs code of a repository that the user chose, before any policy has written a token. A policy only
-ever changes a copy.
+needs a package index; it runs code of a repository that the user chose, before any policy has written a token. A policy only ever
+changes a copy.
 
 One policy decides which files stay: `[workspace] keep` says which files of a finished trajectory are saved, `max_age_days` and
 `max_disk_mb` for how long (`nmoe env gc`).
@@ -46,7 +46,7 @@ _KEPT_NAME_CHARS = 200
 
 @dataclass(frozen=True)
 class Prepared:
-    """A workspace for trajectories: the files to copy, and their origin.
+    """A prepared workspace: the directory of files to copy, and a record of their origin.
 
     {"nmoe_workspace": 1, "kind": "prepared", "env_id": "fix", "source": "repository", "repository": "repos/parser",
      "base_commit": "9f2c...", "target_commit": "b81e...", "content": "4c1d...", "sandbox": "bubblewrap, seccomp, ...",
@@ -59,9 +59,9 @@ class Prepared:
 
 
 class Workspaces:
-    """The workspaces of one environment. `sandbox` is the text of `Sandboxes.describe()`, for the record.
+    """Prepares and saves the workspaces of one environment. `sandbox` is the text of `Sandboxes.describe()`, for the record.
 
-    It locks every workspace that it has handed out, so that `nmoe env gc` leaves it alone until `close`.
+    Every workspace handed out stays locked until `close`, so that `nmoe env gc` does not remove it.
     """
 
     def __init__(self, env_id: str, settings: WorkspaceSettings, sandbox: str) -> None:
@@ -75,7 +75,7 @@ class Workspaces:
         self._saving: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def prepare(self, problem: Problem) -> Prepared:
-        """The workspace for a problem, made on first use. Raises WorkspaceError, the same one for every caller."""
+        """Returns the workspace for a problem, which is made on first use. Raises WorkspaceError, the same one for every caller."""
         try:
             source = source_of(self._settings, problem)
         except UserError as error:
@@ -88,11 +88,11 @@ class Workspaces:
     async def save(
         self, sandbox: Sandbox, prepared: Prepared, name: str, *, failed: bool, limits: Limits
     ) -> Path | None:
-        """Saves the files that a trajectory left, if the policy says so, and returns their directory, else None.
+        """Saves the files of a finished trajectory, if `[workspace] keep` says so, and returns their directory, else None.
 
-        `name` identifies the trajectory: "run-step-problem-index". One is saved at a time, in a thread, so that a slow copy
-        delays no other rollout and only one archive is in memory. Raises WorkspaceError if the files cannot be read or written
-        for any reason: a policy chose their names, numbers and sizes.
+        `name` identifies the trajectory: "run-step-problem-index". One is saved at a time, in a thread, so that a slow copy delays
+        no other rollout and only one archive is in memory. Raises WorkspaceError if the files cannot be read or written for any
+        reason: a policy chose their names, numbers and sizes.
         """
         keep = self._settings.keep
         if keep == "never" or (keep == "failed" and not failed):
@@ -111,7 +111,7 @@ class Workspaces:
             return await asyncio.to_thread(self._write_kept, result.stdout, record)
 
     def _one_at_a_time(self) -> asyncio.Lock:
-        """The lock of the running event loop; each batch of rollouts has its own loop."""
+        """Returns the lock of the running event loop under which workspaces are saved; each batch of rollouts has its own loop."""
         loop = asyncio.get_running_loop()
         if self._saving is None or self._saving[0] is not loop:
             self._saving = loop, asyncio.Lock()
@@ -129,14 +129,14 @@ class Workspaces:
         return final
 
     def close(self) -> None:
-        """Releases the workspaces, so that `nmoe env gc` may remove those past the age or quota."""
+        """Unlocks the workspaces, so that `nmoe env gc` may remove those past the age or quota."""
         self._makers.shutdown(cancel_futures=True)
         for descriptor in self._locks:
             os.close(descriptor)
         self._locks.clear()
 
     def _prepare(self, source: Source) -> Prepared:
-        """Finds or makes a prepared workspace. Runs in a thread."""
+        """Finds or makes the prepared workspace of a source, and locks it. Runs in a thread."""
         identity = identity_of(source)
         what = json.dumps([identity["content"], self._settings.bootstrap])
         final = self._root / f"prepared-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
@@ -174,7 +174,8 @@ class Workspaces:
 
     @contextmanager
     def _making(self, record: Mapping[str, Any]) -> Iterator[Path]:
-        """A directory to fill and rename. It is locked and marked from the start, and removed at the end unless it was renamed."""
+        """Yields a new directory to fill and rename, locked and marked from the start; removes it at the end of the block unless it
+        was renamed."""
         with storage_errors(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
             making = Path(tempfile.mkdtemp(prefix=MAKING, dir=self._root))
@@ -200,7 +201,8 @@ _OUTPUT_KEPT = 4000  # characters from the end of the output, where errors are
 
 
 def bootstrap(settings: WorkspaceSettings, tree: Path) -> dict[str, Any]:
-    """Installs the requirements of the files into `tree/.packages` and returns a record of it. The caller checks `exit_code`."""
+    """Installs the requirements of the files into `tree/.packages` and returns a record of the installation. A failure only shows
+    in its `exit_code`."""
     mode = settings.bootstrap
     if mode == "none":
         return {"mode": mode, "command": [], "exit_code": 0, "wall_s": 0.0, "output": ""}

@@ -1,4 +1,4 @@
-"""The sources of workspaces, and how to read their files: a directory, or a git commit."""
+"""The sources of workspaces, a directory or a git commit, and how to copy their files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNPACK_S = 60.0
 
 
 class WorkspaceError(Exception):
-    """A workspace is not available. The trajectory's failure is `workspace_failed`, which masks the sample."""
+    """Raised if a workspace is not available. The trajectory's failure is `workspace_failed`, which masks the sample."""
 
     failure: Failure = "workspace_failed"
 
@@ -35,7 +35,7 @@ class WorkspaceError(Exception):
 class Source:
     """The source of a workspace: a directory, or a repository at a commit.
 
-    `target_commit` is the commit with the requested change, kept for the record only.
+    `target_commit` is the commit with the requested change, kept only for the record.
     """
 
     directory: str | None = None
@@ -45,7 +45,7 @@ class Source:
 
 
 def source_of(settings: WorkspaceSettings, problem: Problem) -> Source:
-    """The environment's source, at the commits in the problem's metadata if it has any.
+    """Returns the source of a problem's workspace: the environment's, at the commits in the problem's metadata if it has any.
 
     Raises UserError if a repository has no base commit.
     """
@@ -63,7 +63,8 @@ def source_of(settings: WorkspaceSettings, problem: Problem) -> Source:
 
 
 def identity_of(source: Source) -> dict[str, Any]:
-    """The content hash of a source: of a directory's files, or of the commit's tree."""
+    """Returns a record that identifies a source, with full commit ids, and in `content` a hash of its files (of a directory's
+    files, or the commit's tree). Raises WorkspaceError if the source does not exist."""
     if source.directory is not None:
         return {"source": "directory", "directory": source.directory, "content": _hash(Path(source.directory))}
     assert source.repository is not None, "a source is a directory or a repository"
@@ -80,7 +81,7 @@ def identity_of(source: Source) -> dict[str, Any]:
 
 
 def _hash(directory: Path) -> str:
-    """SHA-256 over the names, kinds, executable bits and bytes of everything below a directory except its .git."""
+    """Returns the SHA-256 over the names, kinds, executable bits and bytes of everything below a directory except its .git."""
     if not directory.is_dir():
         raise WorkspaceError(f"{directory}: no such directory; [workspace] directory names the files to start with")
     digest = hashlib.sha256()
@@ -136,9 +137,9 @@ def _git(repository: Path, *arguments: str, **environment: str) -> str:
 
 
 def extract(archive: bytes, directory: Path) -> None:
-    """Unpacks the archive of a policy's workspace, without members that would lie or point outside.
+    """Unpacks the archive of a policy's workspace, without members that would end up or point outside of the directory.
 
-    Raises WorkspaceError for too many members, for too much work, and for an invalid archive.
+    Raises WorkspaceError for an archive with too many members, one that takes too long, and an invalid one.
     """
     until = time.monotonic() + _UNPACK_S
 

@@ -1,4 +1,4 @@
-"""The store of workspaces: where they lie, the marker and lock of each, and which ones garbage collection removes."""
+"""The store of workspaces: its directory, the marker and lock of each workspace, and garbage collection."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ MAKING = ".making-"
 
 
 def workspaces_root() -> Path:
-    """The directory of workspaces: $NMOE_WORKSPACES, else nmoe/workspaces in the user's cache directory."""
+    """Returns the directory of workspaces: $NMOE_WORKSPACES, else nmoe/workspaces in the user's cache directory."""
     named = os.environ.get("NMOE_WORKSPACES")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(named) if named else cache / "nmoe" / "workspaces"
 
 
 def lock(directory: Path, kind: int) -> int:
-    """Locks a workspace against locks of the other kind, until the returned descriptor is closed."""
+    """Locks a workspace, shared or exclusive (`kind` as in flock), until the returned descriptor is closed. With LOCK_NB raises
+    BlockingIOError if it is held."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -43,11 +44,11 @@ def now_utc() -> str:
 
 
 def collect(root: Path, *, dry_run: bool, now: float | None = None) -> Iterator[str]:
-    """Removes the workspaces below `root` that are unfinished, expired, or beyond their environment's quota, least recently used
-    first.
+    """Removes the workspaces below `root` that are unfinished, expired, or beyond their environment's quota (least recently used
+    first).
 
-    Yields a line for each, and for each workspace that it leaves alone. It never touches a directory without a workspace's marker,
-    or one that a running process holds.
+    Yields a line for each of these, also for those in use, which stay, and for each directory without a workspace's marker, which
+    is never touched.
     """
     now = time.time() if now is None else now
     found, strangers = _survey(root)
@@ -104,7 +105,7 @@ class _Found:
 
 
 def _survey(root: Path) -> tuple[list[_Found], list[Path]]:
-    """The entries below `root`: workspaces, and others."""
+    """Returns the workspaces below `root`, and the paths of all other entries."""
     found, strangers = [], []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         one = None if path.is_symlink() else _read_marker(path)
