@@ -60,7 +60,8 @@ class Advantages:
         critic: CriticSection | None = None,
         teacher: Teacher | None = None,
     ) -> None:
-        """`constant_length` is the denominator of the aggregation "constant". Raises UserError for an unknown estimator."""
+        """`constant_length` is the number of tokens that the aggregation "constant" divides by. Raises UserError for an unknown
+        estimator."""
         self._algorithm, self._constant_length, self._teacher = algorithm, constant_length, teacher
         self._estimate = estimator(algorithm, critic)
 
@@ -182,14 +183,16 @@ class DrGrpo(OverSamples):
 
 
 class Grpo(OverSamples):
-    """`(r - mean_g) / (std_g + 1e-6)` with the unbiased deviation (Shao et al. 2024, arXiv:2402.03300, section 4.1.2)."""
+    """GRPO, `(r - mean_g) / (std_g + 1e-6)` over each group, with the unbiased deviation (Shao et al. 2024, arXiv:2402.03300,
+    section 4.1.2)."""
 
     def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
         return group_normalised(rewards_B, group_ids_B).to(rewards_B)
 
 
 class Rloo(OverSamples):
-    """`r_i - mean of the others` (Ahmadian et al. 2024, arXiv:2402.14740, section 2.2)."""
+    """RLOO, `r_i - mean of the others` in the group, a leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740, section
+    2.2)."""
 
     def of_samples(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
         others_B = others_means(rewards_B, group_ids_B)
@@ -197,8 +200,9 @@ class Rloo(OverSamples):
 
 
 class MaxRL(OverSamples):
-    """`(r - mean_g) / (mean_g + 1e-6)` (Tajwar et al. 2026, arXiv:2602.02710): with rewards of 0 and 1, the gradient of
-    `log P(correct)` up to the order that the group's size reaches, not of `P(correct)`; rare successes count more.
+    """MaxRL, `(r - mean_g) / (mean_g + 1e-6)` over each group (Tajwar et al. 2026, arXiv:2602.02710). With rewards of 0 and 1 it
+    follows the gradient of `log P(correct)`, up to the order that the group's size reaches, not of `P(correct)`; rare successes
+    count more.
 
     Raises UserError for a negative reward, with which the mean is not a success rate and could flip the sign of the gradient.
     """
@@ -249,8 +253,8 @@ class Gdpo:
 
 
 class ReinforcePP:
-    """`G_t = sum over k >= t of gamma^(k-t) r_k`, whitened over the scored tokens of the batch; no critic and no groups (Hu et al.
-    2025, arXiv:2501.03262, section 3)."""
+    """REINFORCE++, the discounted return `G_t = sum over k >= t of gamma^(k-t) r_k`, whitened over the scored tokens of the batch;
+    no critic and no groups (Hu et al. 2025, arXiv:2501.03262, section 3)."""
 
     def __init__(self, gamma: float = 1.0) -> None:
         self._gamma = gamma
@@ -275,7 +279,7 @@ class Gae:
     """
 
     def __init__(self, gamma: float = 1.0, trace_decay: float = 0.95) -> None:
-        """`trace_decay` is lambda."""
+        """`gamma` is the discount, `trace_decay` lambda."""
         self._gamma, self._trace_decay = gamma, trace_decay
 
     def __call__(self, graded: Graded) -> Estimate:

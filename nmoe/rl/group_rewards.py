@@ -119,7 +119,8 @@ def joined(groups: Sequence[RewardedGroup]) -> tuple[Tensor, Tensor]:
 
 
 def judged(groups: Sequence[RewardedGroup]) -> list[Trajectory]:
-    """Returns the judged samples of all groups in one list, in order."""
+    """Returns the judged samples of all groups in one list, in order: those that no failure of the infrastructure kept from being
+    graded."""
     return [sample for one in groups for sample in one.samples]
 
 

@@ -56,7 +56,7 @@ class Rollouts:
 
     @property
     def kept_samples(self) -> list[Trajectory]:
-        """The judged samples of the groups to train on."""
+        """The judged samples (see `judged`) of the groups to train on."""
         return judged(self.kept)
 
     def why_nothing(self) -> str:
@@ -68,7 +68,8 @@ class Rollouts:
         return f"every one of {len(self.groups)} groups had rewards all alike"
 
     def times(self) -> dict[str, float]:
-        """Returns the seconds of sampling and of grading (which is part of it), and tokens sampled per second."""
+        """Returns the seconds of sampling, the seconds of grading in the meantime (summed over trajectories), and tokens sampled
+        per second."""
         tokens = sum(trajectory.sampled_tokens for trajectory in self.trajectories)
         return {
             "time_rollout_s": self.rollout_s,

@@ -52,7 +52,8 @@ class Teacher:
     """A frozen model on a separate engine, whose log-probabilities the policy learns to match."""
 
     def __init__(self, section: DistillationSection, engine: ScoringEngine, temperature: float) -> None:
-        """`temperature` is the policy's sampling temperature, so that a policy with the teacher's logits is optimal."""
+        """`temperature` is the policy's sampling temperature. The teacher's log-probabilities are computed at it, so that a policy
+        with the teacher's logits is optimal."""
         self._section, self._engine, self._temperature = section, engine, temperature
 
     @classmethod

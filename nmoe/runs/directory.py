@@ -306,7 +306,7 @@ def _discard(path: Path) -> None:
 
 
 def _cut_replays(directory: Path, step: int) -> None:
-    """Removes the replay bundles of every step after `step`, and the leftovers of a killed write."""
+    """Removes the replay bundles of every step after `step`, and bundles that a killed process left incomplete."""
     for bundle in directory.iterdir():
         of = step_of(bundle.name.partition("-")[0])
         if bundle.name.startswith(".") or (of is not None and of > step):

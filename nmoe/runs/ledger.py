@@ -93,7 +93,8 @@ class Ledger:
         self._directory = directory
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Appends `{"step": 10, "reward_mean": 0.41, ...}` to metrics.jsonl; `docs/reference/metrics.md` lists the names."""
+        """Appends a step's metrics to metrics.jsonl, `{"step": 10, "reward_mean": 0.41, ...}`; `docs/reference/metrics.md` lists
+        the names."""
         for name, value in values.items():
             if value is None:
                 raise ValueError(f"metric {name} of step {step} is None; leave out metrics that were not measured")
@@ -158,12 +159,13 @@ class Ledger:
         self._append("alerts.jsonl", record, required=("step", "message"))
 
     def spike(self, record: Mapping[str, Any]) -> None:
-        """Appends to spikes.jsonl: `{"step": 10, "grad_norm": 73.0, ...}`, with the prompts and the worst samples of the batch."""
+        """Appends a step whose update went far off to spikes.jsonl, with its prompts and worst samples: `{"step": 10, "grad_norm":
+        73.0, ...}`."""
         self._append("spikes.jsonl", record, required=("step",))
 
     def routing(self, step: int, shares: Mapping[str, Any]) -> None:
-        """Appends to routing.jsonl each source's share of router picks, per layer and expert:
-        `{"step": 20, "shares": {"sums": [[0.24, 0.26, 0.31, 0.19], ...], ...}}`."""
+        """Appends to routing.jsonl each source's share of the router's picks, per layer and expert: `{"step": 20, "shares":
+        {"sums": [[0.24, 0.26, 0.31, 0.19], ...], ...}}`."""
         self._append("routing.jsonl", {"step": step, "shares": dict(shares)}, required=("shares",))
 
     def cut_back(self, step: int | None) -> None:

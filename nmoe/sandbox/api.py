@@ -87,7 +87,7 @@ class Sandbox(Protocol):
     async def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", limits: Limits | None = None, cwd: str | None = None
     ) -> Result:
-        """Runs a command. `cwd` is relative to the last working directory and is kept for later calls."""
+        """Runs a command. `cwd` is relative to the working directory of the last call, and later calls begin there."""
 
     async def bash(self, script: str, *, limits: Limits | None = None) -> Result:
         """Runs a bash script. The next call starts in the directory where it ends, as in a shell that stays open."""

@@ -162,7 +162,7 @@ class Cgroups:
 
 
 class Cgroup:
-    """The cgroup of one sandbox."""
+    """The cgroup of one sandbox: sets its limits, counts the processes killed for lack of memory, and removes it."""
 
     def __init__(self, path: str, disk_mb: int, lock: int) -> None:
         """Takes over a cgroup. `lock` is a locked descriptor of its directory, held while the cgroup is in use."""
@@ -245,7 +245,7 @@ def _is_marked(path: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """Locks the directory, so that no other process creates, removes or enables anything in it."""
+    """Locks the directory within the `with` block, so that no other process creates, removes or enables cgroups in it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,5 @@
-"""`nmoe data prepare`: two passes over the source, the first to filter problems, the second to write the drawn ones."""
+"""Prepares a set of problems (`nmoe data prepare`) in two passes over the source: the first filters, the second writes the drawn
+problems."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Lengths:
         self._counts = np.zeros(1024, dtype=np.int64)
 
     def add(self, lengths: NDArray[np.int64]) -> None:
-        """Counts these lengths, each at least 0."""
+        """Adds lengths (each at least 0) to the histogram."""
         counts = np.bincount(lengths, minlength=len(self._counts))
         counts[: len(self._counts)] += self._counts
         self._counts = counts

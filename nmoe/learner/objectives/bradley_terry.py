@@ -20,7 +20,7 @@ from nmoe.model.device import put
 
 
 def bradley_terry(margin: float = 0.0, centering: float = 0.0) -> Objective:
-    """Returns the reward model's loss with these m and c. It needs preference pairs, and a head with one output, read at the one
+    """Returns the objective with margin m and `centering` c. It needs preference pairs, and a head with one output, read at the one
     scored position of each sequence. Reports the statistic `reward`."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,9 +1,10 @@
-"""CISPO: the ratio is clipped as a weight, and every token keeps its gradient (MiniMax 2025, arXiv:2506.13585, eq. 4 and 5).
+"""CISPO, a policy-gradient loss in which the clipped importance ratio is a constant weight, so that every token keeps its gradient
+(MiniMax 2025, arXiv:2506.13585, eq. 4 and 5).
 
     loss = sum_t w_t * -sg(min(r_t, 1 + clip_high)) A_t log pi(x_t)
 
-There is no lower bound on r, as in the paper's runs. `clip` drops every token whose ratio left the window, rare and important ones
-among them; CISPO only bounds their weight.
+sg stops the gradient. There is no lower bound on r, as in the paper's runs. PPO's `clip` drops every token whose ratio left the
+window, rare and important ones among them; CISPO only bounds their weight.
 """
 
 # Shapes: N scored tokens of a micro-batch.

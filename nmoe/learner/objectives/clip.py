@@ -1,6 +1,6 @@
-"""The clipped policy gradient of PPO and GRPO.
+"""The clipped policy-gradient loss of PPO and GRPO.
 
-With r = pi(x) / pi_old(x):
+With r = pi(x) / pi_old(x) and the advantage A:
 
     L_t = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)      (Schulman et al. 2017, arXiv:1707.06347, eq. 7;
                                                                    two-sided bounds: DAPO, arXiv:2503.14476, eq. 8)

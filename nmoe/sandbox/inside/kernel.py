@@ -58,14 +58,15 @@ def bind(source: str, target: str) -> None:
 
 
 def restrict_mount(target: str, *, read_only: bool = True, recursive: bool = True) -> None:
-    """Forbids set-user-id programs and device files below `target`, and writing if `read_only`."""
+    """Forbids set-user-id programs and device files in the mount at `target`, and writing if `read_only`; with `recursive` also in
+    all mounts below it."""
     attributes = struct.pack("QQQQ", _ATTR_NOSUID | _ATTR_NODEV | (_ATTR_RDONLY if read_only else 0), 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     syscall(f"mount_setattr {target}", _MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, attributes, 32)
 
 
 def pivot_root(new_root: str) -> None:
-    """Makes `new_root` the root of this mount namespace and detaches the old one."""
+    """Makes `new_root` the root of this mount namespace, and detaches the old root."""
     os.chdir(new_root)
     syscall(f"pivot_root {new_root}", _PIVOT_ROOT, b".", b".")
     _checked(_libc.umount2(b".", MNT_DETACH), "umount of the old root")

@@ -1,8 +1,7 @@
-"""The launcher: builds one sandbox around itself and becomes its agent.
+"""The launcher: a process that builds a sandbox around itself and becomes its agent.
 
 `server` forks it with the control socket as standard input. It creates a mount namespace, mounts the sized tmpfs there, and
-switches to the unprivileged uid if started as root. Then it enters the other namespaces, by bubblewrap or by itself with
-Landlock.
+switches to the unprivileged uid if started as root. Then it enters the other namespaces, by bubblewrap or by itself with Landlock.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ChatRenderer:
         effort: ReasoningEffort | None = None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Raises UserError as `ChatTemplate` does."""
+        """`effort` and `arguments` are given to the chat template. Raises UserError as `ChatTemplate` does."""
         assert isinstance(tokenizer, Tokenizer), "only a tokenizer of Hugging Face files has a chat template"
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, effort, arguments)
