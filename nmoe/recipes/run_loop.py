@@ -209,6 +209,7 @@ class Run:
             recipe.start()
             if recipe.evaluate_first:
                 self._evaluate(recipe, 0)
+                return_freed_memory()
             return 0
         load_parts(checkpoint, recipe.parts())
         recipe.resume()
