@@ -166,17 +166,17 @@ _PREPARATION = _Kind("preparation", PREPARATIONS, "preparation.toml", "nmoe conf
 
 
 def packaged_environments() -> list[Packaged]:
-    """Returns all packaged environments, sorted by name: first nmoe's, then those of installed packages."""
+    """Returns all packaged environments, sorted by name: first nmoe's, then other packages'."""
     return _ENVIRONMENT.all()
 
 
 def packaged_configurations() -> list[Packaged]:
-    """Returns all packaged configurations, sorted by name: first nmoe's, then those of installed packages."""
+    """Returns all packaged configurations, sorted by name: first nmoe's, then other packages'."""
     return _CONFIGURATION.all()
 
 
 def packaged_preparations() -> list[Packaged]:
-    """Returns all packaged data preparations, sorted by name: first nmoe's, then those of installed packages."""
+    """Returns all packaged data preparations, sorted by name: first nmoe's, then other packages'."""
     return _PREPARATION.all()
 
 

@@ -48,7 +48,7 @@ class Registry:
         self._registered: dict[str, Any] = {}
 
     def names(self) -> list[str]:
-        """Returns all names that need no module: first the built-in, then registered names, then those of installed packages."""
+        """Returns all names that need no module: first the built-in, then registered names, then names from installed packages."""
         return list(dict.fromkeys([*self.builtin, *self._registered, *self._offered]))
 
     def __contains__(self, name: str) -> bool:

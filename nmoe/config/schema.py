@@ -1,6 +1,6 @@
 """Walks along a key path through a settings schema, to find which keys were possible where an error happened.
 
-The members of a union of sections are told apart by their `type` key, a literal in each.
+The members of a union of sections differ in their `type` key, a literal in each.
 """
 
 import ast

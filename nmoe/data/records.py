@@ -107,7 +107,7 @@ class _Format:
 
 
 class Records:
-    """The records of a dataset, read one at a time. `kind` is their kind; `described` tells the user which column was read as
+    """The records of a dataset, read one at a time. `kind` is their kind; `described` shows the user which column was read as
     which."""
 
     def __init__(self, kind: Kind, described: str, records: Iterator[Record]) -> None:

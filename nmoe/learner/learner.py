@@ -199,7 +199,7 @@ class Learner:
     @command
     def optim_step(self) -> Future[StepResult]:
         """Takes an optimizer step on the accumulated gradient: clips it, updates the weights, moves the routers' load-balancing
-        biases (not those of a frozen base), requantises experts with a quantisation profile, advances the learning-rate schedule
+        biases (not a frozen base's), requantises experts with a quantisation profile, advances the learning-rate schedule
         and clears the gradient."""
         if self.ranks.size > 1:
             release(self.model)

@@ -92,7 +92,7 @@ class PassResult:
 
 @dataclass
 class RankResult:
-    """The sums and per-token columns of one rank's micro-batches; `joined` combines those of all ranks into a `PassResult`."""
+    """The sums and per-token columns of one rank's micro-batches; `joined` combines all ranks' into a `PassResult`."""
 
     routing: RoutingStatistics | None
     loss: float = 0.0

@@ -119,8 +119,8 @@ class Kind:
         return _CPU_CACHE_BYTES
 
     def peak_memory_share(self, device: torch.device) -> float:
-        """Returns the highest share of the device's memory that was in use since the last call; 0 for a device without memory of
-        its own."""
+        """Returns the highest share of the device's memory that was in use since the last call; 0 for a device that uses
+        the host's memory."""
         return 0.0
 
     def is_busy(self, device: torch.device) -> bool | None:

@@ -25,7 +25,7 @@ WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 
 
 class Head(nn.Module):
-    """Computes `x @ weight.T + bias` in fp32, whatever the model's precision. Weights start at zero, so every output is 0 at first;
+    """Computes `x @ weight.T + bias` in fp32, at any precision of the model. Weights start at zero, so every output is 0 at first;
     the head's own gradient is not zero then, and the model's gradient is zero only in the first step."""
 
     def __init__(self, hidden_size: int, outputs: int, kind: HeadKind) -> None:

@@ -25,7 +25,7 @@ class RouterTrace:
     """Records what the routers do in one forward pass, layer by layer: the experts that they choose (`chosen_TK`), the scores with
     gradient (`scores_TE`), and the biases added to the scores for the choice (`biases_E`).
 
-    With `replay` (`[T, layers, K]`), each layer uses those experts instead of its own choice, so that a learner recomputes exactly
+    With `replay` (`[T, layers, K]`), each layer uses those experts and not the router's choice, so a learner recomputes exactly
     the engine's pass even if two scores are equal up to rounding. The router's own choice is still recorded for comparison.
 
     Not a dataclass, because FSDP2 would pass the module a copy with new lists.

@@ -175,8 +175,8 @@ class RecurrentAttend(Protocol):
 
 class GatedDeltaNet(nn.Module):
     """A recurrent layer that replaces attention. The rows of `in_proj` are queries, keys, values and output gates, each head by
-    head; the rows of `gate_proj` are write strengths and decays. It needs no rotary embedding: convolution and decay tell positions
-    apart."""
+    head; the rows of `gate_proj` are write strengths and decays. It needs no rotary embedding: convolution and decay distinguish
+    positions."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

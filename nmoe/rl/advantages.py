@@ -232,7 +232,7 @@ class Gdpo:
     w_k A_k`, then `(A - mean) / (std + 1e-6)` over the batch (Liu et al. 2026, arXiv:2601.05242, section 3), with unbiased
     deviations.
 
-    Unlike a normalised weighted sum, it tells combinations of rewards with the same sum apart, and a reward's scale does not decide
+    Unlike a normalised weighted sum, it distinguishes combinations of rewards with one sum, and a reward's scale does not decide
     how much it counts. A missing reward (NaN) counts neither in the statistics of its group nor in the sum of the sample. A sample
     without any reward has advantage 0 and does not count in the statistics of the batch.
     """

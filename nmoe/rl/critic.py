@@ -134,8 +134,8 @@ class Critic:
         self._passes.append((result.tokens["value"], batch.returns_T[batch.scored_T], result.tokens["value_clipped"]))
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Returns the critic's metrics of the step's updates, and clears what was kept for them. `explained_variance` compares the
-        returns with the values before the updates."""
+        """Returns the critic's metrics of the step's updates, and clears the values kept for them. `explained_variance` compares
+        the returns with the values before the updates."""
         assert batch.returns_T is not None
         assert batch.old_values_T is not None
         returns_N, values_N = batch.returns_T[batch.scored_T], batch.old_values_T[batch.scored_T]

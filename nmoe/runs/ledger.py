@@ -199,8 +199,8 @@ def probe_values(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def decisive_results(records: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """Returns by step the result that decides which checkpoint is the best: that of the first evaluation outside of the training
-    distribution or, without one, of the first evaluation. `records` come from eval/, oldest first."""
+    """Returns by step the result that decides which checkpoint is the best: from the first evaluation outside of the training
+    distribution or, without one, from the first evaluation. `records` come from eval/, oldest first."""
     results = [(record["step"], result) for record in records for result in record["results"]]
     found: dict[int, Mapping[str, Any]] = {}
     if not results:

@@ -85,7 +85,7 @@ def checkout_at(directory: Path) -> Checkout | None:
 
 
 def refuse_dirty(outputs: Path) -> None:
-    """Raises UserError if code has uncommitted changes: nmoe's own, if it runs from a checkout, or that of the repository that the
+    """Raises UserError if code has uncommitted changes: nmoe's own, if it runs from a checkout, or the repository's that the
     command runs in. Files below `outputs`, where runs are written, do not count."""
     found = {one.top: one for one in (package_checkout(), checkout_at(Path.cwd())) if one is not None}
     if not found:

@@ -145,7 +145,7 @@ def _files(run: Path) -> list[Path]:
 
 
 COMPLETIONS = 200
-"""The largest number of completions whose answers an evaluation keeps (those of its first problems)."""
+"""The largest number of completions whose answers an evaluation keeps, from its first problems."""
 CHARACTERS = 300
 """The largest number of characters of a question, right answer or answer that an evaluation keeps."""
 

@@ -249,7 +249,7 @@ class OptimizerSection(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """final learning rate as a share of the peak"""
     schedule_steps: int = Field(default=0, ge=0)
-    """steps until the learning rate reaches its minimum and stays there; 0: run.steps, in a resumed run those of its start"""
+    """steps until the learning rate reaches its minimum and stays there; 0: run.steps, in a resumed run the number at its start"""
     weight_decay: float = Field(default=0.0, ge=0)
     """decoupled weight decay"""
     beta1: float = Field(default=0.9, ge=0, lt=1)

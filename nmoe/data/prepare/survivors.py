@@ -180,8 +180,8 @@ class Survivors:
         yield valid
 
     def _row_by_row(self, batch: pyarrow.RecordBatch, indices: NDArray[np.int64]) -> tuple[list[int], ...]:
-        """Filters rows one by one. Returns the indices of rows that are the first of their duplicates; those of them that are long
-        enough; and those of the latter that pass the contamination filter too."""
+        """Filters rows one by one. Returns the indices of rows that are the first of their duplicates; the rows of these that are
+        long enough; and the rows of the latter that pass the contamination filter too."""
         filters, seed = self._settings.filters, self._settings.seed
         first, long_enough, stayed = list[int](), list[int](), list[int]()
         chosen = batch.take(indices)

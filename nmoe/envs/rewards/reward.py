@@ -125,7 +125,7 @@ LARGEST = 1e18
 
 
 def checked_values(who: str, returned: Any, count: int) -> list[float | None]:
-    """Converts the values that a reward returned for `count` completions to floats, or None where a component is left out.
+    """Converts the values that a reward returned for `count` completions to floats, and to None for a component that is left out.
 
     `returned` may be a list or another iterable of numbers, one-element tensors and None. Raises RewardError, which names the
     reward (`who`) and the value.

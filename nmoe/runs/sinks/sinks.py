@@ -177,7 +177,7 @@ class Feed:
                 self._fail("its queue was full")
 
     def close(self) -> None:
-        """Tells the thread to write the queued records and end; `join` waits for it."""
+        """Makes the thread write the queued records and end; `join` waits for it."""
         with self._change:
             self._closing = True
             self._change.notify()

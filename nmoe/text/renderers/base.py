@@ -176,6 +176,6 @@ def end_of_text(tokenizer: HarmonyTokenizer) -> int:
 
 
 def turn_ends(own: Sequence[int], tokenizer: HarmonyTokenizer) -> tuple[int, ...]:
-    """Returns the tokens that end a turn: those of the format, then those that the checkpoint's generation settings name."""
+    """Returns the tokens that end a turn: the format's, then the ones that the checkpoint's generation settings name."""
     named = tokenizer.generation_ends if isinstance(tokenizer, Tokenizer) else ()
     return tuple(dict.fromkeys([*own, *named]))
