@@ -42,7 +42,7 @@ def test_every_name_of_the_settings_has_its_task() -> None:
     assert all(hasattr(TASKS[name], "generate") == (name in GENERATED_TASKS) for name in DATASET_TASKS)
 
 
-@pytest.mark.parametrize("task_type", TASKS)
+@pytest.mark.parametrize("task_type", registry.TASKS.names())
 def test_the_question_is_the_one_message(task_type: str) -> None:
     assert TASKS[task_type].messages(problem(task_type, "1", "Why <|end|>?")) == [Message("user", "Why <|end|>?")]
 

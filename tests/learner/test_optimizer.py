@@ -351,4 +351,4 @@ def test_a_length_that_is_asked_for_is_taken_and_its_jump_is_named() -> None:
     assert schedule == planned
     # The 15th of 31 steps after the warm-up: 0.1 + 0.9 * (1 + cos(15/31 pi)) / 2, and the last of the shorter schedule.
     assert note is not None
-    assert note.endswith("the run began with 20; the next step takes 0.000573 in place of 0.0001")
+    assert note.endswith("(the run began with 20); the next step takes 0.000573 in place of 0.0001")

@@ -223,7 +223,9 @@ def test_without_a_network_the_cache_is_read_and_nothing_is_tried_again(
     no_network: list[str], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        with pytest.raises(UserError, match=r"hub \(huggingface.co cannot be reached \(Name or service not known\)\)"):
+        with pytest.raises(
+            UserError, match=r"hub give it \(huggingface.co cannot be reached \(Name or service not known\)\)"
+        ):
             resolve_checkpoint(Path("someone/model"))
         with pytest.raises(UserError, match=r"did not give it: huggingface.co cannot be reached \(Name or"):
             next(read_rows("someone/sums"))
