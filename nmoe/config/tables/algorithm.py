@@ -40,7 +40,7 @@ class BatchSection(GroupBatchSection):
     """[batch]: how many samples a step has, and how many tokens a forward and backward pass has."""
 
     updates_per_step: int = Field(default=1, ge=1)
-    """optimizer steps per pass over a step's groups; each uses an equal part of the groups"""
+    """optimizer steps per pass over a step's groups; each uses its part of the groups"""
     passes_per_step: int = Field(default=1, ge=1)
     """passes over a step's groups"""
     oversampling: float = Field(default=1.0, ge=1)
