@@ -51,12 +51,13 @@ def load_model(
 
     With `expert_weights = "mxfp4"`, experts that are stored in MXFP4 stay in MXFP4 and are dequantised for each product: such a
     model gives the same results as the dequantised one in about a quarter of bf16's memory, but cannot be trained or exported.
+    Raises UserError if the experts are stored otherwise.
 
     `share` shards the model over ranks, as in `new_model`: each rank then holds its part, and one whole weight at a time.
 
     Raises UserError, naming file and tensor, for a missing or damaged file, an unknown architecture, and weights that do not fit
-    the configuration or are not finite. Peak memory is the model and its largest stored tensor; tables and stacked experts are read
-    in pieces of 20 MiB.
+    the configuration or are not finite. Peak memory is the model and its largest stored tensor, or only 20 MiB of that tensor if it
+    is a table or stacked experts, which are read in pieces.
     """
     family, config = read_config(directory)
     shards, packed = open_tensors(directory), expert_weights == "mxfp4"
@@ -185,7 +186,8 @@ def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
 
 def sharded_model(model: Transformer, shard_bytes: int = SHARD_BYTES) -> tuple[dict[str, dict[str, Tensor]], Snapshot]:
     """Returns the tensors that `save_model` would write, grouped by file (ranks may hold only parts of them), and a snapshot that
-    writes the other files: configuration and index."""
+    writes the other files: configuration, generation settings if the model has any, and the index if there are several files of
+    tensors."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
     files = files_of(sizes, shard_bytes)
@@ -206,12 +208,13 @@ def export_model(
     first: bool = True,
 ) -> None:
     """Writes a checkpoint that transformers loads, in the dtype of the parameters; experts with a quantisation profile are written
-    quantised, as compressed-tensors stores them. Creates the directory if needed.
+    in that profile, as compressed-tensors stores them. Creates the directory if needed.
 
     Chooses the Hugging Face family that has all features of the model; a loaded model returns to its own family. Where ranks hold
     parts of the model, every rank calls this function with a `gather`, which returns the whole tensor of a name once all ranks ask
-    for it; only the `first` rank writes. Raises UserError if no family has all features, and if the directory already holds a
-    model, since shards of both would be mixed.
+    for it; only the `first` rank writes. Raises UserError if no family has all features, for experts in MXFP4, for a profile if the
+    family stores a layer's experts in one tensor, for weights that are not zero and that the family cannot store, such as a
+    router's bias, and if the directory already holds a model, since shards of both would be mixed.
     """
     refuse_packed(model, "exported")
     if first and (old := sorted(directory.glob("*.safetensors*"))):
@@ -244,7 +247,8 @@ def _own_state(model: Transformer) -> dict[str, Tensor]:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Returns the dtype of a checkpoint's stored embedding, which stands for all of its weights. Raises UserError."""
+    """Returns the dtype of a checkpoint's stored embedding, which stands for all of its weights; fp32 if nmoe does not support that
+    dtype. Raises UserError."""
     family, config = read_config(directory)
     shards = open_tensors(directory)
     name = next(entry.theirs for entry in family.entries(config) if entry.ours == "embedding.weight")
@@ -254,7 +258,8 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def read_config(directory: Path) -> tuple[Family, ModelConfig]:
-    """Reads the family of models and the decoder's configuration from a checkpoint's `config.json`. Raises UserError."""
+    """Reads the family of models and the decoder's configuration from a checkpoint's `config.json` or from a GGUF file. Raises
+    UserError."""
     path, raw = _configuration(directory)
     model_type = raw.get("model_type")
     known = FAMILIES.names()
@@ -274,7 +279,8 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
 
 
 def _configuration(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the file that a checkpoint's configuration comes from, and its content as a Hugging Face `config.json`."""
+    """Returns the file that a checkpoint's configuration comes from, and its content as a Hugging Face `config.json`. Raises
+    UserError for a damaged or missing file, and for an adapter's directory."""
     if is_gguf(checkpoint):
         return checkpoint, hf_config(checkpoint)
     path = checkpoint / "config.json"
@@ -316,8 +322,8 @@ def write_checkpoint(
 def _tensors(
     state: dict[str, Tensor], family: Family, config: ModelConfig, gather: Callable[[str], Tensor] | None
 ) -> Iterator[Written]:
-    """Yields a checkpoint's tensors. Experts are quantised by their profile if they have one, but nmoe's own format keeps the
-    trained weights."""
+    """Yields a checkpoint's tensors, each as name, size in bytes and a function that makes it. Experts are quantised by their
+    profile if they have one, but nmoe's own format keeps the trained weights."""
     if family is native or config.expert_profile is None:
         return tensors_of(state, family.entries(config), gather)
     return stored_tensors(state, family, config, gather)

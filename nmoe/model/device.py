@@ -110,7 +110,8 @@ class Kind:
         """Waits until all work of the device is done."""
 
     def staged(self, tensor: Tensor) -> Tensor:
-        """Copies a host tensor to memory from which the device can read without the host waiting (pinned memory on a GPU)."""
+        """Returns a host tensor's values in memory from which the device can copy them without the host waiting: for a GPU a copy
+        in pinned host memory, for a CPU the tensor itself."""
         return tensor
 
     def cache_bytes(self, device: torch.device, to_come: int, trains: bool) -> int:
@@ -124,7 +125,7 @@ class Kind:
         return 0.0
 
     def is_busy(self, device: torch.device) -> bool | None:
-        """Whether the device is computing at this moment; None if the driver cannot say."""
+        """Whether the device is computing at this moment; None if that is unknown, as for a CPU or a driver that cannot say."""
         return None
 
     def records_groups(self, device: torch.device) -> bool:
@@ -264,7 +265,8 @@ def dtype_for(device: torch.device, asked: Precision | None = None, exact: bool 
 
 
 def put(values: NDArray[Any] | Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Copies host values to the device without the host waiting. On a CPU, the result shares memory with the values."""
+    """Copies host values to the device without the host waiting. On a CPU, the result shares memory with an array or a tensor. A
+    sequence becomes int64."""
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(values)
     elif not isinstance(values, Tensor):

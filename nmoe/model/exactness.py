@@ -64,7 +64,7 @@ def _parts(device: torch.device) -> dict[str, Callable[[slice], Tensor]]:
     )
 
     def grouped(some: slice) -> Tensor:
-        """Runs a product grouped by expert, where three equal experts have some of the rows each."""
+        """Runs a product grouped by expert, with three equal experts: the first 30 rows, no row, and the other rows."""
         rows = x_ND[some]
         counts = [min(len(rows), 30), 0, max(len(rows) - 30, 0)]
         return ops.linear_by_group(rows, expert.expand(3, -1, -1), counts)

@@ -129,8 +129,9 @@ class ProfiledExperts:
         return straight_through(x_RD, (codes_RD.float() * scale_R1).to(x_RD.dtype))
 
     def weight(self, name: str, weight_EDN: nn.Parameter) -> Tensor:
-        """Returns a weight after quantisation and dequantisation, `[E, D, N]`, from the kept copy if the weight has not changed.
-        Raises UserError for NaN and infinite weights."""
+        """Returns a weight after quantisation and dequantisation, `[E, D, N]`, from the kept copy if the weight has not changed. A
+        weight made under `inference_mode` counts no changes and is quantised in each call. Raises UserError for NaN and infinite
+        weights."""
         kept = self._kept.get(name)
         state = (weight_EDN.data_ptr(), -1 if weight_EDN.is_inference() else weight_EDN._version)
         if kept is None or kept.state != state or kept.of is not weight_EDN or weight_EDN.is_inference():
@@ -145,7 +146,7 @@ class ProfiledExperts:
 
     def _quantised(self, weight_EDN: Tensor, before: _Kept | None) -> nn.Parameter:
         """Returns the quantised weight as a parameter, because packed forms are kept only of parameters. Reuses the memory of the
-        result `before`, which a recorded decode step reads."""
+        result `before`, which a recorded decode step reads. Raises UserError for NaN and infinite weights."""
         with torch.inference_mode(False), torch.no_grad():
             out = None if before is None else before.value
             if out is None or (out.shape, out.dtype, out.device) != (

@@ -57,7 +57,7 @@ class Libgomp:
 
     def sleep(self, threads: int, again: Callable[[], None]) -> bool:
         """Lets idle threads sleep, and calls `again` once a second while they do. Returns False if the system may refuse the extra
-        threads, because libgomp would then end the process."""
+        threads, because libgomp would then end the process, or if they do not start in time."""
         # The process's first team has `threads`; with these libgomp counts cores + 1.
         team = max(2, max(usable_cores(), _CORES_AT_START) - threads + 2)
         if not can_start(_MARGIN * team):

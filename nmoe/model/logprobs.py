@@ -248,7 +248,7 @@ def head_logprobs(
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns `log softmax(x @ weight.T / temperature)[target]` and the entropy in nats of that distribution, both `[N]` in fp32
-    and with gradient.
+    (in fp64 for fp64 inputs) and with gradient.
 
     `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is as in `ops_for`.
     """

@@ -1,7 +1,7 @@
 """The LoRA adapter of a model: which projections have low-rank updates, and operations on all updates together.
 
 Projections have their Hugging Face names, because an adapter's files and settings name the modules of a checkpoint. Our decoder
-holds several projections in one matrix; a `Site` says which rows of which matrix a projection is.
+holds several projections in one matrix; a `Site` says which outputs of which matrix a projection is.
 """
 
 # Shapes: D inputs, F outputs, E experts, r rank.
@@ -42,6 +42,7 @@ N = TypeVar("N", int, float)
 @dataclass(frozen=True)
 class LoraSettings:
     """Rank and scale of an adapter, and the projections that have a low-rank update (empty: the usual ones for the architecture).
+    Raises UserError for a rank below 1 and an alpha that is not above 0.
 
     The update's scale is `alpha / rank`, or `alpha / sqrt(rank)` with `rslora` (Kalajdzievski 2023, arXiv:2312.03732).
     `rank_pattern` and `alpha_pattern` are PEFT's: other values where a regular expression matches the end of a module's name.
@@ -76,7 +77,7 @@ def _by_pattern(patterns: dict[str, N], name: str, default: N) -> N:
 
 @dataclass(frozen=True)
 class Site:
-    """One projection that can have an update: its name in a Hugging Face checkpoint and its rows in our decoder's weights.
+    """One projection that can have an update: its name in a Hugging Face checkpoint and its outputs in our decoder's weights.
 
     Example, the keys of layer 0 with four query and two key heads of width 8: `Site("k_proj", "model.layers.0.self_attn.k_proj",
     "blocks.0.attention.qkv_proj", (32, 48))`.
@@ -167,8 +168,9 @@ class Lora:
     def __init__(
         self, model: Transformer, settings: LoraSettings, chosen: Sequence[Site], base: str, fingerprint: str
     ) -> None:
-        """Attaches updates to the chosen projections. B is zero, so the model's results do not change yet; A is set by `initialize`
-        or read from a file. Raises UserError if projections that are computed as one matrix have different ranks."""
+        """Freezes the model and attaches updates to the chosen projections. B is zero, so the model's results do not change yet; A
+        is set by `initialize` or read from a file. Raises UserError if projections that are computed as one matrix have different
+        ranks."""
         self.model, self.settings, self.sites = model, settings, tuple(chosen)
         self.base, self.fingerprint = base, fingerprint
         self.notes: tuple[str, ...] = ()

@@ -44,7 +44,8 @@ class RouterTrace:
         self.biases_E = biases_E or []
 
     def repetition(self, layer: int) -> RouterTrace:
-        """Returns a separate trace with the same replay, for running the layers from `layer` on a second time."""
+        """Returns a separate trace with the same replay, for running the layers from `layer` on a second time, which records
+        nothing in this trace."""
         return RouterTrace(None if self.replay is None else self.replay[:, layer:])
 
     def routes(self) -> Tensor:
@@ -378,7 +379,8 @@ class MoE(nn.Module):
     def _at_once(
         self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor
     ) -> Tensor | None:
-        """Runs all experts by one kernel; returns None if there is no kernel for these weights."""
+        """Runs all experts by one kernel; returns None if there is no kernel for these weights, and with adapters, a dispatcher or
+        a profile that quantises rows."""
         if self.gate_up_adapter is not None or self.down_adapter is not None or self.dispatcher is not None:
             return None
         if self._quantise_rows(x_TD.dtype) is not None:  # which the kernel does not do between its two products

@@ -137,8 +137,8 @@ def _target_modules(lora: Lora) -> list[str]:
 
 
 def read_base(directory: Path) -> tuple[str, str | None]:
-    """Reads the path of the base that an adapter was trained on, and the base's fingerprint, None if the adapter does not record
-    it. Raises UserError."""
+    """Reads the path of the base that an adapter was trained on ("" if it names none), and the base's fingerprint, None if the
+    adapter does not record it. Raises UserError."""
     name = read_settings(directory)[1]
     if not (directory / BASE).exists():
         return name, None
@@ -240,7 +240,8 @@ def resume_adapter(lora: Lora, directory: Path) -> None:
 
 
 def _targeted(model: Transformer, raw: dict[str, Any], file: Path) -> list[Site]:
-    """Returns the projections that an adapter's configuration selects, by PEFT's rules. Raises UserError if this base lacks one."""
+    """Returns the projections that an adapter's configuration selects, by PEFT's rules. Raises UserError if this base lacks one
+    that is named, or has none that is selected."""
     modules, parameters = raw.get("target_modules") or [], raw.get("target_parameters") or []
     every = modules == "all-linear"
     suffixes = [] if isinstance(modules, str) else modules

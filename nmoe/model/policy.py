@@ -25,8 +25,8 @@ def load_policy(
     """Loads the model of a checkpoint; if the checkpoint is an adapter, loads its base and attaches the adapter, which is also
     returned (else None).
 
-    Raises UserError as `load_model` and `read_adapter` do, if the base is not on this machine, and if the base's weights differ
-    from the weights that an nmoe adapter was trained with.
+    Raises UserError as `load_model` and `read_adapter` do, if the base is not on this machine, if the base's weights differ from
+    the weights that an nmoe adapter was trained with, and for an adapter with `expert_weights = "mxfp4"`.
     """
     if not is_adapter(directory):
         return load_model(directory, dtype, device, expert_weights), None

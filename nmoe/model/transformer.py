@@ -177,7 +177,7 @@ class Transformer(nn.Module):
     def _by_two_tables(
         self, x_TD: Tensor, positions_T: Tensor, others: tuple[Tensor, Tensor], run: Callable[..., Tensor]
     ) -> Tensor:
-        """Runs the blocks as `forward` does, where layers with a sliding window have a separate rotary table."""
+        """Runs the blocks and the last norm as `forward` does, where layers with a sliding window have a separate rotary table."""
         cos_T1c = self.window_rope_cos.index_select(0, positions_T).unsqueeze(1)
         sin_T1c = self.window_rope_sin.index_select(0, positions_T).unsqueeze(1)
         for layer, block in enumerate(self.blocks):

@@ -104,7 +104,8 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, object]:
 
 
 def _lacks(family: Family, config: ModelConfig) -> dict[str, object]:
-    """Returns the settings, with their values, that get lost when the configuration is written as this family's `config.json`."""
+    """Returns the settings, with their values, that get lost when the configuration is written as this family's `config.json`; all
+    settings if the family cannot read the result at all."""
     try:
         return differences(config, family.config_from_hf(family.config_to_hf(config)))
     except UserError:  # such as experts = 0 in a family of mixtures

@@ -130,8 +130,8 @@ def check_names(family: Family, config: ModelConfig, shards: StoredTensors) -> N
 
 
 def reader(family: Family, config: ModelConfig, shards: StoredTensors) -> Callable[[str, Tensor], Tensor]:
-    """Returns a function that fills an empty weight from a checkpoint, given our name of the weight. Wrong names, shapes or dtypes
-    raise UserError at once, as in `fill`."""
+    """Returns a function that fills an empty weight from a checkpoint, given our name of the weight. Both raise UserError as `fill`
+    does: this call for wrong names, shapes or dtypes, the function for values that are not finite."""
     entries = list(family.entries(config))
     stored = _compare(entries, family, config, shards)
 
@@ -160,7 +160,7 @@ def _fill_entry(
     part: Tensor, entry: Entry, names: tuple[str, ...], unpack: Callable[..., Tensor], shards: StoredTensors
 ) -> None:
     """Copies one tensor of a checkpoint into `part` of our weight. `names` are its stored tensors (several if it is quantised),
-    which `unpack` combines."""
+    which `unpack` combines. Raises UserError for a wrong shape once unpacked, and for values that are not finite."""
     file = shards.files[names[0]]
     for rows in _pieces(entry, names, shards):
         stored = [shards.read(name, rows) for name in names]
@@ -220,8 +220,9 @@ Written = tuple[str, int, Callable[[], Tensor]]
 def tensors_of(
     state: Mapping[str, Tensor], entries: Iterable[Entry], gather: Callable[[str], Tensor] | None = None
 ) -> Iterator[Written]:
-    """Yields a model's weights converted to the checkpoint tensors that these entries name. Where ranks hold parts of a weight,
-    `gather` returns the whole weight of a name."""
+    """Converts a model's weights to the checkpoint tensors that these entries name: yields for each the name, the size in bytes and
+    a function that makes the tensor, on the host. Where ranks hold parts of a weight, `gather` returns the whole weight of a
+    name."""
     for entry in entries:
 
         def make(entry: Entry = entry) -> Tensor:

@@ -88,8 +88,8 @@ def quantization_config(family: Family, config: ModelConfig) -> dict[str, Any] |
 def stored_tensors(
     state: dict[str, Tensor], family: Family, config: ModelConfig, gather: Callable[[str], Tensor] | None = None
 ) -> Iterator[Written]:
-    """Yields a model's weights as the family's tensors, like `tensors_of`, but with routed experts quantised by the model's
-    profile."""
+    """Yields a model's weights as the family's tensors, in the form of `tensors_of`, but with routed experts quantised by the
+    model's profile."""
     assert config.expert_profile is not None, "without a profile there is nothing to quantise"
     whole = state.__getitem__ if gather is None else gather
     for entry in family.entries(config):
@@ -104,7 +104,8 @@ def _is_expert(entry: Entry) -> bool:
 
 
 def _expert(entry: Entry, whole: Callable[[str], Tensor], profile: ExpertProfile) -> Iterator[Written]:
-    """Yields one expert's gate, up or down, quantised, and its scales. `whole` returns the weight of all experts by name."""
+    """Yields one expert's gate, up or down, quantised, and its scales, in the form of `tensors_of`. `whole` returns the weight of
+    all experts by name."""
     name, rows, numbers = entry.theirs, entry.shape[0], entry.shape[0] * entry.shape[1]
 
     def made(make: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:

@@ -59,7 +59,9 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _attention_scale(settings: Settings, shared: dict[str, Any], head_dim: int) -> float:
-    """Returns the factor of attention logits that YaRN's `mscale_all_dim` asks for; 0 if it asks for none."""
+    """Returns the factor of the attention logits of all dimensions, rotated or not, that YaRN's `mscale_all_dim` sharpens:
+    `head_dim ** -0.5` times the square of its mscale. Returns 0, for the default factor, without scaling or without
+    `mscale_all_dim`."""
     all_dim = settings.rope_section().real("mscale_all_dim", 0.0)
     if shared["rope_scaling"] is None or not all_dim:
         return 0.0

@@ -66,7 +66,7 @@ def by_block(weight_ND: Tensor, scales: Tensor) -> Tensor:
 
 def by_row(weight_ND: Tensor, scales: Tensor) -> Tensor:
     """Dequantises an FP8 (E4M3) weight to fp32, with one factor for each row, `[N, 1]`, or for the whole weight, `[1]`, or for each
-    128 x 128 block."""
+    128 x 128 block. Raises UserError if weight and factors do not match."""
     _check_dtype(weight_ND)
     if scales.numel() != 1 and scales.shape != (len(weight_ND), 1):
         return by_block(weight_ND, scales)

@@ -70,8 +70,10 @@ _ROPE_KEYS = (
 
 
 def _rope(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the rotary settings of layers without and with a window. As in transformers, settings by kind of layer
-    (`rope_parameters`) are merged with the older keys of released checkpoints."""
+    """Returns the rotary settings of layers without and with a window, merged as transformers merges them: settings by kind of
+    layer (`rope_parameters`), which it writes now, come before the released checkpoints' bases, `rope_theta` and
+    `rope_local_base_freq`, but `rope_scaling` comes before the settings of layers without a window. Raises UserError for other
+    kinds of layers, and for `truncate` off."""
     kinds = settings.section("rope_parameters")
     if other := sorted(kinds.raw.keys() - {_FULL, _SLIDING}):
         raise UserError(f"{MODEL_TYPE}: rope_parameters has {other[0]!r} beside {_FULL} and {_SLIDING}")

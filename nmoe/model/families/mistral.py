@@ -36,7 +36,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def one_window(settings: Settings, default: int) -> tuple[int, ...]:
-    """Returns `sliding_window` for every layer, or () if there is none. `default` is for a missing key; 0 means no window."""
+    """Returns `sliding_window` for every layer, or () if it is null. `default` is for a missing key; a default of 0 means no
+    window. Raises UserError for an explicit `sliding_window = 0`, with which no token would see any."""
     window = 0 if "sliding_window" in settings.nulls else settings.whole("sliding_window", default)
     if settings.raw.get("sliding_window") == 0:
         raise UserError("sliding_window = 0 leaves nothing to attend to")

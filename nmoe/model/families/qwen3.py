@@ -34,7 +34,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 def windows(settings: Settings) -> tuple[int, ...]:
     """Returns the sliding window of each layer in tokens (0: none), by `layer_types` or, if missing, `max_window_layers`; empty if
-    no layer has one."""
+    no layer has one. Raises UserError if `layer_types` is not one known kind for each layer, or asks for a window that is not
+    set."""
     layers = settings.whole("num_hidden_layers")
     window = sliding_window(settings)
     settings.refuse_null("max_window_layers")
@@ -51,7 +52,8 @@ def windows(settings: Settings) -> tuple[int, ...]:
 
 
 def sliding_window(settings: Settings) -> int:
-    """Returns the sliding window in tokens if `use_sliding_window` is on, otherwise 0; the default is transformers'."""
+    """Returns the sliding window in tokens if `use_sliding_window` is on and `sliding_window` is not null, otherwise 0; the
+    defaults are transformers'."""
     if not settings.flag("use_sliding_window") or "sliding_window" in settings.nulls:
         return 0
     return settings.whole("sliding_window", _WINDOW)

@@ -105,7 +105,8 @@ class Settings:
             )
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
-        """Returns the number of a head's dimensions that the rotary embedding turns, by `partial_rotary_factor`; 0 for all."""
+        """Returns the number of a head's dimensions that the rotary embedding turns, by `partial_rotary_factor`; 0 for all. Raises
+        UserError for a null, for a factor outside of (0, 1], and for one that does not turn a whole number of pairs."""
         settings = self.rope_section()
         for table in (self, settings):
             table.refuse_null("partial_rotary_factor")
@@ -124,8 +125,8 @@ class Settings:
 
     def rope(self, default_theta: float = 10_000.0, partial: bool = False) -> tuple[float, RopeScaling | None]:
         """Returns the base of the rotary frequencies and their scaling, from `rope_parameters` (transformers 5) or from
-        `rope_theta` and `rope_scaling` (released checkpoints). Unless `partial`, raises UserError if only a part of a head is
-        turned."""
+        `rope_theta` and `rope_scaling` (released checkpoints). Raises UserError for a scaling that nmoe does not support and,
+        unless `partial`, if only a part of a head is turned."""
         settings = self.rope_section()
         for table in () if partial else (self, settings):
             table.only("partial_rotary_factor", 1, 1.0)

@@ -34,7 +34,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def mixture_settings(settings: Settings) -> dict[str, Any]:
-    """Returns the settings of a ModelConfig that come from the keys in `KEYS`."""
+    """Returns the settings of a ModelConfig that come from the keys in `KEYS`. Raises UserError for routing other than
+    DeepSeek-V3's, and for no experts."""
     settings.refuse_alias("n_routed_experts", "num_local_experts")
     settings.only("scoring_func", "sigmoid")
     settings.only("topk_method", "noaux_tc")

@@ -41,7 +41,8 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 def _shared(file: GGUFFile, model_type: str, name: str, theta: float = 10_000.0, truncate: bool = True) -> Config:
     """Returns the keys of `config.json` that all families have. `theta` is the rotary base if the file has none; `truncate` is
-    whether the family rounds the bounds of YaRN's ramp."""
+    whether the family rounds the bounds of YaRN's ramp. Raises UserError for a file without embedding, and if the values' width or
+    the rotary embedding's differs from the width of a head."""
     theta = file.own_real("rope.freq_base", theta)
     heads, width = file.own("attention.head_count", int), file.own("embedding_length", int)
     embedding = file.tensors.get("token_embd.weight")

@@ -95,7 +95,8 @@ def _check(file: GGUFFile, positive: dict[str, float], alpha: float) -> None:
 
 
 def _factors(file: GGUFFile, pairs: int) -> Tensor | None:
-    """Reads the divisors of the pairs' rotary frequencies, `[head_dim / 2]` in fp64; None if the file has none."""
+    """Reads the divisors of the pairs' rotary frequencies, `[head_dim / 2]` in fp64, rounded to the seven digits that they had
+    before fp32; None if the file has none. Raises UserError for another shape."""
     if (stored := file.tensors.get(ROPE_FACTORS)) is None:
         return None
     if stored.shape != (pairs,):
@@ -126,7 +127,7 @@ _CONTEXTS = tuple(2**power for power in range(4, 20))
 
 
 def _as_llama3(plain: Tensor, factors: Tensor, context: int, theta: float) -> dict[str, Any] | None:
-    """Returns Llama 3's scaling with the settings that give these factors; None if no settings do."""
+    """Returns Llama 3's scaling with the settings that give these factors; None if the usual settings do not."""
     factor = float(f"{float(factors.max()):.6g}")
     for original in _CONTEXTS:
         scaling = RopeScaling("llama3", factor, original, _LOW, _HIGH)

@@ -64,7 +64,8 @@ class GGUFTensors:
         return kind_of(self._sources[name].stored[0], self._file)
 
     def nbytes(self, name: str) -> int:
-        """Returns the size in bytes of a tensor as `read` returns it: most are dequantised to fp32."""
+        """Returns a tensor's size in bytes in fp32, to which most are dequantised, or in MXFP4. `read` returns less for a tensor
+        stored in bf16 or fp16."""
         return math.prod(self.shapes[name]) * (1 if self._sources[name].packed else 4)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:

@@ -205,7 +205,7 @@ class TorchOps:
         return out
 
     def combine(self, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
-        """Returns each token's weighted sum over its K rows, `[T, D]`. No token's sum depends on another token."""
+        """Returns each token's weighted sum over its K rows, `[T, D]`. No token's sum depends on another token's position."""
         out: Tensor = _Combine.apply(self, y_RD, weights_TK, row_TK)
         return out
 

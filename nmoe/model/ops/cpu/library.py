@@ -69,8 +69,8 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 @cache
 def library(instructions: str | None = None) -> ctypes.CDLL | None:
-    """Returns the kernels compiled for these instructions (default: the ones torch uses), or None if they cannot be compiled. Warns
-    if that is for want of a compiler."""
+    """Returns the kernels compiled for these instructions (default: the ones torch uses), or None if they cannot be compiled or
+    loaded, or the system is not Linux. Warns if compiling or loading failed."""
     if platform.system() != "Linux":
         return None
     try:

@@ -118,8 +118,9 @@ def norm_and_turn_(
     heads: int,
     kv_heads: int,
 ) -> None:
-    """Changes the query heads and the key heads of each token's row in place: RMSNorm if `norms` are given (the weights for queries
-    and keys, and epsilon), then `TorchOps.rotate`. The heads of a row are contiguous; rows need not be."""
+    """Changes the first heads of each token's row in place, which are `heads` queries and then `kv_heads` keys: RMSNorm if `norms`
+    are given (the weights for queries and keys, and epsilon), then `TorchOps.rotate`. The heads of a row are contiguous; rows need
+    not be."""
     tokens, _, width = qkv_TNC.shape
     q_norm_C, k_norm_C, eps = norms or (None, None, 0.0)
     kind, row, shape = DTYPES[qkv_TNC.dtype], qkv_TNC.stride(0), (tokens, heads, kv_heads, width)

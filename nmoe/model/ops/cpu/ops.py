@@ -35,7 +35,8 @@ _LONG_SEQUENCE = 1024
 
 
 class CpuOps(TorchOps):
-    """Operations on a CPU, with gradients: torch's, but fp32 products by oneDNN."""
+    """Operations on a CPU, with gradients: torch's, but fp32 products by oneDNN, and C++ kernels for packed attention, the head
+    over a wide vocabulary, and top-k and top-p."""
 
     def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
         if can_pack_for_onednn(x_ND, weight_FD):

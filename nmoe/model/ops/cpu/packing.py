@@ -88,8 +88,8 @@ def kernels_in_use() -> Iterator[None]:
 
 
 def can_pack(x: Tensor, weight: Tensor) -> bool:
-    """Whether the packed weight can be cached: it must be a parameter that counts its changes, which a parameter made under
-    `inference_mode` does not."""
+    """Whether x can be multiplied by a cached packed weight: a cache is in force, x is on a CPU in fp32 or bf16, no gradient is
+    recorded, and the weight is a parameter that counts its changes, which a parameter made under `inference_mode` does not."""
     return (
         ONEDNN
         and IN_FORCE.packed is not None

@@ -29,8 +29,8 @@ _EXPONENT = 0x7F800000  # of an fp32
 
 
 def on_grid(x: Tensor) -> Tensor:
-    """Rounds each piece of 512 numbers of the last axis to multiples of a power of two, 22 bits below the piece's largest number;
-    returns fp64. `x` is at most fp32."""
+    """Rounds each piece of 512 numbers of the last axis to multiples of a power of two, so that the piece's largest number keeps 22
+    bits; returns fp64. `x` is at most fp32."""
     out = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     # Rounded in fp32, whose 24 bits suffice; fp64 would take twice the memory and time.
     for piece, rounded_piece in zip(x.float().split(PIECE, -1), out.split(PIECE, -1), strict=True):

@@ -122,7 +122,7 @@ def swiglu_forward(gate_up_NF: Tensor, limit: float) -> Tensor:
 
 
 def swiglu_backward(grad_NF: Tensor, gate_up_NF: Tensor, limit: float) -> Tensor:
-    """Returns the gradient of gate and up, `[N, 2F]`, in the layout of `gate_up_NF`."""
+    """Returns the gradient of gate and up, `[N, 2F]`, in that order, contiguous."""
     rows, width = grad_NF.shape
     x_NF = gate_up_NF if gate_up_NF.stride(1) == 1 else gate_up_NF.contiguous()
     grad_x_NF = torch.empty(rows, 2 * width, device=x_NF.device, dtype=x_NF.dtype)

@@ -65,7 +65,8 @@ class TritonOps(TorchOps):
         lengths_B: Tensor,
     ) -> Tensor:
         """Computes `TorchOps.paged_attention` without gathering: reads the cache's blocks where they are. Table entries past a
-        row's length are never followed, and the kernel's grid is laid out for rows of M blocks."""
+        row's length are never followed, and the kernel's grid is laid out for rows of M blocks. A cache in another dtype than fp32,
+        bf16 and fp16 is gathered."""
         if keys_NJPC.dtype not in _CACHE_DTYPES:
             return super().paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, table_BM, lengths_B)
         from nmoe.model.ops.triton.paged_attention import paged_attention_triton
