@@ -1,7 +1,7 @@
 """`nmoe env check` shows what an environment does with a problem; `nmoe env list` lists the environments.
 
-The check reads the settings and the local data, renders a problem of every source, and grades a right and a wrong answer
-to it with the task's verifier, which may be the user's code. Of other user code it imports only a pool of type `python`, and it
+The check reads the settings and the local data, renders one problem, and grades a right and a wrong answer to a problem of every
+source with the task's verifier, which may be the user's code. Of other user code it imports only a pool of type `python`, and it
 uses no network; it says which parts it could not check for that reason.
 """
 
@@ -104,7 +104,8 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
     """Checks an environment and yields the report line by line. If there are mistakes, raises UserError at the end with all of
     them, one line each.
 
-    Raises ConfigError, with all its problems, if the settings themselves are invalid.
+    Raises ConfigError, with all its problems, if the settings themselves are invalid. Raises UserError at once for `format =
+    "chat"` without a tokenizer.
     """
     path = find_environment(str(named))
     settings = load_environment(path)
@@ -380,7 +381,7 @@ def _describe_reward(settings: EnvironmentSettings) -> str:
 def _describe_workspace(settings: WorkspaceSettings, problems: Sequence[Problem]) -> str:
     """Describes where the workspace's files come from: a directory, or a repository at the commit of the first problem.
 
-    Raises UserError or WorkspaceError if they are not available.
+    Raises UserError or WorkspaceError if they are not available, or uv for a bootstrap by it.
     """
     at = problems[0] if problems else Problem("any", "", "", "", "")
     origin = identity_of(source_of(settings, at))

@@ -54,7 +54,8 @@ class Curriculum:
         once per step.
 
         The metrics of the gates before and after the current stage must be present and finite. Raises ValueError otherwise: a
-        missing number would silently keep the curriculum where it is.
+        missing number would silently keep the curriculum where it is. Only `correctness` may be missing, in a step of open
+        problems; such a step does not count for its gate.
         """
         stages = self._settings.stages
         behind, ahead = stages[self._index - 1].gate if self._index else None, stages[self._index].gate
@@ -67,7 +68,8 @@ class Curriculum:
 
     def _mean(self, window: deque[float], gate: GateSettings, metrics: Mapping[str, float]) -> float:
         """Adds this step's value of the gate's metric to the window and returns the window's mean; NaN, which fails every
-        comparison, until the window is full. Raises ValueError for a missing or non-finite value.
+        comparison, until the window is full. Raises ValueError for a missing or non-finite value. A missing `correctness`, which
+        means that all problems of the step were open, gives NaN and leaves the window unchanged.
         """
         if gate.metric == "correctness" and gate.metric not in metrics:
             return math.nan  # all problems of this step were open: the window does not change

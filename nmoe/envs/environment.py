@@ -51,7 +51,8 @@ class Environment:
     def __init__(
         self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, shard: Shard, *, user_code: bool = True
     ) -> None:
-        """Loads pool, tools and rewards. Without `user_code`, the user's own tools and rewards are neither imported nor used.
+        """Loads pool, tools and rewards. Without `user_code`, the user's own tools and all `[[rewards]]`, also those by services
+        and models, are left out, and none of their functions is imported.
 
         Raises UserError if data, tools, rewards or tokenizer do not fit the settings.
         """
@@ -151,8 +152,9 @@ class Environment:
     ) -> Exchange | None:
         """Returns the simulated user's response to the last turn in a conversation task; `exchanges` are the earlier responses.
 
-        None, which ends the trajectory, if the task does not converse, or if the turns since the last exchange have no valid form.
-        `seed` belongs to the group and `index` to the sample. Exceptions of the task propagate.
+        None, which ends the trajectory, if the task does not converse, if the last turn did not end by itself, or if the turns
+        since the last exchange have no valid form or no answer. `seed` belongs to the group and `index` to the sample. Exceptions
+        of the task propagate.
         """
         task, turn = TASKS[problem.task_type], len(turns) - 1
         if not isinstance(task, ConversationTask) or turns[turn].sample.finish_reason != "stop":
@@ -191,7 +193,8 @@ def identity_of(settings: EnvironmentSettings) -> dict[str, str]:
 
 
 def in_format(settings: EnvironmentSettings, tokenizer: HarmonyTokenizer) -> EnvironmentSettings:
-    """Returns the settings with the tokenizer's format, and that format's system message, filled in where they are left open.
+    """Returns the settings in one format: the tokenizer's if they leave it open. A system message for this format replaces
+    `system`.
 
     Raises UserError for a tokenizer that supports no format.
     """

@@ -1,9 +1,9 @@
 """Grades the gold answers of an environment's records before anything is sampled.
 
-If a grader rejected a gold answer, training would teach that right answers are wrong. Each gold is graded once. Those that
-passed are remembered in $NMOE_GOLDS, by default nmoe/golds in the user's cache directory. Their key is a hash of the problem
-and of everything that decides a verdict: the graders' sources, the versions of Python and the parsing packages, and for code
-the sandbox.
+If a grader rejected a gold answer, training would teach that right answers are wrong. Each gold is graded once, or again if the
+first grade was not "correct". Those that passed are remembered in $NMOE_GOLDS, by default nmoe/golds in the user's cache directory.
+Their key is a hash of the problem and of everything that decides a verdict: the graders' sources, the versions of Python and the
+parsing packages, and for code the sandbox.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _DISTRIBUTIONS = ("sympy", "mpmath", "math-verify", "latex2sympy2_extended")
 
 
 def check_golds(environment: Environment, sandboxes: OpensSandboxes | None, note: Callable[[str], None]) -> None:
-    """Grades every gold answer that `[task_pool] check_gold` selects and that has not passed before; reports progress to `note`.
+    """Grades the gold answers that have not passed before: of a dataset those that `[task_pool] check_gold` selects, of a user's
+    generated task up to 64; reports progress to `note`.
 
     Raises UserError that lists the golds not graded correct, and InfrastructureError if the grader was lost.
     """

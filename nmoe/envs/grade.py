@@ -39,10 +39,10 @@ _REASONING = "The answer follows."
 class Reading:
     """The completion as the environment's format parses it, before comparison with the gold answer.
 
-    `format_ok` says whether the form is complete. In Harmony every turn parses, the last one ends in <|return|>, and it has a
-    final message that is not blank. `structure` is the share of the form that is complete; `unfinished` is the share that counts
-    instead if the last turn was cut at the token limit. `answer_counts` says whether the answer may be graded: in Harmony only if
-    the form is complete.
+    `format_ok` says whether the form is complete. In Harmony every turn parses, the last one ends in <|return|>, and it has a final
+    message that is not blank; under a chat template the same holds for its marks. `structure` is the share of the form that is
+    complete; `unfinished` is the share that counts instead if the last turn was cut at the token limit. `answer_counts` says
+    whether the answer may be graded: except in plain text only if the form is complete.
     """
 
     extraction: Extraction
@@ -90,8 +90,8 @@ def read_answer(parsed: ParsedAnswer, task: QuestionTask, *, prose: bool = False
 
 
 def joined_readings(readings: Sequence[Reading]) -> Reading:
-    """Combines the readings of a conversation's successive answers into one: every check of the form must hold for all of them, and
-    the extracted answer is the last one's.
+    """Combines the readings of a conversation's successive answers into one: every check of the form must hold for all of them, the
+    shares are the smallest of any, and the extracted answer is the last one's.
     """
     if len(readings) == 1:
         return readings[0]
@@ -166,10 +166,11 @@ class Grader:
         last turn decides: "stop", "length" or "abort". `exchanges` are a conversation task's responses.
 
         A truncated completion gets 0 in every component, because a number that truncation left last is not an answer; only in
-        Harmony, whose control tokens no text can forge, it earns `structure` for complete parts. "abort" becomes `engine_error` and
-        a verdict of "error" becomes `grader_error`; neither judges the policy, so such a sample must be masked, not trained on with
-        its score of 0. Exceptions of `task.verify` propagate: a grader with a bug must stop the run, not teach that the answer was
-        wrong.
+        Harmony, whose control tokens no text can forge, it earns `structure` for complete parts. A conversation keeps the
+        correctness that its exchanges earned before it broke off, unless the infrastructure failed. "abort" becomes `engine_error`
+        and a verdict of "error" becomes `grader_error`; neither judges the policy, so such a sample must be masked, not trained on
+        with its score of 0. Exceptions of `task.verify` propagate: a grader with a bug must stop the run, not teach that the answer
+        was wrong.
         """
         task = TASKS[problem.task_type]
         if session is not None and session.access is not None:

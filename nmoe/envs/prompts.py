@@ -40,8 +40,8 @@ class PromptBuilder:
 
     @property
     def given_ids(self) -> tuple[int, ...]:
-        """The tokens with which every answer begins in the curriculum's current stage, given to the policy in training; often
-        ()."""
+        """The tokens with which every answer begins in the curriculum's current stage, given to the policy in training; () if the
+        stage gives none."""
         return () if self._curriculum is None else self._given[self._curriculum.index]
 
     def messages(self, problem: Problem) -> list[Message]:
@@ -91,8 +91,8 @@ class PromptBuilder:
         return max_new_tokens if budget is None else min(max_new_tokens, budget)
 
     def prompt_limit(self, context_tokens: int, max_new_tokens: int) -> int:
-        """Returns the maximum number of tokens of a prompt: the rest of the model's context after the longest completion, capped by
-        the environment's budget.
+        """Returns the maximum number of tokens of a prompt: the rest of the model's context after the longest completion and the
+        longest beginning of an answer that a stage of the curriculum gives, capped by the environment's budget.
         """
         room = context_tokens - self.token_limit(max_new_tokens) - self._most_given
         budget = self._budget.prompt_tokens

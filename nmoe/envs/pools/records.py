@@ -158,8 +158,9 @@ COMMITS = ("base_commit", "target_commit")
 def record_order(
     name: str, settings: DatasetKeys, records: Iterable[Row], origin: str, *, columns: bool = False
 ) -> Order:
-    """Builds an order that cycles through the problems of the first `max_examples` records, reshuffled each epoch; with `columns`,
-    problems keep all fields of their records.
+    """Builds an order that cycles through the problems of the first `max_examples` records, of those only the `levels` that the
+    settings name, reshuffled each epoch; with `easy_first`, the first epoch goes from easy to hard. With `columns`, problems keep
+    all fields of their records.
 
     `origin` names the source of the records. Raises UserError for an invalid record, and if there are no records.
     """

@@ -32,7 +32,7 @@ class FunctionReward:
     """A reward computed by a user's function."""
 
     def __init__(self, settings: FunctionRewardConfig) -> None:
-        """Imports the function. Raises UserError if it does not exist or requires an argument that is never passed."""
+        """Imports the function. Raises UserError if it does not exist or its arguments cannot be given by name."""
         self.name, self.weight = settings.name, settings.weight
         self.only_if_correct = settings.only_if_correct
         self._timeout_s = settings.timeout_s
@@ -117,7 +117,7 @@ def _copies(value: Any, count: int) -> list[Any]:
 def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:
     """Returns a function's argument names and whether each is required; "**" stands for any others.
 
-    Raises UserError for a function with positional-only arguments.
+    Raises UserError for a function that requires a positional-only argument, or whose signature cannot be read.
     """
     try:
         parameters = inspect.signature(function).parameters.values()

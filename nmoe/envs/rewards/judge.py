@@ -32,8 +32,8 @@ class JudgeReward:
     """A reward computed by a language model that judges each sample."""
 
     def __init__(self, settings: JudgeRewardConfig, service: Service | None = None) -> None:
-        """Reads the template and the service's token. Raises UserError if the template cannot be read, or the token's environment
-        variable is not set.
+        """Reads the template and the service's token. Raises UserError if the template cannot be read or shows the judge no
+        completion, or the token's environment variable is not set.
         """
         self.name, self.weight = settings.name, settings.weight
         self.only_if_correct = settings.only_if_correct

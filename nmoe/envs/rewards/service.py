@@ -82,7 +82,7 @@ class Service:
 
     async def _attempt(self, content: Any) -> tuple[str, float, Any]:
         """Posts once. Returns the reason of a failure, or ""; the seconds that the service asked to wait; and the response, None on
-        failure.
+        failure. Raises UnavailableError if the service rejects this content, and RewardError as `post` does.
         """
         import httpx2
 

@@ -234,7 +234,8 @@ def _plain(field: str, value: Any) -> Any:
 
 
 def _unpacked(field: str, packed: str) -> str:
-    """Unpacks base64 of zlib of a pickled text without unpickling: only a pickle of a single text is read, by its opcodes."""
+    """Unpacks base64 of zlib of a JSON text, plain or pickled, without unpickling: only a pickle of a single text is read, by its
+    opcodes. Raises UserError for anything else, and for more than 256 MB."""
     try:
         unzip = zlib.decompressobj()
         data = unzip.decompress(base64.b64decode(packed, validate=True), _MAX_UNPACKED)
@@ -285,8 +286,8 @@ def memory_mb_of(record: Record) -> float | None:
 
 
 def tolerance_of(record: Record) -> float | None:
-    """Returns the error, between 0 and 1, that the record permits in a number of the output; None if numbers are compared as
-    text."""
+    """Returns the error, between 0 and 1, that the record permits in a number of the output, absolutely or relative to the expected
+    number; None if numbers are compared as text."""
     value = record.get("tolerance")
     if value is None:
         return None

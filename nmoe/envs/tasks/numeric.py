@@ -169,7 +169,7 @@ _DEFAULT_TRIES = 10
 class GuessTask(ConversationTask, NumericTask, GeneratedTask):
     """Guessing a number by hints: "Guess: 40 to 47, 4 tries", then "higher" or "lower" until it is found or no tries are left.
 
-    There are 2**(difficulty + 1) numbers, and one try more than bisection needs.
+    There are 2**(difficulty + 1) numbers, and as many tries as bisection needs at worst.
     """
 
     answer_form: AnswerForm = "final"

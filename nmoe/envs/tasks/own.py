@@ -63,7 +63,7 @@ class Task:
     @abstractmethod
     def grade(self, record: Record, answer: str) -> bool | float:
         """Returns the grade of an answer: the final message without reasoning or, where the format is plain text, the content of
-        its box.
+        its box or, without a box, the whole text.
         """
 
 

@@ -100,8 +100,8 @@ def read_letter(text: str) -> str | None:
 
 
 def read_order(text: str, options: Sequence[str]) -> str | None:
-    """Returns the options in the order in which a message names them last, joined by ", "; None if the last names in it are not all
-    of the options.
+    """Returns the options in the order in which a message names them last, in lower case and joined by ", "; None if the last names
+    in it are not all of the options.
     """
     either = "|".join(re.escape(one) for one in options)
     named = re.findall(rf"(?<![\w-])(?:{either})(?!\w)", text[-MAX_CHARS:], re.IGNORECASE)

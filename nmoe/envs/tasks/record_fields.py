@@ -72,7 +72,7 @@ def split_prompt(prompt: object, field: str) -> tuple[tuple[Message, ...], str]:
 
 
 def checked_text(field: str, value: object) -> str:
-    """Returns the value if it is a non-blank text. Raises UserError, which names the field, otherwise."""
+    """Returns the value if it is a non-blank text without lone surrogates. Raises UserError, which names the field, otherwise."""
     if value is None:
         raise UserError(f"field {field!r} is null; fill it in or remove the record")
     if not isinstance(value, str):

@@ -289,7 +289,7 @@ def _question(record: Record) -> str:
 
 
 def _gold(record: Record) -> str:
-    """Returns the first of the record's solutions in Python 3; empty if there is none."""
+    """Returns the first of the record's solutions in Python 3, among the first 20 of each field; empty if there is none."""
     for name in _SOLUTIONS:
         found: Any = record.get(name)
         if isinstance(found, str) and found.lstrip().startswith("["):

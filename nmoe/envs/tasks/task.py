@@ -65,8 +65,8 @@ class QuestionTask(ABC):
 
     @abstractmethod
     def check_gold(self, problem: Problem) -> None:
-        """Raises UserError for a gold answer with which `verify` cannot compare answers; called for every problem when a pool
-        loads.
+        """Raises UserError for a gold answer with which `verify` cannot compare answers; called for every record's problem when a
+        pool loads.
         """
 
     def messages(self, problem: Problem) -> list[Message]:

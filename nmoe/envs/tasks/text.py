@@ -71,8 +71,8 @@ class OpenTask(QuestionTask):
 class FileSearchTask(QuestionTask, RecordTask, WorkspaceTask):
     """Finding something in files: a name, a number, a path, a line.
 
-    Records have `question`, `answer` and, unless the environment's [workspace] provides them, `files` (path -> content).
-    Answers are compared as text, without white space and surrounding quotes or backticks.
+    Records have `question`, `answer` and, unless the environment's [workspace] provides them, `files` (path -> content). Answers
+    are compared as text; the width of white space, surrounding quotes or backticks and a final full stop make no difference.
     """
 
     answer_form: AnswerForm = "final"

@@ -99,8 +99,8 @@ class AsyncToolExecutor:
 
 
 def _text(output: ToolOutput, limit: int) -> tuple[Any, str, str]:
-    """Returns the failure name, the text and the reason of a tool's output; a text longer than `limit` characters loses its
-    middle."""
+    """Returns the failure name, the text and the reason of a tool's output; a text longer than `limit` characters loses its middle,
+    and binary output is left out."""
     if isinstance(output.content, bytes):
         try:
             text = output.content.decode()

@@ -23,7 +23,8 @@ class ToolRuntime:
 
     def __init__(self, environment: Environment, settings: SandboxSettings) -> None:
         """Prepares the sandboxes and workspaces that the environment needs, and grades its gold answers. Raises SandboxSetupError
-        if the requested isolation level is not available, and UserError for gold answers that are not graded correct.
+        if the requested isolation level is not available, UserError for gold answers that are not graded correct, and
+        InfrastructureError if their grader was lost.
         """
         self.sandboxes: Sandboxes | None = None
         self.workspaces: Workspaces | None = None

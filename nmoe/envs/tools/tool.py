@@ -52,8 +52,8 @@ class Tool:
     """A function that a policy can call, with the name, description and argument schema that declare it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Builds the tool's declaration from the function's name, type hints and docstring. Raises UserError, which names
-        the fault, for an invalid name and for missing hints or docstring.
+        """Builds the tool's declaration from the function's name, type hints and docstring. Raises UserError, which names the
+        fault, for an invalid name, for missing hints or docstring, and for parameters without a JSON form.
         """
         where = f"tool {function.__module__}:{function.__qualname__}"
         self.function = function
