@@ -219,8 +219,8 @@ GOLD_EXTRACTORS: dict[str, tuple[Callable[[str], str | None], str]] = {
 
 
 def extract_gold(extractor: str, field: str) -> str:
-    """Extracts the gold answer from a dataset's answer field by the named extractor. Raises UserError if the extractor finds no
-    answer.
+    """Extracts the gold answer from a dataset's answer field by the named extractor, and strips it. Raises UserError if the
+    extractor finds no answer.
     """
     extract, looked_for = GOLD_EXTRACTORS[extractor]
     gold = (extract(field) or "").strip()

@@ -58,8 +58,8 @@ _NUMBERS = {"gsm_symbolic": Fraction(0), "coin_flip": Fraction(1, 10**4)}
 
 
 def has_form(name: str, answer: str, gold: str) -> bool:
-    """Whether the whole text has the form of an answer to this dataset; True if the dataset's verifier itself reads the whole
-    text.
+    """Whether the whole text has the form of an answer to this dataset and, for datasets with one right word or number, whether it
+    is the gold; True if the dataset's verifier itself reads the whole text.
     """
     answer = answer.strip()
     if name in _WHOLE and not _WHOLE[name].fullmatch(answer):
@@ -152,7 +152,8 @@ def score(name: str, config: str, seed: int, size: int, index: int, answer: str,
     With `partial`, the verifier's scores between 0 and 1 are kept, but none for the gold inside another text: by default the
     package pays its share of the characters, 0.67 for `130` where 13 is right.
 
-    If the verifier raises on the gold answer too, the verifier or its data is at fault, and the exception propagates.
+    If the verifier raises on the gold answer too, the verifier or its data is at fault, and the exception propagates; so do
+    MemoryError and RecursionError.
     """
     made = _dataset(name, config, seed, size)
     entry = made[index]

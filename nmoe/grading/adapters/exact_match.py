@@ -41,7 +41,8 @@ def exact_match(responses: Sequence[str], golds: Sequence[object]) -> tuple[list
 
 
 def read_response(response: str) -> Extraction:
-    """Extracts the answer from a response, in plain text or in Harmony channels; no answer if the channels are malformed."""
+    """Extracts the answer from a response, in plain text or in Harmony channels; no answer if the channels are malformed, or if the
+    last one is not a final message that ends in <|return|>."""
     if "<|channel|>" not in response:
         return from_response(_CONTROL.sub(" ", response))
     completion = read_completion(response)

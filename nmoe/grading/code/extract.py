@@ -10,7 +10,8 @@ MAX_CODE_CHARS = 100_000
 
 
 def code_of(answer: str) -> str:
-    """Returns the code in an answer: the last fenced block or, without one, the whole text. Any answer gives some text."""
+    """Returns the code in an answer: the last fenced block or, without one, the whole text. Blocks are found in the first 200,000
+    characters only. Any answer gives some text."""
     blocks = [code for _, code in fenced_blocks(answer[: 2 * MAX_CODE_CHARS])]
     return blocks[-1] if blocks else answer
 

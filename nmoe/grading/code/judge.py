@@ -43,8 +43,8 @@ class Channel:
         self._exceptions: dict[str, type[Exception]] = {}
 
     def ask(self, do: str, target: Sequence[Any], arguments: Any = (), named: Any = None) -> Any:
-        """Sends a request and returns the candidate's answer. Raises the exception that the candidate reports, as the builtin class
-        of that name.
+        """Sends a request and returns the candidate's answer. Raises the exception that the candidate reports, as the tests' class
+        for it or the builtin one of that name, and LostError if the candidate is lost.
         """
         if self.lost:
             raise LostError(self.lost)

@@ -62,6 +62,9 @@ async def verify_solution(sandboxes: OpensSandboxes, tests: Tests, source: str) 
 async def verify_in(sandboxes: OpensSandboxes, candidate: Sandbox, tests: Tests, source: str | None) -> Verdict:
     """Runs the tests against a solution in the sandbox `candidate` and returns the verdict. Without `source`, the solution's
     modules lie in the workspace there.
+
+    Closes `candidate` if there is a `source`. Raises SandboxSetupError, and SandboxFileError for a protected file that cannot be
+    written.
     """
     nonce = secrets.token_hex(16)
     asked: dict[str, Any] = {"kind": tests.kind, "setup": tests.setup, "tests": tests.tests, "names": tests.names}
@@ -141,8 +144,8 @@ def starved(limits: Limits, *ended: Result) -> Verdict | None:
     """Returns an "error" verdict if processes exceeded a deadline only because of the machine's load; else None. The processes of
     `ended` waited for one another.
 
-    This is assumed if CPU time was left, and if for more than half of the time limit the processes were ready to run but got no
-    CPU. The answer's correctness is then unknown.
+    This is assumed if a tenth of the CPU time was left, and if less than half of the time limit remains of the late process's time
+    without the times for which any of the processes was ready to run but got no CPU. The answer's correctness is then unknown.
     """
     late = next((one for one in ended if one.failure == "timeout"), None)
     if late is None or max(one.cpu_s for one in ended) >= 0.9 * limits.cpu_s:
@@ -193,7 +196,8 @@ class ProgramLimits:
 async def verify_program(
     sandboxes: OpensSandboxes, program: str, tests: Sequence[Case], limits: ProgramLimits
 ) -> Verdict:
-    """Runs a program on its tests, up to the first that fails, and returns the verdict. Raises SandboxSetupError."""
+    """Runs a program on its tests, up to the first that fails, and returns the verdict. A program that has used 60 s of CPU time
+    before its last test is incorrect. Raises SandboxSetupError."""
     spent = 0.0
     async with await sandboxes.open() as sandbox:
         for number, test in enumerate(tests, start=1):

@@ -178,8 +178,8 @@ def _is_decimal(form: Form) -> bool:
 
 
 def _is_final(question: str, gold_text: str, answer_text: str, gold: Number, answer: Number) -> bool:
-    """Whether a number equal to the gold may answer the question: in simplest form, and not just another spelling that the question
-    contains.
+    """Whether a number equal to the gold may answer the question: in simplest form (unless the gold is not), and not just another
+    spelling that the question contains.
     """
     if answer.places is None and answer.value.denominator == 1 and answer.simplest:
         return True  # an integer has one spelling

@@ -79,7 +79,8 @@ def with_index_of(gold: Answer, answer: Answer) -> Answer:
 
 
 def may_have_condition(gold: Answer, answer: Answer) -> bool:
-    """Whether the answer's condition on an index is absent, equals the gold's, or only says that the index is an integer."""
+    """Whether the answer's condition on an index is absent, equals the gold's, or, if the gold has none, only says that an index in
+    the answer is an integer or a natural number."""
     if answer.condition in ("", gold.condition):
         return True
     index = _INDEX.fullmatch(answer.condition)
@@ -89,8 +90,8 @@ def may_have_condition(gold: Answer, answer: Answer) -> bool:
 def may_lose_label(gold: Answer) -> bool:
     """Whether the answer may omit the gold's label, such as "x = " in "x = 5".
 
-    It may if the label names a function, a sequence or a member of a set, or if the value does not contain x, y or z: "y = 2x"
-    without "y =" is no equation.
+    It may if the label names a function, a sequence or a member of a set, if the value has no letters, or if it does not contain x,
+    y or z and the label is not y: "y = 2x" without "y =" is no equation.
     """
     in_set = isinstance(gold.relation, Compound) and gold.relation.detail == r"\in"
     letters = expressions.letters(text_of(gold.form)) - {"e", "i"}

@@ -197,7 +197,8 @@ _CASELESS = re.compile(r"[A-Z][a-z]{2,}|[a-z]{5,}|(?i:yes|no|true|false)")
 
 
 def sentence_case(text: str) -> str:
-    """Lowers the first letter of words of three letters or more, and of "No": "East" becomes "east", but a point A stays A."""
+    """Lowers the first letter of words of three letters or more, and of "No": "East" becomes "east", but a point A stays A. A text
+    with LaTeX commands stays unchanged."""
     return _WORD.sub(lambda word: word[0][0].lower() + word[0][1:], text) if "\\" not in text else text
 
 

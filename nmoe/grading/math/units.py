@@ -254,7 +254,8 @@ class Scalar:
 
 
 def dollars(text: str) -> Number | None:
-    """Returns the number in a text that is an amount such as "$5"; None for any other raw text."""
+    """Returns the number in a text that is an amount such as "$5"; None for any other raw text, such as "$5$", where dollar signs
+    enclose a formula."""
     return read_number(normalize(text)) if _DOLLARS.fullmatch(text) else None
 
 
@@ -297,7 +298,8 @@ def _with_unit(text: str, unit: str) -> Scalar:
 
 
 def read_amounts(text: str) -> list[tuple[Number, str]] | None:
-    """Returns numbers and units of several amounts, as in "2 hours and 30 minutes"; None for any other normalised text."""
+    """Returns numbers and units of several amounts, as in "2 hours and 30 minutes"; None for any other normalised text, and if a
+    unit is not known."""
     if not _AMOUNTS.fullmatch(text):
         return None
     found = [(read_number(number), spell_unit(unit, "")) for number, unit in _ONE_AMOUNT.findall(text)]

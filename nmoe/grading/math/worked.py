@@ -29,7 +29,8 @@ _MAX_BITS = 4096
 
 
 def is_worked_out(answer: str, *golds: str) -> bool:
-    """Whether a normalised text leaves only such kinds of arithmetic undone as one of the gold's texts leaves undone."""
+    """Whether a normalised text leaves only such kinds of arithmetic undone as one of the gold's texts leaves undone. A text that
+    is no expression is worked out if no gold is one."""
     left = _left_to_do(answer)
     if left is None:
         return all(shape(gold) is None for gold in golds)

@@ -86,7 +86,7 @@ class WorkerPool:
 
     def submit(self, *arguments: Any) -> Future[Reply]:
         """Queues a call with arguments that JSON can express and returns its future reply. The future raises WorkerError if the
-        function raised.
+        function raised. Raises RuntimeError if the pool is closed.
         """
         call = _Call(list(arguments))
         with self._changed:
