@@ -115,8 +115,8 @@ class Collector:
         these rewards, as in evaluations of correctness. With `give_start`, each sample continues the beginning of the answer that
         the curriculum's stage gives in training. `on_group` is called with each finished group, in a thread of the engine.
 
-        Raises UserError for a prompt that does not fit the context and GradingError if a grader raises. Any exception or
-        interrupt ends all running tools.
+        Raises UserError for a prompt that does not fit the context and GradingError if a grader, a conversation task or a reward
+        raises. Any exception or interrupt ends all running tools.
         """
         began, self._grade_s = time.perf_counter(), 0.0
         given = self._environment.prompts.given_ids if give_start else ()
@@ -178,8 +178,8 @@ class Collector:
         return Group(problem, await self._rewarded(trajectories, state))
 
     async def _rewarded(self, trajectories: list[Trajectory], state: TrainerState | None) -> list[Trajectory]:
-        """Returns the trajectories with the ratings of `[[rewards]]` added to their grades, except after infrastructure
-        failures.
+        """Returns the trajectories with the ratings of `[[rewards]]` added to their grades, except after infrastructure failures.
+        Raises UserCodeFailedError for a reward that raises.
         """
         if state is None or not self._environment.rewards:
             return trajectories
@@ -257,7 +257,7 @@ class Collector:
 
     async def _keep_files(self, episode: Episode, session: ToolSession, grade: Grade) -> Mapping[str, Any] | None:
         """Returns the record of the workspace: its source and, if its `keep` setting asks for it, the path where its files were
-        kept.
+        kept, or why they were not; None without a workspace.
         """
         if session.prepared is None:
             return None

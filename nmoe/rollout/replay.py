@@ -68,8 +68,8 @@ async def replay(
     `sandboxes` are for tools that need one, `workspaces` for an environment that provides files. If the record is
     inconsistent, the replay ends after its first check.
 
-    Raises UserError if the tokenizer or task differs from the recorded one, if tools are missing, or if the bundle names user
-    code and `allow_user_code` is not set; none of that code has run then.
+    Raises UserError if the tokenizer differs from the recorded one, if the task is unknown, if tools are missing, or if the bundle
+    names user code and `allow_user_code` is not set; none of that code has run then.
     """
     if not allow_user_code:
         refuse_named_code(bundle)
@@ -307,7 +307,8 @@ async def _rewards(settings: EnvironmentSettings, environment: Environment, traj
 
 
 def _graded(grade: Grade) -> dict[str, Any]:
-    """Returns the parts of a grade that must be reproduced. The reason of a verdict is left out, because its wording may change."""
+    """Returns the parts of a grade that must be reproduced. The reason of a verdict is left out, because its wording may change,
+    and so are a verifier's step rewards and the names of cached ratings."""
     values = asdict(grade)
     del values["cached"], values["step_rewards"]  # of a verifier, which a replay does not ask
     if values["verdict"] is not None:
