@@ -62,8 +62,8 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The decision on a proof. `evidence` holds the indices of the analyses that give the accepted score; if it is below 1, these
-    are confirmed.
+    """The decision on a proof. `evidence` holds the indices of the analyses that give the accepted score, if it is below 1 only the
+    confirmed ones.
 
     "unconfirmed": some defect is confirmed, but too few analyses with the lowest score are. "unchecked": no defect is confirmed,
     and for one that is claimed the checks do not decide. "unread": no defect is confirmed, and an analysis is lost or unreadable.

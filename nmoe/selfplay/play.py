@@ -93,7 +93,8 @@ class Attempted:
         return generator_reward(self.proof.evaluation.score, self.score, self.own.meta)
 
     def verifier_reward(self, judged: JudgedEvaluation) -> float | None:
-        """Returns the reward of one verification of an accepted proof; None if the checks of its claims are lost or unreadable."""
+        """Returns the reward of one verification of an accepted proof, 0 for a completion that is no evaluation; None if the checks
+        of its claims are lost or unreadable."""
         assert self.score is not None, "only analyses of an accepted proof have a reward"
         if judged.evaluation is None:
             return 0.0
@@ -163,7 +164,8 @@ class SelfPlay:
         return attempt
 
     def _verify(self, attempts: Sequence[Attempted], key: tuple[str | int, ...]) -> None:
-        """Samples verifications of every proof; a proof that leaves no room for one in the context becomes "overlong"."""
+        """Samples verifications of every proof; a proof that leaves no room for one in the context becomes "overlong", and one
+        whose verifications are all lost becomes "lost"."""
         asked = []
         for attempt in attempts:
             if attempt.proof is not None:

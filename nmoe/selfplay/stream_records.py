@@ -49,8 +49,8 @@ def failures(attempts: Iterable[Attempted]) -> dict[str, Counter[str]]:
 
 
 def metrics(attempts: Sequence[Attempted]) -> dict[str, float]:
-    """Returns a step's metrics: shares of its proofs by outcome, mean scores and rewards, and the shares of claims that are
-    confirmed or undecided.
+    """Returns a step's metrics: shares of its proofs by outcome, mean scores and rewards, the share of confirmed claims among the
+    decided ones, and the share of undecided claims.
     """
     outcomes = Counter(attempt.outcome for attempt in attempts)
     values = {f"proofs_{name}": count / len(attempts) for name, count in sorted(outcomes.items())}
@@ -70,7 +70,7 @@ def metrics(attempts: Sequence[Attempted]) -> dict[str, float]:
 
 def _verifier_line(attempt: Attempted) -> dict[str, Any]:
     """Returns the training record of an accepted proof: its score, and every verification with its reward. `evidence` marks
-    verifications that give the accepted score.
+    verifications that give the accepted score, if it is below 1 only the confirmed ones.
     """
     assert attempt.score is not None
     assert attempt.acceptance is not None

@@ -30,8 +30,8 @@ from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 
 def evidence(lines: Iterator[Mapping[str, Any]], round_: int) -> list[Trajectory]:
-    """Returns a round's verifications that give the accepted score of a proof. Identical verifications of one proof count once,
-    since a repeated judgement adds no evidence.
+    """Returns a round's verifications that give the accepted score of a proof, for a score below 1 only the confirmed ones.
+    Identical verifications of one proof count once, since a repeated judgement adds no evidence.
     """
     found: list[Trajectory] = []
     for line in lines:
