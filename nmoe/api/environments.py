@@ -70,7 +70,8 @@ _SOURCES = ("path", "dataset", "call", "source", "sources")
 
 
 def _has_gold(pool: Mapping[str, Any]) -> bool:
-    """Whether the first record of the pool has a gold answer, in the field that the pool names or in a known one."""
+    """Whether the first record of the pool has a gold answer, in a known field; True if the pool names the field, False if the
+    record cannot be read."""
     if "answer_field" in pool:
         return True
     try:
@@ -183,10 +184,10 @@ def _tools(tools: Sequence[Callable[..., Any] | str], beside: set[str]) -> list[
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> tuple[Path | None, dict[str, Any]]:
-    """Converts a `config` argument to a file and tables, one of which is empty. A dotted key such as `{"run.steps": 9}` becomes a
-    table.
+    """Converts a `config` argument to a file and tables, at least one of which is empty. A dotted key such as `{"run.steps": 9}`
+    becomes a table.
 
-    Raises UserError for any other value.
+    Raises UserError for any other value, and for a key that is given twice with different values.
     """
     if config is None:
         return None, {}

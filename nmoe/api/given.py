@@ -123,8 +123,8 @@ def checked_generate_fn(function: Any) -> None:
 
 
 def settings(path: str, value: Any) -> Any:
-    """Converts a value to one that a configuration can hold: paths to strings, numbers of other libraries to Python's. Raises
-    UserError, which names `path`, for any other type.
+    """Converts a value to one that a configuration can hold: paths to strings, numbers of other libraries to Python's. Values below
+    `environment` may be of any type. Raises UserError, which names `path`, for any other type elsewhere.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)

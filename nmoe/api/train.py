@@ -240,8 +240,9 @@ def _on_records(schema: type[C], model: Model | None, data: Data | None, config:
 def _config(
     schema: type[C], model: Model | None, file: Path | None, tables: dict[str, Any], source: str, name: str
 ) -> C:
-    """Checks a configuration and returns it; a run without a name gets one that no run has. Raises the same errors as the
-    commands.
+    """Returns a checked configuration with `model` in it. Unless it comes from a file or resumes a run, a run without a name gets
+    one that no run has. A number of threads that the program has set is kept if the configuration sets none. Raises the same errors
+    as the commands.
     """
     from nmoe.preflight.preflight import refuse_to_start
 
