@@ -41,7 +41,7 @@ class Shown:
     judgement. For a verifier with a head, `labels` are the true classes at these positions.
 
     `language` are positions that predict the tokens of right steps, for an auxiliary language-modelling loss. `counts` are the
-    numbers of positions that make up each judgement; empty if each has a single one.
+    numbers of positions that make up each judgement, for a head that reads every token of a step; otherwise empty.
 
     Example, three tokens of a prompt, a label and <|return|>: `Shown((5, 6, 7, 18), (6, 7, 18, 2), scored=(2, 3))`.
     """
@@ -247,8 +247,9 @@ def form_batch(groups: Sequence[Group], language_weight: float = 0.0) -> Batch:
     """Packs the groups' sequences into one batch.
 
     The loss is the mean over all judged positions, plus `language_weight` times the mean over the tokens of right steps, which have
-    the label -1. If a judgement is made of several positions, `steps_T` holds its number at each of them, and `label_weights_T`
-    their weight; these positions may predict a token, too.
+    the label -1. For a head that reads every token of a step, the mean is over judgements: `steps_T` holds a judgement's number at
+    each of its positions, and `label_weights_T` their weight, 1 over the number of judgements; these positions may predict a token,
+    too.
     """
     sequences = [shown for group in groups for shown in group]
     lengths = tuple(len(shown.inputs) for shown in sequences)

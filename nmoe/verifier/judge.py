@@ -103,7 +103,7 @@ class Judge:
         whole solution.
 
         A solution is its problem as messages and its steps. Steps beyond the model's context are not read; they get the worst class
-        with probability 1.
+        with probability 1, as does a whole solution that does not fit.
         """
         context, classes = self.model.config.context_tokens, len(self.form.classes)
         groups = [self.form.question(messages, steps, context) for messages, steps in solutions]

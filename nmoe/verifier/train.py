@@ -138,8 +138,8 @@ def read_data(section: VerifierSection) -> tuple[StepDataset, StepDataset]:
 
 def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[LabelledSolution]:
     """Returns the training solutions. For steps, a prefix that several solutions share is labelled only in the first of them, so
-    that it counts once. For scores, these are whole solutions, including steps after the first wrong one, plus a part of each
-    right solution with the score 0.5.
+    that it counts once. For scores, these are whole solutions, including steps after the first wrong one, plus a part of each right
+    solution of several steps, with the score 0.5.
     """
     if section.mode == "score":
         return whole_solutions(solutions, section, seed)
@@ -154,8 +154,8 @@ def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSectio
 
 
 def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[LabelledSolution]:
-    """Returns the solutions with every step labelled, except alternatives that were not continued; for scores also a part of each
-    right solution, with the score 0.5.
+    """Returns the solutions with every step labelled, except alternatives that were not continued; for scores with the steps after
+    the first wrong one, and also a part of each right solution of several steps, with the score 0.5.
     """
     found = []
     for one in solutions:
@@ -172,8 +172,8 @@ def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection
 
 
 def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset: str) -> HeldOut:
-    """Evaluates a verifier on held-out solutions: accuracy, calibration and, for steps, F1. The first result decides which
-    checkpoint is the best.
+    """Evaluates a verifier on held-out solutions: accuracy, calibration and, for steps of solutions of which some have a wrong one
+    and some have none, F1. The first result decides which checkpoint is the best.
     """
     said = judge.probabilities([(one.messages, one.steps) for one in probe])
     classes = judge.form.classes
