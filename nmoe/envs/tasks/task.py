@@ -41,8 +41,8 @@ class Attempt:
 AnswerForm = Literal["boxed", "final", "whole"]
 """Where the answer of a completion stands.
 
-boxed   in the last box or, without one, in the last number of the final message
-final   in Harmony the whole final message; in plain text as `boxed`
+boxed   in the last box or, without one, in the last number of the text; a final message that is not prose is the answer as a whole
+final   the whole final message; in plain text, which has none, as `boxed`
 whole   the whole final message and, in plain text without a box, the whole text
 """
 
