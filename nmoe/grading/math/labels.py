@@ -54,8 +54,8 @@ def without_option(text: str) -> str:
 
 
 def asked_value(question: str, form: Form) -> Form | None:
-    """Returns the number that an answer assigns to an expression of the question, such as 7 in "x + y = 7"; None for another
-    form.
+    """Returns the number that an answer assigns to an expression of the question that has letters, such as 7 in "x + y = 7"; None
+    for another form.
     """
     if not isinstance(form, Compound) or (form.kind, form.detail) != ("relation", "=") or len(form.parts) != 2:
         return None
