@@ -227,7 +227,7 @@ class Saver:
 
     def resume(self, checkpoint: Path, best: bool) -> None:
         """Completes the checkpoint that a run resumes from, since its save may have been killed early: marks it as the best if it
-        is, and exports it."""
+        is, and exports it unless that was done."""
         if best:
             mark_best(checkpoint)
         if self._exports is not None and not (self._exports / checkpoint.name).exists():

@@ -128,7 +128,7 @@ class Progress:
         append_whole(self._log, f"{line}\n".encode(errors="backslashreplace"))
 
     def _left(self, step: int) -> str:
-        """Returns the estimated time to the last step, as h:mm:ss."""
+        """Returns the estimated time to the last step, at the pace of the latest steps, as h:mm:ss."""
         (earlier, first), (now, _) = self._paces[0], self._paces[-1]
         return _duration((self._total - step) * (now - earlier) / max(1, step - first))
 

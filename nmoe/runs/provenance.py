@@ -85,8 +85,9 @@ def checkout_at(directory: Path) -> Checkout | None:
 
 
 def refuse_dirty(outputs: Path) -> None:
-    """Raises UserError if code has uncommitted changes: nmoe's own, if it runs from a checkout, or the repository's that the
-    command runs in. Files below `outputs`, where runs are written, do not count."""
+    """Raises UserError unless commits hold all code: nmoe's own, if it runs from a checkout, and the code of the repository that
+    the command runs in. It also raises if there is neither a checkout nor a repository, or one without a commit. Files below
+    `outputs`, where runs are written, do not count."""
     found = {one.top: one for one in (package_checkout(), checkout_at(Path.cwd())) if one is not None}
     if not found:
         raise UserError(f"run.require_clean: no commit says what runs here: {Path.cwd()} is in no git repository")
@@ -222,7 +223,8 @@ def recorded_steps(path: Path) -> int | None:
 
 
 def recorded_schedule_steps(path: Path) -> int | None:
-    """Returns the length of the learning-rate schedule of a run that can resume from a checkpoint; None for any other."""
+    """Returns the number of steps to the lowest learning rate of the schedule, for a run that can resume from a checkpoint; None
+    for any other."""
     found = _recorded(path)
     return None if found is None else found["optimizer"].get("schedule_steps") or found["run"]["steps"]
 

@@ -26,7 +26,7 @@ Status = Literal["running", "finished", "interrupted"]
 class RunRecord:
     """The records that a run has written so far.
 
-    config: config.toml, by dotted keys. started: UTC.
+    config: config.toml, by dotted keys. tables: config.toml as nested tables.
     steps: the number of its last step; None if it is not known yet.
     evaluations: the records of eval/, oldest first.
     """

@@ -27,10 +27,11 @@ VARIABLES = {
 
 def link_records(path: Path, settings: RunSection, variables: Mapping[str, str] = os.environ) -> None:
     """Creates the files and directories on other disks that the settings or variables name for a new run, and links to them at
-    `path`, which has an empty samples/. An empty variable counts as unset, and a target within the run's own directory gets no
-    link. Existing links, from a start that was killed before its first checkpoint, are kept.
+    `path`, which has an empty samples/. An empty variable counts as unset, and a target that is the record's usual path in the
+    run's directory gets no link. Existing links, from a start that was killed before its first checkpoint, are kept.
 
-    Raises UserError if a target holds another run's records, and StorageError; all links made here are then removed.
+    Raises UserError if a target exists, with another run's records, with something else or empty, and if it is any other path in
+    the run's directory; StorageError. All links and targets made here are then removed, but not the targets' parent directories.
     """
     targets = {
         "metrics_directory": ("metrics.jsonl", Path(settings.name, "metrics.jsonl")),

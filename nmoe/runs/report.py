@@ -209,8 +209,8 @@ def _answers(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _calibration_table(directory: Path) -> str:
-    """Returns the calibration table of the last evaluation that has one: for each range of predicted probabilities, how often the
-    prediction was right."""
+    """Returns the calibration table of the last evaluation that has one: for each range of predicted probabilities, their number,
+    their mean, and the share of cases that occurred (a step that was right, or a score)."""
     records = [json_of(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
     measured = [record for record in records if "calibration" in record]
     if not measured:

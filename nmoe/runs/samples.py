@@ -169,7 +169,7 @@ def show_answers(run: Path, step: int | None, problems: int) -> Iterator[str]:
     """Yields the lines of `nmoe runs samples --eval`: the answers that the evaluation of a step kept, the wrong ones first. With
     None it is the last evaluation that kept any.
 
-    Raises UserError if no answers were kept.
+    Raises UserError if no answers were kept, or none at that step.
     """
     from nmoe.runs.record import read_evaluations  # here, so that `nmoe runs samples` does not wait for torch
 

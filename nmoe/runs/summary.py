@@ -139,8 +139,8 @@ def run_summary(run: Path, verb: str) -> Iterator[str]:
 def headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> str:
     """Returns the result of a run in one line: `greedy_pass@1 on sort: 12.0% at step 0 -> 95.0% [91.0%, 97.3%] of 200 at step 40`.
 
-    It shows the evaluation that decides the best checkpoint, and the highest value if the last one is lower. Without evaluations it
-    shows the first progress metric that the run has; "" for a run without steps.
+    It shows the evaluation that decides the best checkpoint, and its best result after step 0 (the lowest loss) unless that is the
+    first or the last one. Without evaluations it shows the first progress metric that the run has; "" for a run without steps.
     """
     results = decisive_results(evaluations)
     if not results:

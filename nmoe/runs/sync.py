@@ -48,7 +48,8 @@ class _Target:
 
 def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
     """Copies the code of the working directory's repository, and the paths, which have to be below the working directory, to the
-    target, and verifies them there. Yields lines for the user; with `dry_run` nothing is written.
+    target, and verifies them there. Yields lines about the code and files that were copied or, with `dry_run`, would be; then
+    nothing is written.
 
     Raises UserError for a path that does not exist or is elsewhere, for a run that is being written, and if rsync or git is missing
     or fails; InfrastructureError if the copy differs from the original.
@@ -114,8 +115,8 @@ def _sync_code(to: _Target, dry_run: bool) -> Iterator[str]:
 
 
 def _below(path: Path) -> str:
-    """Returns the path relative to the working directory, which is also its path at the target. Raises UserError for a path
-    elsewhere, and for a run that is being written."""
+    """Returns the path relative to the working directory, which is also its path at the target. Raises UserError for a path that
+    does not exist or is elsewhere, and for a run that is being written."""
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     full = path.absolute()

@@ -187,8 +187,8 @@ class Feed:
         self._thread.join(seconds)
 
     def trouble(self) -> str | None:
-        """Returns one line about the records that were not written, with the first and the last reason; None if all were
-        written."""
+        """Returns one line: how many records were not written, and the first and the last reason. None if nothing went wrong; a
+        failure to close the sink gives a line although all records were written."""
         with self._change:
             reasons = [*self._reasons, *(["it did not end in time"] if self._thread.is_alive() else [])]
             if not reasons:
