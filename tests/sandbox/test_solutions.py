@@ -570,7 +570,16 @@ def test_packaged_environments_name_these_tasks(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "right"),
-    [("8421", True), (" `8421`\n", True), ("8421.", True), ("port 8421", False), ("842", False), ("", False)],
+    [
+        ("8421", True),
+        (" `8421`\n", True),
+        ("8421.", True),
+        ('"8421".', True),
+        ("`8421.`", True),
+        ("port 8421", False),
+        ("842", False),
+        ("", False),
+    ],
 )
 def test_file_search(answer: str, right: bool) -> None:
     verdict = asyncio.run(TASKS["file_search"].verify(problem_of("file_search", SEARCH), Attempt(answer)))

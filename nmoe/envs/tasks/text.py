@@ -12,6 +12,8 @@ from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, RecordTask, 
 from nmoe.errors import UserError
 from nmoe.types import Metadata, Problem, Verdict
 
+_AROUND = "`'\" "
+
 
 class TextMatchTask(QuestionTask):
     """A question with a text as the answer: a name, a place, a word. It is compared as text, not as a number or formula.
@@ -98,4 +100,5 @@ class FileSearchTask(QuestionTask, RecordTask, WorkspaceTask):
 
 
 def _bare(answer: str) -> str:
-    return " ".join(answer.split()).strip("`'\" ").removesuffix(".")
+    """Returns an answer without white space and quotes around it, and without a full stop before or after the closing quote."""
+    return " ".join(answer.split()).strip(_AROUND).removesuffix(".").strip(_AROUND)
