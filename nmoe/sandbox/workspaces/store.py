@@ -47,8 +47,8 @@ def collect(root: Path, *, dry_run: bool, now: float | None = None) -> Iterator[
     """Removes the workspaces below `root` that are unfinished, expired, or beyond their environment's quota (least recently used
     first).
 
-    Yields a line for each of these, also for those in use, which stay, and for each directory without a workspace's marker, which
-    is never touched.
+    Yields a line for each of these, also for those in use, which stay, for each other entry without a workspace's marker, which is
+    never touched, and last for all together. With `dry_run` nothing is removed.
     """
     now = time.time() if now is None else now
     found, strangers = _survey(root)
