@@ -76,7 +76,7 @@ def _texts(path: str, column: str | None) -> Iterator[str]:
 
 def _lines(path: Path) -> Iterator[str]:
     """Yields the lines of a text file, each with its line break. Lines do as separate texts because no piece of the tokenizer spans
-    a line break and the text after it."""
+    a line break and the words after it; only pieces of several line breaks are not found."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from file

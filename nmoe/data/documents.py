@@ -41,7 +41,8 @@ def read_documents(path: str, tokenizer: Tokenizer, context_tokens: int) -> list
     column `"prompt_tokens": 9` says that the first nine tokens are read and not learned: a question whose digits are chance teaches
     nothing but noise.
 
-    Documents longer than `context_tokens` are cut into pieces of that length, of which those without a learned token are left out.
+    Documents of more than `context_tokens` positions are cut into pieces of at most that many, of which those without a learned
+    token are left out.
     Raises UserError, with file and line, for a row that is neither, an id beyond the vocabulary, or a file without documents.
     """
     end = [tokenizer.special_id("<|endoftext|>")]

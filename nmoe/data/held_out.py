@@ -29,7 +29,7 @@ def prompt_of(record: Record) -> str:
 def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
     """Draws about a `share` of the records (at least one; from 1 on, that number) and returns their indices; `prompts` has the
     question of each. Records of one prompt are drawn together, in the order of the prompt's hash with the seed, so that adding or
-    removing a record changes little. Empty if all records have one prompt."""
+    removing a record changes little. Empty if all records have one prompt and outnumber the wanted ones."""
     indices: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         indices.setdefault(prompt, []).append(index)

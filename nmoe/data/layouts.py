@@ -224,7 +224,9 @@ _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Converts the columns of a common layout to nmoe's. Returns the row, and which columns were made from which: `{"messages":
-    "conversations"}`. nmoe's own columns do not change. Raises UserError for a dialogue that does not end with the assistant."""
+    "conversations"}`. Columns that have nmoe's names stay, except transcripts in `chosen` and `rejected`, which become messages,
+    and Alpaca's `text`, which is left out. Raises UserError for a dialogue that does not end with the assistant, and for a column
+    of a layout that is no text or list."""
     columns = {name: value for name, value in row.items() if value is not None}
     made: dict[str, str] = {}
     if "conversations" in columns and "messages" not in columns:

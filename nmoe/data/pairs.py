@@ -128,9 +128,9 @@ class Pairs:
 
 
 def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, context_tokens: int) -> Pairs:
-    """Reads the preference records of a dataset and makes a pair of each by `make`. Pairs with more positions than the context are
-    left out and counted, and also those for which `make` returns None. Raises UserError, with file and line, for a record that is
-    no preference, and if no pair is left."""
+    """Reads the preference records of a dataset and makes a pair of each by `make`. Pairs with a side of more positions than the
+    context are left out and counted, and also those for which `make` returns None. Raises UserError, with file and line, for a
+    record that is no preference, and if no pair is left."""
     records = read_records(settings, ("preference",))
     pairs: list[Pair] = []
     overlong: list[str] = []

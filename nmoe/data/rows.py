@@ -69,8 +69,9 @@ def read_rows(
 ) -> Iterator[Row]:
     """Yields the rows that `path` names, in order and one at a time.
 
-    `form` is the format of a file whose name does not say it. From a Parquet file only `columns` are read, and the `optional` ones
-    that it has. Raises UserError for unreadable data, with file and line or row, and StorageError when the disk is full.
+    `form` is the format of a file whose name does not say it. If `columns` are given, a Parquet file is read only for these and the
+    `optional` ones that it has. Raises UserError for unreadable data, with file and line or row, and StorageError when the disk is
+    full.
     """
     name, part = split_path(path)
     if data_files and name in _BUILDERS:

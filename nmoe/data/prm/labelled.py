@@ -14,7 +14,7 @@ LABELS = ("+", "0", "-")
 
 @dataclass(frozen=True)
 class LabelledSteps:
-    """A problem and the steps of a solution, with labels; the last step has one.
+    """A problem and the steps of a solution, each with a label or None.
 
     Example: `LabelledSteps("Sum: 4+7+2", ("4+7=11", "11+3=14"), ("+", "-"), finished=False, where="phase2_train.jsonl:17")`.
 
