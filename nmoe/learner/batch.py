@@ -83,7 +83,7 @@ class Batch:
 
     def shared_rows(self) -> tuple[Tensor, Tensor] | None:
         """Removes the repeated inputs of shared prefixes: returns the rows to run through the model, `[S]`, and for every row of
-        the batch the index of its result among those, `[T]`. None if no two sequences share a prefix."""
+        the batch the index of its result among those, `[T]`. None if no two sequences are in one group of `prefixes`."""
         if self.prefixes is None or len({group for group, _ in self.prefixes}) == len(self.prefixes):
             return None
         first_row: dict[int, int] = {}
@@ -173,11 +173,11 @@ class Batch:
 
 def micro_batches(batch: Batch, tokens_per_microbatch: int, ranks: int = 1) -> list[list[int]]:
     """Splits a batch into lists of sequence indices of at most `tokens_per_microbatch` tokens each, longest sequences first; a
-    sequence above the limit gets a list to itself. Sequences that share a prefix are adjacent, and the two sides of a preference
-    pair stay in one list.
+    sequence or preference pair above the limit gets a list to itself. Sequences that share a prefix follow the longest of them, and
+    the two sides of a preference pair stay in one list.
 
-    Sorting puts sequences of similar length together, for the length buckets of attention. With several `ranks` the number of lists
-    is a multiple of `ranks` and their sizes are about equal: the largest list is as small as this order allows.
+    Sorting puts sequences of similar length together, for the length buckets of attention. With several `ranks` there are up to the
+    next multiple of `ranks` lists, of about equal size: the largest list is as small as this order allows.
     """
     units = _units(batch)
     lists = _packed(units, tokens_per_microbatch)
@@ -196,7 +196,7 @@ def micro_batches(batch: Batch, tokens_per_microbatch: int, ranks: int = 1) -> l
 
 def _units(batch: Batch) -> list[tuple[list[int], int]]:
     """Groups the sequences that must share a micro-batch (the sides of a preference pair, else single sequences), and returns each
-    group's indices and tokens, in the order of `micro_batches`."""
+    group's indices and number of tokens, in the order of `micro_batches`."""
     lengths = batch.lengths
     groups = range(len(lengths)) if batch.prefixes is None else [group for group, _ in batch.prefixes]
     longest: dict[int, int] = {}
@@ -228,8 +228,9 @@ def alike(a: Sequence[int], b: Sequence[int]) -> int:
 
 def common_prefixes(inputs: Sequence[np.ndarray], shortest: int = 32) -> tuple[tuple[int, int], ...]:
     """Finds the sequences that begin alike, and returns the field `prefixes` of a `Batch` with these inputs, arrays of token ids.
-    Sequences with the same first `shortest` inputs form a group, and share the longest prefix that all of its members have. The
-    last input of a sequence is never shared, so that each sequence runs at least one row.
+    Sequences with more than `shortest` inputs, of which the first `shortest` are the same, form a group, and share the longest
+    prefix that all of them have in common. The last input of a sequence is never shared, so that each sequence runs at least one
+    row.
 
     `common_prefixes([[5, 6, 7, 8], [5, 6, 9], [4, 4]], shortest=2)` is `((0, 2), (0, 2), (2, 0))`.
     """
@@ -255,16 +256,16 @@ def token_weights(
     constant_length: int | None = None,
     samples: Sequence[int] | None = None,
 ) -> Tensor:
-    """Returns each position's weight in the loss, `[T]`, for a way to average over tokens; 0 at positions that are not scored. The
-    denominators count the whole optimizer batch, never a micro-batch or a rank: an average of averages is the usual mistake of
-    gradient accumulation.
+    """Returns each position's weight in the loss, `[T]`, for a way to average over tokens; 0 at positions that are not scored,
+    which the loss leaves out. The denominators count the whole optimizer batch, never a micro-batch or a rank: an average of
+    averages is the usual mistake of gradient accumulation.
 
     - `token`: 1 / (scored tokens of the batch), DAPO's mean (arXiv:2503.14476, eq. 8);
     - `sequence`: 1 / (sequences x the sequence's own scored tokens), GRPO's mean of means (arXiv:2402.03300, eq. 3);
     - `constant`: 1 / (sequences x constant_length), free of length bias (arXiv:2503.20783, section 3.1).
 
     Where several sequences are branches of one sample, `samples` gives the sample of each sequence, and a sample counts as one
-    sequence with the scored tokens of all its branches.
+    sequence with the scored tokens of all its branches. Raises ValueError for `constant` without a `constant_length`.
     """
     scored = scored_T.to(torch.float32)
     if aggregation == "token":

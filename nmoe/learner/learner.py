@@ -79,8 +79,8 @@ def share_model(
     model: Transformer, ranks: Ranks, device: torch.device | None = None, kept: Collection[nn.Parameter] = ()
 ) -> None:
     """Shards a model over the ranks in place, and gives its expert layers the dispatcher that exchanges tokens between ranks. Does
-    nothing for a model that is sharded already. A model on the meta device needs the `device` to allocate its parts on. The `kept`
-    parameters stay whole on every rank. Raises UserError as `Ranks.shard` does."""
+    nothing for a model that is sharded already. A model on the meta device needs the `device` on which its parts are allocated. The
+    `kept` parameters stay whole on every rank. Raises UserError as `Ranks.shard` does."""
     if ranks.share(model):
         return
     moes = model.moe_layers()
@@ -162,8 +162,8 @@ class Learner:
         return Done(joined(self.on_each_rank(partial(self._pass, objective), batch)))
 
     def on_each_rank(self, function: Callable[[MicroBatches], R], batch: Batch) -> list[R]:
-        """Splits a batch into micro-batches, calls a function on every rank with that rank's share, and returns the results of all
-        ranks."""
+        """Splits a batch into micro-batches, calls a function on every rank with that rank's micro-batches, and returns the results
+        of all ranks."""
         dealt = deal(batch, self.tokens_per_microbatch, self.ranks.size)
         if len(dealt) == 1:
             return [function(dealt[0])]
@@ -179,16 +179,16 @@ class Learner:
         return result
 
     def logprobs(self, batch: Batch) -> Future[Tensor]:
-        """Computes the log-probabilities of the scored tokens under the present weights, `[scored tokens]`, in the batch's
-        order."""
+        """Computes the log-probabilities of the scored tokens (the tokens that the loss covers) under the present weights, `[scored
+        tokens]`, in the batch's order."""
         return Done(in_order(self.on_each_rank(self._logprobs, batch)))
 
     def _logprobs(self, micros: MicroBatches) -> Scores:
         return forward_logprobs(self.model, micros, self.temperature)
 
     def head_outputs(self, batch: Batch) -> Future[Tensor]:
-        """Computes the head's outputs at the scored tokens under the present weights, `[scored tokens, outputs]`, in the batch's
-        order."""
+        """Computes the head's outputs at the scored tokens (the tokens that the loss covers) under the present weights, `[scored
+        tokens, outputs]`, in the batch's order."""
         assert self.head is not None, "a learner without a head has no outputs of one"
         return Done(in_order(self.on_each_rank(self._head_outputs, batch)))
 
@@ -199,8 +199,9 @@ class Learner:
     @command
     def optim_step(self) -> Future[StepResult]:
         """Takes an optimizer step on the accumulated gradient: clips it, updates the weights, moves the routers' load-balancing
-        biases (not a frozen base's), requantises experts with a quantisation profile, advances the learning-rate schedule
-        and clears the gradient."""
+        biases (not a frozen base's), requantises experts with a quantisation profile, advances the learning-rate schedule and
+        clears the gradient. After an overflow in fp16 it only halves the loss scale and clears the gradient. Raises DivergenceError
+        as `Optimizer.step` does."""
         if self.ranks.size > 1:
             release(self.model)
             self.ranks.sum_gradients(self.optimizer.masters)  # FSDP sums the gradients of sharded parameters
@@ -299,7 +300,8 @@ class Learner:
     @command
     def load(self, directory: Path, state: Mapping[str, int] | None = None) -> None:
         """Loads the trained weights and the optimizer state from a directory that `save` wrote and, with the `state` that `save`
-        returned, the version number. Raises UserError if the base model differs from the one that the adapter was trained on."""
+        returned, the version number. Raises UserError if the base model differs from the one that the adapter was trained on, and
+        as `Optimizer.load` does."""
         if self.lora is not None:
             resume_adapter(self.lora, directory)
         else:

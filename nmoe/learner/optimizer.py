@@ -146,7 +146,8 @@ class Optimizer:
         self.adamw = AdamW(parts, settings.beta1, settings.beta2, settings.eps)
 
     def step(self) -> StepResult:
-        """Takes one AdamW step with gradient clipping, and clears the gradient. A step whose fp16 gradient overflowed is skipped.
+        """Takes one AdamW step with gradient clipping, and clears the gradient. A step whose fp16 gradient overflowed is skipped,
+        and halves the loss scale.
 
         Raises DivergenceError, with the weights unchanged, if the gradient is not finite for another reason than the loss scale.
         """
@@ -254,7 +255,7 @@ class Optimizer:
 
     def load(self, directory: Path) -> None:
         """Loads the state that `save` wrote, and continues its learning-rate schedule (see `resumed_schedule`; `note` is its line
-        for the user, or None). Raises UserError for a missing or torn file, for a run of another precision, and if the state of a
+        for the user, or None). Raises UserError for a missing or torn file, for a run in another precision, and if the state of a
         parameter is missing."""
         settings = self.settings
         try:

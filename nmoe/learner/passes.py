@@ -69,8 +69,9 @@ Scores = list[tuple[Tensor, Tensor]]
 class PassResult:
     """The result of one `Learner.forward_backward`.
 
-    `tokens` holds one value per scored token in the order of the batch: `logprobs`, `entropy` and the statistics of the objective.
-    `routing` is None for a dense model; `traffic` is None unless experts are spread over ranks.
+    `tokens` holds one value per scored token (token that the loss covers) in the order of the batch: the statistics of the
+    objective and, unless the learner trains only its head, `logprobs` and `entropy`. `routing` is None for a dense model; `traffic`
+    is None unless experts are spread over ranks.
     """
 
     loss: float
@@ -199,7 +200,8 @@ def joined(results: Sequence[RankResult]) -> PassResult:
 
 def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
     """Runs the model and returns the final hidden states of the scored tokens, `[N, D]`. Records the routers' choices for all
-    tokens of the micro-batch in `trace`. Where sequences share a prefix, the recorded routes of the first of them are replayed."""
+    tokens of the micro-batch in `trace`. A prefix that sequences share runs once, with the routes recorded for the first of them if
+    routes are recorded."""
     device = micro.inputs_T.device
     if kind_of(device).on_host:
         IDLE.look()
@@ -226,8 +228,9 @@ def score(
     head: Head | None = None,
     head_only: bool = False,
 ) -> Outputs:
-    """Runs the model and returns the log-probabilities and entropies of the scored tokens, over the truncated support that they
-    were sampled from, and the head's outputs. With `head_only` it computes no vocabulary logits, and the first two are NaN."""
+    """Runs the model and returns the log-probabilities and entropies of the scored tokens, and the head's outputs. The
+    probabilities are over the tokens that top-k or top-p left when the token was sampled, if the batch records them, else over the
+    vocabulary. With `head_only` it computes no vocabulary logits, and the first two are NaN."""
     states_ND = scored_states(model, micro, trace)
     head_NK = None if head is None else head(states_ND, model.exact)
     if head_only:

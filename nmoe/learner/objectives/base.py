@@ -18,8 +18,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Outputs:
-    """The model's outputs at the scored tokens, all with gradient: log-probabilities, entropies in nats, and the raw outputs of the
-    learner's head if it has one. A learner that trains only a head computes no vocabulary logits; the first two are then NaN."""
+    """The model's outputs at the scored tokens (the tokens that the loss covers), all with gradient: log-probabilities, entropies
+    in nats, and the raw outputs of the learner's head if it has one. A learner that trains only a head computes no vocabulary
+    logits; the first two are then NaN."""
 
     logprobs_N: Tensor
     entropy_N: Tensor

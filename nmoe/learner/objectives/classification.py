@@ -15,7 +15,8 @@ from nmoe.learner.objectives.base import Outputs, Scored, need
 def classification(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the weighted cross-entropy in nats. `labels_N` are class indices, with the head's outputs as logits; at a label of
     -1 the target is the next token instead, as in the joint objective of verifiers (Cobbe et al. 2021, arXiv:2110.14168, section
-    4.2). Reports the statistic `label_probability`, of the label or token."""
+    4.2). Reports the statistic `label_probability`, of the label or token. Raises ValueError for a label of -1 where the learner
+    trains only its head, which computes no vocabulary."""
     logits_NK = need(outputs.head_NK, "head")
     labels_N = need(scored.labels_N, "labels_T").long()
     classes_N = -F.cross_entropy(logits_NK, labels_N.clamp(min=0), reduction="none")

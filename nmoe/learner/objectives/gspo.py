@@ -21,8 +21,8 @@ from nmoe.learner.objectives.base import Objective, Outputs, Scored, log_ratio, 
 
 
 def gspo(clip_low: float, clip_high: float) -> Objective:
-    """Returns the GSPO objective. It needs the columns `advantages`, `sequence` (the sequence of each token), and `old_logprobs` or
-    `behaviour_logprobs`."""
+    """Returns the GSPO objective. It needs the columns `advantages`, and `old_logprobs` or `behaviour_logprobs`, and the sequence
+    of each token (`sequence_N`)."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         advantages_N = need(scored.advantages_N, "advantages")

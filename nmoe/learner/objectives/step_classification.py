@@ -17,18 +17,19 @@ _SUREST = -1e-6
 
 def step_logprobs(logits_J2: Tensor, step_J: Tensor, steps: int) -> Tensor:
     """Returns the log-probabilities that each step is wrong and right, `[S, 2]`, from logits per token. A step's probability of
-    being right is the product of its tokens' probabilities of class 1. `step_J` is the step of each token, from 0 to `steps` -
-    1."""
+    being right is the product of its tokens' probabilities of class 1, at most 1 - 1e-6. `step_J` is the step of each token, from 0
+    to `steps` - 1."""
     token_J = F.log_softmax(logits_J2.float(), dim=-1)[:, 1]
     right_S = token_J.new_zeros(steps).index_add(0, step_J, token_J).clamp(max=_SUREST)
     return torch.stack([torch.log(-torch.expm1(right_S)), right_S], dim=-1)
 
 
 def step_classification(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
-    """Computes the weighted cross-entropy in nats of the steps' labels, plus the next-token cross-entropy: a token may count in
-    both. `labels_N` is 0 for a token of a wrong step, 1 for a token of a right step and -1 outside of judged steps; no label says
-    which token of a wrong step is at fault. Reports `label_probability`: of the step's label or, outside of judged steps, of the
-    token."""
+    """Computes the weighted cross-entropy in nats of the steps' labels, plus the next-token cross-entropy, weighted by `weights_N`:
+    a token may count in both. `labels_N` is 0 for a token of a wrong step, 1 for a token of a right step and -1 outside of judged
+    steps; no label says which token of a wrong step is at fault. Reports `label_probability`: of the step's label or, outside of
+    judged steps, of the token. Raises ValueError if a token has a weight and the learner trains only its head, which computes no
+    vocabulary."""
     logits_N2 = need(outputs.head_NK, "head")
     labels_N = need(scored.labels_N, "labels_T").long()
     judged_N = labels_N >= 0
