@@ -1,1 +1,1 @@
-"""Evaluation: how many held-out problems a policy solves, with confidence intervals."""
+"""Evaluation: measures the share of held-out problems that a model solves, with confidence intervals."""

@@ -1,7 +1,9 @@
-"""Best-of-n: compares a scorer's choice among n samples with one greedy sample, the mean sample, the majority and an oracle.
+"""Best-of-n evaluation: lets a scorer choose one of n sampled answers, and compares it with other ways to choose.
 
-The scorer is a reward model (Stiennon et al. 2020, arXiv:2009.01325, section 4.3) or a verifier (Cobbe et al. 2021,
-arXiv:2110.14168, section 4.2). The majority vote is self-consistency (Wang et al. 2022, arXiv:2203.11171, section 2).
+The others are one greedy sample, the mean over the samples, the majority's answer, and an oracle that knows the right
+one. The scorer is a reward model (Stiennon et al. 2020, arXiv:2009.01325, section 4.3) or a verifier (Cobbe et al.
+2021, arXiv:2110.14168, section 4.2). The majority vote is self-consistency (Wang et al. 2022, arXiv:2203.11171, section
+2).
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from nmoe.statistics import paired_difference
 from nmoe.trajectory import Group, Trajectory
 
 UNANSWERED = float("-inf")
-"""The score of a sample without an answer: any other sample is chosen before it."""
+"""The score of a sample without an answer: minus infinity, so that every sample with an answer is preferred."""
 
 
 def score_groups(environment: Environment, groups: Sequence[Group], scorer: Scorer) -> list[list[float]]:
-    """The score of every sample, by group; `UNANSWERED` for a sample without an answer.
+    """Scores every sample with `scorer`; returns one list per group (the samples of one problem), in the order of the
+    samples.
 
-    Raises what the scorer raises, and ValueError for a NaN.
+    A sample without an answer gets `UNANSWERED`. Raises any error of the scorer, and ValueError if it returns NaN.
     """
 
     async def score(trajectory: Trajectory) -> float:
@@ -46,11 +49,12 @@ def score_groups(environment: Environment, groups: Sequence[Group], scorer: Scor
 def best_of_n(
     greedy: Sequence[Outcome], outcomes: Sequence[Outcome], env_id: str, temperature: float
 ) -> list[Evaluation]:
-    """Evaluations over the same problems, from one `greedy` sample of each problem and n samples with a score each.
+    """Returns the evaluations that compare the choice of a scorer with other choices, over the same problems.
 
-    They are: greedy pass@1; of the n samples the mean, pass@k for k up to n (pass@n is an oracle's choice) and the majority's
-    answer; the sample with the highest score; and the scorer's choice minus the majority's, paired by problem. Ties go to the
-    sample that was drawn first.
+    `greedy` has one greedy sample of each problem, and `outcomes` n samples of each with their scores. The results are:
+    greedy pass@1; of the n samples the mean accuracy, pass@k for k up to n (pass@n is the choice of an oracle) and the
+    accuracy of the majority vote; the accuracy of the sample with the highest score; and the last minus the majority
+    vote, paired by problem. If scores tie, the sample that was drawn first is chosen.
     """
     samples = len(outcomes[0].correct)
     voted = [one.correct[one.voted] for one in outcomes]

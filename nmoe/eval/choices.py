@@ -1,10 +1,12 @@
-"""Multiple choice by likelihood: `nmoe eval CHECKPOINT... mmlu --mode likelihood_letter`, as lm-evaluation-harness decides it.
+"""Evaluates multiple-choice problems by likelihood, without sampling, as lm-evaluation-harness does.
 
-- `likelihood_letter` (its `mmlu`): the options stand below the question, and the most likely letter is chosen;
-- `likelihood_text` (its `acc` of ARC): the options are not shown, and the one whose text is the most likely continuation is chosen;
-- `likelihood_text_norm` (its `acc_norm`): the same with each log-probability divided by the characters of its option.
+The command is `nmoe eval CHECKPOINT... mmlu --mode likelihood_letter`. There are three results:
 
-No examples are shown. Nothing is sampled, so that base models need not keep to a format.
+- `likelihood_letter` (the harness's `mmlu`): the prompt lists the options, and the model chooses the most likely letter;
+- `likelihood_text` (its `acc` of ARC): the prompt has no options, and the model chooses the option whose text is most likely;
+- `likelihood_text_norm` (its `acc_norm`): the same, with each log-probability divided by the option's length in characters.
+
+Prompts have no examples (zero-shot). Since nothing is sampled, base models need not follow an answer format.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ _FIGURES = {"likelihood_letter": ("likelihood_letter",), "likelihood_text": ("li
 
 
 def prompt_and_answers(problem: Problem, mode: str) -> tuple[str, list[str]]:
-    r"""The prompt of a multiple-choice problem, and the answers that may follow it behind a space.
+    r"""Returns the prompt of a multiple-choice problem, and the answers to score after it, each of which follows a
+    space.
 
-    Of the record {"question": "Capital of France?", "choices": ["Paris", "Rome"], "subject": "world_facts"} by letter:
-    "The following are multiple choice questions (with answers) about world facts.\n\nCapital of France?\nA. Paris\nB. Rome\n" +
-    "Answer:" and ["A", "B"]; by text "Question: Capital of France?\nAnswer:" and ["Paris", "Rome"].
+    For the record {"question": "Capital of France?", "choices": ["Paris", "Rome"], "subject": "world_facts"}, the mode
+    `likelihood_letter` gives "The following are multiple choice questions (with answers) about world facts.\n\nCapital
+    of France?\nA. Paris\nB. Rome\nAnswer:" and ["A", "B"]; the other modes give "Question: Capital of France?\nAnswer:"
+    and ["Paris", "Rome"].
     """
     options = [str(option) for option in json.loads(str(problem.metadata["options"]))]
     letters = list(ascii_uppercase[: len(options)])
@@ -57,7 +61,10 @@ def prompt_and_answers(problem: Problem, mode: str) -> tuple[str, list[str]]:
 
 
 def choose(scored: Sequence[Likelihood], answers: Sequence[str], mode: str) -> int:
-    """The index of the chosen option; of equally likely ones the first."""
+    """Returns the index of the most likely answer; the first one if several are equally likely.
+
+    `likelihood_text_norm` divides each log-probability by the number of characters in its answer.
+    """
     sums = [sum(one.logprobs) for one in scored]
     if mode == "likelihood_text_norm":
         sums = [one / len(answer) for one, answer in zip(sums, answers, strict=True)]
@@ -67,7 +74,7 @@ def choose(scored: Sequence[Likelihood], answers: Sequence[str], mode: str) -> i
 def choices(
     model: Transformer, tokenizer: Tokenizer, problems: Sequence[Problem], mode: str
 ) -> Iterator[tuple[list[Likelihood], list[str]]]:
-    """The likelihoods of each problem's answers, and the answers."""
+    """Yields, for each problem, the likelihood of each of its answers, and the answers themselves."""
     asked = [prompt_and_answers(problem, mode) for problem in problems]
     opening, context = tokenizer.opening_ids, model.config.context_tokens
 
@@ -92,10 +99,12 @@ def choices_command(
     allow_trained_on: bool = False,
     precision: Precision | None = None,
 ) -> None:
-    """Prints a table of all models on all benchmarks with paired tests, and writes it to `out` as JSON.
+    """Evaluates every model on every multiple-choice benchmark, and prints a table with paired tests; `out` receives it
+    as JSON.
 
-    Takes the first `problems` of each benchmark, or all. Raises UserError for what cannot be loaded, a benchmark that is not of
-    multiple choice, and one that a model was trained on, unless `allow_trained_on` permits it.
+    `named` lists checkpoints, then benchmarks. `problems` limits the evaluation to the first problems of each
+    benchmark. Raises UserError if a model or benchmark cannot be loaded, if a benchmark is not multiple choice, and if
+    a model was trained on a benchmark, unless `allow_trained_on` permits it.
     """
     if out is not None and out.is_dir():
         raise UserError(f"{out}: is a directory; --out names a file to write")
@@ -127,7 +136,7 @@ def _evaluate(
     *,
     allow_trained_on: bool,
 ) -> list[Cell]:
-    """A cell for each benchmark and mode."""
+    """Evaluates one checkpoint; returns a table cell for each pair of benchmark and result name."""
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)
     asked: dict[str, list[Problem]] = {}

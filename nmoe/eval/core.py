@@ -1,9 +1,11 @@
-"""CORE (DCLM, arXiv:2406.11794): `nmoe eval CHECKPOINT... core` prints the score of 22 sets, set by set.
+"""The CORE benchmark of DCLM (arXiv:2406.11794), 22 data sets: `nmoe eval CHECKPOINT... core` prints each accuracy and
+the score.
 
-Kinds, shots and random baselines are those in DCLM's table, and the rules are nanochat's (`nanochat/core_eval.py`), so that scores
-can be set beside its own. Few-shot examples of item i are drawn by `Random(1234 + i)` among the others. Multiple choice takes the
-option whose tokens behind the common beginning have the lowest mean loss; a schema takes the context, judged by the tokens before
-the common end. In language modelling every token of the continuation must be the most likely one.
+Question types, numbers of examples (shots) and random baselines come from DCLM's table, and the rules from nanochat
+(`nanochat/core_eval.py`), so that scores are comparable with nanochat's. The few-shot examples of item i are drawn by
+`Random(1234 + i)` from the other items. In multiple choice, the model chooses the option with the lowest mean loss over
+the tokens after the options' common prefix. In a schema, it chooses the context under which the common ending has the
+lowest mean loss. In language modelling, an item is right if every token of the continuation is the most likely one.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ _SHUFFLE_SEED = 1337
 
 @dataclass(frozen=True)
 class CoreSet:
-    """One set: `baseline` is the accuracy of guessing, and `delimiter` separates a question from its answer."""
+    """A data set of CORE: `kind` is the type of its questions, and `shots` the number of solved examples in each
+    prompt.
+
+    `baseline` is the accuracy of random guessing, and `delimiter` separates a question from its answer.
+    """
 
     name: str
     file: str
@@ -51,7 +57,7 @@ class CoreSet:
     delimiter: str = " "
 
     def centred(self, accuracy: float) -> float:
-        """0 for guessing, 1 for all right."""
+        """Rescales an accuracy linearly, so that random guessing gives 0 and all answers right give 1."""
         return (accuracy - self.baseline) / (1 - self.baseline)
 
 
@@ -84,7 +90,11 @@ CORE = (
 
 
 def find_sets() -> dict[CoreSet, Path]:
-    """The sets whose files lie, at any depth, in `core/` of the kept datasets. Raises UserError where there is none."""
+    """Returns the data sets of CORE that are on this machine, each with the path of its JSONL file.
+
+    Files are searched at any depth in the subdirectory `core` of the data set directory ($NMOE_DATASETS). Raises
+    UserError if there are none.
+    """
     directory = kept_datasets() / "core"
     files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}
     found = {one: files[one.file] for one in CORE if one.file in files}
@@ -97,8 +107,10 @@ def find_sets() -> dict[CoreSet, Path]:
 
 
 def read_set(one: CoreSet, path: Path, most: int) -> list[Mapping[str, Any]]:
-    """Reads at most `most` items of a set, after the shuffle that every harness shares. Raises UserError for an item without the
-    fields of its kind, or too few items for the shots."""
+    """Reads a data set, shuffles it with the seed that all CORE harnesses use, and returns its first `most` items.
+
+    Raises UserError if an item lacks a field, or if there are too few items for the examples in a prompt.
+    """
     items = []
     for where, row in read_rows(str(path)):
         if why := _why_not(one, row):
@@ -139,7 +151,8 @@ def decisions(
     items: Sequence[Item],
     count: Callable[[int], None] = lambda _: None,
 ) -> list[bool]:
-    """Whether the model is right, item by item; `count` receives the number of items done."""
+    """Returns for each item whether the model answers it correctly; `count` is called with the number of items done so
+    far."""
     right = []
     for item, scored in zip(items, scores(model, tokenizer, one, items), strict=True):
         right.append(_is_right(one, item, scored))
@@ -148,7 +161,7 @@ def decisions(
 
 
 def scores(model: Transformer, tokenizer: Tokenizer, one: CoreSet, items: Sequence[Item]) -> Iterator[list[Likelihood]]:
-    """The likelihoods of each item's options; in language modelling of its continuation alone."""
+    """Yields the likelihoods of each item's options; for language modelling, the likelihood of its continuation alone."""
     first, context = beginning(tokenizer), model.config.context_tokens
 
     def asked() -> Iterator[list[Continuation]]:
@@ -161,7 +174,8 @@ def scores(model: Transformer, tokenizer: Tokenizer, one: CoreSet, items: Sequen
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
-    """The token that begins a document: the tokenizer's BOS token, else its end of text; empty if it has neither."""
+    """Returns the token that begins a document: the tokenizer's BOS token, else its end-of-text token; an empty list
+    without either."""
     for name in (tokenizer.named_tokens.get("bos_token"), END_OF_TEXT):
         if name is not None and tokenizer.has_special(name):
             return [tokenizer.special_id(name)]
@@ -169,7 +183,10 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
 
 
 def prompts(one: CoreSet, items: Sequence[Item], index: int) -> list[str]:
-    """The texts of an item: one for each option; in language modelling without and with the continuation."""
+    """Returns the texts to score for an item, few-shot examples included.
+
+    They are one text per option; for language modelling, the prompt without and with the continuation.
+    """
     others = [number for number in range(len(items)) if number != index]
     drawn = random.Random(_SHOTS_SEED + index).sample(others, one.shots) if one.shots else []
     item = items[index]
@@ -194,7 +211,10 @@ def _solved(one: CoreSet, item: Item) -> str:
 
 
 def continuations(one: CoreSet, sequences: Sequence[Sequence[int]]) -> list[Continuation]:
-    """The tokens to score in an item's texts."""
+    """Returns, for the tokenized texts of an item, which tokens are scored.
+
+    These are the tokens after the texts' common prefix; for a schema, their common suffix.
+    """
     if one.kind == "schema":
         suffix = common_prefix([sequence[::-1] for sequence in sequences])
         return [Continuation(sequence, max(1, len(sequence) - suffix)) for sequence in sequences]
@@ -205,7 +225,7 @@ def continuations(one: CoreSet, sequences: Sequence[Sequence[int]]) -> list[Cont
 
 
 def cut(found: Continuation, context: int) -> Continuation:
-    """Cuts the beginning of a text that is longer than the model's context."""
+    """Removes tokens at the beginning of a sequence that is longer than the model's context."""
     beyond = max(0, len(found.token_ids) - context)
     return Continuation(found.token_ids[beyond:], max(1, found.start - beyond))
 
@@ -222,7 +242,7 @@ ITEMS = 500
 
 @dataclass(frozen=True)
 class SetResult:
-    """The result on one set: right items, and the accuracy centred on its baseline."""
+    """The result on one data set: the number of right items, and the accuracy rescaled so that random guessing gives 0."""
 
     name: str
     items: int
@@ -237,7 +257,7 @@ class SetResult:
 
 @dataclass(frozen=True)
 class CoreResult:
-    """The results of one checkpoint; `missing` are the sets that are not on this machine."""
+    """The CORE results of one checkpoint; `missing` names the data sets that are not on this machine."""
 
     checkpoint: str
     sets: Sequence[SetResult]
@@ -245,18 +265,22 @@ class CoreResult:
 
     @property
     def name(self) -> str:
-        """CORE with all sets, else CORE with their number: means over different sets are different scores."""
+        """The name of the score: "CORE" with all data sets, else "CORE-N" for N of them, because their means are not
+        comparable."""
         return f"CORE-{len(self.sets)}" if self.missing else "CORE"
 
     @property
     def score(self) -> float:
-        """The mean of the centred accuracies."""
+        """The CORE score: the mean of the data sets' accuracies, each rescaled so that random guessing gives 0."""
         return sum(one.centred for one in self.sets) / len(self.sets)
 
     @property
     def interval(self) -> Interval:
-        """The 95% interval of the score. Centring is linear in a set's accuracy, so the score is so in their mean, weighted by what
-        centring multiplies each with."""
+        """The 95% confidence interval of the CORE score.
+
+        Rescaling is linear in a data set's accuracy. So the score is a linear function of the accuracies' weighted
+        mean, where each weight is the factor of its rescaling, 1 / (1 - baseline).
+        """
         weights = [1 / (1 - one.baseline) for one in self.sets]
         shares = stratified_share([one.right for one in self.sets], [one.items for one in self.sets], weights)
         mean = sum(weights) / len(weights)
@@ -287,9 +311,10 @@ class CoreResult:
 def core_command(
     checkpoints: Sequence[Path], items: int | None, device: str, out: Path | None, precision: Precision | None = None
 ) -> None:
-    """Prints the score of each checkpoint, and writes them to `out` as JSON. Takes at most `items` of a set, 500 by default.
+    """Evaluates each checkpoint on CORE, prints the scores, and writes them to `out` as JSON; uses at most `items` per
+    data set (500).
 
-    Raises UserError where no set is found, for an item without its fields, and for a checkpoint that cannot be loaded.
+    Raises UserError if no data set is found, if an item lacks a field, and if a checkpoint cannot be loaded.
     """
     if out is not None and out.is_dir():
         raise UserError(f"{out}: is a directory; --out names a file to write")
@@ -312,7 +337,7 @@ def evaluate_core(
     device: str = "auto",
     precision: Precision | None = None,
 ) -> CoreResult:
-    """The result of the model in `directory` on these sets."""
+    """Evaluates the model in `directory` on the given items of each data set; `checkpoint` is its name in the result."""
     torch.set_num_threads(choose_threads(0))
     model = load_policy_on(directory, device, precision=precision).requires_grad_(False)
     tokenizer = Tokenizer.load(directory)

@@ -1,8 +1,8 @@
-"""Compares the evaluations of a run: the difference from the one before the first step, and reasons to end the run early.
+"""Compares the evaluations of one run: differences from its start, and reasons to end it early.
 
-A run may end before its last step where every source of problems is solved often enough, or no source has improved for a number of
-evaluations (Prechelt 1998, "Early Stopping - But When?", criterion UP). Each source counts by itself: the mean over three skills
-would hide that the third still improves after two are learned.
+A run may end early if every source of problems is solved often enough, or if no source has improved for several
+evaluations (Prechelt 1998, "Early Stopping - But When?", criterion UP). Each source counts by itself: the mean over
+three skills would hide that the third still improves after two are learned.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from nmoe.types import GROUPS
 
 
 def since_baseline(results: Sequence[Mapping[str, Any]], evaluations: Path) -> list[dict[str, Any]]:
-    """The results, each with `since_start` where the run's step 0 asked the same problems in the same mode: the difference and,
-    where there are problems enough, its 95% interval, paired by problem. `evaluations` is the run's directory `eval`."""
+    """Adds to each evaluation result the difference from the run's evaluation before its first step, under the key
+    `since_start`.
+
+    `evaluations` is the run's directory `eval`. The difference is paired by problem, and has a 95% interval if there
+    are enough problems. A result stays as it is if step 0 has no result on the same problems in the same mode.
+    """
     file = evaluations / f"{step_name(0)}.json"
     before = json_of(file.read_text())["results"] if file.exists() else []
     known = {(one["mode"], one["dataset"], one.get("role")): one for one in before}
@@ -29,7 +33,8 @@ def since_baseline(results: Sequence[Mapping[str, Any]], evaluations: Path) -> l
 
 
 def since_start(result: Mapping[str, Any]) -> str:
-    """The text of a result's difference from the start, `", +5.0% [+1.0%, +9.0%] since the start"`; empty without one."""
+    """Formats a result's difference from the start of the run, as ", +5.0% [+1.0%, +9.0%] since the start"; "" if it
+    has none."""
     if (since := result.get("since_start")) is None:
         return ""
     shown = "+.4f" if result.get("lower_is_better") else "+.1%"
@@ -53,7 +58,8 @@ Rates = Mapping[str, float]
 
 
 def rates_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The rate of each source in a probe's results, by dataset: "skills/add" and "skills/sort", or "sort" for a single source."""
+    """Returns the solve rate of each source in evaluation results, by name: "skills/add" and "skills/sort", or "sort"
+    for a single source."""
     # Levels and subjects, "skills/level=3", are parts of sources, too small to decide by.
     kinds = tuple(f"{kind}=" for kind in GROUPS)
     named = [result for result in results if "/" in result["dataset"]]
@@ -62,8 +68,12 @@ def rates_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def reason_of_drops(history: Sequence[Mapping[str, Any]], drops: int, role: str) -> str | None:
-    """Why the run ends where a probe of this role was worse than before in its last `drops` evaluations, by more than chance; 0
-    drops never end it. `history` has its results, oldest first."""
+    """Returns the reason to end a run whose solve rate fell, as a text; None if the run goes on.
+
+    There is a reason if the last `drops` evaluations were all significantly worse than before; `drops` = 0 switches
+    this off. `history` has the results of one environment, oldest first, and `role` says whether it is
+    "in_distribution" or "out_of_distribution".
+    """
     loss = lasting_loss(history, drops)
     if loss is None:
         return None
@@ -75,7 +85,12 @@ def reason_of_drops(history: Sequence[Mapping[str, Any]], drops: int, role: str)
 
 
 def reason_to_end(history: Sequence[Rates], enough: float | None, patience: int | None) -> str | None:
-    """Why the run ends after the last of these evaluations; None if it goes on."""
+    """Returns the reason to end a run whose problems are solved or no longer improve, as a text; None if the run goes
+    on.
+
+    `history` has the solve rates by source of each evaluation, oldest first. The run ends if the last rates are all at
+    least `enough`, or if no source gained LEAST_GAIN in the last `patience` evaluations; None switches either off.
+    """
     if enough is not None and min(history[-1].values()) >= enough:
         return f"every source is solved at {enough:.0%} or more"
     if patience is not None and len(history) > patience:

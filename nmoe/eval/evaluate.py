@@ -1,4 +1,4 @@
-"""Evaluation: the share of problems solved, named with its mode and dataset, with a confidence interval."""
+"""Samples and grades problems, and reports the share that is solved, with a confidence interval."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ from nmoe.types import FAILURES, ExpertWeightsForm, Precision, Problem, Sampling
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One result. `mode` says how the completions were sampled, `dataset` what the problems were; never compare across modes.
+    """The result of an evaluation: a mean over problems, with its 95% confidence interval.
 
-    Example: `Evaluation("greedy_pass@1", "skills/sort", problems=400, value=0.93, low=0.90, high=0.95)`. The interval is 95%.
-    `outcomes` is, where it is kept, the value of each problem by its key, so that two runs can be compared problem by problem.
-    `sampling` holds, where it is kept, the temperature, the samples of a problem, the token limit and the reasoning effort.
-    `trained_on` is how many of the problems the model was trained on, where that was permitted. `failures` counts, over all
-    problems, the completions by how they ended: `{"ok": 6, "truncated": 44}`; `answers` holds the first problems with the answers
-    to them, where a run keeps those.
+    Example: `Evaluation("greedy_pass@1", "skills/sort", problems=400, value=0.93, low=0.90, high=0.95)`. `mode` says
+    how the completions were sampled, and `dataset` names the problems; results of different modes are not comparable.
+    The other fields are optional:
+
+    - `outcomes` maps the key of each problem to its value, so that two models can be compared problem by problem;
+    - `sampling` has the temperature, the samples per problem, the token limit and the reasoning effort;
+    - `trained_on` is the number of problems that the model was trained on, if that was permitted;
+    - `failures` counts the completions by how they ended, over all problems: `{"ok": 6, "truncated": 44}`;
+    - `answers` has the first problems with their sampled answers.
     """
 
     mode: str
@@ -75,14 +78,17 @@ def evaluate(
     seed: int,
     runtime: ToolRuntime | None = None,
 ) -> list[Evaluation]:
-    """Evaluates the environment's next `problems` distinct problems: over all of them first, then by source.
+    """Evaluates the environment's next `problems` distinct problems; returns results over all of them first, then by
+    source.
 
-    One sample per problem gives `greedy_pass@1` or `sampling_pass@1`, with the exact binomial interval. Several samples give
-    - `sampling_pass@1`, the mean over samples, with an interval over problems;
+    One sample per problem gives `greedy_pass@1` or `sampling_pass@1`, with the exact binomial interval. Several samples
+    give
+
+    - `sampling_pass@1`, the mean accuracy over the samples, with an interval over problems;
     - `pass@k` for every k from 2 to the number of samples, the probability that at least one of k samples is right;
-    - `sampling_pass@n`, the share of problems where the most frequent answer is right; of equally frequent ones the first given.
+    - `sampling_pass@n`, the share of problems whose most frequent answer is right (of equally frequent ones, the first).
 
-    Says where there are fewer problems than that (`say_if_fewer`).
+    Prints a warning if the environment has fewer problems. Raises UserError if its problems have no right answers.
     """
     refuse_open_problems(environment)
     groups = sample_problems(
@@ -115,10 +121,12 @@ def sample_problems(
     nondeterminism: bool = False,
     done: Collection[str] = (),
 ) -> list[Group]:
-    """Samples and grades groups for the environment's next problems. Calls `on_group` with each finished group.
+    """Samples and grades `samples` completions for each of the environment's next problems; returns one group per
+    problem.
 
-    `nondeterminism` permits several greedy samples of a problem, as `nondet_proxy_pass@n` has them; else they raise UserError.
-    Problems whose keys are `done` are left out, and the others draw what they would have drawn beside them.
+    `on_group` is called with each finished group. Several samples at temperature 0 raise UserError, unless
+    `nondeterminism` permits them for the mode `nondet_proxy_pass@n`. Problems whose keys are in `done` are left out;
+    this does not change the samples of the others.
     """
     if not nondeterminism:
         mode_of(None, samples, temperature)
@@ -133,7 +141,7 @@ def sample_problems(
 
 
 def say_if_fewer(environment: Environment, problems: int, found: int) -> None:
-    """Says on stderr that an environment has only `found` different problems, where that is fewer than are asked for."""
+    """Prints a warning to stderr if an environment has only `found` distinct problems and more were requested."""
     if found < problems:
         left_out = f", and {environment.overlong:,} do not fit the context" if environment.overlong else ""
         there = f"there are only {found:,} different ones to ask{left_out}"
@@ -141,9 +149,9 @@ def say_if_fewer(environment: Environment, problems: int, found: int) -> None:
 
 
 def distinct_problems(environment: Environment, count: int) -> list[Problem]:
-    """The environment's next `count` problems with different questions, or all that it has.
+    """Returns the environment's next `count` problems with different questions; fewer if it does not have so many.
 
-    A problem counted twice would make the interval too narrow.
+    A problem that counted twice would make the confidence interval too narrow.
     """
     found: dict[tuple[object, ...], Problem] = {}
     # A finite pool starts over after its size. An endless one may repeat itself, if it generates from a small space.
@@ -156,7 +164,7 @@ def distinct_problems(environment: Environment, count: int) -> list[Problem]:
 
 
 def refuse_open_problems(environment: Environment) -> None:
-    """Raises UserError if any problems have no right answer: a solve rate means nothing for them."""
+    """Raises UserError if the environment has open problems, which have no right answer and therefore no solve rate."""
     if any(isinstance(TASKS[name], OpenTask) for name in task_types(environment.settings.task_pool)):
         raise UserError(
             f"environment {environment.settings.env_id!r} has open problems, which have no right answer, so there is no solve rate "
@@ -165,15 +173,16 @@ def refuse_open_problems(environment: Environment) -> None:
 
 
 def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[Evaluation]:
-    """Evaluations of graded groups (`summarise_outcomes`)."""
+    """Computes evaluation results from graded groups, as `summarise_outcomes` does from outcomes."""
     return summarise_outcomes(outcomes_of(groups), env_id, temperature)
 
 
 def summarise_outcomes(outcomes: Sequence[Outcome], env_id: str, temperature: float) -> list[Evaluation]:
-    """Evaluations of problems: overall, by source if there are several, and by the level and subject that problems name.
+    """Computes evaluation results: over all problems, by source if there are several, and by level and subject if
+    problems name them.
 
-    The dataset is then named "math", "math/level=Level 5" or "math/subject=Algebra". Those over all problems keep the value of
-    each one, and the first of them how the completions ended.
+    The `dataset` of a result is "math", "math/SOURCE", "math/level=Level 5" or "math/subject=Algebra". Results over all
+    problems contain the value of each problem, and the first of them counts how the completions ended.
     """
     sources = sorted({one.source for one in outcomes})
     parts: list[tuple[str, Sequence[Outcome]]] = []
@@ -195,7 +204,7 @@ def _failures(outcomes: Sequence[Outcome]) -> dict[str, int] | None:
 
 
 def _evaluations(dataset: str, outcomes: Sequence[Outcome], temperature: float) -> list[tuple[Evaluation, list[float]]]:
-    """Evaluations of problems, each with its value on every problem."""
+    """Computes the evaluation results over these problems, each with the list of the problems' values."""
     samples = len(outcomes[0].correct)
     first = [float(one.correct[0]) for one in outcomes]
     if samples == 1:
@@ -215,7 +224,8 @@ def _evaluations(dataset: str, outcomes: Sequence[Outcome], temperature: float) 
 
 
 def _shown(mode: str, dataset: str, values: list[float], binary: bool = True) -> tuple[Evaluation, list[float]]:
-    """The mean of a value per problem: with the exact interval where each is 0 or 1, else with `share_interval`."""
+    """Returns the mean of the problems' values as a result: with the exact binomial interval if all are 0 or 1, else
+    with `share_interval`."""
     if binary:
         return share_of(mode, dataset, [value == 1 for value in values]), values
     interval = share_interval(values)
@@ -223,15 +233,19 @@ def _shown(mode: str, dataset: str, values: list[float], binary: bool = True) ->
 
 
 def share_of(mode: str, dataset: str, outcomes: Sequence[bool]) -> Evaluation:
-    """The share of true outcomes, one per problem, with the exact binomial interval."""
+    """Returns the share of true values, one per problem, as a result with the exact binomial interval."""
     interval = binomial_interval(sum(outcomes), len(outcomes))
     return Evaluation(mode, dataset, len(outcomes), sum(outcomes) / len(outcomes), interval.low, interval.high)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The mode, how many problems, and the seed. `max_tokens` and `reasoning_effort` override context and environment;
-    `best_of` is a scorer that chooses among the samples. `allow_trained_on` permits problems that a model was trained on."""
+    """The settings of an evaluation: sampling mode, number of problems, seed, and overrides.
+
+    `max_tokens` limits a completion, by default to the rest of the context, and `reasoning_effort` replaces the
+    environment's. `best_of` is the path of a scorer that chooses among the samples. `allow_trained_on` permits problems
+    that the model was trained on.
+    """
 
     mode: Mode
     problems: int
@@ -246,13 +260,14 @@ class Asked:
 
 
 def sampling_record(mode: Mode, max_tokens: int | None, effort: str | None) -> dict[str, Any]:
-    """The sampling settings that an evaluation records; results are comparable if these are equal."""
+    """Returns the sampling settings to store with an evaluation; results are comparable if these are equal."""
     settings = {"temperature": mode.temperature, "samples": mode.samples}
     return {**settings, "max_tokens": max_tokens, "reasoning_effort": effort}
 
 
 def effortful(settings: EnvironmentSettings, effort: str | None) -> EnvironmentSettings:
-    """The environment with this reasoning effort instead. Raises UserError for a format that has no such setting."""
+    """Returns the environment's settings with another reasoning effort. Raises UserError if its format has no reasoning
+    effort."""
     if effort is None:
         return settings
     if settings.format == "boxed":
@@ -261,8 +276,11 @@ def effortful(settings: EnvironmentSettings, effort: str | None) -> EnvironmentS
 
 
 def models_and_benchmarks(named: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Divides `CHECKPOINT... BENCHMARK...`: the first is a model, and so are those behind it that hold one. Raises UserError where
-    no benchmark is left."""
+    """Divides the arguments `CHECKPOINT... BENCHMARK...` into models and benchmarks.
+
+    The first argument is a model, and so are the arguments directly after it that are paths of models; the last is
+    always a benchmark. Raises UserError if there is no benchmark.
+    """
     count = 1
     while count < len(named) - 1 and _holds_a_model(named[count]):
         count += 1

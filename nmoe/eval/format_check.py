@@ -1,10 +1,10 @@
-"""`nmoe eval RUN --format-check`: whether a model is ready for reinforcement learning on an environment, and what to do first.
+"""`nmoe eval RUN --format-check`: measures whether a model is ready for reinforcement learning on an environment.
 
-Reinforcement learning amplifies what a model already does sometimes; it has nothing to amplify in what a model almost never
-does. Two rules of thumb follow. Below 95% well-formed responses, fine-tune on well-formed examples first. Below 5% correct
-samples, most groups are all wrong, have equal rewards, and teach nothing. Format and reasoning are measured separately: a
-model that solves problems but puts the answer in the wrong place needs different examples than one that has the format but
-cannot solve them.
+Reinforcement learning amplifies what a model already does sometimes; it has nothing to amplify in what a model almost
+never does. Two rules of thumb follow. Below 95% well-formed responses, fine-tune on well-formed examples first. Below
+5% correct samples, most groups are all wrong, have equal rewards, and teach nothing. Format and reasoning are measured
+separately: a model that solves problems but formats the answer wrongly needs different examples than a model that has
+the format but cannot solve them.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def format_check(
     reasoning_effort: str | None = None,
     precision: Precision | None = None,
 ) -> Iterator[str]:
-    """Samples one greedy response and several samples of each problem, and yields the report on them line by line.
+    """Samples one greedy response and several random samples for each problem, and yields the lines of a report on
+    them.
 
-    A completion has at most `max_tokens`, by default what the environment's budget says, else the run's
-    `sampling.max_new_tokens`, else TOKENS: a model that does not end would fill its context. Raises UserError for a checkpoint or
-    environment that cannot be loaded.
+    A completion has at most `max_tokens` tokens, by default the environment's budget, else the run's
+    `sampling.max_new_tokens`, else TOKENS: a model that never ends its answer would fill the context. Raises UserError
+    if the checkpoint or the environment cannot be loaded.
     """
     settings = environment_of(checkpoint) if environment is None else load_environment(environment)
     named = effortful(settings, reasoning_effort)
@@ -84,7 +85,8 @@ def format_check(
 
 
 def environment_of(checkpoint: Path) -> EnvironmentSettings:
-    """The environment that a run was trained on, given the run's directory or one of its checkpoints.
+    """Returns the settings of the environment that a run was trained on, from the run's directory or one of its
+    checkpoints.
 
     Raises UserError if there is none.
     """
@@ -95,28 +97,29 @@ def environment_of(checkpoint: Path) -> EnvironmentSettings:
 
 
 def hard_problems_alone(environment: Environment) -> None:
-    """Keeps only the problems of levels 4 and 5, if there are any."""
+    """Removes all problems from the environment's pool except levels 4 and 5, if it has any of those levels."""
     pool = environment.pool
     if pool.size is not None and any(is_hard(pool.order.at(position)) for position in range(pool.size)):
         pool.keep(is_hard)
 
 
 def is_hard(problem: Problem) -> bool:
-    """Whether the problem's record has level 4 or 5, as a number or as MATH's "Level 5"."""
+    """Returns whether the problem has level 4 or 5, given as a number or as MATH's "Level 5"."""
     return level_of(problem) in HARD_LEVELS
 
 
 def has_gold(groups: Sequence[Group]) -> bool:
-    """Whether every problem has a right answer."""
+    """Returns whether every problem has a right answer."""
     return not any(isinstance(TASKS[group.problem.task_type], OpenTask) for group in groups)
 
 
 def report(
     environment: Environment, trajectories: Sequence[Trajectory], sampled: Sequence[Group] = ()
 ) -> Iterator[str]:
-    """The report on format and reasoning, from one greedy response per problem, and on what RL could learn, from sampled groups.
+    """Yields the lines of the report: format and reasoning of one greedy response per problem, and what RL could learn
+    from samples.
 
-    Open problems have no sampled groups.
+    Problems without a right answer have no `sampled` groups.
     """
     count = len(trajectories)
     levels = sorted({group for t in trajectories for group in t.problem.groups if group.startswith("level=")})
@@ -149,12 +152,12 @@ def _endings(trajectories: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _mixed(rows: Sequence[Sequence[bool]]) -> int:
-    """The number of groups in which some samples have the property and others do not."""
+    """Returns the number of groups in which some samples are true and others false."""
     return sum(any(row) and not all(row) for row in rows)
 
 
 def _learnable(sampled: Sequence[Group]) -> Iterator[str]:
-    """The lines on the signal for RL: form and right answers that samples have and greedy responses may lack."""
+    """Yields lines on the training signal for RL: how often samples have the format, and how often they are right."""
     formed = [list(map(_is_formed, group.trajectories)) for group in sampled]
     right = [list(map(is_correct, group.trajectories)) for group in sampled]
     samples, mean = len(right[0]), sum(map(sum, right)) / sum(map(len, right))
@@ -218,7 +221,7 @@ async def _right_anywhere(environment: Environment, trajectories: Sequence[Traje
 
 
 async def _is_right_anywhere(environment: Environment, trajectory: Trajectory) -> bool:
-    """Whether the right answer stands anywhere in the response, however the response ended.
+    """Returns whether the response contains the right answer anywhere, even if it was cut or has the wrong format.
 
     A response that was graded correct counts as well.
     """

@@ -1,11 +1,12 @@
-"""A checkpoint as a model provider of inspect-ai, in this process (the extra `inspect`).
+"""A model provider for inspect-ai that samples from a checkpoint in this process (optional dependency `inspect`).
 
     import inspect_ai
-    import nmoe.eval.inspect_model  # makes the provider known
+    import nmoe.eval.inspect_model  # registers the provider
     inspect_ai.eval(task, model="nmoe/runs/sort_grpo", temperature=0.0)
 
-Conversations are rendered as the run's environment does, or as the tokenizer is made for. Requests that come while others are
-sampled wait and are then sampled together. Tools are refused: nmoe's own run in its sandbox.
+Conversations are rendered in the format of the run's environment, or in the tokenizer's chat format for other
+checkpoints. Requests that arrive during sampling wait, and are then sampled together. Requests with tools are refused,
+because nmoe runs only its own tools, in a sandbox.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ _SEQUENCES = 256
 
 @modelapi(name="nmoe")
 class NmoeAPI(ModelAPI):
-    """The model of a run or checkpoint. Raises UserError for what cannot be loaded and for settings that are not followed."""
+    """The inspect-ai model of a run or checkpoint.
+
+    Raises UserError if the checkpoint cannot be loaded, and for a request with tools or with a setting that the engine
+    lacks.
+    """
 
     def __init__(self, model_name: str, device: str = "auto", **given: Any) -> None:
         super().__init__(model_name, **given)
@@ -100,7 +105,7 @@ class NmoeAPI(ModelAPI):
         return output
 
     def _work(self) -> None:
-        """Samples waiting requests in batches until none is left."""
+        """Samples the waiting requests in batches until none is left."""
         while True:
             with self._lock:
                 batch, self._waiting = self._waiting, []

@@ -1,7 +1,7 @@
-"""Lenient grading: the answer wherever it stands in a completion, whether or not it ended or has the form asked for.
+"""Lenient grading: accepts a right answer anywhere in a completion, even if it was cut or lacks the required format.
 
-A base model often knows an answer and says it in a sentence, or goes on writing after it. Graded strictly, a model that learned
-the form alone then seems to have learned the task. `part_gain` separates the two.
+A base model often states an answer in a sentence, or continues to write after it. Under strict grading, a model that
+learned only the format then seems to have learned the task. `part_gain` separates the two.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from nmoe.types import Problem, Verdict
 
 
 async def lenient_verdict(problem: Problem, text: str) -> Verdict | None:
-    """The task's verdict on the answer that a text commits to.
+    r"""Returns the task's verdict on the answer that a text gives in any form; None if it gives no answer.
 
-    A task of plain questions reads the text itself. Other answers are a box, what follows "the answer is", or the last number; for
-    a task whose answers are texts, the whole text."""
+    The answer is the content of \boxed{}, the text after "the answer is", or the last number; for tasks whose answers
+    are texts, it is the whole text. A task of plain questions extracts the answer by its own rule.
+    """
     task = TASKS[problem.task_type]
     if isinstance(task, PlainTask):
         answer = task.read(problem, text)
@@ -34,8 +35,11 @@ async def lenient_verdict(problem: Problem, text: str) -> Verdict | None:
 
 @dataclass(frozen=True)
 class Gain:
-    """The parts of a gain in the share of right answers: `Gain(form=0.31, given_form=0.44, without_form=0.0)`; the three sum to
-    the gain."""
+    """The parts of a gain in accuracy: `Gain(form=0.31, given_form=0.44, without_form=0.0)`. Their sum is the gain.
+
+    `form` comes from more answers in the required format, `given_form` from more right answers among these, and
+    `without_form` from more right answers among the others.
+    """
 
     form: float
     given_form: float
@@ -43,12 +47,15 @@ class Gain:
 
 
 def part_gain(before: Sequence[tuple[bool, bool]], after: Sequence[tuple[bool, bool]]) -> Gain | None:
-    """Parts the gain of `after` over `before`, both lists of (in form, right), into more answers in form and more of them right.
+    """Splits the gain in accuracy from `before` to `after` into more well-formed answers and more right answers among
+    them.
 
-    The share of right answers is f * c + (1 - f) * d, with f the share in form, and c and d the rates of right answers among
-    those in form and the others. Each change is weighted by the mean of the other factor before and after, so that the parts
-    sum to the gain (Kitagawa 1955, "Components of a Difference Between Two Rates"). Where a model has no answer of a kind, its
-    rate is taken to be the other model's. None if neither has one in form. Raises ValueError for an empty list.
+    Both arguments list a pair (well-formed, right) for each answer. The accuracy is f * c + (1 - f) * d, where f is the
+    share of well-formed answers, and c and d are the rates of right answers among well-formed and other answers. Each
+    change is weighted by the mean of the other factor before and after, so that the parts sum to the gain (Kitagawa
+    1955, "Components of a Difference Between Two Rates"). If one side lacks well-formed (or other) answers, their rate
+    is taken from the other side. Returns None if neither side has a well-formed answer. Raises ValueError for an empty
+    list.
     """
     (f, c, d), (g, e, h) = _rates(before), _rates(after)
     if c is None and e is None:
@@ -63,13 +70,14 @@ def part_gain(before: Sequence[tuple[bool, bool]], after: Sequence[tuple[bool, b
 
 
 def _both(one: float | None, other: float | None) -> tuple[float, float]:
-    """Two rates; a missing one takes the other's value."""
+    """Returns both rates, with a missing one replaced by the other; 0 if both are missing."""
     known = [rate for rate in (one, other) if rate is not None] or [0.0]
     return (known[0] if one is None else one), (known[0] if other is None else other)
 
 
 def _rates(answers: Sequence[tuple[bool, bool]]) -> tuple[float, float | None, float | None]:
-    """The share in form, and the rates of right answers among those in form and among the others."""
+    """Returns the share of well-formed answers, and the rates of right answers among these and among the others (None
+    without answers)."""
     if not answers:
         raise ValueError("no answers, so no rates")
     kinds = {kind: [right for in_form, right in answers if in_form is kind] for kind in (True, False)}

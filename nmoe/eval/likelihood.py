@@ -1,4 +1,7 @@
-"""Log-probabilities of given continuations, many in one pass: packed, and a beginning that a group shares computed once."""
+"""Computes the log-probabilities of given continuations, many sequences per forward pass.
+
+Sequences are packed, and the common prefix of a group of sequences is computed once.
+"""
 
 # Shapes: T tokens of all sequences, S distinct rows among them, N tokens of continuations, n tokens of a piece, V vocabulary.
 
@@ -22,7 +25,8 @@ _PIECE_ROWS = 256
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens of which those from `start` on are scored, given all before them; `start` is at least 1."""
+    """A token sequence whose tokens from index `start` on are scored, each given all tokens before it; `start` is at
+    least 1."""
 
     token_ids: Sequence[int]
     start: int
@@ -30,20 +34,25 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The natural log-probability of each token of a continuation, and whether each was the most likely one."""
+    """The natural log-probability of each scored token, and whether every one of them was the most likely token
+    (`greedy`)."""
 
     logprobs: tuple[float, ...]
     greedy: bool
 
     @property
     def mean_loss(self) -> float:
-        """Infinite for a continuation without tokens, which nothing can prefer."""
+        """The mean negative log-probability per token; infinite without tokens, so that an empty continuation is never
+        chosen."""
         return -sum(self.logprobs) / len(self.logprobs) if self.logprobs else float("inf")
 
 
 def likelihoods(model: Transformer, groups: Iterable[Sequence[Continuation]]) -> Iterator[list[Likelihood]]:
-    """One list for each group, in order; put continuations that begin alike into one group. No sequence may be longer than the
-    model's context."""
+    """Scores groups of continuations; yields a list of likelihoods for each group, in order.
+
+    Continuations with a common prefix should be in one group, which computes the prefix once. No sequence may exceed
+    the model's context.
+    """
     batch: list[_Group] = []
     for group in groups:
         packed = _Group(group)
@@ -110,7 +119,8 @@ def _score(model: Transformer, groups: Sequence[_Group]) -> Iterator[list[Likeli
 def _of_targets(
     model: Transformer, states_SD: Tensor, sources: Sequence[int], targets: Sequence[int]
 ) -> tuple[list[float], list[bool]]:
-    """The log-probability of each target in the row before it, and whether it is the most likely token there."""
+    """Returns the log-probability of each target token at its source row, and whether it is the most likely token
+    there."""
     logprobs: list[float] = []
     greedy: list[bool] = []
     for first in range(0, len(targets), _PIECE_ROWS):

@@ -1,10 +1,11 @@
-"""A checkpoint as a model of lm-evaluation-harness, in this process (the extra `lm-eval`).
+"""A model for lm-evaluation-harness that runs a checkpoint in this process (optional dependency `lm-eval`).
 
     import lm_eval
     from nmoe.eval.lm_eval_model import NmoeLM
     lm_eval.simple_evaluate(model=NmoeLM("runs/base"), tasks=["arc_easy"])
 
-Numbers equal the results of `--model hf` on the exported checkpoint: the same tokenizer, the same windows, fp32 on a CPU.
+Results equal `--model hf` on the exported checkpoint: the same tokenizer and the same windows of long texts, in fp32 on
+a CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 class NmoeLM(TemplateLM):
-    """The model of a run or checkpoint. Raises UserError for what cannot be loaded and a device that is not there."""
+    """The lm-evaluation-harness model of a run or checkpoint.
+
+    Raises UserError if the checkpoint cannot be loaded or the device is missing.
+    """
 
     def __init__(self, checkpoint: str | Path, device: str = "auto", max_gen_toks: int = 256) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The outcome of a problem: which of its completions are right, and which of them is the majority's answer."""
+"""The outcome of a problem in an evaluation: which of its sampled answers are right, and which is the majority's
+answer."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ from nmoe.types import Problem
 
 @dataclass(frozen=True)
 class Outcome:
-    """One problem's: `Outcome("5f2c01d9a7b3e846", "gsm8k", (), correct=(True, False, True), voted=0)`.
+    """The outcome of one problem: `Outcome("5f2c01d9a7b3e846", "gsm8k", (), correct=(True, False, True), voted=0)`.
 
-    key: identifies the question, the same in every run and process. groups: such as "level=Level 5". voted: the index of the
-    majority's sample. scores: a scorer's, of each sample. failures: how each sample ended, "ok" or a class of failure.
+    key: identifies the question, equally in every run and process. source: the name of the problem's data set or task.
+    groups: labels such as "level=Level 5". correct: whether each sample is right. voted: the index of a sample with the
+    majority's answer. scores: the scorer's score of each sample, if there is a scorer. failures: how each sample ended,
+    "ok" or a class of failure.
     """
 
     key: str
@@ -32,7 +35,7 @@ class Outcome:
 
 
 def outcomes_of(groups: Sequence[Group]) -> list[Outcome]:
-    """The outcomes of graded groups, in their order."""
+    """Returns the outcome of each graded group, in order."""
     voted = majorities(groups) if groups and len(groups[0].trajectories) > 1 else [0] * len(groups)
     return [
         Outcome(
@@ -48,7 +51,7 @@ def outcomes_of(groups: Sequence[Group]) -> list[Outcome]:
 
 
 def answers_of(group: Group) -> dict[str, Any]:
-    """A problem with the answers of its samples, as a record for a file."""
+    """Returns a problem with its sampled answers, as a JSON record."""
     return {
         "id": group.problem.id,
         "question": group.problem.question,
@@ -59,28 +62,30 @@ def answers_of(group: Group) -> dict[str, Any]:
 
 
 def is_correct(trajectory: Trajectory) -> bool:
-    """Whether the grader judged the answer correct."""
+    """Returns whether the grader judged the answer of the trajectory correct."""
     return trajectory.grade.extras["correctness"] == 1
 
 
 def identity_of(problem: Problem) -> tuple[object, ...]:
-    """The key by which two problems are the same. Episodes may begin with the same words and go on from different states, and a
-    question may come after different conversations. The text counts as it is: where two of a dataset differ in case, the answer
-    may, too."""
+    """Returns a tuple that is equal for two problems if and only if they are the same problem.
+
+    It contains the conversation before the question, and the initial state of an episode, because equal questions can
+    differ in either. The text is not normalised: questions that differ only in case may have different answers.
+    """
     return problem.task_type, problem.question, problem.metadata.get("state"), *problem.history
 
 
 def key_of(problem: Problem) -> str:
-    """The identity of a problem as 16 hexadecimal digits, the same in every process."""
+    """Returns the identity of a problem as 16 hexadecimal digits, the same in every process."""
     return f"{stable_hash(*identity_of(problem)):016x}"
 
 
 def majorities(groups: Sequence[Group]) -> list[int]:
-    r"""Majority vote (self-consistency; Wang et al. 2022, arXiv:2203.11171, section 2).
+    r"""Returns for each group the index of the first sample with the most frequent answer (the majority vote).
 
-    For each group, the index of the first sample with the most frequent answer. Of equally frequent answers the one given
-    first wins; 0 if no sample answers. The problem's task decides which answers are the same: `0.5`, `1/2` and `\frac12` are
-    three votes for one.
+    The method is self-consistency (Wang et al. 2022, arXiv:2203.11171, section 2). Of equally frequent answers, the
+    first given wins; without any answer the index is 0. The problem's task decides which answers are equal: `0.5`,
+    `1/2` and `\frac12` are three votes for one.
     """
 
     async def everything() -> list[int]:

@@ -1,8 +1,9 @@
-"""Finds the problems of an evaluation that a model was trained on, by one rule for every command.
+"""Finds evaluation problems that a model was trained on, by one rule for all commands.
 
-Problems that are trained on are refused, before a run begins and by `nmoe eval`, unless `allow_trained_on` of their [[eval]] or
-`--allow-trained-on` permits them; then their results say so. Questions are compared by `nmoe.text.conversation.question_key`.
-Problems that are generated without end are separated by their splits.
+An evaluation on such problems is refused, before training and by `nmoe eval`, unless `allow_trained_on` in the [[eval]]
+table or `--allow-trained-on` permits it; the results then say so. Questions are normalised by
+`nmoe.text.conversation.question_key` before they are compared. Generated problems without end are not compared, because
+their training and evaluation splits are disjoint.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Problem
 
 QuestionAt = tuple[str, str]
-"""A question, normalised for comparison, and its origin: a file and line, or the problem's id."""
+"""A normalised question, and its origin: a file and line, or the problem's id."""
 _SHOWN = 60
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """`common` of `count` problems are among the `known` ones that are trained on; `example` is the first of them."""
+    """How many evaluation problems are among the training questions: `common` of `count`; `known` is the number of
+    training questions.
+
+    `example` describes the first common one.
+    """
 
     common: int
     count: int
@@ -42,8 +47,12 @@ class Overlap:
 
 
 class Questions:
-    """The questions of the training data: `Questions(lambda: asked_in_records(datasets))`. It is read once for any number of
-    evaluations, and again for an example of what one of them shares with it."""
+    """The normalised questions of training data, from the function `read`: `Questions(lambda:
+    asked_in_records(datasets))`.
+
+    The data is read once for all evaluations, and once more for each evaluation that needs an example of a common
+    question.
+    """
 
     def __init__(self, read: Callable[[], Iterable[QuestionAt]]) -> None:
         self.read = read
@@ -54,15 +63,21 @@ class Questions:
 
 
 class TrainedOn:
-    """The training questions of the run that `who` names; `directory` is its checkpoint's, with the tokenizer."""
+    """The training questions of the run that `who`, a run directory or a checkpoint, belongs to.
+
+    `directory` is the directory of the checkpoint, from which the tokenizer is loaded.
+    """
 
     def __init__(self, who: Path, directory: Path) -> None:
         self.who, self._directory = who, directory
 
     @cached_property
     def questions(self) -> Questions | None:
-        """The questions, or None if they are not known: for a checkpoint without its run, and for endless generated problems.
-        Raises UserError where the data of the run is no longer there."""
+        """The training questions; None if they are unknown, as for a checkpoint without a run and for endlessly
+        generated problems.
+
+        Raises UserError if the training data no longer exists.
+        """
         if (settings := trained_on(self.who)) is not None:
             environment = Environment.from_settings(settings, Tokenizer.load(self._directory))
             return None if environment.pool.size is None else Questions(lambda: asked_in_pool(environment))
@@ -71,7 +86,8 @@ class TrainedOn:
 
 
 def overlap_of(problems: Iterable[Sequence[QuestionAt]], training: Questions) -> Overlap:
-    """The overlap of evaluated problems, each with all its phrasings, with the training questions."""
+    """Counts the evaluation problems that are among the training questions. Each problem is a list of its possible
+    wordings."""
     known = training.digests
     common, count, first = 0, 0, None
     for ways in problems:
@@ -88,14 +104,15 @@ def overlap_of(problems: Iterable[Sequence[QuestionAt]], training: Questions) ->
 
 
 def asked_in_pool(environment: Environment) -> Iterator[QuestionAt]:
-    """The questions of a finite pool, in its order."""
+    """Yields the normalised questions of a finite pool of problems, in its order."""
     order = environment.pool.order
     assert order.size is not None, "asked of finite pools alone"
     return ((problem_key(problem), origin_of(problem)) for problem in map(order.at, range(order.size)))
 
 
 def asked_in_records(datasets: Sequence[DatasetSettings]) -> Iterator[QuestionAt]:
-    """The questions of records: their whole prompts, each message in them that is not the assistant's, and texts."""
+    """Yields the normalised questions of data sets: of each record the whole prompt, every message but the assistant's,
+    and plain texts."""
     for dataset in datasets:
         for record in read_records(dataset):
             whole = prompt_of(record)
@@ -104,25 +121,28 @@ def asked_in_records(datasets: Sequence[DatasetSettings]) -> Iterator[QuestionAt
 
 
 def ways_to_ask(environment: Environment, problem: Problem) -> list[QuestionAt]:
-    """A problem's question, as itself and as the environment words it for the model."""
+    """Returns the normalised wordings of a problem's question: as it is stored, and as the environment asks the model."""
     worded = question_key(environment.prompts.messages(problem)[-1].content)
     return [(key, origin_of(problem)) for key in dict.fromkeys((problem_key(problem), worded))]
 
 
 def problem_key(problem: Problem) -> str:
-    """A problem's question, normalised for comparison: the user's turns."""
+    """Returns a problem's question, together with the user's earlier messages, normalised for comparison."""
     return conversation_key((*problem.history, Message("user", problem.question)))
 
 
 def origin_of(problem: Problem) -> str:
-    """The origin of a problem: its file and line if the pool kept them, else its id."""
+    """Returns the origin of a problem: its file and line if they are known, else its id."""
     return str(problem.metadata.get("where", problem.id))
 
 
 def find_overlap(benchmark: Environment, problems: int, trained: TrainedOn, *, allowed: bool) -> Overlap | None:
-    """The number of the benchmark's next problems that the run was trained on; None if that is not known (`TrainedOn.questions`),
-    and where the data of the run is no longer there, which is printed. Raises UserError where there are some and that is not
-    `allowed`, and for a benchmark that cannot be read."""
+    """Compares the benchmark's next `problems` problems with the training questions of a model; returns None if these
+    are unknown.
+
+    If the training data no longer exists, this is printed, and the result is None. Raises UserError if problems are
+    common to both and `allowed` is false, and if the benchmark cannot be read.
+    """
     try:
         training = trained.questions
         if training is None:

@@ -1,6 +1,6 @@
-"""One model on one benchmark, with its own file, to which every problem is appended when it is done.
+"""Evaluates one model on one benchmark, and appends each finished problem to a results file.
 
-An evaluation that was interrupted goes on where it was, and gives what an uninterrupted one would have given.
+An interrupted evaluation continues with the unfinished problems, and gives the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ from nmoe.types import Precision
 
 
 class SweepInterruptedError(UserError):
-    """Raised at Ctrl-C during a sweep; the same command continues it."""
+    """Raised if Ctrl-C interrupts an evaluation of several models; the same command continues it."""
 
     exit_code = 130
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One model and benchmark, with its file: a line with the settings, one for each problem, and one at the end."""
+    """An evaluation of one model on one benchmark, with its results file in the directory `results`.
+
+    The file has a line with the settings, one for each finished problem, and one at the end. `directory` is the model's
+    checkpoint.
+    """
 
     results: Path
     checkpoint: Path
@@ -49,7 +53,8 @@ class Pair:
 
     @property
     def file(self) -> Path:
-        """The name ends in a digest of the settings, so that another seed or other weights have another file."""
+        """The path of the results file; its name ends in a digest of settings and weights, so that other settings use
+        another file."""
         name = f"{self.checkpoint}__{self.settings.env_id}__{self.asked.mode.name}"
         plain = re.sub(r"[^\w.@+=-]+", "_", name).strip("_.")
         return self.results / f"{plain}__{hashlib.blake2b(_line(self.header()), digest_size=4).hexdigest()}.jsonl"
@@ -76,7 +81,11 @@ class Pair:
         return sampling_precision(self.directory, choose_device(self.asked.device, "--device"), self.asked.precision)
 
     def records(self) -> list[dict[str, Any]]:
-        """The records of the problems in the file, if there is one. A line torn by a kill is removed."""
+        """Returns the records of the finished problems in the results file; an empty list without a file.
+
+        An incomplete last line, which a killed process leaves, is removed. Raises UserError if the file has other
+        contents.
+        """
         if not self.file.exists():
             return []
         *lines, torn = self.file.read_bytes().split(b"\n")
@@ -88,7 +97,8 @@ class Pair:
             raise UserError(f"{self.file}: not the results of an evaluation ({error!r}); remove the file") from error
 
     def read(self) -> list[Outcome]:
-        """The outcomes that the file holds."""
+        """Returns the outcomes of the finished problems in the results file. Raises UserError if the file has other
+        contents."""
         try:
             return list(map(_outcome, self.records()))
         except (KeyError, TypeError) as error:
@@ -96,8 +106,8 @@ class Pair:
 
     @property
     def trained_on(self) -> int | None:
-        """The number of problems that the model was trained on, where that is permitted; None if there is none or it is not
-        known."""
+        """The number of problems that the model was trained on, from the results file; None if there are none or this
+        is unknown."""
         found: int | None = json_of(self.file.read_bytes().split(b"\n", 1)[0]).get("trained_on")
         return found
 
@@ -106,8 +116,12 @@ class Pair:
         return self.file.exists() and b'\n{"complete"' in self.file.read_bytes()
 
     def finish(self, done: list[Outcome], count: Callable[[int], None], trained: TrainedOn) -> list[Outcome]:
-        """Samples the problems that are left, appending each to the file, and returns all outcomes. `trained` says what the model
-        was trained on; a file that was begun was compared with it then."""
+        """Samples the problems that are not done yet, appends each to the results file, and returns the outcomes of all
+        problems.
+
+        `trained` has the model's training questions; a new file is compared with them, and a continued one was compared
+        before. `count` is called with the number of finished problems. Raises SweepInterruptedError at Ctrl-C.
+        """
         if self.is_complete:
             return done
         found, mode = list(done), self.asked.mode
@@ -149,7 +163,7 @@ class Pair:
         return found
 
     def evaluations(self, outcomes: Sequence[Outcome]) -> list[Evaluation]:
-        """The results. Files hold problems in the order in which they were done; these are the same in every order."""
+        """Computes the evaluation results from the outcomes of all problems, whose order does not matter."""
         sampling = sampling_record(self.asked.mode, self.asked.max_tokens, self.settings.reasoning_effort)
         found = summarise_outcomes(in_order(outcomes), self.settings.env_id, self.asked.mode.temperature)
         trained_on = self.trained_on
@@ -157,7 +171,7 @@ class Pair:
 
 
 def in_order(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes in the order of their keys."""
+    """Returns the outcomes sorted by their keys."""
     return sorted(outcomes, key=lambda one: one.key)
 
 

@@ -1,4 +1,4 @@
-"""The probes of a run: the environments that its [[eval]] tables ask, on the same held-out problems at every evaluation."""
+"""Evaluations during training: the environments of a run's [[eval]] tables, with the same held-out problems every time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 class ProbedEngine(Engine, Protocol):
-    """An engine that samples between the steps of a run."""
+    """An inference engine that can sample evaluation problems between the steps of a run."""
 
     def forget_prefixes(self) -> None: ...
 
@@ -43,8 +43,11 @@ class ProbedEngine(Engine, Protocol):
 
 @dataclass(frozen=True)
 class Probe:
-    """One probe: its [[eval]] table, the environment that it asks, and the most tokens of a completion. `shares_tools` says that
-    it asks the training environment, whose tools run already."""
+    """An environment that a run is evaluated on: its [[eval]] table, the loaded environment, and the token limit of a
+    completion.
+
+    `shares_tools` says that it is a split of the training environment, whose tool processes it uses.
+    """
 
     section: ProbeSection
     environment: Environment
@@ -52,7 +55,7 @@ class Probe:
     shares_tools: bool
 
     def results_in(self, results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """This probe's among the results of an evaluation, in its mode: over all problems first, then by source."""
+        """Returns this probe's results from a list of evaluation results: over all problems first, then by source."""
         name, mode = self.environment.settings.env_id, self.section.sampled.name
         return [one for one in results if one["mode"] == mode and f"{one['dataset']}/".startswith(f"{name}/")]
 
@@ -63,9 +66,12 @@ def probes_of(
     training: Environment | None = None,
     max_tokens: int | None = None,
 ) -> list[Probe]:
-    """The probes that [[eval]] tables ask for, those out of the distribution first, since the first decides which checkpoint is
-    best. `training` is the environment that a table without one takes a split of, and `max_tokens` the default of each. Raises
-    UserError for an environment that cannot be loaded."""
+    """Loads the environments of a run's [[eval]] tables; those out of the training distribution come first.
+
+    The first one decides which checkpoint is the best. A table without an environment evaluates a split of the
+    environment `training`. `max_tokens` is the default token limit of a completion. Raises UserError if an environment
+    cannot be loaded.
+    """
     probes = []
     for section in sorted(sections, key=lambda one: one.role != OUTSIDE):
         settings = section.environment
@@ -82,7 +88,7 @@ def probes_of(
 
 
 class Probes:
-    """The probes with the problems that they ask, the same ones at every evaluation."""
+    """All environments that a run is evaluated on, with their held-out problems."""
 
     def __init__(
         self,
@@ -96,8 +102,12 @@ class Probes:
         seed: int,
         tools: ToolRuntime | None = None,
     ) -> None:
-        """`steps` is the number of the last step. `tools` are the training environment's; other runtimes of probes are
-        closed with `stack`. Problems whose prompts do not fit the context of the model are left out."""
+        """Selects the problems and starts the tool processes that they need.
+
+        `steps` is the number of the run's last step. `tools` runs the tools of the training environment; tool processes
+        of other environments end when `stack` closes. Problems whose prompts do not fit the model's context are left
+        out.
+        """
         self._steps, self._tokenizer, self._context_tokens = steps, tokenizer, context_tokens
         self._asked, self.provenance = list[tuple[Probe, HeldOutProblems]](), dict[str, str]()
         for probe in probes:
@@ -123,8 +133,11 @@ class Probes:
         return bool(self._asked)
 
     def evaluate(self, step: int, engine: ProbedEngine, directory: RunDirectory) -> list[dict[str, Any]]:
-        """The results of the probes that are due at a step, as records for eval/, with their differences from step 0. Raises
-        GradingError with its sample saved."""
+        """Evaluates the environments that are due at this step; returns JSON records with their differences from step
+        0.
+
+        If a grader fails, saves the sample that it failed on, and raises its GradingError.
+        """
         engine.forget_prefixes()
         records: list[dict[str, Any]] = []
         try:
@@ -142,8 +155,11 @@ class Probes:
         return since_baseline(records, directory.path / "eval")
 
     def reason_to_end(self, evaluations: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
-        """Why the run ends after the last of these evaluations, each the results of a step, oldest first; None if it goes on.
-        Only a probe that was asked last can end it: the run went on after the results of the others, such as the baseline."""
+        """Returns the reason to end the run early, as a text; None if it goes on.
+
+        `evaluations` has the results of each evaluated step, oldest first. Only environments in the last evaluation are
+        considered, because the run already continued after earlier results of the others.
+        """
         for probe, _ in self._asked:
             if not probe.results_in(evaluations[-1]):
                 continue
@@ -158,7 +174,7 @@ class Probes:
         return None
 
     def notes(self, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """One text for each probe among the records: its result over all problems, and the difference from step 0."""
+        """Yields a line for each evaluated environment: the result over all problems, and the difference from step 0."""
         for probe, _ in self._asked:
             for one in probe.results_in(records)[:1]:
                 where = "out of distribution" if probe.section.role == OUTSIDE else "held-out"
@@ -168,7 +184,11 @@ class Probes:
 
 
 class HeldOutProblems:
-    """The next `problems` distinct problems of an environment, in one mode. `tools` is where its tools run."""
+    """The held-out problems of one environment, evaluated in one sampling mode; the problems are the same at every
+    evaluation.
+
+    `tools` runs the environment's tools.
+    """
 
     def __init__(
         self, environment: Environment, tools: ToolRuntime, *, problems: int, mode: Mode, max_new_tokens: int, seed: int
@@ -179,8 +199,12 @@ class HeldOutProblems:
         self._fewer_said = False
 
     def evaluate(self, engine: Engine, context_tokens: int) -> list[Evaluation]:
-        """The mode's results first: over all problems, with the value of each and the answers to the first ones, then by source.
-        The first call says where there are fewer problems than are asked for."""
+        """Samples and grades the problems; returns the results of the configured mode first: over all problems, then by
+        source.
+
+        The first result contains the value of each problem and the answers to the first few. The first call prints a
+        warning if there are fewer problems than requested.
+        """
         self._environment.load_state(self._start)
         refuse_open_problems(self._environment)
         groups = sample_problems(

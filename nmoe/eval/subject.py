@@ -1,4 +1,4 @@
-"""The subject model: a checkpoint and an environment, opened together for the commands that sample problems."""
+"""Opens a checkpoint together with an environment, for commands that sample problems."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from nmoe.types import ExpertWeightsForm, Precision
 
 
 class SamplingInterruptedError(UserError):
-    """Raised at Ctrl-C during sampling. `groups` are the finished ones; they are a biased sample, because the quickest finish
-    first."""
+    """Raised if Ctrl-C interrupts sampling. `groups` has the finished problems.
+
+    They are a biased sample of all problems, because short completions finish first.
+    """
 
     exit_code = 130
 
@@ -42,10 +44,10 @@ class SamplingInterruptedError(UserError):
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with an environment and an engine.
+    """A loaded model with an inference engine and an environment.
 
-    `max_new_tokens` is the room that the longest prompt leaves in the model's context. `start` is the environment's state
-    before its first problem. `directory` is the checkpoint's.
+    `directory` is the model's checkpoint. `max_new_tokens` is the room that the longest prompt leaves in the model's
+    context, unless a lower limit was given. `start` is the state of the environment before its first problem.
     """
 
     directory: Path
@@ -59,8 +61,11 @@ class Subject:
     def collect(
         self, problems: int, mode: Mode, seed: int, on_group: Callable[[Group], None], done: Collection[str] = ()
     ) -> list[Group]:
-        """Samples and grades the environment's first problems, the same ones on every call, but for those whose keys are
-        `done`."""
+        """Samples and grades the environment's first `problems` problems, which are the same on every call, and returns
+        their groups.
+
+        `on_group` is called with each finished group. Problems whose keys are in `done` are left out.
+        """
         self.environment.load_state(self.start)
         return sample_problems(
             self.engine,
@@ -78,8 +83,11 @@ class Subject:
         )
 
     def sample(self, problems: int, mode: Mode, seed: int) -> list[Group]:
-        """`collect` with a progress count, and a line where the checkpoint's authors sample in another way than the mode. At Ctrl-C
-        raises SamplingInterruptedError with the finished groups."""
+        """Samples and grades as `collect` does, and shows the progress.
+
+        Prints a note if the model's authors recommend another way of sampling. At Ctrl-C raises
+        SamplingInterruptedError with the finished groups.
+        """
         for line in sampling_notes(self.directory, mode.temperature):
             print(line)
         done: list[Group] = []
@@ -108,12 +116,12 @@ def open_subject(
     max_tokens: int | None = None,
     precision: Precision | None = None,
 ) -> Iterator[Subject]:
-    """Opens the model of a run or checkpoint with an environment.
+    """Loads the model of a run or checkpoint, and an environment, for a `with` block.
 
-    `on_held_out` takes the environment's eval split if it has one. `max_tokens` bounds a completion, as the context does.
-    `prepare` may select among the environment's problems. Says where there are fewer than `problems`.
-    Raises UserError for what cannot be loaded, for a device that is not there, and if one of the first `problems` prompts fills the
-    model's context.
+    `on_held_out` selects the environment's evaluation split, if it has one. `prepare` may remove problems from the
+    environment. `max_tokens` limits a completion. Prints a warning if there are fewer than `problems` distinct
+    problems. Raises UserError if the model or the environment cannot be loaded, if the device is missing, and if one of
+    the first `problems` prompts fills the model's context.
     """
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)

@@ -1,6 +1,6 @@
-"""A sweep: several models on several benchmarks in one mode, as a table with paired tests against the first model.
+"""Evaluates several models on several benchmarks, and prints a table with paired tests against the first model.
 
-One model on one benchmark is a sweep of a single pair, whose results are all printed.
+One model on one benchmark prints all its results instead of a table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from nmoe.statistics import paired_difference, paired_p_value
 
 @dataclass(frozen=True)
 class Cell:
-    """The results of one model on one benchmark; the one of the sweep's mode over all problems is `result`."""
+    """A table cell: the results of one model on one benchmark. `result` is the result shown: over all problems, in the
+    chosen mode."""
 
     checkpoint: Path
     benchmark: str
@@ -42,7 +43,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model's result minus the first model's on the same problems, with the paired 95% interval and p-value."""
+    """The result of a model minus the first model's on the same problems, with the paired 95% interval and p-value."""
 
     checkpoint: Path
     benchmark: str
@@ -54,10 +55,12 @@ class Comparison:
 
 
 def sweep(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked, results: Path) -> list[Cell]:
-    """Evaluates every model on every benchmark; what the files in `results` hold already is not done again.
+    """Evaluates every model on every benchmark; problems that are finished in the files in `results` are not sampled
+    again.
 
-    Raises UserError for what cannot be loaded, before anything is sampled; for a file of other settings; for a benchmark that a
-    model was trained on. At Ctrl-C raises SweepInterruptedError; finished problems are kept.
+    Raises UserError if a model or benchmark cannot be loaded (before anything is sampled), if a results file is
+    damaged, and if a model was trained on a benchmark. At Ctrl-C raises SweepInterruptedError; finished problems are
+    kept.
     """
     pairs = _pairs(checkpoints, benchmarks, asked, results)
     done = _finish(pairs)
@@ -83,7 +86,7 @@ def _pairs(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked
 
 
 def _finish(pairs: Sequence[Pair]) -> list[list[Outcome]]:
-    """The outcomes of each pair, all problems done."""
+    """Samples all unfinished problems; returns the outcomes of each pair of model and benchmark."""
     for name in dict.fromkeys(pair.settings.env_id for pair in pairs if held_out(pair.settings) is not None):
         several = f"{name}: " if len({pair.settings.env_id for pair in pairs}) > 1 else ""
         print(f"{several}on the eval split, which training never meets")
@@ -105,8 +108,10 @@ def _finish(pairs: Sequence[Pair]) -> list[list[Outcome]]:
 
 
 def compare(cells: Sequence[Cell]) -> list[Comparison]:
-    """Every model against the first one, by benchmark, over the problems that both were asked. Raises UserError for results that
-    may not be compared."""
+    """Compares every model with the first one, by benchmark, on the problems that both have outcomes for.
+
+    Raises UserError if two results are not comparable, as in different sampling modes.
+    """
     first = {cell.benchmark: cell.result for cell in cells if cell.checkpoint == cells[0].checkpoint}
     found = []
     for cell in cells:
@@ -127,7 +132,8 @@ def compare(cells: Sequence[Cell]) -> list[Comparison]:
 
 
 def table(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """The lines to print: a row for each model and a column for each benchmark, and the differences from the first model."""
+    """Yields the lines to print: a row for each model and a column for each benchmark, then the differences from the
+    first model."""
     names = list(dict.fromkeys(cell.benchmark for cell in cells))
     models = list(dict.fromkeys(cell.checkpoint for cell in cells))
     shown = {(cell.checkpoint, cell.benchmark): cell.result for cell in cells}
@@ -156,7 +162,7 @@ def _difference(one: Comparison) -> str:
 
 
 def table_json(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """The table as JSON, with every evaluation of every pair."""
+    """Returns the table as JSON, with all results of every model and benchmark."""
     return {
         "results": [
             {"checkpoint": str(cell.checkpoint), "benchmark": cell.benchmark}
@@ -175,9 +181,10 @@ def sweep_command(
     out: Path | None,
     load_scorer: Callable[[Path, str], Scorer],
 ) -> None:
-    """Prints the table of a sweep, or of one model on one benchmark all results, and writes them to `out` as JSON.
+    """Evaluates models on benchmarks, prints the table (or all results of a single pair), and writes JSON to `out`.
 
-    With `asked.best_of`, the scorer that `load_scorer` loads from it chooses among the samples. Raises as `sweep` and `compare` do.
+    With `asked.best_of`, `load_scorer` loads a scorer from this path, which chooses among the samples. Raises the
+    errors of `sweep` and `compare`, and UserError if `out` is a directory or best-of is not possible.
     """
     if out is not None and out.is_dir():
         raise UserError(f"{out}: is a directory; --out names a file to write")
@@ -209,7 +216,8 @@ def sweep_command(
 
 
 def _single(pair: Pair, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """The JSON of one model on one benchmark: the settings, the results, and an entry for each problem."""
+    """Returns the results of one model on one benchmark as JSON: the settings, the results, and an entry for each
+    problem."""
     shown = ("id", "question", "gold", "answers", "correct", "failures")
     answers = sorted(pair.records(), key=lambda record: record["key"])
     return {
