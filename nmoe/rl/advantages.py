@@ -5,11 +5,12 @@ to which the advantages of the sample's steps are added. Estimators over tokens 
 the sample's reward at its end, as rewards of tokens. The teacher's advantages, the mask of truncated samples, and the correction
 for a sampler that differs from the learner are applied afterwards.
 
-The steps of the decision process are the scored positions: position t reads x[t] and chooses x[t + 1]. Tokens between them, such as
-a tool's answer, take no time and earn nothing: discounts count scored positions only. Advantages per token are zero elsewhere. The
-end of a sequence is terminal, even if the token budget cut it off: the score belongs to the sequence as it stands, and the state
-after its last token is never computed, so that there is no value to bootstrap from. Groups may differ in size; the only sample of a
-group has advantage 0, except where the whole batch is the group.
+The steps of the decision process are the scored positions, at which the policy sampled: position t reads x[t] and chooses x[t + 1].
+Tokens between them, such as a tool's answer, take no time and earn nothing: discounts count scored positions only. Advantages per
+token are zero elsewhere. The end of a sequence is terminal, even if the token budget cut it off: the score belongs to the sequence
+as it stands, and the state after its last token is never computed, so that there is no value to bootstrap from. Groups may differ
+in size. The only sample of a group has advantage 0, except under estimators that normalise over the whole batch (REINFORCE++, GAE,
+GDPO), and where steps are rewarded without a baseline.
 """
 
 # Shapes: B samples, each of one group (the samples of one prompt); S sequences (the branches of samples), T predicting positions, N
@@ -60,8 +61,8 @@ class Advantages:
         critic: CriticSection | None = None,
         teacher: Teacher | None = None,
     ) -> None:
-        """`constant_length` is the number of tokens that the aggregation "constant" divides by. Raises UserError for an unknown
-        estimator."""
+        """Chooses the estimator that `algorithm` names. `constant_length` is the number of tokens that the aggregation "constant"
+        divides by. `teacher` adds its advantages. Raises UserError for an unknown estimator."""
         self._algorithm, self._constant_length, self._teacher = algorithm, constant_length, teacher
         self._estimate = estimator(algorithm, critic)
 
@@ -116,7 +117,8 @@ class Graded:
 
     @property
     def sample_rewards(self) -> Tensor:
-        """One reward per sample, `[B]`. Where the KL penalty is a reward, it is added, summed over the sample's tokens."""
+        """One reward per sample, `[B]`: the first of its rewards, which is the only one unless the estimator is GDPO. Where the KL
+        penalty is a reward, it is added, summed over the sample's tokens."""
         rewards_B, batch = self.rewards_BR[:, 0], self.batch
         if (divergence_T := _reward_divergence(batch, self.algorithm)) is not None:
             scored_T, sequences = batch.scored_T, len(batch.lengths)
@@ -126,8 +128,8 @@ class Graded:
 
     @property
     def token_rewards(self) -> Tensor:
-        """Rewards per token, `[T]`: a sample's reward at the end of its last sequence, step rewards at the ends of steps, and the
-        KL penalty at every token where it is a reward."""
+        """Rewards per token, `[T]`: a sample's reward at its last scored position, step rewards times `step_reward_coef` at the
+        ends of steps and, where the KL penalty is a reward, the penalty at every scored position."""
         batch = self.batch
         rewards_T = terminal_rewards(self.rewards_BR[:, 0], batch.scored_T, batch.sample_lengths())
         rewards_T = rewards_T + self.algorithm.step_reward_coef * self.step_rewards_T.nan_to_num(0.0)
@@ -279,7 +281,7 @@ class Gae:
     """
 
     def __init__(self, gamma: float = 1.0, trace_decay: float = 0.95) -> None:
-        """`gamma` is the discount, `trace_decay` lambda."""
+        """Sets the discount `gamma`, and `trace_decay`, which is lambda."""
         self._gamma, self._trace_decay = gamma, trace_decay
 
     def __call__(self, graded: Graded) -> Estimate:
@@ -311,8 +313,8 @@ class Gae:
 
 
 def _per_token(graded: Graded, advantages_B: Tensor) -> Estimate:
-    """Expands advantages per sample to tokens: each token gets its sample's advantage, plus the advantages of the steps that end at
-    or after it."""
+    """Expands advantages per sample to tokens: each token gets its sample's advantage, plus `step_reward_coef` times the advantages
+    of the steps that end at or after it (`process_supervision`)."""
     batch, algorithm, steps_T = graded.batch, graded.algorithm, graded.step_rewards_T
     advantages_T = torch.repeat_interleave(advantages_B[batch.sample_ids()], torch.tensor(batch.lengths))
     if bool(steps_T.isnan().all()):
@@ -391,8 +393,8 @@ def correction_weights(
     cap: float = 2.0,
     window: tuple[float, float] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Computes importance weights for a sampler whose probabilities differ from the learner's, by numerical mismatch or by older
-    weights.
+    """Computes importance weights that correct for a sampler whose probabilities differ from the learner's, because of numerical
+    differences or of older weights.
 
     With `rho_t = pi_old(x_t) / mu(x_t)`, where pi_old is the learner before the first update of a batch and mu the sampler, each
     token's policy loss is multiplied by

@@ -34,7 +34,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 def value_head(hidden_size: int, checkpoint: str | None) -> Head:
     """Loads the value head of a checkpoint, or creates one whose values are all 0 if the checkpoint has none. Raises UserError for
-    a head of another width or kind."""
+    a head of another width, and for a head that is no value head, such as a reward model's."""
     if checkpoint is not None and ((directory := resolve_checkpoint(Path(checkpoint))) / DESCRIPTION).exists():
         return load_head(directory, hidden_size, "value")
     return Head(hidden_size, 1, "value")
@@ -74,7 +74,8 @@ class Critic:
     trunk, which then learns together with the policy from the sum of both losses."""
 
     def __init__(self, section: CriticSection, policy: Learner, own: Learner | None) -> None:
-        """`own` is the learner of the critic's separate model; None for a head on the policy's trunk."""
+        """Wraps the learner that holds the critic. `own` is the learner of a separate model; None for a head on the policy's trunk,
+        which is part of the learner `policy`."""
         assert (own is None) == section.shared, "a separate critic has a learner, and a shared one has none"
         self.section, self._policy, self.own = section, policy, own
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -84,8 +85,8 @@ class Critic:
     def build(cls, config: RLConfig, policy: Learner, tokenizer: Tokenizer) -> Critic | None:
         """Builds the critic of a run; None if the configuration has no [critic].
 
-        Raises UserError if the critic's vocabulary or context is smaller than the policy's, or if its checkpoint has a head of
-        another width.
+        Raises UserError if the vocabulary or context of a separate critic is smaller than the policy's, or if its checkpoint has a
+        head of another width, or one that is no value head.
         """
         section = config.critic
         if section is None:

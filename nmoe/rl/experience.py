@@ -23,8 +23,9 @@ from nmoe.trajectory import Branch, Trajectory
 class Experience:
     """A batch to train on, with the group of each of its sequences.
 
-    advantages: the advantages that metrics describe, before a correction: per sample, or per token where the estimator is one over
-    tokens. metrics: measurements taken while the batch was made.
+    advantages: the advantages that metrics describe, before a correction and of truncated samples too: one per sample, or one per
+    scored token (token that the policy sampled) under an estimator over tokens, with step rewards, or with a teacher. metrics:
+    measurements taken while the batch was made.
     """
 
     batch: Batch
@@ -45,8 +46,9 @@ class Experience:
 def minibatches(
     experience: Experience, sizes: BatchSection, aggregation: Aggregation, constant_length: int, *key: object
 ) -> Iterator[Batch]:
-    """Yields a batch for each optimizer step of a training step. Groups stay whole, and every pass over the experience deals them
-    out anew, in an order drawn from a hash of `key`."""
+    """Yields a batch for each optimizer step of a training step, with weights over that batch. Groups stay whole: if a pass over
+    the experience has fewer groups than updates, it has as many batches as groups. Every pass deals the groups out anew, in an
+    order drawn from a hash of `key`."""
     members: dict[int, list[int]] = {}
     for sequence, group in enumerate(experience.group_ids_S.tolist()):
         members.setdefault(group, []).append(sequence)
@@ -62,9 +64,9 @@ def minibatches(
 def policy_batch(
     trajectories: Sequence[Trajectory], advantages_B: Tensor | None, aggregation: Aggregation, constant_length: int
 ) -> Batch:
-    """Builds the training batch of these trajectories, one sequence per branch. Only tokens that the policy sampled are scored,
-    stop tokens included; prompts and tool results are read but not learned. `advantages_B` holds one advantage per trajectory, for
-    all its branches; None leaves the column out."""
+    """Builds the training batch of these trajectories, one sequence per branch. Only tokens that the policy sampled are scored (the
+    loss covers them), stop tokens included; prompts and tool results are read but not learned. `advantages_B` holds one advantage
+    per trajectory, for all its branches; None leaves the column out."""
     branches = [branch for trajectory in trajectories for branch in trajectory.branches]
     samples = tuple(index for index, trajectory in enumerate(trajectories) for _ in trajectory.branches)
     several = samples if len(branches) > len(trajectories) else None

@@ -33,7 +33,8 @@ class RewardedGroup:
                       {"format": 0.1, "correctness": 1.0}, differs=True)
 
     rewards: by name, one value per sample each; NaN where a sample has none of that name. weights: the weight of each reward, by
-    name. differs: whether rewards, step rewards included, differ within the group. Otherwise all its advantages are zero.
+    name. differs: whether advantages that compare the samples of the group can be other than 0: its rewards differ, its step
+    rewards give a token an advantage, or the KL penalty, which is not yet measured, is a reward. False for fewer than two samples.
     """
 
     group: Group
@@ -47,7 +48,8 @@ class GroupRewards:
     """Computes the rewards of groups by the settings of [algorithm]."""
 
     def __init__(self, algorithm: AlgorithmSection, token_limit: int) -> None:
-        """`token_limit` is the largest number of sampled tokens of a sample."""
+        """Keeps the settings. `token_limit` is the largest number of tokens that the policy can sample for one sample, from which
+        the penalty for overlong samples is counted."""
         self._algorithm, self._token_limit = algorithm, token_limit
 
     def of(self, group: Group) -> RewardedGroup:

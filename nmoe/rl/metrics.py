@@ -110,8 +110,8 @@ def routing_by_source(trajectories: Sequence[Trajectory], experts: int) -> dict[
     """Returns for each source (dataset or task) every expert's share of the router's picks, `[Y, E]`; the shares of a layer add up
     to 1.
 
-    Counts the positions that predict a sample's tokens, and not those that only read its prompt. Samples without recorded routes
-    are not counted, and a source that has no other samples is left out.
+    Counts the positions that predict a token after the prompt, tool results included, and not those that only read the prompt.
+    Samples without recorded routes are not counted, and a source that has no other samples is left out.
     """
     picks: dict[str, NDArray[np.int64]] = {}
     for trajectory in trajectories:

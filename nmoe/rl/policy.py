@@ -29,8 +29,8 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
-    """Builds the policy's learner: a model, with an adapter if only that is trained, and with a value head if the critic shares the
-    policy's trunk. The learning-rate schedule begins after the critic's warm-up steps."""
+    """Builds the policy's learner: a model, with a LoRA adapter if only that is trained, and with a value head if the critic shares
+    the policy's trunk. The learning-rate schedule begins after the critic's warm-up steps."""
     ranks = Ranks(config.parallel)
     model = build_model(config.model, tokenizer, config.run.seed, balance=False, ranks=ranks)
     lora = add_adapter(config, model)

@@ -27,9 +27,9 @@ class Reference:
     holds a reference only if it is ever replaced: otherwise it is the model that the run starts from."""
 
     def __init__(self, learner: Learner, model: Transformer | None, every_steps: int = 0) -> None:
-        """`model` is frozen, and sharded as the learner's is. It is None if an adapter is trained: the reference is then the base
-        with a copy of the adapter, and memory holds no second model. Has to be created before a resumed run loads its
-        checkpoint."""
+        """Keeps the first reference policy. `model` is frozen; the constructor shards it as the learner's is. It is None if an
+        adapter is trained: the reference is then the base with a copy of the adapter, and memory holds no second model. A reference
+        has to be created before a resumed run loads its checkpoint."""
         assert (model is None) == (learner.lora is not None), "the reference of an adapter shares its base"
         if model is not None:
             share_model(model, learner.ranks)
@@ -67,8 +67,8 @@ class Reference:
     @command
     @torch.no_grad()
     def renew(self, step: int) -> None:
-        """Copies the present policy's weights into the reference, if `step` is a multiple of `every_steps`; otherwise does
-        nothing."""
+        """Copies the present policy's weights into the reference, if `step` is a multiple of `every_steps`; otherwise, and if
+        `every_steps` is 0, does nothing."""
         if self._every_steps and step % self._every_steps == 0:
             assert self._model is not None, "a renewed reference is refused with an adapter"
             release(self._learner.model)

@@ -124,7 +124,9 @@ class _Sandboxes:
 
 
 def rescored(bundle: Bundle, trajectory: Trajectory, directory: Path) -> Check:
-    """Compares the recorded log-probabilities of the sampled tokens with the log-probabilities under the checkpoint's model.
+    """Compares the recorded log-probabilities of the sampled tokens with the log-probabilities under the checkpoint's model, and
+    returns the check with its result. Samples drawn greedily, and samples that were drawn with several versions of the weights, are
+    not compared.
 
     Raises UserError if the checkpoint's weights are known to be others than those that sampled.
     """

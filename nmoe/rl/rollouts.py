@@ -68,8 +68,8 @@ class Rollouts:
         return f"every one of {len(self.groups)} groups had rewards all alike"
 
     def times(self) -> dict[str, float]:
-        """Returns the seconds of sampling, the seconds of grading in the meantime (summed over trajectories), and tokens sampled
-        per second."""
+        """Returns as metrics the seconds of sampling, the seconds of grading meanwhile (summed over trajectories, so that they may
+        exceed the seconds of sampling), and the number of tokens sampled per second."""
         tokens = sum(trajectory.sampled_tokens for trajectory in self.trajectories)
         return {
             "time_rollout_s": self.rollout_s,
@@ -78,7 +78,8 @@ class Rollouts:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Returns the counts of groups sampled and dropped, of refills, and of problems left out, as metrics."""
+        """Returns as metrics the counts of groups sampled and dropped, of refills, and of problems left out, and `Focus.metrics` if
+        problems are drawn by it."""
         return {
             "groups": len(self.groups),
             "groups_zero_variance": self.zero_variance,
@@ -103,7 +104,8 @@ class RolloutSampler:
         engine: Engine,
         learner: Learner,
     ) -> None:
-        """`engine` generates with the weights of the learner's policy."""
+        """Builds the collector of groups, their rewards and the records of failures from the configuration. `engine` generates with
+        the weights of the learner's policy."""
         self._environment, self._run, self._batch = environment, config.run, config.batch
         self._sampling = Sampling(**config.sampling.model_dump())
         self._collector = Collector(
@@ -131,7 +133,8 @@ class RolloutSampler:
         self._failures = FailureRecords(directory, tokenizer, replays)
 
     def sample(self, step: int) -> Rollouts:
-        """Samples the groups for one step. Dropped groups are replaced by groups of fresh prompts, in at most `max_refills` rounds.
+        """Samples the groups for one step. Dropped groups are replaced by groups of fresh prompts, in at most `max_refills` rounds,
+        after which fewer groups may be kept than the step asks for.
 
         Raises GradingError, after saving its sample, and InfrastructureError if every sample was lost.
         """
@@ -242,7 +245,8 @@ class Focus:
                 self.rates[source] = DECAY * self.rates.get(source, now) + (1 - DECAY) * now
 
     def share(self, source: str) -> float:
-        """Returns the probability that a problem of this source is drawn; 1 for a source without a rate yet."""
+        """Returns the probability that a problem of this source is drawn when the pool comes to it; 1 for a source without a rate
+        yet, and for every source if all weights are 0."""
         weights = {name: self._weigh(rate) for name, rate in self.rates.items()}
         most = max(weights.values(), default=0.0)
         if source not in weights or most == 0:
@@ -250,10 +254,11 @@ class Focus:
         return max(LEAST, weights[source] / most)
 
     def admits(self, drawn: Drawn) -> bool:
-        """Decides whether this problem is drawn."""
+        """Returns whether this problem is drawn; otherwise the pool passes it over."""
         coin = stable_hash("focus", self._seed, drawn.position) / 2**64
         return coin < self.share(drawn.problem.source)
 
     def metrics(self) -> dict[str, float]:
-        """Returns `focus/NAME` for each source: the probability that the next step draws a problem of it."""
+        """Returns the metric `focus/NAME` for each source with a rate: the probability that the next step draws a problem of it
+        when the pool comes to one."""
         return {f"focus/{source}": self.share(source) for source in sorted(self.rates)}

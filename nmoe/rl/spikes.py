@@ -49,7 +49,8 @@ def spike_record(
                     "log_ratio_max": 6.1, "log_ratio_min": -2.0, "log_ratio_abs_mean": 0.7, "text": "..."}, ...]}
 
     A prompt is named by its problem and by `prompt_hash` of its question. The worst samples are those with the largest log ratio,
-    of the learner after the update to the sampler, in either direction.
+    of the learner after the update to the sampler, in either direction; at most four are kept. Log ratios are clamped to +-20, and
+    NaN counts as 20.
     """
     batch = policy_batch(samples, None, "token", 0)
     assert batch.behaviour_logprobs_T is not None, "a policy's batch has behaviour logprobs"

@@ -52,8 +52,8 @@ class Teacher:
     """A frozen model on a separate engine, whose log-probabilities the policy learns to match."""
 
     def __init__(self, section: DistillationSection, engine: ScoringEngine, temperature: float) -> None:
-        """`temperature` is the policy's sampling temperature. The teacher's log-probabilities are computed at it, so that a policy
-        with the teacher's logits is optimal."""
+        """Keeps the teacher's engine. `temperature` is the policy's sampling temperature. The teacher's log-probabilities are
+        computed at it, so that a policy with the teacher's logits is optimal."""
         self._section, self._engine, self._temperature = section, engine, temperature
 
     @classmethod
@@ -81,9 +81,9 @@ class Teacher:
         return cls(section, engine, config.sampling.temperature)
 
     def advise(self, batch: Batch) -> tuple[Batch, Tensor, dict[str, float]]:
-        """Replaces the batch's advantages A by `reward_coef` A plus the teacher's advantages. Returns the batch, the new advantages
-        at the scored tokens, `[N]`, and the metric `teacher_kl`, the mean of `log pi - log teacher` over them. Needs
-        `behaviour_logprobs` or `old_logprobs`."""
+        """Replaces the batch's advantages A by `reward_coef` times A plus the teacher's advantages (`teacher_advantages`). Returns
+        the batch, the new advantages at the scored tokens, `[N]`, and the metric `teacher_kl`, the mean of `log pi - log teacher`
+        over them. Needs `behaviour_logprobs` or `old_logprobs`."""
         logprobs_T = batch.behaviour_logprobs_T if batch.old_logprobs_T is None else batch.old_logprobs_T
         assert logprobs_T is not None, "a batch of samples has their behaviour log-probabilities"
         assert batch.advantages_T is not None, "advantages from rewards come first"

@@ -65,8 +65,9 @@ class PolicyGradient(Recipe):
         self._skipped = False  # whether the last step was skipped: only the first of several in a row raises an alert
 
     def step(self, step: int) -> Step:
-        """Samples and grades a group of completions per prompt, turns their rewards into advantages, updates the policy, and
-        publishes its weights."""
+        """Samples and grades a group of completions per prompt, turns their rewards into advantages, updates the policy, and sends
+        its weights to the engine; returns the step's metrics. The policy stays as it is if no group is left to train on, and while
+        only the critic is trained."""
         began, self._at = time.perf_counter(), step
         # A cached prefix of an evaluation, or of a step that published nothing, would be missing in a resumed run.
         self.engine.forget_prefixes()
@@ -97,8 +98,8 @@ class PolicyGradient(Recipe):
         return Step(metrics, shown(metrics))
 
     def evaluate(self) -> HeldOut | None:
-        """Evaluates the policy on the held-out problems, the same ones each time; None if there are none or no evaluation is due.
-        Raises GradingError after saving its sample."""
+        """Evaluates the policy on the held-out problems, the same ones each time; None if there are no such problems, or no
+        evaluation is due. Raises GradingError after saving its sample."""
         if not self.probes:
             return None
         records = self.probes.evaluate(self._at, self.engine, self.run.directory)
@@ -181,7 +182,8 @@ class PolicyGradient(Recipe):
             self.run.ledger.spike(spike_record(step, spikes, metrics, rollouts.kept_samples, self.learner, decode))
 
     def _record_routing(self, step: int, shares: Mapping[str, NDArray[np.float64]]) -> None:
-        """Records each source's share of the experts' load, at the first step, the last, and each that an evaluation follows."""
+        """Records each source's share of the experts' load, at the first step, the last, and each that an evaluation follows. Does
+        nothing if the step's samples come from one source."""
         every = self.evaluate_every
         if len(shares) > 1 and (step in (1, self.config.run.steps) or (every and step % every == 0)):
             self.run.ledger.routing(step, {source: shares_YE.tolist() for source, shares_YE in shares.items()})

@@ -56,8 +56,8 @@ class PolicyUpdate:
         reference: Reference | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """`sizes` sets the number of optimizer steps per training step, by default 1; `seed` decides how groups are dealt to
-        them."""
+        """Builds the objective of the policy and keeps the settings. `sizes` sets the number of optimizer steps per training step,
+        by default 1; `seed` decides how groups are dealt to them."""
         self.learner, self.algorithm = learner, algorithm
         self.reference, self.critic = reference, critic
         self._constant_length, self._sizes, self._seed = sampling.max_new_tokens, sizes or BatchSection(), seed
@@ -65,8 +65,9 @@ class PolicyUpdate:
         self._objective, self._loss = policy_objective(algorithm, critic), own_loss(algorithm)
 
     def batch(self, samples: Sequence[Trajectory]) -> Batch:
-        """Packs the samples into a batch, with the columns that advantages and losses need: log-probabilities under the reference
-        and under the learner before the updates, and the critic's values."""
+        """Packs the samples into a batch, with the columns that advantages and losses need: the log-probabilities under the
+        reference, if there is one; under the learner before the updates, if there are several updates or a correction; and the
+        critic's values, if there is a critic."""
         algorithm = self.algorithm
         batch = policy_batch(samples, None, algorithm.aggregation, self._constant_length)
         if self.reference is not None:
@@ -77,8 +78,8 @@ class PolicyUpdate:
         return batch if self.critic is None else self.critic.with_values(batch)
 
     def update(self, step: int, experience: Experience | None) -> dict[str, float]:
-        """Takes the optimizer steps of a training step and returns their metrics; does nothing and returns none if `experience` is
-        None."""
+        """Takes the optimizer steps of a training step and returns their metrics; does nothing and returns an empty dict if
+        `experience` is None. While only the critic is trained, the policy takes no step."""
         if experience is None:
             return {}
         metrics = experience.metrics
@@ -126,8 +127,8 @@ def joined_passes(passes: Sequence[PassResult]) -> PassResult:
 
 
 def joined_steps(steps: Sequence[StepResult]) -> StepResult:
-    """Joins the results of several optimizer steps into one: the last one's learning rate, the largest gradient norm, and whether
-    any overflowed."""
+    """Joins the results of several optimizer steps into one: the last one's learning rate and loss scale, the largest gradient
+    norm, and whether any overflowed."""
     norms = [step.grad_norm for step in steps if step.grad_norm is not None]
     return replace(steps[-1], grad_norm=max(norms) if norms else None, overflow=any(step.overflow for step in steps))
 
