@@ -24,8 +24,7 @@ UNANSWERED = float("-inf")
 
 
 def score_groups(environment: Environment, groups: Sequence[Group], scorer: Scorer) -> list[list[float]]:
-    """Scores every sample with `scorer`; returns one list per group (the samples of one problem), in the order of the
-    samples.
+    """Scores every sample with `scorer`; returns one list per group (the samples of one problem), in the order of the samples.
 
     A sample without an answer gets `UNANSWERED`. Raises any error of the scorer, and ValueError if it returns NaN.
     """

@@ -41,8 +41,7 @@ _FIGURES = {"likelihood_letter": ("likelihood_letter",), "likelihood_text": ("li
 
 
 def prompt_and_answers(problem: Problem, mode: str) -> tuple[str, list[str]]:
-    r"""Returns the prompt of a multiple-choice problem, and the answers to score after it, each of which follows a
-    space.
+    r"""Returns the prompt of a multiple-choice problem, and the answers to score after it, each of which follows a space.
 
     For the record {"question": "Capital of France?", "choices": ["Paris", "Rome"], "subject": "world_facts"}, the mode
     `likelihood_letter` gives "The following are multiple choice questions (with answers) about world facts.\n\nCapital

@@ -43,8 +43,7 @@ _SHUFFLE_SEED = 1337
 
 @dataclass(frozen=True)
 class CoreSet:
-    """A data set of CORE: `kind` is the type of its questions, and `shots` the number of solved examples in each
-    prompt.
+    """A data set of CORE: `kind` is the type of its questions, and `shots` the number of solved examples in each prompt.
 
     `baseline` is the accuracy of random guessing, and `delimiter` separates a question from its answer.
     """
@@ -151,8 +150,7 @@ def decisions(
     items: Sequence[Item],
     count: Callable[[int], None] = lambda _: None,
 ) -> list[bool]:
-    """Returns for each item whether the model answers it correctly; `count` is called with the number of items done so
-    far."""
+    """Returns for each item whether the model answers it correctly; `count` is called with the number of items done so far."""
     right = []
     for item, scored in zip(items, scores(model, tokenizer, one, items), strict=True):
         right.append(_is_right(one, item, scored))

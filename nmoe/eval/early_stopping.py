@@ -33,8 +33,7 @@ def since_baseline(results: Sequence[Mapping[str, Any]], evaluations: Path) -> l
 
 
 def since_start(result: Mapping[str, Any]) -> str:
-    """Formats a result's difference from the start of the run, as ", +5.0% [+1.0%, +9.0%] since the start"; "" if it
-    has none."""
+    """Formats a result's difference from the start of the run, as ", +5.0% [+1.0%, +9.0%] since the start"; "" if it has none."""
     if (since := result.get("since_start")) is None:
         return ""
     shown = "+.4f" if result.get("lower_is_better") else "+.1%"
@@ -85,8 +84,7 @@ def reason_of_drops(history: Sequence[Mapping[str, Any]], drops: int, role: str)
 
 
 def reason_to_end(history: Sequence[Rates], enough: float | None, patience: int | None) -> str | None:
-    """Returns the reason to end a run whose problems are solved or no longer improve, as a text; None if the run goes
-    on.
+    """Returns the reason to end a run whose problems are solved or no longer improve, as a text; None if the run goes on.
 
     `history` has the solve rates by source of each evaluation, oldest first. The run ends if the last rates are all at
     least `enough`, or if no source gained LEAST_GAIN in the last `patience` evaluations; None switches either off.

@@ -78,8 +78,7 @@ def evaluate(
     seed: int,
     runtime: ToolRuntime | None = None,
 ) -> list[Evaluation]:
-    """Evaluates the environment's next `problems` distinct problems; returns results over all of them first, then by
-    source.
+    """Evaluates the environment's next `problems` distinct problems; returns results over all of them first, then by source.
 
     One sample per problem gives `greedy_pass@1` or `sampling_pass@1`, with the exact binomial interval. Several samples
     give
@@ -121,8 +120,7 @@ def sample_problems(
     nondeterminism: bool = False,
     done: Collection[str] = (),
 ) -> list[Group]:
-    """Samples and grades `samples` completions for each of the environment's next problems; returns one group per
-    problem.
+    """Samples and grades `samples` completions for each of the environment's next problems; returns one group per problem.
 
     `on_group` is called with each finished group. Several samples at temperature 0 raise UserError, unless
     `nondeterminism` permits them for the mode `nondet_proxy_pass@n`. Problems whose keys are in `done` are left out;
@@ -266,8 +264,7 @@ def sampling_record(mode: Mode, max_tokens: int | None, effort: str | None) -> d
 
 
 def effortful(settings: EnvironmentSettings, effort: str | None) -> EnvironmentSettings:
-    """Returns the environment's settings with another reasoning effort. Raises UserError if its format has no reasoning
-    effort."""
+    """Returns the environment's settings with another reasoning effort. Raises UserError if its format has no reasoning effort."""
     if effort is None:
         return settings
     if settings.format == "boxed":

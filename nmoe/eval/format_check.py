@@ -56,8 +56,7 @@ def format_check(
     reasoning_effort: str | None = None,
     precision: Precision | None = None,
 ) -> Iterator[str]:
-    """Samples one greedy response and several random samples for each problem, and yields the lines of a report on
-    them.
+    """Samples one greedy response and several random samples for each problem, and yields the lines of a report on them.
 
     A completion has at most `max_tokens` tokens, by default the environment's budget, else the run's
     `sampling.max_new_tokens`, else TOKENS: a model that never ends its answer would fill the context. Raises UserError
@@ -85,8 +84,7 @@ def format_check(
 
 
 def environment_of(checkpoint: Path) -> EnvironmentSettings:
-    """Returns the settings of the environment that a run was trained on, from the run's directory or one of its
-    checkpoints.
+    """Returns the settings of the environment that a run was trained on, from the run's directory or one of its checkpoints.
 
     Raises UserError if there is none.
     """

@@ -47,8 +47,7 @@ class Gain:
 
 
 def part_gain(before: Sequence[tuple[bool, bool]], after: Sequence[tuple[bool, bool]]) -> Gain | None:
-    """Splits the gain in accuracy from `before` to `after` into more well-formed answers and more right answers among
-    them.
+    """Splits the gain in accuracy from `before` to `after` into more well-formed answers and more right answers among them.
 
     Both arguments list a pair (well-formed, right) for each answer. The accuracy is f * c + (1 - f) * d, where f is the
     share of well-formed answers, and c and d are the rates of right answers among well-formed and other answers. Each

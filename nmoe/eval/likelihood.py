@@ -25,8 +25,7 @@ _PIECE_ROWS = 256
 
 @dataclass(frozen=True)
 class Continuation:
-    """A token sequence whose tokens from index `start` on are scored, each given all tokens before it; `start` is at
-    least 1."""
+    """A token sequence whose tokens from index `start` on are scored, each given all tokens before it; `start` is at least 1."""
 
     token_ids: Sequence[int]
     start: int
@@ -34,16 +33,14 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The natural log-probability of each scored token, and whether every one of them was the most likely token
-    (`greedy`)."""
+    """The natural log-probability of each scored token, and whether every one of them was the most likely token (`greedy`)."""
 
     logprobs: tuple[float, ...]
     greedy: bool
 
     @property
     def mean_loss(self) -> float:
-        """The mean negative log-probability per token; infinite without tokens, so that an empty continuation is never
-        chosen."""
+        """The mean negative log-probability per token; infinite without tokens, so that an empty continuation is never chosen."""
         return -sum(self.logprobs) / len(self.logprobs) if self.logprobs else float("inf")
 
 
@@ -119,8 +116,7 @@ def _score(model: Transformer, groups: Sequence[_Group]) -> Iterator[list[Likeli
 def _of_targets(
     model: Transformer, states_SD: Tensor, sources: Sequence[int], targets: Sequence[int]
 ) -> tuple[list[float], list[bool]]:
-    """Returns the log-probability of each target token at its source row, and whether it is the most likely token
-    there."""
+    """Returns the log-probability of each target token at its source row, and whether it is the most likely token there."""
     logprobs: list[float] = []
     greedy: list[bool] = []
     for first in range(0, len(targets), _PIECE_ROWS):

@@ -1,5 +1,4 @@
-"""The outcome of a problem in an evaluation: which of its sampled answers are right, and which is the majority's
-answer."""
+"""The outcome of a problem in an evaluation: which of its sampled answers are right, and which is the majority's answer."""
 
 from __future__ import annotations
 
@@ -19,10 +18,13 @@ from nmoe.types import Problem
 class Outcome:
     """The outcome of one problem: `Outcome("5f2c01d9a7b3e846", "gsm8k", (), correct=(True, False, True), voted=0)`.
 
-    key: identifies the question, equally in every run and process. source: the name of the problem's data set or task.
-    groups: labels such as "level=Level 5". correct: whether each sample is right. voted: the index of a sample with the
-    majority's answer. scores: the scorer's score of each sample, if there is a scorer. failures: how each sample ended,
-    "ok" or a class of failure.
+    key: identifies the question, equally in every run and process.
+    source: the name of the problem's data set or task.
+    groups: labels such as "level=Level 5".
+    correct: whether each sample is right.
+    voted: the index of a sample with the majority's answer.
+    scores: the scorer's score of each sample, if there is a scorer.
+    failures: how each sample ended, "ok" or a class of failure.
     """
 
     key: str

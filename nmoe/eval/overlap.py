@@ -47,8 +47,7 @@ class Overlap:
 
 
 class Questions:
-    """The normalised questions of training data, from the function `read`: `Questions(lambda:
-    asked_in_records(datasets))`.
+    """The normalised questions of training data, from the function `read`: `Questions(lambda: asked_in_records(datasets))`.
 
     The data is read once for all evaluations, and once more for each evaluation that needs an example of a common
     question.
@@ -86,8 +85,7 @@ class TrainedOn:
 
 
 def overlap_of(problems: Iterable[Sequence[QuestionAt]], training: Questions) -> Overlap:
-    """Counts the evaluation problems that are among the training questions. Each problem is a list of its possible
-    wordings."""
+    """Counts the evaluation problems that are among the training questions. Each problem is a list of its possible wordings."""
     known = training.digests
     common, count, first = 0, 0, None
     for ways in problems:

@@ -97,8 +97,7 @@ class Pair:
             raise UserError(f"{self.file}: not the results of an evaluation ({error!r}); remove the file") from error
 
     def read(self) -> list[Outcome]:
-        """Returns the outcomes of the finished problems in the results file. Raises UserError if the file has other
-        contents."""
+        """Returns the outcomes of the finished problems in the results file. Raises UserError if the file has other contents."""
         try:
             return list(map(_outcome, self.records()))
         except (KeyError, TypeError) as error:

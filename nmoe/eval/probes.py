@@ -133,8 +133,7 @@ class Probes:
         return bool(self._asked)
 
     def evaluate(self, step: int, engine: ProbedEngine, directory: RunDirectory) -> list[dict[str, Any]]:
-        """Evaluates the environments that are due at this step; returns JSON records with their differences from step
-        0.
+        """Evaluates the environments that are due at this step; returns JSON records with their differences from step 0.
 
         If a grader fails, saves the sample that it failed on, and raises its GradingError.
         """
@@ -184,8 +183,7 @@ class Probes:
 
 
 class HeldOutProblems:
-    """The held-out problems of one environment, evaluated in one sampling mode; the problems are the same at every
-    evaluation.
+    """The held-out problems of one environment, evaluated in one sampling mode; the problems are the same at every evaluation.
 
     `tools` runs the environment's tools.
     """
@@ -199,8 +197,7 @@ class HeldOutProblems:
         self._fewer_said = False
 
     def evaluate(self, engine: Engine, context_tokens: int) -> list[Evaluation]:
-        """Samples and grades the problems; returns the results of the configured mode first: over all problems, then by
-        source.
+        """Samples and grades the problems; returns the results of the configured mode first: over all problems, then by source.
 
         The first result contains the value of each problem and the answers to the first few. The first call prints a
         warning if there are fewer problems than requested.

@@ -55,8 +55,7 @@ class Comparison:
 
 
 def sweep(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked, results: Path) -> list[Cell]:
-    """Evaluates every model on every benchmark; problems that are finished in the files in `results` are not sampled
-    again.
+    """Evaluates every model on every benchmark; problems that are finished in the files in `results` are not sampled again.
 
     Raises UserError if a model or benchmark cannot be loaded (before anything is sampled), if a results file is
     damaged, and if a model was trained on a benchmark. At Ctrl-C raises SweepInterruptedError; finished problems are
@@ -216,8 +215,7 @@ def sweep_command(
 
 
 def _single(pair: Pair, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """Returns the results of one model on one benchmark as JSON: the settings, the results, and an entry for each
-    problem."""
+    """Returns the results of one model on one benchmark as JSON: the settings, the results, and an entry for each problem."""
     shown = ("id", "question", "gold", "answers", "correct", "failures")
     answers = sorted(pair.records(), key=lambda record: record["key"])
     return {

@@ -1,7 +1,8 @@
-"""Direct preference optimization: the policy itself is the reward model of preference pairs. `nmoe dpo CONFIG`
+"""Direct preference optimization (DPO): trains a policy on preference pairs without a reward model. `nmoe dpo CONFIG`
 
-Rafailov et al. 2023 (arXiv:2305.18290), with the losses of `nmoe.learner.objectives.dpo`. The reference is the policy at the
-start of the run, adapter included where one is trained. It scores every pair once, before the first step.
+The method is by Rafailov et al. 2023 (arXiv:2305.18290), with the losses in `nmoe.learner.objectives.dpo`. The
+reference model is the policy at the start of the run, with its adapter if one is trained. It computes the
+log-probabilities of every pair once, before the first step.
 """
 
 # Shapes: N scored tokens, B sequences, two of each pair.
@@ -32,7 +33,7 @@ REFERENCE_TOKENS = 2**20
 
 
 def dpo(config: DPOConfig) -> Path:
-    """Runs the configuration to its last step and returns the run directory."""
+    """Trains a policy by DPO until the configuration's last step, and returns the run directory."""
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     start = everywhere(Start.of, config, tokenizer)
@@ -100,7 +101,10 @@ def _with_logprobs(learner: Learner, pairs: Sequence[Pair]) -> Batch:
 
 
 def _logprobs(learner: Learner, pairs: Sequence[Pair]) -> Sequence[Tensor]:
-    """For each pair, the log-probabilities of the scored tokens of both sides, concatenated, under the present weights."""
+    """Computes the log-probabilities of the answers of each pair under the current weights.
+
+    Returns one tensor per pair: the scored tokens of the preferred answer, then of the other.
+    """
     batch = completion_batch(pairs)
     scored_B = [int(part.sum()) for part in batch.scored_T.split(list(batch.lengths))]
     per_pair = [chosen + rejected for chosen, rejected in zip(scored_B[0::2], scored_B[1::2], strict=True)]

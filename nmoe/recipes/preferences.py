@@ -1,6 +1,6 @@
-"""Pairs for the recipes that learn from preferences: reading, batches, the metrics of a step, and the accuracy on held-out pairs.
+"""Preference pairs for DPO and reward models: reading, batches, metrics of a step, and accuracy on held-out pairs.
 
-Each side of a pair is its own sequence; the two share the rows of their common beginning.
+The two answers of a pair are two sequences of a batch; their common prefix is computed once.
 """
 
 # Shapes: T predicting positions, B sequences, two of each of P pairs, the preferred one first.
@@ -28,7 +28,10 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def completion_batch(pairs: Sequence[Pair]) -> Batch:
-    """Scores every learned token of both sides, with weights such that every pair counts 1 / (number of pairs)."""
+    """Makes a batch that scores every learned token of both answers of each pair, for DPO.
+
+    The weights of tokens are such that every pair has the weight 1 / (number of pairs).
+    """
     sides = [side for pair in pairs for side in pair.sides]
     scored = [[label != IGNORED for label in side.labels[1:]] for side in sides]
     targets = [
@@ -39,13 +42,13 @@ def completion_batch(pairs: Sequence[Pair]) -> Batch:
 
 
 def reward_batch(pairs: Sequence[Pair]) -> Batch:
-    """Scores the position that reads the last token of each sequence, with weights as in `completion_batch`."""
+    """Makes a batch that scores only the last token of each answer, for a reward model; weights are as in `completion_batch`."""
     sides = [side.ids for pair in pairs for side in pair.sides]
     return _in_pairs(sides, *_last_tokens(sides))
 
 
 def last_token_batch(sequences: Sequence[Sequence[int]]) -> Batch:
-    """Sequences that are no pairs, each scored at the position that reads its last token."""
+    """Makes a batch of single sequences, not pairs, that scores only the last token of each."""
     return _batch(sequences, *_last_tokens(sequences))
 
 
@@ -56,7 +59,7 @@ def _last_tokens(sequences: Sequence[Sequence[int]]) -> tuple[list[list[int]], l
 def _in_pairs(
     inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], scored: Sequence[Sequence[bool]]
 ) -> Batch:
-    """A batch whose sequences 2 p and 2 p + 1 are pair p, the preferred one first."""
+    """Makes a batch in which sequences 2 p and 2 p + 1 are pair p, the preferred answer first."""
     shared = [alike(inputs[i], inputs[i + 1]) for i in range(0, len(inputs), 2)]
     return replace(
         _batch(inputs, targets, scored),
@@ -81,7 +84,7 @@ def _batch(
 
 @dataclass(frozen=True)
 class Preferences:
-    """Pairs to train on, the stream that hands out their indices, held-out pairs (possibly none), and notes to print about them."""
+    """Preference pairs to train on, with a stream of their indices, the held-out pairs (possibly none), and notes to print."""
 
     pairs: list[Pair]
     stream: PackedStream
@@ -89,14 +92,17 @@ class Preferences:
     notes: list[str]
 
     def take(self) -> list[int]:
-        """The indices of the next step's pairs."""
+        """Returns the indices of the pairs of the next step."""
         return self.stream.take()
 
 
 def read_preferences(
     config: PreferenceConfig, tokenizer: Tokenizer, make: MakePair, context_tokens: int
 ) -> Preferences:
-    """Reads the pairs and divides them into training and held-out pairs. Raises UserError as `nmoe.data.pairs.read_pairs` does."""
+    """Reads the preference pairs and divides them into training and held-out pairs.
+
+    `make` turns a record into a tokenized pair. Raises UserError as `nmoe.data.pairs.read_pairs` does.
+    """
     records, seed = config.records, config.run.seed
     renderer = make_renderer(tokenizer, records.format)
     read = read_pairs(records, renderer, make, context_tokens)
@@ -118,7 +124,11 @@ def read_preferences(
 
 
 def reward_metrics(rewards_B: Tensor) -> dict[str, float]:
-    """Mean rewards of both sides of a step's pairs, their mean difference, and the share of pairs in the right order."""
+    """Computes the metrics of a step on pairs: the mean reward of both answers, their mean difference, and the accuracy.
+
+    `rewards_B` alternates between preferred and rejected answers. The accuracy is the share of pairs whose preferred
+    answer has the higher reward.
+    """
     chosen_P, rejected_P = rewards_B[0::2].double(), rewards_B[1::2].double()
     return {
         "rewards/chosen": float(chosen_P.mean()),
@@ -130,9 +140,12 @@ def reward_metrics(rewards_B: Tensor) -> dict[str, float]:
 
 
 def held_out_pairs(rewards_B: Tensor, pairs: Sequence[Pair], config: PreferenceConfig) -> HeldOut:
-    """The share of pairs whose preferred side has the higher reward, with its 95% interval over prompts. A tie counts as half, and
-    the interval holds the share whichever way the ties are broken: at the start of DPO, where all rewards are 0, it is 50%
-    [0%, 100%]."""
+    """Computes the accuracy on held-out pairs: the share whose preferred answer has the higher reward, with a 95%
+    interval over prompts.
+
+    A tie counts as half. The interval contains the accuracy for any way to break the ties: at the start of DPO, where
+    all rewards are 0, the result is 50% [0%, 100%].
+    """
     margins: Sequence[float] = (rewards_B[0::2].double() - rewards_B[1::2].double()).tolist()
     shares = [(1 + (margin > 0) - (margin < 0)) / 2 for margin in margins]
     prompts = [pair.prompt for pair in pairs]

@@ -1,6 +1,6 @@
-"""Pretraining: next-token cross-entropy on documents. `nmoe pretrain CONFIG`
+"""Pretraining: trains a language model on documents by next-token cross-entropy. `nmoe pretrain CONFIG`
 
-Every document is its own sequence and attends to no other document in the pack. Several sources are mixed by weight.
+Documents are packed into batches, but do not attend to each other. Several sources are mixed by weight.
 """
 
 # Shapes: T predicting positions.
@@ -27,7 +27,10 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def document_batch(documents: Sequence[Document]) -> Batch:
-    """Predicts every token after a document's first, or after its prompt. The loss is the mean over all of them."""
+    """Makes a batch of documents that scores every token except a document's first, or only the tokens after its prompt.
+
+    The loss is the mean over all scored tokens of the batch.
+    """
     lengths = tuple(document.positions for document in documents)
     scored_T = torch.from_numpy(np.concatenate([document.learned for document in documents]))
     return Batch(
@@ -40,7 +43,7 @@ def document_batch(documents: Sequence[Document]) -> Batch:
 
 
 def pretrain(config: PretrainConfig) -> Path:
-    """Runs the configuration to its last step and returns the run directory."""
+    """Trains a language model until the configuration's last step, and returns the run directory."""
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     start = everywhere(Start.of, config, tokenizer)
@@ -102,7 +105,8 @@ def pretrain(config: PretrainConfig) -> Path:
 def _read_sources(
     config: PretrainConfig, tokenizer: Tokenizer, context_tokens: int
 ) -> tuple[list[DocumentSource], list[list[Document]]]:
-    """The documents to train on and, for each source, its last documents, which are held out."""
+    """Reads the documents of each source; returns the documents to train on, and the last documents of each source,
+    which are held out."""
     sources, held_out = [], []
     for section in config.data.mixture:
         documents = read_documents(section.path, tokenizer, context_tokens)

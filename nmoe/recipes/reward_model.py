@@ -1,8 +1,7 @@
-"""Reward model: the trunk of a language model with a scalar head on the last token, trained on preference pairs. `nmoe reward
-CONFIG`
+"""Trains a reward model on preference pairs: a language model with a scalar head on the last token. `nmoe reward CONFIG`
 
-Bradley-Terry, as in Ouyang et al. 2022 (arXiv:2203.02155, section 3.5). A checkpoint is the model's plus
-`head.safetensors`; `nmoe.verifier.scorers` scores answers with it.
+The loss is Bradley-Terry, as in Ouyang et al. 2022 (arXiv:2203.02155, section 3.5). A checkpoint has the model's files
+and `head.safetensors`; `nmoe.verifier.scorers` scores answers with it.
 """
 
 # Shapes: N scored positions, the last of each of two sequences of a pair.
@@ -24,7 +23,7 @@ from nmoe.recipes.supervised import Supervised, supervise
 
 
 def train_reward_model(config: RewardConfig) -> Path:
-    """Runs the configuration to its last step and returns the run directory."""
+    """Trains a reward model until the configuration's last step, and returns the run directory."""
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     start = everywhere(Start.of, config, tokenizer)

@@ -1,7 +1,7 @@
-"""The run loop of every recipe: start or resume, take the steps, evaluate, save, stop on request, and report.
+"""The run loop of every recipe: starts or resumes a run, takes its steps, evaluates, saves, stops on request, and reports.
 
-A recipe says what one step does, how it is evaluated and what belongs in its checkpoint; the loop does the rest and owns the run's
-files. Any run can be killed at any time: after resuming it produces the same numbers as an uninterrupted one.
+A recipe defines a training step, its evaluation and the contents of a checkpoint; the loop does the rest and writes the
+run's files. A run can be killed at any time: a resumed run produces the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from nmoe.runs.storage import how_to_resume
 
 @dataclass(frozen=True)
 class Step:
-    """The result of one step: its line of metrics.jsonl, and the few numbers of the progress line."""
+    """The result of a training step: `metrics` is its line in metrics.jsonl, and `shown` the few numbers of the progress line."""
 
     metrics: Mapping[str, Any]
     shown: Mapping[str, float]
@@ -52,12 +52,13 @@ class Step:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The result of one evaluation on held-out data.
+    """The result of an evaluation on held-out data.
 
-    metrics: joined to the step's.
+    metrics: figures to add to the metrics of the step.
     note: the line to print.
-    results: for eval/ (`nmoe.runs.ledger.Ledger.evaluation`); the first decides which checkpoint is the best.
-    record: anything else to keep in the same file.
+    results: the evaluation results, for the directory eval/ (`nmoe.runs.ledger.Ledger.evaluation`); the first one
+        decides which checkpoint is the best.
+    record: other data to write into the same file.
     """
 
     metrics: Mapping[str, float]
@@ -67,11 +68,12 @@ class HeldOut:
 
 
 class Recipe(ABC):
-    """One kind of training, as the run loop sees it.
+    """A kind of training, such as supervised fine-tuning, as the run loop uses it.
 
-    evaluate_every: steps between evaluations; the last step is evaluated too. 0: none.
-    evaluate_first: whether a new run is evaluated before its first step, as the baseline.
-    experts: routed experts of a layer, whose load is watched; 0: not watched.
+    evaluate_every: the number of steps between evaluations; the last step is evaluated, too. 0 means that there are no
+        evaluations.
+    evaluate_first: whether a new run is evaluated before its first step, as a baseline.
+    experts: the number of routed experts per layer, whose load is monitored; 0 if there are none.
     """
 
     evaluate_every: int = 0
@@ -80,38 +82,41 @@ class Recipe(ABC):
 
     @abstractmethod
     def notes(self) -> Sequence[str]:
-        """Lines to print before the first step."""
+        """Returns the lines to print before the first step."""
 
     @abstractmethod
     def step(self, step: int) -> Step:
-        """Takes the step of this number; the first is 1."""
+        """Takes one training step and returns its metrics. Steps are numbered from 1."""
 
     @abstractmethod
     def evaluate(self) -> HeldOut | None:
-        """Evaluates the present weights on held-out data."""
+        """Evaluates the current weights on held-out data; returns None if there was nothing to evaluate."""
 
     @abstractmethod
     def parts(self) -> Mapping[str, Part]:
-        """The parts of a checkpoint, by name."""
+        """Returns everything that a checkpoint contains, by name: an object for each part that can save and load itself."""
 
     def start(self) -> None:  # noqa: B027 (most recipes have nothing to do)
-        """Prepares a run that starts at step 0, with nothing to load."""
+        """Prepares a new run, which has no checkpoint to load."""
 
     def resume(self) -> None:  # noqa: B027 (most recipes have nothing to do)
-        """Prepares a run that goes on from a checkpoint, whose parts are loaded."""
+        """Prepares a resumed run, after its checkpoint has been loaded."""
 
     def reason_to_end(self) -> str | None:
-        """Why the run ends before its last step, asked after each evaluation; None if it goes on."""
+        """Returns the reason to end the run before its last step, as a text; None if it goes on. Called after each evaluation."""
         return None
 
 
 class Run:
-    """A run in progress: its directory, and the lines on its console."""
+    """A run in progress: takes its steps, and writes to its directory and to the console."""
 
     def __init__(
         self, config: RunConfig, directory: RunDirectory, progress: Progress, steps: int, moved: str | None
     ) -> None:
-        """`moved` is the line to print where a resumed run was on another device before."""
+        """Makes a run in an open directory. `steps` is the number of the last step.
+
+        `moved` is a line to print if a resumed run used another device before; else None.
+        """
         self.directory, self.ledger, self._moved = directory, directory.ledger, moved
         self._config, self._progress, self._steps = config, progress, steps
         self._last_step = directory.start_step
@@ -119,11 +124,11 @@ class Run:
         self._sinks: Sinks | None = None  # until the run has begun: a refused resumption is no attempt to show
 
     def note(self, text: str) -> None:
-        """Prints and logs a line."""
+        """Prints a line, and appends it to the run's log."""
         self._progress.note(text)
 
     def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes the samples of a step, and shows the first of them every `run.show_sample_every` steps."""
+        """Writes the samples of a step to the run directory, and shows the first of them every `run.show_sample_every` steps."""
         section, written = self._config.run, list(records)
         self.ledger.samples(step, written)
         assert isinstance(section, SamplingRunSection), "only a policy that samples has samples"
@@ -133,14 +138,18 @@ class Run:
                 self.note(line)
 
     def alert(self, step: int, message: str) -> None:
-        """Prints a line, and records it in alerts.jsonl."""
+        """Prints a warning, appends it to alerts.jsonl, and sends it to the experiment trackers."""
         self.ledger.alert({"step": step, "message": message})
         if self._sinks is not None:
             self._sinks.alert(step, message)
         self.note(f"step {step}: {message}")
 
     def follow(self, recipe: Recipe) -> None:
-        """Takes the steps that are left. Raises KeyboardInterrupt, with a checkpoint saved, where a signal asked it to stop."""
+        """Takes the remaining steps of the run.
+
+        Raises KeyboardInterrupt if a signal stops the run, and RunStoppedError if a monitor's rule does; both after a
+        checkpoint is saved.
+        """
         for line in recipe.notes():
             self.note(line)
         device, threads = choose_device(self._config.model.device), torch.get_num_threads()
@@ -197,13 +206,16 @@ class Run:
                     raise KeyboardInterrupt(said)
 
     def close_sinks(self) -> None:
-        """Waits for the sinks, within limits, and records an alert for each that lost something."""
+        """Waits, for a limited time, until the experiment trackers have received everything; records an alert for each
+        that lost data."""
         for trouble in () if self._sinks is None else self._sinks.close():
             self.alert(self._last_step, trouble)
 
     def _begin(self, recipe: Recipe, saver: Saver) -> int:
-        """Brings the recipe to where the run starts. Returns the last step that is done, which is the run's last where the run
-        has ended already."""
+        """Starts a new run, or loads the checkpoint of a resumed one.
+
+        Returns the number of steps that are already done; the run's last step if the run ended early before.
+        """
         checkpoint, first = self.directory.resumed_from, self.directory.start_step
         if checkpoint is None:
             recipe.start()
@@ -227,7 +239,7 @@ class Run:
         return first
 
     def _monitor(self, recipe: Recipe, first: int) -> Monitor:
-        """The rules that watch the run, which have seen what a resumed run did before."""
+        """Makes the monitor of the run, and replays the metrics of a resumed run's earlier steps to it."""
         monitor = monitor_of(self._config, recipe.experts, self.directory.path)
         probes = self.ledger.probed()
         for row in read_lines(self.directory.path / "metrics.jsonl") if first else ():
@@ -235,7 +247,7 @@ class Run:
         return monitor
 
     def _raise(self, step: int, alerts: Sequence[Alert], sinks: Sinks) -> Alert | None:
-        """Prints and records the alerts of a step; returns the one that ends the run, if any does."""
+        """Prints and records the alerts of a step; returns the alert that ends the run, or None."""
         for alert in alerts:
             self.ledger.alert(record := alert.record(step))
             sinks.alert(step, record["message"])
@@ -243,13 +255,16 @@ class Run:
         return next((alert for alert in alerts if alert.level == "stop"), None)
 
     def _note_contention(self, step: int) -> None:
-        """Says the first time in a run that other processes slow it down."""
+        """Prints a line, once per run, when other processes slow it down."""
         if self._slept is not None and IDLE.slept > self._slept:
             self._slept = None
             self.note(f"step {step}: {IDLE.why}, so idle threads sleep until more are free")
 
     def _evaluate(self, recipe: Recipe, step: int) -> tuple[Mapping[str, float], Mapping[str, float] | None]:
-        """Evaluates and records; returns the figures that belong in the step's metrics, and those that the monitor sees."""
+        """Evaluates the recipe, and records and prints the results.
+
+        Returns the figures to add to the step's metrics, and the figures for the monitor (None if there are none).
+        """
         held_out = recipe.evaluate()
         if held_out is None:
             return {}, None
@@ -260,7 +275,7 @@ class Run:
 
 
 def _schedule_notes(parts: Mapping[str, Part]) -> Iterator[str]:
-    """The notes of a resumed run's learners about their schedules."""
+    """Yields the notes of a resumed run's learners about their learning-rate schedules."""
     for name, part in parts.items():
         if isinstance(part, Subdirectory):
             yield from (f"{name}, {note}" for note in _schedule_notes(part.parts))
@@ -272,8 +287,11 @@ def _schedule_notes(parts: Mapping[str, Part]) -> Iterator[str]:
 def open_run(
     config: RunConfig, threads: int, steps: int | None = None, around: Mapping[str, str] | None = None
 ) -> Iterator[Run]:
-    """Creates the run's directory, or opens it to resume, for the `with` block. `steps` is the number of the last step, by default
-    run.steps, and `around` more of its provenance (`ToolRuntime.provenance`). Raises UserError (`RunDirectory.create`)."""
+    """Creates the run's directory, or opens it to resume, and yields the run for a `with` block.
+
+    `steps` is the number of the last step, by default run.steps. `around` is added to the recorded provenance
+    (`ToolRuntime.provenance`). Raises UserError as `RunDirectory.create` does.
+    """
     refuse_unready(config.sinks)
     total = config.run.steps if steps is None else steps
     now, before = provenance_of(config, threads), recorded_device(run_path(config)) if config.run.resume else None
@@ -294,8 +312,11 @@ def open_run(
 
 
 def _lasting(config: RunConfig, threads: int) -> RunConfig:
-    """The configuration that a new run needs to repeat this one, its resumption included: a run that goes on from a checkpoint
-    keeps its threads, and unless optimizer.schedule_steps asks for another length, the schedule that it began with."""
+    """Returns the configuration to store in the run directory: a new run of it repeats this run.
+
+    So a resumed run stores its thread count, and the length of its original learning-rate schedule unless
+    optimizer.schedule_steps sets another.
+    """
     run, optimizer = config.run, config.optimizer
     began = recorded_schedule_steps(run_path(config)) if run.resume else None
     if optimizer.schedule_steps == 0 and began not in (None, run.steps):
@@ -305,7 +326,7 @@ def _lasting(config: RunConfig, threads: int) -> RunConfig:
 
 
 def _opened(start: tuple[Path, str, dict[str, Any], Resume], config: RunConfig) -> RunDirectory:
-    """The directory of the run, with the links to records that lie elsewhere."""
+    """Creates or opens the directory of a run, and claims the directories that the configuration puts elsewhere."""
     directory = RunDirectory.create(*start, defaults=default_keys(config))
     try:
         if (exports := exports_of(config)) is not None:
@@ -319,7 +340,7 @@ def _opened(start: tuple[Path, str, dict[str, Any], Resume], config: RunConfig) 
 
 
 def exports_of(config: RunConfig) -> Path | None:
-    """The directory to which the weights of each checkpoint are exported; None without one."""
+    """Returns the directory to which the weights of each checkpoint are exported; None if none is configured."""
     elsewhere = config.checkpoint.export_directory
     return None if elsewhere is None else Path(elsewhere) / config.run.name
 
@@ -340,14 +361,17 @@ def _sinks_of(config: RunConfig, directory: RunDirectory) -> Sinks:
 
 
 def default_keys(config: RunConfig) -> set[str]:
-    """The dotted keys of a configuration that hold their defaults: `{"run.seed", "optimizer.beta1", ...}`."""
+    """Returns the dotted keys of a configuration that have their default values: `{"run.seed", "optimizer.beta1", ...}`."""
     given = flat_keys(config.model_dump(exclude_none=True, exclude_defaults=True))
     return flat_keys(config.model_dump(exclude_none=True)).keys() - given.keys()
 
 
 class Interruptible:
-    """Makes Ctrl-C a request: in the `with` block the first SIGINT or SIGTERM sets `requested`; a second SIGINT interrupts at
-    once. Python delivers signals to its main thread alone: a run in another thread leaves them to the program."""
+    """Turns Ctrl-C into a request: within the `with` block, the first SIGINT or SIGTERM only sets `requested`.
+
+    A second SIGINT interrupts at once. Python delivers signals only to its main thread, so a run in another thread does
+    not handle them.
+    """
 
     def __init__(self) -> None:
         self.requested = False

@@ -1,8 +1,8 @@
-"""Data from the samples of a policy: preference pairs (`nmoe data pairs`), and solve rates (`nmoe data solve-rates`).
+"""Makes data from a policy's samples: preference pairs (`nmoe data pairs`) and solve rates (`nmoe data solve-rates`).
 
-A pair prefers a correct sample to an incorrect one of the same problem. Both are well-formed turns, so that they differ in their
-answers and not in their form; a problem without both kinds gives no pair. With `easy_first = "-solve_rate"` a pool that reads the
-file of solve rates begins with the problems that this policy solves most often.
+A pair consists of a correct and an incorrect sample of one problem. Both are well-formed, so that they differ in their
+answers and not in their format; a problem without both gives no pair. Solve rates order a pool of problems: with
+`easy_first = "-solve_rate"` it begins with the problems that this policy solves most often.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def write_pairs(
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
 ) -> str:
-    """Writes a line with `prompt`, `chosen` and `rejected`, each a list of messages, for every problem that gives a pair. Returns a
-    line that says how many there are.
+    """Samples problems and writes preference pairs to the file `out`; returns a line that says how many.
 
-    Raises UserError where there is none, and for a format without messages. After Ctrl-C the pairs of finished problems are
-    written before SamplingInterruptedError is raised.
+    Each pair is a JSON line with `prompt`, `chosen` and `rejected`, which are lists of messages. Raises UserError if no
+    problem gives a pair, and for an environment whose format has no messages. After Ctrl-C, writes the pairs of the
+    finished problems and raises SamplingInterruptedError.
     """
     with open_subject(
         checkpoint, environment, problems, on_held_out=False, device=device, expert_weights=expert_weights
@@ -84,7 +84,7 @@ def _pair(environment: Environment, group: Group) -> Iterator[dict[str, Any]]:
 
 
 def _messages(environment: Environment, trajectory: Trajectory) -> list[dict[str, str]]:
-    """The turn in OpenAI's format, plus Harmony's channels."""
+    """Returns the sampled turn as messages in OpenAI's format, with Harmony's channels."""
     said = environment.renderer.transcript(trajectory.turns[-1].sample.token_ids)
     kept = [{key: value for key, value in message.items() if value is not None} for message in said]
     return [{"role": "assistant"} | message for message in kept if "content" in message]
@@ -104,11 +104,12 @@ def write_solve_rates(
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
 ) -> str:
-    """Writes the records of the environment's pool, in their order, with the share of right samples as `solve_rate`; records of the
-    first `problems` problems that the pool draws, or of all. Returns a line that says how many, and their mean.
+    """Samples problems, and writes the records of their file with an added `solve_rate`, the share of right samples, to `out`.
 
-    Raises UserError for a pool that is not a JSONL file, and for problems without a right answer. After Ctrl-C the records of
-    finished problems are written before SamplingInterruptedError is raised.
+    `problems` limits this to the first problems that the environment draws. Records keep their order. Returns a line
+    with their number and their mean solve rate. Raises UserError if the environment's pool is not a JSONL file, and for
+    problems without a right answer. After Ctrl-C, writes the records of the finished problems and raises
+    SamplingInterruptedError.
     """
     settings = load_environment(environment)
     pool = settings.task_pool
@@ -141,8 +142,10 @@ def write_solve_rates(
 
 
 def with_rates(records: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """The record of each group's problem, in the order of the records. A problem that several records share belongs to the
-    first."""
+    """Yields the record of each group's problem with its solve rate, in the order of the records.
+
+    If several records have the same problem, only the first of them is returned.
+    """
     rates = {
         int(group.problem.metadata["record"]): sum(map(is_correct, group.trajectories)) / len(group.trajectories)
         for group in groups

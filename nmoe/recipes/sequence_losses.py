@@ -1,4 +1,4 @@
-"""Losses on held-out sequences, one by one, so that two evaluations of the same sequences can be compared in pairs."""
+"""Losses of single held-out sequences, so that two evaluations of the same sequences can be compared in pairs."""
 
 # Shapes: N scored tokens.
 
@@ -18,7 +18,8 @@ from nmoe.statistics import Estimate, mean_interval, stratified_mean
 
 @dataclass(frozen=True)
 class SequenceLosses:
-    """The loss of each of several sequences, summed over its scored tokens, and how many those are."""
+    """The losses of several sequences: each sequence's key, its loss summed over its scored tokens, and the number of
+    these tokens."""
 
     keys: Sequence[str]
     sums: Sequence[float]
@@ -26,7 +27,10 @@ class SequenceLosses:
 
     @classmethod
     def of(cls, batch: Batch, logprobs_N: Tensor, keys: Sequence[str]) -> SequenceLosses:
-        """The losses of a batch's sequences, which `keys` name."""
+        """Computes the losses of a batch's sequences from the log-probabilities of their scored tokens.
+
+        `keys` has a name for each sequence.
+        """
         losses_T = torch.zeros(batch.tokens, dtype=torch.float64)
         losses_T[batch.scored_T] = -logprobs_N.double().cpu()
         lengths = list(batch.lengths)
@@ -39,14 +43,17 @@ class SequenceLosses:
 
     @property
     def estimate(self) -> Estimate:
-        """The mean over tokens, with its interval over sequences."""
+        """The mean loss per token, with its confidence interval over sequences."""
         scored = [(total / count, count) for total, count in zip(self.sums, self.counts, strict=True) if count]
         return mean_interval([loss for loss, _ in scored], [count for _, count in scored])
 
 
 def loss_result(dataset: str, value: float, parts: Sequence[tuple[float, SequenceLosses]]) -> dict[str, Any]:
-    """The result of an evaluation, for eval/: the loss `value`, the mean of several sources by their shares, with its 95% interval
-    over sequences where there are enough of them, and the loss and weight of every sequence."""
+    """Returns a loss as an evaluation result for the directory eval/.
+
+    `value` is the loss: the mean over the sources in `parts`, weighted by their shares. The result also has a 95%
+    interval over sequences, if there are enough of them, and the loss and weight of every sequence.
+    """
     interval = stratified_mean([(share, losses.estimate) for share, losses in parts]).interval
     each = [
         (key, total / count, share * count / sum(losses.counts))
@@ -67,13 +74,16 @@ def loss_result(dataset: str, value: float, parts: Sequence[tuple[float, Sequenc
 
 
 def loss_note(result: Mapping[str, Any]) -> str:
-    """`held-out loss 2.1034 [2.0811, 2.1257]`, without the interval where there is none."""
+    """Formats a loss as `held-out loss 2.1034 [2.0811, 2.1257]`, without the interval if there is none."""
     interval = f" [{result['low']:.4f}, {result['high']:.4f}]" if "low" in result else ""
     return f"held-out loss {result['value']:.4f}{interval}"
 
 
 def content_keys(contents: Iterable[bytes]) -> list[str]:
-    """A name for each content, the same in every run: 16 hexadecimal digits, and a number for one that comes again."""
+    """Returns a key for each content that is the same in every run: 16 hexadecimal digits of its hash.
+
+    Repeated contents are numbered: `ab12...`, `ab12...#2`.
+    """
     found: dict[str, int] = {}
     keys = []
     for content in contents:

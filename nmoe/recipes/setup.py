@@ -1,4 +1,4 @@
-"""The start of every recipe: device, threads, determinism, tokenizer, model and adapter."""
+"""Prepares a run of any recipe: device, threads, determinism, tokenizer, model and adapter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_path(config: RunConfig) -> Path:
 
 
 def with_steps(config: C, steps_per_epoch: int) -> C:
-    """The configuration with its epochs as a number of steps."""
+    """Returns the configuration with its number of epochs converted to steps; unchanged if it does not set epochs."""
     epochs = config.records.epochs
     if epochs is None:
         return config
@@ -61,12 +61,12 @@ def with_steps(config: C, steps_per_epoch: int) -> C:
 
 
 def settle(config: R) -> tuple[R, int]:
-    """Prepares this process for a run: chooses and prepares the device, and sets torch's thread count. Returns the configuration
-    with the precision that it leaves to the device, and the thread count.
+    """Prepares this process for a run: chooses the device, and sets torch's thread count.
 
-    A resumed run takes both as recorded: an optimizer's state is of one precision, and sums are split by threads, so that only the
-    same count gives the same numbers. Raises UserError for a device that is not there, and under run.require_clean for code that no
-    commit holds.
+    Returns the configuration with its precision filled in, and the thread count. A resumed run takes both from its
+    records: an optimizer's state has a fixed precision, and sums depend on the number of threads, so that only the same
+    count gives the same numbers. Raises UserError if the device is missing and, with run.require_clean, if the code has
+    uncommitted changes.
     """
     if config.run.require_clean:
         refuse_dirty(Path(config.run.directory))
@@ -83,7 +83,7 @@ def settle(config: R) -> tuple[R, int]:
 
 
 def prepare_process(threads: int, device: torch.device) -> None:
-    """Sets torch's threads and the other settings of a process that affect its numbers and speed."""
+    """Sets torch's thread count, and other settings of this process that affect its numbers and speed."""
     keep_freed_memory()
     torch.set_num_threads(threads)
     kind_of(device).prepare(device)
@@ -91,16 +91,17 @@ def prepare_process(threads: int, device: torch.device) -> None:
 
 
 def device_and_dtype(settings: ModelSection) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype of the model of these settings. Raises UserError for a device that is not there."""
+    """Returns the device and dtype of a configured model. Raises UserError if the device is missing."""
     device = choose_device(settings.device)
     return device, dtype_for(device, settings.precision, settings.numerics == "exact")
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for the next allocation rather than return it to the system.
+    """Makes glibc keep freed memory for later allocations rather than return it to the system.
 
-    A training step frees and allocates buffers of many megabytes, and the kernel clears every page of a new one. Without this,
-    half of the system time of a step (0.9 of 7 s in all) went there. Other C libraries are left as they are.
+    A training step frees and allocates buffers of many megabytes, and the kernel clears every page of a new one.
+    Without this setting, that took half of the system time of a step (0.9 of 7 s in all). Other C libraries are left as
+    they are.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -111,17 +112,19 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns to the system what `keep_freed_memory` kept, for a process that goes on with other work. Does nothing under other C
-    libraries than glibc."""
+    """Returns the memory that `keep_freed_memory` retains to the system. Does nothing under C libraries other than glibc."""
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def optimizer_settings(config: RunConfig, updates_per_step: int = 1, first: int = 0) -> OptimizerSection:
-    """The settings in [optimizer], for a schedule that counts optimizer steps, `updates_per_step` for each step of the run, and
-    begins after the `first` of these. Warm-up is shortened so that the last step of a short schedule has the configured learning
-    rate; a share of it is rounded up."""
+    """Returns the [optimizer] settings with the schedule converted from steps of the run to optimizer steps.
+
+    A step of the run has `updates_per_step` optimizer steps, and the schedule begins after the run's first `first`
+    steps. The warm-up is shortened if necessary, so that the last step of a short schedule has the configured learning
+    rate; a warm-up given as a ratio is rounded up.
+    """
     settings, schedule_steps = config.optimizer, config.optimizer.schedule_steps
     steps = schedule_steps or config.run.steps
     asked = settings.warmup_steps or math.ceil(settings.warmup_ratio * steps)
@@ -134,7 +137,7 @@ def optimizer_settings(config: RunConfig, updates_per_step: int = 1, first: int 
 
 
 def load_tokenizer(settings: ModelSection) -> Tokenizer:
-    """The tokenizer that a run names, or the one in its checkpoint."""
+    """Loads the configured tokenizer, or the one in the model's checkpoint."""
     if settings.tokenizer == BYTES and not Path(BYTES).exists():
         return Tokenizer.train((), SMALLEST_VOCABULARY)
     directory = None if settings.tokenizer is None else resolve_tokenizer(Path(settings.tokenizer))
@@ -146,8 +149,11 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
 
 
 def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
-    """Adds the configured adapter to the model; returns None if all weights are trained. Raises UserError for a target that the
-    model lacks, and for an adapter to start from that is damaged or belongs to another base."""
+    """Adds the configured LoRA adapter to the model; returns None if all weights are trained.
+
+    Raises UserError if a target module does not exist, and if the adapter to start from is damaged or belongs to
+    another base model.
+    """
     section, path = config.lora, config.model.path
     if section is None:
         return None
@@ -167,7 +173,7 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a supervised run: its model, the adapter where that alone is trained, and the ranks that share the model."""
+    """The initial state of a supervised run: the model, the LoRA adapter (None if all weights are trained), and the ranks."""
 
     model: Transformer
     lora: Lora | None
@@ -175,13 +181,14 @@ class Start:
 
     @classmethod
     def of(cls, config: SupervisedConfig, tokenizer: Tokenizer) -> Start:
-        """Raises UserError as `build_model` and `add_adapter` do."""
+        """Builds the model and its adapter from the configuration. Raises UserError as `build_model` and `add_adapter` do."""
         ranks = Ranks(config.parallel)
         model = build_model(config.model, tokenizer, config.run.seed, ranks=ranks)
         return cls(model, add_adapter(config, model), ranks)
 
     def learner(self, config: SupervisedConfig, head: Head | None = None, head_only: bool = False) -> Learner:
-        """The learner of the run."""
+        """Makes the learner that trains the model, with an optional output head (with `head_only`, no logits over the
+        vocabulary are computed)."""
         return Learner(
             self.model,
             optimizer_settings(config),
@@ -195,9 +202,12 @@ class Start:
 
 
 class ModelIdentity(BaseModel):
-    """The model that a run samples from, as its trajectories record it. `start` is the fingerprint of the `checkpoint` that the run
-    started from, or the seed of a new model; the weight version of each token says how far it was trained since. `context_tokens`
-    is the longer context that the run gave the checkpoint, and `expert_profile` is the precision of its routed experts."""
+    """Identifies the model that a run samples from; every recorded trajectory contains it.
+
+    `start` is the fingerprint of the `checkpoint` that the run started from, or the seed of a new model. The weight
+    version of each token, recorded with it, says how far the model was trained since. `context_tokens` is the context
+    if the run extended it, and `expert_profile` the number format of the routed experts, if the run sets one.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -210,7 +220,7 @@ class ModelIdentity(BaseModel):
 
 
 def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
-    """Reads the whole checkpoint for its fingerprint, unless the adapter has it already."""
+    """Identifies the model of a run; reads the whole checkpoint for its fingerprint, unless the adapter already has it."""
     section = config.model
     if section.path is None:
         start = f"seed {config.run.seed}"
@@ -227,7 +237,8 @@ def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
 
 
 def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
-    """The provenance of a run: what its numbers depend on."""
+    """Returns the provenance of a run: everything outside its configuration that its numbers depend on, such as
+    versions and the device."""
     device = choose_device(config.model.device)
     return provenance(
         config.run.seed, threads, kind_of(device).describe(device), numerics_here(config.model.numerics, device)
@@ -235,7 +246,7 @@ def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
 
 
 def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -> list[str]:
-    """Notes to print before a run starts: numerics that differ from those configured, and the adapter."""
+    """Returns notes to print before a run starts: numerics that differ from the configured ones, the adapter, and parallelism."""
     device, lines = choose_device(config.model.device), [] if lora is None else lora.describe()
     if (profile := config.model.expert_profile) is not None:
         often = "once a step" if ranks is None or ranks.size == 1 else "in each pass"
@@ -258,11 +269,12 @@ def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -
 def build_model(
     settings: ModelSection, tokenizer: Tokenizer, seed: int, balance: bool = True, ranks: Ranks | None = None
 ) -> Transformer:
-    """A new model of the given shape, or the model of the checkpoint. Raises UserError where the tokenizer has ids beyond the
-    embedding. Of a model that a learner will train, each of the `ranks` allocates and fills its part alone.
+    """Makes a new model of the configured dimensions, or loads the model of the configured checkpoint.
 
-    `balance` decides what the settings leave open: whether experts are balanced as the checkpoint was trained. Reinforcement
-    learning turns it off, since a moving bias changes the policy even where the gradient is zero.
+    `ranks`, given for a model that a learner will train, divides it: each rank allocates and fills only its shard.
+    `balance` decides whether experts are balanced as the checkpoint was trained if the settings leave it open;
+    reinforcement learning turns it off, because a moving router bias changes the policy even where the gradient is
+    zero. Raises UserError if the tokenizer has more ids than the embedding, and if the path is an adapter.
     """
     device, dtype = device_and_dtype(settings)
     # Shards that are offloaded lie elsewhere than tables and adapter, which are made beside whole weights: the learner moves them.
@@ -296,8 +308,11 @@ def build_model(
 
 
 def refuse_other_weights(directory: Path, ranks: Ranks) -> None:
-    """Raises UserError, on all ranks, where a node has other weights in this directory than the first one: ranks read parts of one
-    model, each from its own node's disk, and a model of two would look like any other. One rank of each node reads all."""
+    """Raises UserError, on all ranks, if a node has other weights in this directory than the first node.
+
+    Each rank reads its part of the model from its node's disk, and a mixture of two models would not be noticed. One
+    rank per node reads all weights.
+    """
     if ranks.size == ranks.per_node:
         return
     found = ranks.gather("" if ranks.rank % ranks.per_node else fingerprint(directory))
@@ -310,7 +325,7 @@ def refuse_other_weights(directory: Path, ranks: Ranks) -> None:
 
 
 def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Transformer:
-    """The model with the balancing, numerics and memory trade-offs of the settings."""
+    """Applies the settings for balancing, numerics, activation checkpointing and compilation to the model, and returns it."""
     asked = {"router_bias_rate": settings.router_bias_rate, "router_aux_loss_coef": settings.router_aux_loss_coef}
     changes: dict[str, Any] = {name: value or 0.0 for name, value in asked.items() if value is not None or not balance}
     model.config = model.config.model_copy(update=changes)

@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: cross-entropy on the assistant's messages in conversations. `nmoe sft CONFIG`
+"""Supervised fine-tuning (SFT): trains on the assistant's messages in conversations by cross-entropy. `nmoe sft CONFIG`
 
-Whole sequences are packed into the token budget of a step (best-fit decreasing); none attends to another. Several sources are mixed
-by weight.
+Whole sequences are packed into the token budget of a step (best-fit decreasing), and do not attend to each other.
+Several sources are mixed by weight.
 """
 
 # Shapes: T predicting positions, N scored positions.
@@ -32,8 +32,10 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) -> Batch:
-    """Predicts the learned tokens after the first of each sequence. The loss is the mean over all of them. With `share_prefixes`,
-    sequences with a common beginning run it once."""
+    """Makes a batch of tokenized conversations that scores their learned tokens; the loss is the mean over all of these.
+
+    With `share_prefixes`, the common prefix of sequences is computed once.
+    """
     lengths = tuple(len(example.ids) - 1 for example in examples)
     inputs_T = torch.from_numpy(np.concatenate([example.ids[:-1] for example in examples]).astype(np.int64))
     following_T = torch.from_numpy(np.concatenate([example.ids[1:] for example in examples]).astype(np.int64))
@@ -50,7 +52,8 @@ def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) 
 
 
 def held_out_loss(learner: Learner, examples: Sequence[Example], source: str) -> HeldOut:
-    """The mean loss over all learned tokens, with its 95% interval over sequences where there are enough of them."""
+    """Computes the mean loss over the learned tokens of held-out examples, with its 95% interval over sequences if
+    there are enough."""
     batch = example_batch(examples)
     logprobs_N = learner.logprobs(batch).result().double().cpu()
     loss = float(-logprobs_N.mean())
@@ -61,7 +64,7 @@ def held_out_loss(learner: Learner, examples: Sequence[Example], source: str) ->
 
 
 def sft(config: SFTConfig) -> Path:
-    """Runs the configuration to its last step and returns the run directory."""
+    """Fine-tunes a model on conversations until the configuration's last step, and returns the run directory."""
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     start = everywhere(Start.of, config, tokenizer)
@@ -99,7 +102,7 @@ def sft(config: SFTConfig) -> Path:
 
 
 class _Packed(PackedStream):
-    """The steps of one dataset."""
+    """The batches of a single dataset, packed into steps."""
 
     tokens_of_sources: Mapping[str, float] = MappingProxyType({})
 
@@ -118,7 +121,8 @@ class _Packed(PackedStream):
 
 
 class _Mixed(ExampleMixture):
-    """The steps of several datasets by weight. `tokens_of_sources` are the metrics of the last one."""
+    """The batches of several datasets, mixed by weight. `tokens_of_sources` counts the tokens of each dataset in the
+    last batch."""
 
     def __init__(self, config: SFTConfig, sources: Sequence[Examples]) -> None:
         self._names = [source.label for source in config.records.sources]
@@ -147,7 +151,7 @@ class _Mixed(ExampleMixture):
 def _read(
     config: SFTConfig, tokenizer: Tokenizer, context_tokens: int
 ) -> tuple[list[Examples], list[Example] | None, list[str]]:
-    """The training examples of each source, held-out examples, and notes to print about both."""
+    """Reads the data; returns the training examples of each source, the held-out examples (or None), and notes to print."""
     records = config.records
     renderer = make_renderer(tokenizer, records.format)
     sources = [read_examples(dataset, renderer, tokenizer, context_tokens) for dataset in records.datasets]

@@ -1,6 +1,6 @@
-"""Supervised recipes: one optimizer step per batch of given examples, on the shared run loop.
+"""Supervised training: one optimizer step per batch of given examples, on the run loop that all recipes share.
 
-A recipe of this kind reads its data, says what a step's batch is, and hands both over.
+A supervised recipe, such as SFT, reads its data, defines the batch of a step, and passes both to `supervise`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 class Examples(Protocol):
-    """The position of training in its data. `position` counts the examples handed out, per source where there are several;
-    `fingerprint` is a digest of all of them."""
+    """The training data of a run, as checkpoints record it.
+
+    `position` counts the examples that were used, per source if there are several. `fingerprint` is a digest of all
+    examples.
+    """
 
     @property
     def position(self) -> Any: ...
@@ -55,16 +58,17 @@ def _save_nothing(directory: Path) -> None:
 
 @dataclass
 class Supervised(Recipe):
-    """The parts in which supervised recipes differ.
+    """A supervised training recipe, with the components in which SFT, pretraining, DPO and reward models differ.
 
-    source: the name of the data in errors.
-    next_batch: returns the batch of the next step; it moves `examples`.
-    data_notes: lines about the data, printed before the first step.
-    held_out: evaluates on held-out data, before the first step, every `config.evaluate_every` steps and at the end; None without.
-    metrics: figures of a step beside loss, speed, optimizer and routing.
-    save_more: writes files of the recipe's own into a checkpoint, beside weights, optimizer and tokenizer.
-    run: the run, from its opening on.
-    probing: what the [[eval]] tables with an environment sample; None without one.
+    source: the name of the data, for error messages.
+    next_batch: returns the batch of the next step, and advances the position of `examples`.
+    data_notes: lines about the data, to print before the first step.
+    held_out: evaluates on held-out data before the first step, every `config.evaluate_every` steps and at the end; None
+        without such data.
+    metrics: returns additional metrics of a step, beside loss, speed, optimizer and routing.
+    save_more: writes additional files of the recipe into a checkpoint, beside weights, optimizer state and tokenizer.
+    run: the run, once it is open.
+    probing: samples the environments of the [[eval]] tables; None without them.
     """
 
     config: SupervisedConfig
@@ -143,7 +147,7 @@ class Supervised(Recipe):
         return {"position": self.examples.position, "documents": self.examples.fingerprint}
 
     def _go_to(self, state: Mapping[str, Any]) -> None:
-        """Raises UserError where the data differs from what the run began with."""
+        """Restores the position in the data from a checkpoint. Raises UserError if the data changed since the run began."""
         if state["documents"] != self.examples.fingerprint:
             raise UserError(f"{self.source}: not the documents that this run began with; put them back")
         self.examples.position = state["position"]
@@ -151,14 +155,18 @@ class Supervised(Recipe):
 
 @dataclass(frozen=True)
 class Probing:
-    """The probes of a run, and the engine that samples them."""
+    """Evaluates a supervised run on environments: the problems to sample, and the inference engine that samples them."""
 
     probes: Probes
     engine: NativeEngine | RanksEngine
 
     @classmethod
     def of(cls, config: ProbedConfig, learner: Learner, tokenizer: Tokenizer, stack: ExitStack) -> Probing:
-        """Raises UserError for an environment that cannot be loaded. What tools and tests run in is closed with `stack`."""
+        """Loads the environments of the run's [[eval]] tables, and makes the engine. Tool processes and sandboxes end
+        when `stack` closes.
+
+        Raises UserError if an environment cannot be loaded.
+        """
         probes = Probes(
             probes_of(list(config.probes.values()), tokenizer),
             tokenizer,
@@ -171,15 +179,21 @@ class Probing:
         return cls(probes, sampling_engine(learner, config.engine.max_sequences, config.engine.cache_mb))
 
     def sample(self, step: int, learner: Learner, run: Run) -> list[dict[str, Any]]:
-        """The results of the probes that are due at a step, as records for eval/. The learner keeps its version: no
-        sample is trained on, and a checkpoint equals one of a run without probes."""
+        """Samples the environments that are due at this step with the learner's current weights; returns results for
+        the directory eval/.
+
+        The learner's weight version does not change, because the samples are not trained on: a checkpoint equals one of
+        a run without these evaluations.
+        """
         learner.hand_over(self.engine)
         return self.probes.evaluate(step, self.engine, run.directory)
 
 
 def supervise(recipe: Supervised, threads: int) -> Path:
-    """Runs the recipe to its last step and returns the run directory. Raises KeyboardInterrupt, with a checkpoint saved, where a
-    signal asked it to stop."""
+    """Trains a recipe until its last step, and returns the run directory.
+
+    Raises KeyboardInterrupt, with a checkpoint saved, if a signal stops the run.
+    """
     config, around = recipe.config, dict[str, str]()
     with ExitStack() as stack:
         if isinstance(config, ProbedConfig) and config.probes:
@@ -191,12 +205,12 @@ def supervise(recipe: Supervised, threads: int) -> Path:
 
 
 def records_source(records: RecordsSection) -> str:
-    """The name of the training records in results and messages."""
+    """Returns the name of the training records, for results and messages: their paths."""
     return " and ".join(dataset.path for dataset in records.datasets)
 
 
 def held_out_source(records: RecordsSection) -> str:
-    """The name of the held-out records in results."""
+    """Returns the name of the held-out records, for results: the path of their dataset, or their share of the training records."""
     if (other := records.held_out_dataset) is None:
         of_it = f"{records.held_out:g} of it" if records.held_out < 1 else f"{records.held_out:g} records of it"
         return f"{records_source(records)}, {of_it}"
