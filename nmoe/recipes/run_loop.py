@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -35,7 +35,7 @@ from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
 from nmoe.runs.progress import Progress
 from nmoe.runs.provenance import recorded_device, recorded_schedule_steps
-from nmoe.runs.record_links import claim_exports, link_records
+from nmoe.runs.record_links import claim_exports, link_records, remove_links
 from nmoe.runs.samples import CONSOLE_CHARACTERS, sample_lines
 from nmoe.runs.sinks.sinks import Attempt, Sinks, refuse_unready
 from nmoe.runs.state import Part, Subdirectory, load_parts
@@ -328,14 +328,15 @@ def _lasting(config: RunConfig, threads: int) -> RunConfig:
 def _opened(start: tuple[Path, str, dict[str, Any], Resume], config: RunConfig) -> RunDirectory:
     """Creates or opens the directory of a run, and claims the directories that the configuration puts elsewhere."""
     directory = RunDirectory.create(*start, defaults=default_keys(config))
-    try:
-        if (exports := exports_of(config)) is not None:
-            claim_exports(directory.path, exports)
+    with ExitStack() as undo:
+        undo.callback(directory.abandon)
         if directory.resumed_from is None:
             link_records(directory.path, config.run)
-    except BaseException:
-        directory.abandon()
-        raise
+            undo.callback(remove_links, directory.path)
+        if (exports := exports_of(config)) is not None:
+            # Last: the mark of a run that is refused afterwards would keep other runs out of the exports.
+            claim_exports(directory.path, exports)
+        undo.pop_all()
     return directory
 
 

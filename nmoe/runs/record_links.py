@@ -125,6 +125,7 @@ def _link(link: Path, target: Path, remedy: str, undo: ExitStack) -> None:
             target.mkdir()
             undo.callback(target.rmdir)
             link.rmdir()
+            undo.callback(link.mkdir)  # without samples/ the run could not begin again
         elif not target.exists():
             target.touch(exist_ok=False)
             undo.callback(target.unlink)

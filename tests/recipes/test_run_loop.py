@@ -96,6 +96,32 @@ def test_steps_are_evaluated_and_saved_when_due_the_last_and_the_best_always(tmp
     assert [line for line in log if "value" in line] == ["step 0: value 0.1", "step 3: value 0.9", "step 5: value 0.2"]
 
 
+def test_a_start_that_is_refused_leaves_neither_links_nor_a_mark(tmp_path: Path) -> None:
+    def start(place: str, samples: str) -> None:
+        tables = {
+            "run": {
+                "name": "one",
+                "directory": str(tmp_path / place),
+                "steps": 1,
+                "samples_directory": str(tmp_path / samples),
+            },
+            "model": {"path": "nowhere"},
+            "checkpoint": {"export_directory": str(tmp_path / "exports")},
+        }
+        with open_run(RunConfig.model_validate(tables), threads=1):
+            pass
+
+    (tmp_path / "full/one/samples").mkdir(parents=True)
+    with pytest.raises(UserError, match="full/one/samples: is there already"):
+        start("a", "full")
+    assert not (tmp_path / "exports").exists(), "a mark would keep the next run out"
+    (tmp_path / "exports/one/step_000001").mkdir(parents=True)
+    with pytest.raises(UserError, match="exports/one: holds the exported checkpoints of another run"):
+        start("b", "others")
+    assert not (tmp_path / "b/one").exists()
+    assert not (tmp_path / "others/one/samples").exists()
+
+
 def test_a_signal_ends_the_run_after_the_step_and_a_resumed_one_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

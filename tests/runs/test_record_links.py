@@ -127,6 +127,22 @@ def test_a_place_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
         started(tmp_path / "others" / "two", settings("spikes.jsonl", "two"), {})
 
 
+def test_a_run_that_began_before_may_begin_again_after_a_place_was_refused(tmp_path: Path) -> None:
+    """Its directory is not removed, as that of a new run is, so it needs its samples/ back."""
+    (tmp_path / "taken.jsonl").touch()
+    samples = str(tmp_path / "samples")
+    started(tmp_path / "one", RunSection(name="one", steps=2), {}).close()
+    refused = RunSection(name="one", steps=2, samples_directory=samples, spikes_file=str(tmp_path / "taken.jsonl"))
+    for resume in (False, True):
+        with pytest.raises(UserError, match=r"taken.jsonl: is there already"):
+            started(tmp_path / "one", refused, {}, resume)
+        assert (tmp_path / "one" / "samples").is_dir()
+        assert not (tmp_path / "one" / "samples").is_symlink()
+    with started(tmp_path / "one", RunSection(name="one", steps=2, samples_directory=samples), {}) as run:
+        run.ledger.samples(1, [{"text": "a"}])
+    assert [file.name for file in (tmp_path / "samples/one/samples").iterdir()] == ["step_000001.jsonl"]
+
+
 def test_a_place_that_a_variable_chose_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "samples" / "one" / "samples").mkdir(parents=True)
