@@ -185,7 +185,7 @@ class Run:
                 stopped = self._raise(step, monitor.observe(metrics, probe), sinks)
                 self._progress.step(step, done.shown)
                 self._note_contention(step)
-                best = self.ledger.is_best(step)
+                best = self.ledger.best_step(step) == step
                 # Read once: a signal that arrives during the save is handled after the next step.
                 stopping, saving = interrupt.requested, {}
                 if last or best or stopping or stopped or step % checkpoint.every_steps == 0:
@@ -231,7 +231,7 @@ class Run:
             self.note(line)
         if self._moved is not None:
             self.note(self._moved)
-        saver.resume(checkpoint, self.ledger.is_best(first))
+        saver.resume(checkpoint, self.ledger.best_step(first))
         # Only where the step was evaluated: the run went on after any other step, despite its last evaluation and the baseline.
         if self.ledger.has_evaluation(first) and (reason := recipe.reason_to_end()) is not None:
             self.note(f"step {first}: ended here, since {reason}")

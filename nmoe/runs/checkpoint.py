@@ -225,13 +225,23 @@ class Saver:
         self._thread = threading.Thread(target=self._try, args=(step, snapshot, best), name=f"save {step_name(step)}")
         self._thread.start()
 
-    def resume(self, checkpoint: Path, best: bool) -> None:
-        """Completes the checkpoint that a run resumes from, since its save may have been killed early: marks it as the best if it
-        is, and exports it unless that was done."""
-        if best:
-            mark_best(checkpoint)
-        if self._exports is not None and not (self._exports / checkpoint.name).exists():
-            self._export(checkpoint, self._exports, best)
+    def resume(self, checkpoint: Path, best: int | None) -> None:
+        """Completes the checkpoint that a run resumes from, since its save may have been killed early. Exports it and the best one,
+        unless that was done, and points `latest` and `best` to them, in the exports as well.
+
+        `best` is the step of the best evaluation so far. The link stays as it is without one, or if its checkpoint was removed.
+        """
+        named = {"latest": checkpoint}
+        if best is not None and (one := self._directory / step_name(best)).is_dir():
+            named = {"best": one} | named  # first, so that the export of the other does not remove it
+        for link, one in named.items():
+            with storage_errors(self._directory):
+                _point(self._directory / link, one)
+            if self._exports is not None:
+                if not (self._exports / one.name).exists():
+                    self._export(one, self._exports, best=False)
+                with storage_errors(self._exports):
+                    _point(self._exports / link, one)
 
     def check(self) -> None:
         """Raises the error of a save that has failed in its thread. Returns at once."""

@@ -124,11 +124,11 @@ class Ledger:
         """Returns whether this step has an evaluation."""
         return (self._directory / "eval" / f"{step_name(step)}.json").exists()
 
-    def is_best(self, step: int) -> bool:
-        """Returns whether this step was evaluated, and its deciding result is at least as good as at every earlier step after step
-        0, which is only the baseline."""
+    def best_step(self, step: int) -> int | None:
+        """Returns the step whose deciding result is the best from step 1 to `step`, and the latest of equals; None if none of them
+        was evaluated. Step 0 is only the baseline."""
         values = {at: value for at, value in self.probes().items() if 0 < at <= step}
-        return step in values and values[step] >= max(values.values())
+        return max(values, key=lambda at: (values[at], at), default=None)
 
     def probes(self) -> dict[int, float]:
         """Returns the deciding value of each evaluation so far, by step (see `probe_values`)."""

@@ -72,7 +72,7 @@ def test_the_probe_out_of_distribution_decides_which_step_is_best(tmp_path: Path
         first = [] if outside is None else [result(outside, OUTSIDE)]
         ledger.evaluation(step, {"results": [*first, result(inside)]})
     assert ledger.probes() == {0: 0.1, 2: 0.6, 4: 0.5}
-    assert [ledger.is_best(step) for step in (1, 2, 3, 4)] == [False, True, False, False]
+    assert [ledger.best_step(step) for step in (0, 1, 2, 3, 4)] == [None, None, 2, 2, 2]
 
 
 def test_without_one_the_first_probe_decides_also_where_others_are_asked_oftener(tmp_path: Path) -> None:
@@ -82,7 +82,9 @@ def test_without_one_the_first_probe_decides_also_where_others_are_asked_oftener
     for step, results in ((0, [result(0.1), other]), (1, [other]), (2, [result(0.5), other]), (3, [other])):
         ledger.evaluation(step, {"results": results})
     assert ledger.probes() == {0: 0.1, 2: 0.5}
-    assert [ledger.is_best(step) for step in (1, 2, 3)] == [False, True, False]
+    assert [ledger.best_step(step) for step in (1, 2, 3)] == [None, 2, 2]
+    ledger.evaluation(4, {"results": [result(0.5)]})
+    assert ledger.best_step(4) == 4, "the latest of equals"
 
 
 def test_differences_from_the_start_are_paired_by_problem(tmp_path: Path) -> None:

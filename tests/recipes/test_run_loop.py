@@ -122,6 +122,16 @@ def test_a_start_that_is_refused_leaves_neither_links_nor_a_mark(tmp_path: Path)
     assert not (tmp_path / "others/one/samples").exists()
 
 
+def test_a_resumed_run_marks_the_best_checkpoint_that_its_records_name(tmp_path: Path) -> None:
+    values = {1: 0.2, 2: 0.9, 3: 0.4, 4: 0.3}
+    run = follow(tmp_path, Counting(values, every=1), steps=3, every=1)
+    best = run.directory.checkpoints / "best"
+    best.unlink()
+    best.symlink_to("step_000001")  # as a kill before the mark of step 2 left it
+    follow(tmp_path, Counting(values, every=1), steps=4, every=1, resume=True)
+    assert best.readlink() == Path("step_000002")
+
+
 def test_a_signal_ends_the_run_after_the_step_and_a_resumed_one_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

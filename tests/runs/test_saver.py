@@ -203,13 +203,44 @@ def test_weights_go_elsewhere_too_without_what_only_a_resumption_needs(tmp_path:
     # A kill between the checkpoint, its mark and its export: the next start makes up for it, once.
     shutil.rmtree(exports / "step_000003")
     saver = Saver(own, keep=1, exports=exports)
-    saver.resume(own / "step_000003", best=True)
+    saver.resume(own / "step_000003", best=3)
     assert os.readlink(own / "best") == os.readlink(exports / "best") == "step_000003"
     made = (exports / "step_000003").stat().st_ino
-    saver.resume(own / "step_000003", best=True)
+    saver.resume(own / "step_000003", best=3)
     assert (exports / "step_000003").stat().st_ino == made
     with pytest.raises(UserError, match=r"choose another checkpoint\.export_directory"):
         Saver(own, keep=1, exports=own / "latest" / "optimizer.json")
+
+
+def test_the_links_of_a_resumed_run_name_its_last_and_its_best_checkpoint(tmp_path: Path) -> None:
+    own, exports = tmp_path / "run", tmp_path / "exports"
+
+    def links() -> dict[str, list[str]]:
+        return {name: [os.readlink(place / name) for place in (own, exports)] for name in ("latest", "best")}
+
+    saver = Saver(own, keep=1, asynchronous=False, exports=exports)
+    for step in (1, 2):
+        saver.save(step, {"counter": Counter()}, best=step == 1)
+    # Killed between the export of a best checkpoint and its mark.
+    saver.resume(own / "step_000002", best=2)
+    assert links() == {"latest": ["step_000002"] * 2, "best": ["step_000002"] * 2}
+    # Rolled back by its user, who removed the later checkpoint, and the export of the one before.
+    saver.save(3, {"counter": Counter()}, best=True)
+    saver.save(4, {"counter": Counter()})
+    shutil.rmtree(own / "step_000004")
+    shutil.rmtree(exports / "step_000003")
+    saver.resume(own / "step_000003", best=3)
+    assert links() == {"latest": ["step_000003"] * 2, "best": ["step_000003"] * 2}
+    # Another directory for exports gets both, though it keeps one beside the best.
+    saver.save(5, {"counter": Counter()})
+    Saver(own, keep=1, asynchronous=False, exports=tmp_path / "new").resume(own / "step_000005", best=3)
+    assert sorted(os.listdir(tmp_path / "new")) == ["best", "latest", "step_000003", "step_000005"]
+    assert (os.readlink(tmp_path / "new/best"), os.readlink(tmp_path / "new/latest")) == ("step_000003", "step_000005")
+    # The best was removed: no other takes its name.
+    saver.resume(own / "step_000005", best=1)
+    assert links()["best"] == ["step_000003"] * 2
+    saver.resume(own / "step_000005", best=None)
+    assert links() == {"latest": ["step_000005"] * 2, "best": ["step_000003"] * 2}
 
 
 class Weights:
