@@ -68,20 +68,28 @@ def _texts(path: str, column: str | None) -> Iterator[str]:
     files = matching(Path(), [path]) if is_pattern(path) else [found] if (found := local_copy(path)) else []
     if files and all(file.is_file() and file.suffix in _TEXT_FILES for file in files):
         for file in files:
-            yield from _lines(file)
+            yield from _passages(file)
         return
     for where, row in read_rows(path):
         yield from _of_row(where, row, column)
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Yields the lines of a text file, each with its line break. Lines do as separate texts because no piece of the tokenizer spans
-    a line break and the words after it; only pieces of several line breaks are not found."""
+def _passages(path: Path) -> Iterator[str]:
+    """Yields the content of a text file in passages that give the tokenizer the same pieces as the whole, so that a file may be
+    larger than memory. A passage ends in a line break, and the next begins with something other than white space: no piece spans
+    that (`nmoe.text.tokenizer.PIECE_PATTERN`), but pieces have several line breaks, and indentation before one."""
+    passage: list[str] = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            yield from file
+            for line in file:
+                if passage and not line[0].isspace():
+                    yield "".join(passage)
+                    passage.clear()
+                passage.append(line)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text in UTF-8: {error}") from error
+    if passage:
+        yield "".join(passage)
 
 
 def _of_row(where: str, row: Mapping[str, Any], column: str | None) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 
-from nmoe.data.corpus import train_tokenizer
+from nmoe.data.corpus import _passages, train_tokenizer
 from nmoe.data.documents import Document, DocumentMixture, DocumentSource, read_documents
 from nmoe.errors import UserError
-from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
+from nmoe.text.tokenizer import PIECE_PATTERN, SMALLEST_VOCABULARY, Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +268,33 @@ def test_the_same_as_of_the_texts(files: Path, name: str) -> None:
     read = sum(len(text.encode()) for text in TEXTS)
     tokens = sum(len(trained.encode(text)) for text in TEXTS)
     assert lines[2] == f"{read / tokens:.2f} bytes a token on the first {read} bytes"
+
+
+CODE = "def f(x):\n    if x:\n        return 1\n\n\n    return 2\r\n\r\n  \n\t\ndef g(y):\n\n    return 3;\n}\n\n"
+
+
+def test_tokens_with_several_line_breaks_are_learned_from_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "code.md").write_bytes(CODE.encode() * 5)
+    list(train_tokenizer([str(tmp_path / "code.md")], tmp_path / "out", SMALLEST_VOCABULARY + 40))
+    trained = Tokenizer.load(tmp_path / "out")
+    assert trained.fingerprint == Tokenizer.train([CODE * 5], SMALLEST_VOCABULARY + 40).fingerprint
+    assert len(trained.encode("\n\n\n")) == 1
+
+
+@given(st.text(alphabet="aB7.'é \t\n\r\x0b\x1c\x85\xa0\u2028", max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_passages_of_a_text_file_have_the_pieces_of_the_whole(text: str) -> None:
+    pattern = Regex(PIECE_PATTERN)
+
+    def pieces(one: str) -> list[str]:
+        return [piece for piece, _ in pre_tokenizers.Split(pattern, behavior="isolated").pre_tokenize_str(one)]
+
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "a.txt")
+        file.write_bytes(text.encode())
+        found = list(_passages(file))
+    assert "".join(found) == text
+    assert [piece for passage in found for piece in pieces(passage)] == pieces(text)
 
 
 def test_several_files_and_a_limit(files: Path) -> None:
