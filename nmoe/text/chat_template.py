@@ -3,9 +3,9 @@
 The template writes the structure, with its control tokens. Content passes through the same template and cannot forge a control
 token (`nmoe.text.guard`).
 
-A conversation only grows. `continuation_ids` returns the tokens that the template writes after a sampled turn. A template that
-rewrites earlier messages (drops earlier reasoning, moves the system message) is refused, because the policy would be trained on
-another history than it saw.
+A conversation only grows. `continuation_ids` returns the tokens that the template writes after a turn that the policy sampled. A
+template that rewrites earlier messages (drops earlier reasoning, moves the system message) is refused, because the policy would be
+trained on another history than it saw.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ class ChatTemplate:
         effort: str | None = None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`effort` is given to the template as `reasoning_effort`. `arguments` are variables of this template, such as
-        `enable_thinking`, which transformers takes as keyword arguments and servers as `chat_template_kwargs`.
+        """Prepares the template's variables, and checks them and the tools against the template. `effort` is given to the template
+        as `reasoning_effort`. `arguments` are variables of this template, such as `enable_thinking`, which transformers takes as
+        keyword arguments and servers as `chat_template_kwargs`.
 
         Raises UserError if the tokenizer has no template or no end-of-turn token, if the template does not use `reasoning_effort`
-        or one of the arguments, and, with tools, if it cannot continue after a sampled turn.
+        or one of the arguments, if an argument has the name of a variable that every template gets, such as `messages`, and, with
+        tools, if the template cannot continue after a turn that the policy sampled.
         """
         names, template = tokenizer.named_tokens, tokenizer.chat_template
         if template is None or not tokenizer.end_ids:
@@ -134,8 +136,8 @@ class ChatTemplate:
         assistant's own words may contain the tags of reasoning and calls.
 
         A turn gets no piece if the template writes the text before it, its opening included, differently than in the prompt for
-        that turn: a policy cannot sample it there. Raises UserError if the template refuses the conversation, and for a turn
-        without an end.
+        that turn: a policy cannot sample it there. Nor does a message of the assistant's that begins the conversation. Raises
+        UserError if the template refuses the conversation, and for a turn without an end.
         """
         declared = [tool.as_function() for tool in tools]
         breaker, _ = self._guard.unused(strings([*messages, *declared]))
@@ -196,9 +198,9 @@ class ChatTemplate:
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
-        """The tokens that may not be part of a sampled turn: control tokens, and the tokens around a user's message and at the
-        opening of a turn, which some tokenizers do not call special. Tags of reasoning and calls are not included: in a turn they
-        are structure."""
+        """The ids of the tokens that may not be part of a turn that the policy samples: control tokens, and the tokens around a
+        user's message and at the opening of a turn, which some tokenizers do not call special. Tags of reasoning and calls are not
+        included: in a turn they are structure."""
         tags = {self._guard.added.get(tag) for tag in TAGS}
         asked = set(self.prompt_ids([Message("user", "?")])) & set(self._guard.added.values())
         return (self._tokenizer.control_ids | asked) - tags
@@ -228,14 +230,16 @@ class ChatTemplate:
         return text in self._template
 
     def completion_ids(self, text: str) -> list[int]:
-        """Renders a text as a sampled turn: names of control tokens become these tokens, and the end of the turn follows."""
+        """Renders a text as a turn that a policy would sample: names of control tokens become these tokens, and the end of the turn
+        follows."""
         end = self.stop_ids[0] if self._written_end is None else self._written_end
         return [*self._guard.encode(text, self._guard.unused([text])[0]), end]
 
     def continuation_ids(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolAnswer]]) -> list[int]:
         """Renders the tokens after the last sampled token of a turn with calls: the rest of that turn's end as the template writes
         it, the answers to the latest round of calls, and the start of the next turn. In the rendering, placeholders stand for the
-        sampled turns. Raises UserError if the template rewrites earlier messages."""
+        sampled turns. Raises UserError if the template rewrites earlier messages, or does not end a turn with one of the tokens
+        that end turns."""
         answers = [answer.content for round_ in rounds for answer in round_]
         breaker, mark = self._guard.unused([*answers, *(message.content for message in messages)])
         history = self._guard.messages(messages, breaker)
@@ -267,7 +271,8 @@ class ChatTemplate:
         template writes it, the user's words, and the start of the next turn.
 
         The last two messages are the sampled turn, replaced by a placeholder, and the user's message. Returns None if the template
-        then rewrites earlier messages, for example by dropping their reasoning.
+        then rewrites earlier messages, for example by dropping their reasoning, and if it does not end a turn with one of the
+        tokens that end turns.
         """
         *earlier, _, user = messages
         breaker, mark = self._guard.unused(message.content for message in messages)

@@ -81,8 +81,8 @@ class ToolDefinition:
 
 
 def split_reasoning(message: ChatMessage) -> tuple[str | None, str]:
-    """Splits a message into reasoning (None if it has none) and content. The reasoning is in its own field, or between think tags
-    at the start of the content."""
+    """Splits a message into reasoning (None if it has none) and content. The reasoning is in its own field or, in an assistant's
+    message, between think tags at the start of the content."""
     if message.reasoning is not None or message.role != "assistant":
         return message.reasoning, message.content
     head, closed, rest = message.content.partition(END_THINK)

@@ -1,7 +1,7 @@
 """Converts the tokenizer in a GGUF file to Hugging Face's: byte-level BPE (`tokenizer.ggml.model = gpt2`), or SentencePiece's BPE
 (`llama`).
 
-llama.cpp keeps tokens, their kinds, and merges or scores. The rule by which a text is cut before merging has only a name there
+llama.cpp keeps tokens, their types, and merges or scores. The rule by which a text is cut before merging has only a name there
 (`tokenizer.ggml.pre`), which stands for the rule of the family's tokenizer.
 """
 
@@ -75,7 +75,7 @@ def tokenizer_of(file: GGUFFile) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Returns the tokenizer of a GGUF file, and the text of the files to save with it: `tokenizer_config.json`, with the chat
     templates.
 
-    Raises UserError for a kind of tokenizer that is not supported.
+    Raises UserError for a tokenizer of a type that is not supported, and for a file whose values do not fit together.
     """
     tokens = _strings(file, "tokenizer.ggml.tokens")
     kinds = file.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))

@@ -111,8 +111,8 @@ def read_header(author: Segment, channel: Segment | None, constrain: Segment | N
     """Parses a message header from its parts; returns the message, with empty content.
 
     Lenient where the reference parser is, because models write all of these: the recipient may stand before or after the channel, a
-    content type may follow it without <|constrain|>, and segments may end in white space. Anything else raises HarmonyError with
-    the position of the segment at fault.
+    content type may follow the recipient without <|constrain|>, and segments may end in white space. Anything else raises
+    HarmonyError with the position of the segment at fault.
     """
     author_word, *words = _words(author, "an author")
     rest = [(word, author.position) for word in words]

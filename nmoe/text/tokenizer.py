@@ -57,8 +57,9 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, side_files: Mapping[str, str], origin: str, ends: Sequence[int] = ()
     ) -> None:
-        """`side_files` are saved together with the model file; `origin` names this tokenizer in errors. `ends` are the tokens that
-        end a turn in the generation settings of the checkpoint."""
+        """Wraps a tokenizer of Hugging Face's library, so that text cannot become control tokens. `side_files` are saved together
+        with the model file; `origin` names this tokenizer in errors. `ends` are the tokens that end a turn in the generation
+        settings of the checkpoint. Raises UserError if the text of a control token of Harmony's encodes to the token itself."""
         self._side_files = dict(side_files)
         self._origin = origin
         self._named_ends = tuple(ends)
@@ -97,7 +98,8 @@ class Tokenizer:
         tokens.
 
         The same texts, in any order, give the same tokenizer. A corpus with fewer repeated pairs than needed gives a smaller
-        vocabulary. Raises UserError for a vocabulary too small for all bytes and control tokens.
+        vocabulary. Raises UserError for a vocabulary too small for all bytes and control tokens, and for a text with a lone
+        surrogate, which is no character.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise UserError(
@@ -154,9 +156,10 @@ class Tokenizer:
         return cls(backend, side_files, str(directory), ends)
 
     def save(self, directory: Path) -> None:
-        """Writes the tokenizer as Hugging Face files, for `load` and for transformers' AutoTokenizer. Tokens that end a turn are
-        added to an existing generation_config.json; a new one is written only for ends that no other file can name. Raises
-        StorageError."""
+        """Writes the tokenizer as Hugging Face files, for `load` and for transformers' AutoTokenizer. If the directory has a
+        generation_config.json that names tokens that end a turn, the missing ones are added to it; otherwise they are written there
+        only if the checkpoint's generation settings named any (`generation_ends`). Raises StorageError if the files cannot be
+        written."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             files = {_MODEL_FILE: self._definition(pretty=True), **self._side_files}

@@ -47,7 +47,7 @@ RENDERERS: dict[str, type[HarmonyRenderer] | type[ChatRenderer] | type[PlainRend
 
 def make_renderer(tokenizer: Tokenizer, form: RenderFormat = "auto") -> Renderer:
     """Creates the renderer of a format. "auto" is the tokenizer's own format: Harmony if it has Harmony's control tokens, else its
-    chat template. Raises UserError if it has neither."""
+    chat template. Raises UserError if it has neither, or lacks the tokens or the template that a named format needs."""
     if form == "auto":
         natural = natural_format(tokenizer)
         if natural is None:

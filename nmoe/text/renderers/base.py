@@ -101,13 +101,14 @@ class Renderer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end a sampled turn."""
+        """The ids of the tokens that end a turn when the policy samples them."""
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Renders a conversation and the start of the assistant's next turn."""
 
     def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
-        """Returns the tool calls at the end of a turn; none for the last turn of an answer, well-formed or not."""
+        """Returns the tool calls of a turn; none for the last turn of an answer, well-formed or not. `turn` is the turn's index in
+        the answer, with which the ids of the calls begin."""
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
         """Renders the tokens after the last sampled token of a turn with calls: the answers to the latest round of calls, and the
@@ -127,7 +128,7 @@ class Renderer(Protocol):
         """Parses the turns of one answer, the last of which calls no tool."""
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
-        """Returns the messages of one sampled turn as dictionaries, for people and for replays."""
+        """Returns the messages of one turn that the policy sampled as dictionaries, for people and for replays."""
 
     def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
         """Returns a turn's reasoning (None if there is none) and its other text, as far as the turn follows the format."""

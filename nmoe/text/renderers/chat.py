@@ -53,7 +53,7 @@ class ChatRenderer:
         effort: ReasoningEffort | None = None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`effort` and `arguments` are given to the chat template. Raises UserError as `ChatTemplate` does."""
+        """Prepares the tokenizer's chat template, which gets `effort` and `arguments`. Raises UserError as `ChatTemplate` does."""
         assert isinstance(tokenizer, Tokenizer), "only a tokenizer of Hugging Face files has a chat template"
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, effort, arguments)
@@ -154,7 +154,8 @@ class ChatRenderer:
         return event.call.name if event.call.name in self._names else "unknown"
 
     def _read(self, token_ids: Sequence[int]) -> tuple[ChatTurn, bool]:
-        """Parses a turn; returns it, and whether it ended by itself. A turn with a control token inside is not well-formed."""
+        """Parses a turn; returns it, and whether it ended by itself, with a token that ends turns. A turn with a control token
+        inside is not well-formed."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         body = token_ids[:-1] if ended else token_ids
         said = read_turn(self._tokenizer.decode(body), self._template.opens_reasoning)

@@ -37,7 +37,9 @@ class HarmonyRenderer:
         tools: Sequence[ToolDefinition] = (),
         effort: ReasoningEffort | None = None,
     ) -> None:
-        """`effort` is written into the system message of prompts, in the words that the gpt-oss models were trained with."""
+        """Prepares the format for a tokenizer, and the declaration of the tools. `effort` is written into the system message of
+        prompts, in the words that the gpt-oss models were trained with. Raises UserError if the tokenizer lacks a control token of
+        Harmony's."""
         self._harmony = Harmony(tokenizer)
         self._distance = HarmonyDistance(self._harmony)
         self._tools = tools
@@ -202,7 +204,7 @@ class _Turn:
 
 def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Turn | list[Message]]:
     """Splits a conversation into the assistant's turns and the lists of messages between them, leaving out messages after the last
-    turn. Raises UserError for a tool's answer without a call."""
+    turn. Raises UserError for a tool's answer without a call, or without the tool's name."""
     parts: list[_Turn | list[Message]] = [[]]
     names: dict[str, str] = {}
     pending: list[str] = []
