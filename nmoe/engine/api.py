@@ -66,6 +66,10 @@ class Engine(Protocol):
     `update_weights` takes the weights that `Learner.publish` hands over; tokens sampled from then on carry `version`. The source is
     the learner's model with all its weights, or a `nmoe.model.lora.Lora`: then the engine keeps its base, and only
     `nmoe.model.peft_format.adapter_tensors(source)` are new. An engine that runs the source's own module has nothing to copy.
+
+    `forget_prefixes` forgets the keys and values of earlier prompts. With fast numerics a cached prefix can give other bits than
+    one that is computed, so that a run which has to repeat starts each step without any. `sleep` frees memory that the learner can
+    use while nothing is sampled. Both are called between two calls of `run`.
     """
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...
@@ -81,5 +85,9 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     async def update_weights(self, source: Any, version: int) -> None: ...
+
+    def forget_prefixes(self) -> None: ...
+
+    def sleep(self) -> None: ...
 
     def stats(self) -> EngineStats: ...

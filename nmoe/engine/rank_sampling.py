@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from nmoe.engine.api import Delta, EngineStats, Request
+from nmoe.engine.api import Delta, Engine, EngineStats, Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import new_model
@@ -38,7 +38,7 @@ class Trained(Protocol):
     lora: Lora | None
 
 
-def sampling_engine(learner: Trained, max_sequences: int, cache_mb: int = 0) -> NativeEngine | RanksEngine:
+def sampling_engine(learner: Trained, max_sequences: int, cache_mb: int = 0) -> Engine:
     """The engine that samples the model of a learner: on all of its ranks, or in this process. `max_sequences` and `cache_mb` hold
     for each rank."""
     if gang().size == 1:

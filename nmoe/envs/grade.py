@@ -13,7 +13,7 @@ A problem without a gold answer gives neither correctness nor efficiency, becaus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -155,12 +155,14 @@ class Grader:
         turns: Sequence[Turn],
         token_limit: int,
         *,
+        weights: Mapping[str, float] | None = None,
         ended: Failure | None = None,
         tool_events: Sequence[ToolEvent] = (),
         session: ToolSession | None = None,
         exchanges: Sequence[Exchange] = (),
     ) -> Grade:
-        """Grades a trajectory of one or more turns, of at most `token_limit` sampled tokens, under the current weights.
+        """Grades a trajectory of one or more turns, of at most `token_limit` sampled tokens. `weights` weigh the components;
+        default: the current ones.
 
         `ended` names a failure that ended the trajectory before the policy did. If it is None, the engine's finish reason of the
         last turn decides: "stop", "length" or "abort". `exchanges` are a conversation task's responses.
@@ -219,7 +221,7 @@ class Grader:
             "reasoning_ok": float(reasoning_ok),
             "tool_use_ok": float(tool_use_ok),
         }
-        weights = self.weights
+        weights = self.weights if weights is None else dict(weights)
         score = sum(weights[name] * value for name, value in components.items())
         return Grade(score, components, failure, extras, answer, verdict, weights)
 

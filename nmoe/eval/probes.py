@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from nmoe.config.environment import held_out
 from nmoe.config.modes import Mode
@@ -31,14 +31,6 @@ from nmoe.runs.directory import RunDirectory
 from nmoe.runs.ledger import OUTSIDE
 from nmoe.runs.samples import COMPLETIONS, bounded, how_ended
 from nmoe.text.tokenizer import Tokenizer
-
-
-class ProbedEngine(Engine, Protocol):
-    """An inference engine that can sample evaluation problems between the steps of a run."""
-
-    def forget_prefixes(self) -> None: ...
-
-    def sleep(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -132,7 +124,7 @@ class Probes:
     def __bool__(self) -> bool:
         return bool(self._asked)
 
-    def evaluate(self, step: int, engine: ProbedEngine, directory: RunDirectory) -> list[dict[str, Any]]:
+    def evaluate(self, step: int, engine: Engine, directory: RunDirectory) -> list[dict[str, Any]]:
         """Evaluates the environments that are due at this step; returns JSON records with their differences from step 0.
 
         If a grader fails, saves the sample that it failed on, and raises its GradingError.

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import ProbedConfig, SupervisedConfig
 from nmoe.config.tables.recipes import RecordsSection
-from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.rank_sampling import RanksEngine, sampling_engine
+from nmoe.engine.api import Engine
+from nmoe.engine.rank_sampling import sampling_engine
 from nmoe.errors import UserError
 from nmoe.eval.early_stopping import since_baseline, since_start
 from nmoe.eval.probes import Probes, probes_of
@@ -158,7 +158,7 @@ class Probing:
     """Evaluates a supervised run on environments: the problems to sample, and the inference engine that samples them."""
 
     probes: Probes
-    engine: NativeEngine | RanksEngine
+    engine: Engine
 
     @classmethod
     def of(cls, config: ProbedConfig, learner: Learner, tokenizer: Tokenizer, stack: ExitStack) -> Probing:

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import RLConfig
-from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.rank_sampling import RanksEngine
+from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.probes import Probes
@@ -50,7 +49,7 @@ class PolicyGradient(Recipe):
         environment: Environment,
         tools: ToolRuntime,
         probes: Probes,
-        engine: NativeEngine | RanksEngine,
+        engine: Engine,
         sampler: RolloutSampler,
         advantages: Advantages,
         policy: PolicyUpdate,

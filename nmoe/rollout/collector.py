@@ -29,6 +29,24 @@ from nmoe.types import Failure, Grade, Problem, Sample, Sampling, TrainerState, 
 _AT_THE_START = TrainerState()
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a group of samples is sampled and graded under, fixed when the group is issued.
+
+    The curriculum may reach its next stage, and the trainer its next step, while the group is sampled. Advantages compare the
+    samples of a group, so that all of them are graded by the same weights. `key` begins the seeds of the group. `state` is what
+    `[[rewards]]` receive; None skips these rewards. `given` are the tokens with which every answer begins. `weights` are the
+    weights of a grade's components.
+    """
+
+    samples: int
+    sampling: Sampling
+    key: tuple[str | int, ...]
+    state: TrainerState | None
+    given: tuple[int, ...]
+    weights: Mapping[str, float]
+
+
 class GradingError(Exception):
     """A grader or a conversation task raised an exception on the attached trajectory.
 
@@ -120,62 +138,54 @@ class Collector:
         """
         began, self._grade_s = time.perf_counter(), 0.0
         given = self._environment.prompts.given_ids if give_start else ()
+        terms = Terms(samples, sampling, key, state, given, self._environment.grader.weights)
         named = list(zip(range(len(problems)) if positions is None else positions, problems, strict=True))
-        groups = self._engine.run(self._collect(named, samples, sampling, key, on_group, state, given))
+        groups = self._engine.run(self._collect(named, terms, on_group))
         return Collected(groups, time.perf_counter() - began, self._grade_s)
 
     async def _collect(
         self,
         named: Sequence[tuple[int, Problem]],
-        samples: int,
-        sampling: Sampling,
-        key: tuple[str | int, ...],
+        terms: Terms,
         on_group: Callable[[Group], None] | None,
-        state: TrainerState | None,
-        given: tuple[int, ...],
     ) -> list[Group]:
         async def group(position: int, problem: Problem) -> Group:
-            done = await self._group(problem, samples, sampling, (*key, position), state, given)
+            done = await self._group(problem, position, terms)
             if on_group is not None:
                 on_group(done)
             return done
 
         async with AsyncExitStack() as stack:
-            for reward in () if state is None else self._environment.rewards:
+            for reward in () if terms.state is None else self._environment.rewards:
                 await stack.enter_async_context(reward.opened())
             return await all_or_none([group(position, problem) for position, problem in named])
 
-    async def _group(
-        self,
-        problem: Problem,
-        samples: int,
-        sampling: Sampling,
-        key: tuple[str | int, ...],
-        state: TrainerState | None,
-        given: tuple[int, ...],
-    ) -> Group:
-        prompts, max_new_tokens = self._environment.prompts, sampling.max_new_tokens
+    async def _group(self, problem: Problem, position: int, terms: Terms) -> Group:
+        prompts, max_new_tokens = self._environment.prompts, terms.sampling.max_new_tokens
         prompt_ids = prompts.check(problem, self._context_tokens, max_new_tokens)
+        key, given = (*terms.key, position), terms.given
         sampling = replace(
-            sampling,
+            terms.sampling,
             max_new_tokens=prompts.token_limit(max_new_tokens),
             stop_ids=self._environment.renderer.stop_ids,
             seed=request_seed(*key),
         )
-        first_turns: list[asyncio.Future[Sample]] = [asyncio.get_running_loop().create_future() for _ in range(samples)]
+        first_turns: list[asyncio.Future[Sample]] = [
+            asyncio.get_running_loop().create_future() for _ in range(terms.samples)
+        ]
 
         async def trajectory(index: int) -> Trajectory:
             turns = [Turn(given, await first_turns[index], "form" if given else "tool")]
-            return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns))
+            return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns), terms.weights)
 
         async def sample_first_turns() -> None:
-            request = Request((*prompt_ids, *given), samples, sampling, f"{key[:-1]}/{key[-1]}")
+            request = Request((*prompt_ids, *given), terms.samples, sampling, f"{terms.key}/{position}")
             async with aclosing(self._engine.samples(request)) as sampled:
                 async for index, sample in sampled:
                     first_turns[index].set_result(sample)
 
-        _, *trajectories = await all_or_none([sample_first_turns(), *map(trajectory, range(samples))])
-        return Group(problem, await self._rewarded(trajectories, state))
+        _, *trajectories = await all_or_none([sample_first_turns(), *map(trajectory, range(terms.samples))])
+        return Group(problem, await self._rewarded(trajectories, terms.state))
 
     async def _rewarded(self, trajectories: list[Trajectory], state: TrainerState | None) -> list[Trajectory]:
         """Returns the trajectories with the ratings of `[[rewards]]` added to their grades, except after infrastructure failures.
@@ -202,7 +212,7 @@ class Collector:
         graded = {trajectory.index: grade for trajectory, grade in zip(judged, grades, strict=True)}
         return [replace(one, grade=graded.get(one.index, one.grade)) for one in trajectories]
 
-    async def _trajectory(self, episode: Episode) -> Trajectory:
+    async def _trajectory(self, episode: Episode, weights: Mapping[str, float]) -> Trajectory:
         problem = episode.problem
         prepare = None if self._workspaces is None else partial(self._workspaces.prepare, problem)
         files, access = self._environment.prompts.files(problem), self._environment.access
@@ -218,26 +228,27 @@ class Collector:
                     ended = await self._player.play(episode, session)
                 except ConversationError as error:
                     cause = error.__cause__
-                    raise _failed(self._ungraded(episode, session), cause, "answering") from cause
+                    raise _failed(self._ungraded(episode, session, weights), cause, "answering") from cause
             began = time.perf_counter()
             try:
                 grade = await self._environment.grader.grade(
                     problem,
                     episode.turns,
                     episode.sampling.max_new_tokens,
+                    weights=weights,
                     ended=ended,
                     tool_events=episode.tool_events,
                     session=session,
                     exchanges=episode.exchanges,
                 )
             except Exception as error:
-                raise _failed(self._ungraded(episode, session), error, "grading") from error
+                raise _failed(self._ungraded(episode, session, weights), error, "grading") from error
             self._grade_s += time.perf_counter() - began
             workspace = {"failed": reason} if reason is not None else await self._keep_files(episode, session, grade)
         return self._done(episode, grade, workspace)
 
-    def _ungraded(self, episode: Episode, session: ToolSession) -> Trajectory:
-        ungraded = Grade(0.0, {}, "grader_error", {}, None, weights=self._environment.grader.weights)
+    def _ungraded(self, episode: Episode, session: ToolSession, weights: Mapping[str, float]) -> Trajectory:
+        ungraded = Grade(0.0, {}, "grader_error", {}, None, weights=dict(weights))
         return self._done(episode, ungraded, None if session.prepared is None else session.prepared.provenance)
 
     def _done(self, episode: Episode, grade: Grade, workspace: Mapping[str, Any] | None) -> Trajectory:

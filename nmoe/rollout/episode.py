@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from nmoe.engine.api import Engine, Request
@@ -27,6 +29,17 @@ def request_seed(*key: str | int) -> int:
     that depends on timing may be in the key, such as the step, a refill or an index in the batch.
     """
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
+
+
+@contextmanager
+def _stopped(clock: asyncio.Timeout) -> Iterator[None]:
+    """Stops a timeout's clock while the block runs."""
+    loop, due = asyncio.get_running_loop(), clock.when()
+    assert due is not None, "only this function stops the clock"
+    left = due - loop.time()
+    clock.reschedule(None)
+    yield
+    clock.reschedule(loop.time() + left)
 
 
 class ConversationError(Exception):
@@ -75,6 +88,9 @@ class Player:
     async def play(self, episode: Episode, session: ToolSession) -> Failure | None:
         """Plays an episode from its first sampled turn to its end. Raises ConversationError if the task raises.
 
+        `budget.wall_s` bounds the tools and the task. Its clock stops while a turn is sampled: how long an engine takes, with a
+        queue or a publication of weights before it, is not the policy's doing, and `timeout` is a failure that is graded.
+
         Returns the failure that ended the episode before the policy did; None if the policy or the task ended it.
         """
         if not self._environment.tools and not self._environment.converses:
@@ -82,7 +98,7 @@ class Player:
         try:
             async with asyncio.timeout(self._environment.budget.wall_s) as clock:
                 while True:
-                    ended = await self._next_turn(episode, session)
+                    ended = await self._next_turn(episode, session, clock)
                     if ended is not None:
                         return None if ended == "ok" else ended
         except TimeoutError:
@@ -90,7 +106,7 @@ class Player:
                 raise
             return "timeout"
 
-    async def _next_turn(self, episode: Episode, session: ToolSession) -> Failure | None:
+    async def _next_turn(self, episode: Episode, session: ToolSession, clock: asyncio.Timeout) -> Failure | None:
         """Answers the last turn's tool calls or message, and samples another turn. Returns None if the episode continues, else how
         it ended.
 
@@ -102,7 +118,7 @@ class Player:
         may_call = environment.tools and last.finish_reason == "stop"
         calls = environment.renderer.calls(len(episode.turns) - 1, last.token_ids) if may_call else []
         if not calls:
-            return await self._next_answer(episode)
+            return await self._next_answer(episode, clock)
         if len(episode.turns) >= budget.turns or len(episode.tool_events) + len(calls) > budget.tool_calls:
             return "budget_exceeded"
         events = await self._executor.run(calls, session)
@@ -113,9 +129,9 @@ class Player:
         if session.lost:
             return "timeout"
         given = environment.renderer.answer_calls(environment.prompts.messages(episode.problem), episode.rounds)
-        return await self._sample_on(episode, "tool", given)
+        return await self._sample_on(episode, "tool", given, clock)
 
-    async def _next_answer(self, episode: Episode) -> Failure | None:
+    async def _next_answer(self, episode: Episode, clock: asyncio.Timeout) -> Failure | None:
         """Has the task respond to the last turn as the user, and samples another turn; returns as `_next_turn` does."""
         problem, turns, exchanges = episode.problem, episode.turns, episode.exchanges
         try:
@@ -130,15 +146,19 @@ class Player:
         if len(turns) >= self._environment.budget.turns:
             return "budget_exceeded"
         kind, given = self._environment.prompts.follow_up(problem, turns, episode.tool_events, exchanges)
-        return await self._sample_on(episode, kind, given)
+        return await self._sample_on(episode, kind, given, clock)
 
-    async def _sample_on(self, episode: Episode, kind: Given, given: list[int]) -> Failure | None:
+    async def _sample_on(
+        self, episode: Episode, kind: Given, given: list[int], clock: asyncio.Timeout
+    ) -> Failure | None:
         prompt_ids = tuple(given) if kind == "prompt" else (*episode.ids(), *given)
         left = episode.sampling.max_new_tokens - episode.sampled_tokens
         room = self._context_tokens - len(prompt_ids)
         if min(left, room) < 1:
             return "truncated"
-        episode.turns.append(Turn(tuple(given), await self._sample(episode, prompt_ids, min(left, room)), kind))
+        with _stopped(clock):
+            sample = await self._sample(episode, prompt_ids, min(left, room))
+        episode.turns.append(Turn(tuple(given), sample, kind))
         return None
 
     async def _sample(self, episode: Episode, prompt_ids: tuple[int, ...], tokens: int) -> Sample:

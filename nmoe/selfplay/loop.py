@@ -24,8 +24,9 @@ from nmoe.config.environment import EnvironmentSettings, reseeded
 from nmoe.config.modes import mode_of
 from nmoe.config.tables.pools import SelfplayPool
 from nmoe.config.tables.rewards import Rubric
+from nmoe.engine.api import Engine
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.rank_sampling import RanksEngine, sampling_engine
+from nmoe.engine.rank_sampling import sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import OpenProblems
 from nmoe.envs.tools.runtime import ToolRuntime
@@ -235,7 +236,7 @@ class Selfplay(Recipe):
         self.roles = roles
         self.learners = roles.learners
         sizes = config.engine.max_sequences, config.engine.cache_mb
-        self.engines: dict[int, NativeEngine | RanksEngine] = {
+        self.engines: dict[int, Engine] = {
             id(learner.model): sampling_engine(learner, *sizes) for learner in self.learners.values()
         }
         for model in roles.models:

@@ -26,6 +26,17 @@ Make = Callable[..., Environment]
 POOL = '[task_pool]\ntype = "generated"\ntask_type = "sort"\n'
 PROBLEMS = [Problem(f"demo/{i}", "sort", f"Sort: {i}{i}0", f"0{i}{i}", "demo") for i in range(1, 5)]
 KEY = (7, "train", 3, 0)
+STAGES = """
+[curriculum]
+window_steps = 1
+[[curriculum.stages]]
+name = "format"
+weights = {format = 2.0}
+gate = {metric = "format_ok", at_least = 0.5}
+[[curriculum.stages]]
+name = "correctness"
+weights = {correctness = 7.0}
+"""
 
 
 class ScriptedEngine:
@@ -124,6 +135,26 @@ def test_the_environment_s_budget_bounds_a_completion(environment: Make, engine:
     groups = collect(engine, environment(POOL + "[budget]\ncompletion_tokens = 5\n"), 2, Sampling(30))
     assert {request.sampling.max_new_tokens for request in engine.requests} == {5}
     assert {t.grade.failure for group in groups for t in group.trajectories} == {"budget_exceeded"}
+
+
+def test_a_group_is_graded_by_the_stage_that_it_was_issued_in(environment: Make, harmony: Harmony) -> None:
+    """Samples of one group that two stages of the curriculum grade would have advantages of no single reward."""
+    demo = environment(POOL + STAGES)
+    assert demo.curriculum is not None
+
+    class Advancing(ScriptedEngine):
+        async def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]:
+            yield 0, answer(harmony, "011")
+            for _ in range(20):
+                await asyncio.sleep(0)
+            demo.curriculum.observe({"format_ok": 1.0})  # type: ignore[union-attr]
+            yield 1, answer(harmony, "011")
+
+    collector = Collector(Advancing([]), demo, 200)  # type: ignore[arg-type]
+    (group,) = collector.collect(PROBLEMS[:1], 2, Sampling(30), KEY).groups
+    assert demo.curriculum.stage == "correctness"
+    assert [t.grade.weights["format"] for t in group.trajectories] == [2.0, 2.0]
+    assert [t.grade.score for t in group.trajectories] == [2.0, 2.0]
 
 
 def test_a_prompt_that_does_not_fit_is_named(environment: Make, engine: ScriptedEngine) -> None:

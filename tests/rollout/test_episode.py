@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -264,6 +264,28 @@ def test_the_wall_clock_ends_a_slow_trajectory_and_keeps_its_turns(environment: 
     assert (trajectory.grade.failure, trajectory.grade.score) == ("timeout", 0.0)
     assert trajectory.trainable  # it was the policy that called
     assert (len(trajectory.turns), [event.call.name for event in trajectory.tool_events]) == (2, ["add"])
+
+
+def test_the_wall_clock_stops_while_an_engine_samples(environment: Make, harmony: Harmony) -> None:
+    demo = environment(POOL + TOOLS + "[budget]\nwall_s = 0.3\ntool_s = 9\n")
+    slow, quick = call(harmony, "sleep", '{"seconds": 0.2}'), call(harmony, "add", '{"x": 1}')
+
+    class BusyEngine(ScriptedEngine):
+        async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
+            await asyncio.sleep(0.4)  # a queue, or a publication of weights
+            async for one in super().samples(request):
+                yield one
+
+    def played(*turns: list[int]) -> Trajectory:
+        engine = BusyEngine(in_turn(*turns))
+        collector = Collector(engine, demo, CONTEXT, FakeSandboxes(FakeSandbox()))  # type: ignore[arg-type]
+        ((trajectory,),) = [g.trajectories for g in collector.collect([PROBLEM], 1, Sampling(400), KEY).groups]
+        return trajectory
+
+    assert played(quick, quick, final(harmony)).grade.failure == "ok"
+    # The clock goes on from where it stopped: two calls of 0.2 s exceed 0.3 s, with an engine's turn between them.
+    trajectory = played(slow, slow, final(harmony))
+    assert (trajectory.grade.failure, len(trajectory.turns)) == ("timeout", 2)
 
 
 def test_a_sandbox_that_a_call_was_torn_out_of_is_not_used_again(
