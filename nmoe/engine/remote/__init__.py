@@ -1,0 +1,1 @@
+"""Engines in other processes, as seen from this one."""

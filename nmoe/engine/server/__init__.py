@@ -1,0 +1,1 @@
+"""The native engine behind HTTP: `python -m nmoe.engine.server CHECKPOINT`."""
