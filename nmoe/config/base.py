@@ -130,8 +130,9 @@ class Section(BaseModel):
                 yield Conflict(name, f"must be at most {MOST:,}")
 
     def _paths_that_are_none(self) -> Iterator[Conflict]:
-        """Yields a conflict for each path that cannot be opened as meant: with a null character (Python's error would not name
-        the key), with a leading `~` (only shells expand it), or with a slice that lacks its `@`."""
+        """Yields a conflict for each value that cannot be opened as a path in the way that it is meant: any string that begins with
+        `~/` (only shells expand it), and data paths with a null character (Python's error would not name the key) or with a slice
+        that lacks its `@`."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -166,7 +167,8 @@ _SPLIT = re.compile(rf"(?P<name>\w[\w.-]*)(?:{_SLICE})?")
 
 
 def split_path(path: str) -> tuple[str, Slice]:
-    """Splits a path into the file and the slice after `@`: `"train.jsonl@[:1024]"` gives `("train.jsonl", (None, "1024"))`."""
+    """Splits a path into the file and the slice after `@`: `"train.jsonl@[:1024]"` gives `("train.jsonl", (None, "1024"))`. Without
+    a slice both bounds are None."""
     match = _PATH.fullmatch(path)
     return (path, (None, None)) if match is None else (match["name"], (match["start"], match["stop"]))
 

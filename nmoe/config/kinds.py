@@ -45,7 +45,7 @@ def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str]
 
     `tables` is the parsed file, and `keys` are the top-level keys of file and overrides. The file is of another kind if `schema`
     has none of its keys and the other kind has most of them, or if `schema` requires a table that is missing and unknown to the
-    other kind, while the other kind misses none.
+    other kind, while the other kind misses none and has more of the file's tables.
     """
     own = next((name for name, other in _KINDS.items() if other is schema), None)
     if own is None or not tables:

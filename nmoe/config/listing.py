@@ -1,4 +1,4 @@
-"""Lists the packaged environments and configurations, and shows the text of one."""
+"""Lists the packaged environments, configurations and data preparations, and shows the text of one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATH = re.compile(r'\b(path\s*=\s*)"([^"\n]+)"')
 
 
 def list_environments() -> Iterator[str]:
-    """Returns a table of the packaged environments: name, version, format, kind of pool, package, description.
+    """Returns the lines of a table of the packaged environments: name, version, format, type of task pool, package, description.
 
     An environment that cannot be read is listed with the reason.
     """
@@ -32,8 +32,8 @@ def list_environments() -> Iterator[str]:
 
 
 def list_configurations() -> Iterator[str]:
-    """Returns a table of the packaged configurations and preparations: name, command, package, description. Command and
-    description come from the file's leading comment: the command line in it, and its first sentence."""
+    """Returns the lines of a table of the packaged configurations and preparations: name, command, package, description. Command
+    and description come from the file's leading comment: the command line in it, and its first sentence."""
     listed = [*packaged_configurations(), *packaged_preparations()]
     return columns([("NAME", "COMMAND", "FROM", "DESCRIPTION"), *map(_configuration, listed)])
 
@@ -46,7 +46,8 @@ def show_configuration(named: str) -> str:
 
 
 def show_environment(named: str) -> str:
-    """Returns the text of a packaged environment, so that a copy works in any directory: data paths are made absolute."""
+    """Returns the text of a packaged environment, so that a copy works in any directory: data paths are made absolute. Raises
+    UserError if there is none of this name."""
     return _from_anywhere(packaged_environment(named))
 
 

@@ -67,7 +67,8 @@ def lay_over(
     data: dict[str, Any], where: Locator, over: dict[str, Any], where_over: Locator, table: KeyPath = ()
 ) -> None:
     """Merges the document `over` into `data`, in place: tables are merged key by key, other values are replaced. A table with
-    another `type` is replaced too, since its keys differ."""
+    another `type` is replaced too, since its keys differ. A table whose only key is an integer stands for the item of an array with
+    this index."""
     for key, value in over.items():
         path = (*table, key)
         below = data.get(key)

@@ -147,8 +147,9 @@ def _unknown_key(
     schema: type[Section],
     commands: Mapping[str, type[Section]],
 ) -> str:
-    """Returns the message for an unknown key: the commands that have it, or nmoe's key for another framework's, or else a similar
-    key of the same table, or the same key in another table.
+    """Returns the message for an unknown key. It names the first of these that there is: the commands that have the key, nmoe's key
+    for another framework's, why nmoe has no such key, the commands that have the table, a similar key of the same table, the same
+    key in another table, and the keys of the table.
 
     `leaves` are the values below `path` that were written at `place`: a command that has the table may lack some of them.
     """

@@ -38,12 +38,13 @@ _of_this_call: ContextVar[dict[str, Any] | None] = ContextVar("_of_this_call", d
 
 
 class Registry:
-    """The parts of one kind, by name. Its methods raise UserError for a name that has no part, or more than one."""
+    """The parts of one kind (the tasks, say, or the losses), by name. `get` raises UserError for a name that has no part, or more
+    than one."""
 
     def __init__(self, kind: str, group: str, builtin: Mapping[str, str] = _NOTHING, key: str = "") -> None:
-        """`kind`, such as "task", names the parts in messages; `group`, such as `nmoe.tasks`, is the group of entry points.
-        `builtin` has nmoe's parts: name -> `module:attribute`. `key` is the setting that names one, if other frameworks call its
-        values by other names (`nmoe.config.elsewhere`)."""
+        """Begins with the built-in parts. `kind`, such as "task", names the parts in messages; `group`, such as `nmoe.tasks`, is
+        the group of entry points. `builtin` has nmoe's parts: name -> `module:attribute`. `key` is the setting that names one, if
+        other frameworks call its values by other names (`nmoe.config.elsewhere`)."""
         self.kind, self.group, self.builtin, self.key = kind, group, builtin, key
         self._registered: dict[str, Any] = {}
 
@@ -70,7 +71,8 @@ class Registry:
         return f"must be {known}{article} {self.kind} of your own as `package.module:Name`{hint}"
 
     def get(self, name: str) -> Any:
-        """Returns the part with this name, importing its module if necessary."""
+        """Returns the part with this name, importing its module if necessary. Raises UserError if there is none, or if several
+        packages offer one."""
         if name in self._registered:
             return self._registered[name]
         if name in self.builtin:

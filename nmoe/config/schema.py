@@ -89,7 +89,7 @@ def has_several_types(annotation: Any) -> bool:
 
 
 def item_of(annotation: Any, index: str | int) -> Any:
-    """Returns the annotation of an array's item; None if the annotation is not an array."""
+    """Returns the annotation of an array's item with this index; None if the annotation is not an array, or has no such item."""
     if get_origin(annotation) in (Annotated, Union, UnionType):
         arrays = [member for member in get_args(annotation) if member is not NoneType]
         return item_of(arrays[0], index)

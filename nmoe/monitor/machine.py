@@ -146,7 +146,8 @@ def _watch(pauses: Pauses, over: threading.Event) -> None:
 
 
 class StalledRule(Rule[StalledSection]):
-    """Fires when a step takes far longer than earlier ones, without counting time in which the process was suspended."""
+    """Fires when a step takes far longer than the median of up to 50 earlier ones, from the sixth step on. Time in which the
+    process was suspended does not count."""
 
     name = "stalled"
     source = "training guidelines, monitoring: a stalled rollout"

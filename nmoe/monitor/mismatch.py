@@ -26,9 +26,9 @@ def highest_mismatch(precision: str, entropy: float) -> float:
 
 
 class MismatchRule(Rule[MismatchSection]):
-    """Fires when mismatch_abs_mean exceeds a bound, or grows against the run's baseline: the lowest mean over five steps of the
-    mismatch divided by the square root of the entropy. Since this baseline can only fall, later growth stays visible after the
-    policy becomes sharp, unlike with a baseline from the first steps."""
+    """Fires when mismatch_abs_mean is not finite, exceeds a bound, or grows against the run's baseline: the lowest mean over five
+    steps of the mismatch divided by the square root of the entropy. Since this baseline can only fall, later growth stays visible
+    after the policy becomes sharp, unlike with a baseline from the first steps."""
 
     name = "mismatch"
     source = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"

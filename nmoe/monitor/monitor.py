@@ -116,7 +116,8 @@ class Monitor:
         return self._alerts(self._watched, metrics, probe)
 
     def recall(self, metrics: Mapping[str, Any], probe: Mapping[str, float] | None = None) -> None:
-        """Shows the rules a recorded step from before a resumption, without raising its alerts again."""
+        """Shows the rules a recorded step from before a resumption, without raising its alerts again. Rules that read the state of
+        the machine (`looks_around`) are left out."""
         self._alerts([one for one in self._watched if not one.rule.looks_around], metrics, probe)
 
     def _alerts(

@@ -12,7 +12,8 @@ from nmoe.monitor.monitor import Metrics, Rule
 
 
 class RewardStuckRule(Rule[RewardStuckSection]):
-    """Fires when all rewards within groups are equal, so that nothing can be learned."""
+    """Fires when in every group of a step all rewards are equal, or for another reason no group is left to train on, so that
+    nothing can be learned."""
 
     name = "reward_stuck"
     smoke = True
@@ -40,7 +41,8 @@ _DIFFERENCES = 50
 
 
 class FlatRule(Rule[FlatSection]):
-    """Fires when the mean reward of ten steps does not rise beyond its noise before the problems are solved."""
+    """Fires when the mean reward of ten steps has not risen beyond its noise for `steps` steps, unless most problems are solved.
+    Begins anew with each stage of a curriculum, because rewards of different stages cannot be compared."""
 
     name = "flat"
     source = "training guidelines, tuning playbook: flat learning; early smoke-test criteria, flat after 5 episodes"
@@ -103,7 +105,8 @@ class SolveRateRule(Rule[SolveRateSection]):
 
 
 class RewardHackingRule(Rule[HackingSection]):
-    """Fires when wrong answers earn high rewards. Ignored while correctness is not the largest weight of a curriculum's stage."""
+    """Fires when many samples are wrong and earn more than half of the reward for being right. Does not fire while correctness is
+    not the largest weight of a curriculum's stage."""
 
     name = "reward_hacking"
     source = "training guidelines, tier 3: high_reward_but_wrong; tuning playbook, reward hacking"
@@ -143,7 +146,8 @@ class WrongRewardRule(RewardHackingRule):
 
 
 class ProbeRule(Rule[ProbeSection]):
-    """Fires when the model solves significantly fewer held-out problems than before."""
+    """Fires when the model solves significantly fewer held-out problems than before, or has a higher held-out loss, in several
+    evaluations in a row."""
 
     name = "probe"
     source = "training guidelines, overfitting: the OOD probe is worse for two evaluations in a row"

@@ -79,7 +79,8 @@ def weighs_format(environment: EnvironmentSettings) -> bool:
 
 
 def rewards_right_answers_alone(environment: EnvironmentSettings) -> bool:
-    """Whether the reward is exact match: only correctness, and the efficiency of right answers, have a weight."""
+    """Whether the reward is exact match: only correctness, and the efficiency of right answers, have a weight. False with a
+    curriculum, because its stages may reward more."""
     if environment.curriculum is not None or any(reward.weight for reward in environment.rewards):
         return False
     weights = {} if environment.rubric is None else environment.rubric.model_dump()

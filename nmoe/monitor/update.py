@@ -38,7 +38,7 @@ _AT_ONCE = 10
 
 
 class KLRule(Rule[KLSection]):
-    """Fires when the policy moves too far in one step, or its KL estimate stays negative."""
+    """Fires when the policy moves too far in each of several steps, or very far in one, or its KL estimate stays negative."""
 
     name = "kl"
     source = "training guidelines, tier 2: ppo_kl, large spikes or sustained negative values"
@@ -173,7 +173,7 @@ _VIOLATION = "expert_load_max_violation/"
 
 
 class ExpertsRule(Rule[ExpertsSection]):
-    """Fires when the router of a layer sends most tokens to few experts."""
+    """Fires when the router of a layer sends most tokens to few experts, or none to many of them."""
 
     name = "experts"
     source = "DeepSeek-V3 (arXiv:2412.19437), section 2.1.2: MaxVio, which a healthy start of 8 experts brings below 2 by step 38"

@@ -51,7 +51,7 @@ class ProbeSection(CountedEvalSection, HeldOutEvalSection):
     temperature: float | None = Field(default=None, ge=0)
     """sampling temperature; default: the mode's, or 0, which is greedy"""
     max_tokens: int | None = Field(default=None, gt=0)
-    """maximum tokens per completion; default: sampling.max_new_tokens in RL"""
+    """maximum tokens per completion; default: sampling.max_new_tokens in RL; required elsewhere"""
     reasoning_effort: Literal["low", "medium", "high"] | None = None
     """reasoning effort in evaluations; default: the environment's"""
     enough: float | None = Field(default=None, gt=0, le=1)
@@ -59,8 +59,8 @@ class ProbeSection(CountedEvalSection, HeldOutEvalSection):
     patience: int | None = Field(default=None, gt=0)
     """end the run after this many evaluations in which no source of problems improved"""
     drops: int | None = Field(default=None, ge=0)
-    """end the run after this many evaluations in a row with a greedy_pass@1 significantly below the best earlier one, or below
-    the one before the first step; 0: never; default: 2 for out_of_distribution"""
+    """end the run after this many evaluations in a row with a greedy_pass@1 significantly below the best earlier one, or below the
+    one before the first step; 0: never; default: 2 for out_of_distribution with greedy_pass@1, else 0"""
 
     @property
     def sampled(self) -> Mode:

@@ -22,7 +22,7 @@ class RuleSection(Section):
 
 
 class AboveSection(RuleSection):
-    """A rule that fires while a metric is above a limit."""
+    """A rule about a metric that should stay below a limit."""
 
     above: float = Field(default=0.0, ge=0)
     """the value above which a step shows the symptom"""
@@ -48,7 +48,7 @@ class GradNormRiseSection(RuleSection):
 
 
 class ExpertsSection(RuleSection):
-    """[monitor.experts]: warns when the router sends most tokens of a layer to few experts."""
+    """[monitor.experts]: warns when the router sends most tokens of a layer to few experts, or none to many of them."""
 
     violation: float = Field(default=2.0, gt=0)
     """excess load of the busiest expert, as a multiple of an equal share (expert_load_max_violation)"""
@@ -121,7 +121,7 @@ class ClipSection(AboveSection):
 
 
 class RewardStuckSection(RuleSection):
-    """[monitor.reward_stuck]: warns when all rewards of a group are equal, so that nothing can be learned."""
+    """[monitor.reward_stuck]: warns when in every group of a step all rewards are equal, so that nothing can be learned."""
 
     steps: int = Field(default=10, gt=0)
 

@@ -263,6 +263,7 @@ TaskPool = (
 
 
 def task_types(pool: TaskPool) -> set[str]:
-    """Returns the task types of a pool's problems that its settings name."""
+    """Returns the task types of a pool's problems, as far as its settings name them: none for pools of reasoning-gym and of
+    self-play."""
     sources = pool.sources if isinstance(pool, MixturePool) else (pool,)
     return {source.task_type for source in sources if isinstance(source, (GeneratedPool, DatasetKeys, PrmPool))}

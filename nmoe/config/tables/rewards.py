@@ -307,7 +307,7 @@ def _unusable(parts: SplitResult) -> str | None:
 
 
 def names_in(template: str) -> set[str]:
-    """Returns the placeholders in a judge's template, such as `prompt`."""
+    """Returns the names of the placeholders in a judge's template, such as `prompt` for {{prompt}}."""
     return set(PLACEHOLDER.findall(template))
 
 
