@@ -17,7 +17,7 @@ from nmoe.config.registry import names_of_one_call
 from nmoe.config.tables.rollout import EngineSection, SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.envs.environment import Environment, in_format
+from nmoe.envs.environment import Environment, renderer_as_trained
 from nmoe.envs.tasks.record_fields import split_prompt
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
@@ -25,7 +25,6 @@ from nmoe.eval.evaluate import Evaluation
 from nmoe.model.policy import load_policy_on
 from nmoe.model.transformer import Transformer
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
-from nmoe.text.renderers import RENDERERS, natural_format
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import ExpertWeightsForm, FinishReason, Message, Precision, Sample, Sampling
 
@@ -123,7 +122,8 @@ def generate(
         True
 
     A prompt is a text or a list of messages; it is rendered in the format of the environment that the model was
-    trained on, else in the one that the tokenizer is made for: Harmony, its chat template, or plain text. The samples
+    trained on, with its `reasoning_effort` and `chat_template_kwargs`, else in the one that the tokenizer is made for:
+    Harmony, its chat template, or plain text. The samples
     depend on `seed` and on the index of the prompt, not on the other prompts. `model` is a path or a loaded model; for a path,
     `device`, `expert_weights` and `precision` have the meaning they have in `load_model`.
     Raises UserError for a prompt that leaves no room in the model's context, and for `samples` below 1.
@@ -132,9 +132,7 @@ def generate(
         raise UserError(f"samples = {samples} is less than 1")
     path, directory, loaded = _opened(model, device, expert_weights, precision)
     tokenizer = Tokenizer.load(directory)
-    trained = trained_on(path)
-    form = natural_format(tokenizer) or "text" if trained is None else in_format(trained, tokenizer).format
-    renderer = RENDERERS[form](tokenizer)
+    renderer = renderer_as_trained(trained_on(path), tokenizer)
     requests = []
     for index, prompt in enumerate(_prompts(prompts)):
         history, question = split_prompt(prompt, f"prompt {index}")

@@ -169,7 +169,8 @@ def chat(
 ) -> None:
     """Chat with a checkpoint in the terminal.
 
-    Every turn is part of one conversation; /new starts another one.
+    Every turn is part of one conversation; /new starts another one. The model of a run is asked as in training, with its
+    environment's system message, reasoning effort and chat_template_kwargs, but without its tools.
 
     \b
     Example:

@@ -38,7 +38,7 @@ from nmoe.config.tables.rewards import (
 )
 from nmoe.config.tables.rollout import BudgetSettings, SandboxSettings, WorkspaceSettings
 from nmoe.data.rows import local_copy
-from nmoe.envs.environment import Environment, in_format
+from nmoe.envs.environment import Environment, in_format, renderer_of
 from nmoe.envs.golds import check_golds
 from nmoe.envs.pools import Shard
 from nmoe.envs.pools.records import record_order
@@ -57,7 +57,6 @@ from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.sources import WorkspaceError, identity_of, source_of
 from nmoe.text.conversation import ToolDefinition
 from nmoe.text.printable import printable, token_table
-from nmoe.text.renderers import RENDERERS
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from nmoe.types import Grade, Metadata, Problem, single_turn
 
@@ -135,7 +134,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
     if settings.tools is not None and any(":" in name for name in settings.tools.use):
         yield "             the prompt below declares the tools of nmoe alone; yours are declared once they are imported"
         try:  # yours are not loaded, and a format that takes no tools refuses them when a run begins
-            RENDERERS[settings.format](tokenizer, [_STAND_IN_TOOL], settings.reasoning_effort)
+            renderer_of(settings, tokenizer, [_STAND_IN_TOOL])
         except UserError as error:
             mistakes.append(_placed(path, error, "[tools] "))
     for reward in settings.rewards:

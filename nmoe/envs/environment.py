@@ -27,6 +27,7 @@ from nmoe.envs.tasks.task import SandboxTask
 from nmoe.envs.tools.builtin import load_tools
 from nmoe.errors import UserError
 from nmoe.sandbox.api import Access
+from nmoe.text.conversation import ToolDefinition
 from nmoe.text.harmony import HarmonyTokenizer
 from nmoe.text.renderers import RENDERERS, ChatRenderer, Renderer, natural_format
 from nmoe.types import Exchange, Problem, Turn
@@ -75,17 +76,7 @@ class Environment:
             raise UserError(
                 f"environment {settings.env_id!r}: a task that converses has no [tools] under a chat template; use harmony"
             )
-        arguments = settings.chat_template_kwargs
-        if arguments and settings.format != "chat":
-            raise UserError(
-                f"environment {settings.env_id!r}: chat_template_kwargs are for a chat template, and its format is "
-                f"{settings.format}; leave them out"
-            )
-        self.renderer: Renderer = (
-            ChatRenderer(tokenizer, definitions, settings.reasoning_effort, arguments)
-            if arguments
-            else RENDERERS[settings.format](tokenizer, definitions, settings.reasoning_effort)
-        )
+        self.renderer = renderer_of(settings, tokenizer, definitions)
         one_turn = not self.tools and not self.converses
         self.prompts = PromptBuilder(settings, self.renderer, self.curriculum, one_turn=one_turn)
         self.grader = Grader(settings, self.renderer, self.curriculum)
@@ -212,3 +203,30 @@ def in_format(settings: EnvironmentSettings, tokenizer: HarmonyTokenizer) -> Env
             "system_by_format": SystemByFormat(),
         }
     )
+
+
+def renderer_of(
+    settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition] = ()
+) -> Renderer:
+    """Returns the renderer of an environment's prompts, which declares these tools. The settings have one format (`in_format`).
+
+    Raises UserError for `chat_template_kwargs` in another format than the chat template's, and as `ChatTemplate` does.
+    """
+    arguments = settings.chat_template_kwargs
+    if not arguments:
+        return RENDERERS[settings.format](tokenizer, tools, settings.reasoning_effort)
+    if settings.format != "chat":
+        raise UserError(
+            f"environment {settings.env_id!r}: chat_template_kwargs are for a chat template, and its format is "
+            f"{settings.format}; leave them out"
+        )
+    return ChatRenderer(tokenizer, tools, settings.reasoning_effort, arguments)
+
+
+def renderer_as_trained(trained_on: EnvironmentSettings | None, tokenizer: HarmonyTokenizer) -> Renderer:
+    """Returns a renderer for questions to a model, as the environment that it was trained on renders them, but without tools. A
+    model that no environment trained is asked in its tokenizer's own format, or in plain text. Raises UserError as `renderer_of`
+    does."""
+    if trained_on is None:
+        return RENDERERS[natural_format(tokenizer) or "text"](tokenizer)
+    return renderer_of(in_format(trained_on, tokenizer), tokenizer)

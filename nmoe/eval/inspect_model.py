@@ -31,12 +31,11 @@ from inspect_ai.model import (  # type: ignore[import-not-found]
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.envs.environment import in_format
+from nmoe.envs.environment import renderer_as_trained
 from nmoe.envs.pools.pool import stable_hash
 from nmoe.errors import UserError
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
-from nmoe.text.renderers import RENDERERS, natural_format
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Sample, Sampling
 
@@ -56,10 +55,8 @@ class NmoeAPI(ModelAPI):
     def __init__(self, model_name: str, device: str = "auto", **given: Any) -> None:
         super().__init__(model_name, **given)
         checkpoint = Path(model_name)
-        directory, trained = resolve_checkpoint(checkpoint), trained_on(checkpoint)
-        tokenizer = Tokenizer.load(directory)
-        form = natural_format(tokenizer) or "text" if trained is None else in_format(trained, tokenizer).format
-        self._renderer = RENDERERS[form](tokenizer)
+        directory = resolve_checkpoint(checkpoint)
+        self._renderer = renderer_as_trained(trained_on(checkpoint), Tokenizer.load(directory))
         model = load_policy_on(directory, device, named="device").requires_grad_(False)
         self._context_tokens = model.config.context_tokens
         self._engine = NativeEngine(model, _SEQUENCES)

@@ -1,6 +1,8 @@
 """Chat with a checkpoint in the terminal: `nmoe chat RUN`.
 
-Format and system message come from the run's training environment; without one, the tokenizer decides.
+Questions are rendered as in the run's training environment: in its format, with its system message, `reasoning_effort` and
+`chat_template_kwargs`. Its tools are left out, since nothing here would answer their calls. Without an environment, the tokenizer
+decides.
 """
 
 from __future__ import annotations
@@ -8,41 +10,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from nmoe.cores import choose_threads
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.envs.environment import in_format
+from nmoe.envs.environment import in_format, renderer_as_trained
 from nmoe.errors import UserError
 from nmoe.generation import sampling_notes
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.text.harmony import Harmony
 from nmoe.text.printable import printable
-from nmoe.text.renderers import RENDERERS, natural_format
+from nmoe.text.renderers import RENDERERS, Renderer, RenderFormat
 from nmoe.text.streaming import IncrementalDecoder, StreamParser
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import ExpertWeightsForm, Message, Precision, Sampling
-
-ChatFormat = Literal["auto", "harmony", "chat", "text"]
 
 # The share of the context reserved for an answer: a longer history loses its oldest exchanges.
 _ANSWERS_SHARE = 0.25
 
 
 class History:
-    """The messages so far. `form` is "harmony", "chat" (the tokenizer's template) or "text"; in the history an answer stands
-    without the reasoning before it, as environments show it and templates drop it."""
+    """The messages so far. In the history an answer stands without the reasoning before it, as environments show it and templates
+    drop it."""
 
-    def __init__(self, tokenizer: Tokenizer, form: ChatFormat, system: str, context_tokens: int) -> None:
-        """`auto` is the form that the tokenizer is made for, or else text. Raises UserError for a tokenizer that has not the form
-        asked for."""
-        self.form = (natural_format(tokenizer) or "text") if form == "auto" else form
-        self._renderer = RENDERERS[self.form](tokenizer)
-        self.stop_ids = self._renderer.stop_ids
+    def __init__(self, renderer: Renderer, system: str, context_tokens: int) -> None:
+        self._renderer = renderer
         self._start = [Message("system", system)] if system else []
         self._context_tokens = context_tokens
         self._exchanges: list[tuple[Message, Message]] = []
@@ -89,7 +84,7 @@ def chat(
     max_new_tokens: int,
     seed: int,
     system: str | None = None,
-    form: ChatFormat = "auto",
+    form: RenderFormat = "auto",
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
     precision: Precision | None = None,
@@ -101,17 +96,19 @@ def chat(
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)
+    trained = trained_on(checkpoint) if form == "auto" else None
+    renderer = renderer_as_trained(trained, tokenizer) if form == "auto" else RENDERERS[form](tokenizer)
+    if system is None:
+        system = "" if trained is None else in_format(trained, tokenizer).system
     model = load_policy_on(directory, device, expert_weights, precision).requires_grad_(False)
-    if (environment := trained_on(checkpoint)) is not None and form == "auto":
-        environment = in_format(environment, tokenizer)
-        form = "text" if environment.format == "boxed" else environment.format
-        system = environment.system if system is None else system
-    conversation = History(tokenizer, form, system or "", model.config.context_tokens)
     interactive = sys.stdin.isatty()
     if interactive:
-        print(f"{directory}; {conversation.form}; {_NEW} starts another conversation, Ctrl-D leaves")
+        print(f"{directory}; {renderer.name}; {_NEW} starts another conversation, Ctrl-D leaves")
+        if trained is not None and trained.tools is not None and trained.tools.use:
+            print(f"the tools of the training ({', '.join(trained.tools.use)}) are not offered here")
         for line in sampling_notes(directory, temperature):
             print(line)
+    conversation = History(renderer, system, model.config.context_tokens)
     engine = NativeEngine(model, max_sequences=1)
     turn, leaving = 0, False
     while True:
@@ -142,11 +139,9 @@ def chat(
                 print(f"(the oldest {forgotten} earlier exchanges no longer fit the context and are dropped)")
             room = model.config.context_tokens - len(prompt)
             sampling = Sampling(
-                min(max_new_tokens, room), temperature=temperature, stop_ids=conversation.stop_ids, seed=seed + turn
+                min(max_new_tokens, room), temperature=temperature, stop_ids=renderer.stop_ids, seed=seed + turn
             )
-            printer = (
-                _HarmonyPrinter(tokenizer) if conversation.form == "harmony" else _TextPrinter(tokenizer, sampling)
-            )
+            printer = _HarmonyPrinter(tokenizer) if renderer.name == "harmony" else _TextPrinter(tokenizer, sampling)
             sampled: list[int] = []
             try:
                 engine.run(_answer(engine, printer, Request(tuple(prompt), 1, sampling, f"chat/{turn}"), sampled))
