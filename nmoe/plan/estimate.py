@@ -1,4 +1,8 @@
-"""Memory of a run in one process: model and optimizer, counted from the shape; estimates of activations, other models and cache."""
+"""Estimates the memory of a run in one process.
+
+The memory of weights and optimizer is counted from the model's dimensions; activations, other models and caches are
+estimates.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,10 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Size:
-    """A model that a run trains: shape, device, precision, the number of its parameters, and the number of trained ones, which are
-    the adapter's if it `adapts`."""
+    """The size of a model that a run trains: its dimensions (`shape`), device, dtype, and numbers of parameters.
+
+    `trained` counts the trained parameters: the adapter's if `adapts` is true, else all.
+    """
 
     shape: ModelConfig
     device: torch.device
@@ -42,27 +48,30 @@ class Size:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
+        """The memory of all weights in bytes, including an adapter's."""
         return self.parameters * self.dtype.itemsize + (self.trained * self.dtype.itemsize if self.adapts else 0)
 
     @property
     def gradients(self) -> int:
-        """Bytes of gradients, which are in fp32 as the weights that are stepped."""
+        """The memory of the gradients in bytes; they are fp32, like the weights that the optimizer updates."""
         return self.trained * _FLOAT
 
     @property
     def optimizer(self) -> int:
-        """Bytes of AdamW's state."""
+        """The memory of AdamW's state in bytes: two fp32 moments, and fp32 master weights if the weights have lower precision."""
         return self.trained * _FLOAT * (2 if self.dtype == torch.float32 else 3)
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of one checkpoint: trained weights and their optimizer."""
+        """The size of a checkpoint in bytes: trained weights and optimizer state."""
         return self.trained * self.dtype.itemsize + self.optimizer
 
 
 def size_of(config: RunConfig) -> Size:
-    """The size of a run's model. Raises UserError for a missing checkpoint or tokenizer, and for a device that is not there."""
+    """Determines the size of a run's model, without loading weights.
+
+    Raises UserError if the checkpoint or tokenizer is missing, or the device is.
+    """
     settings = config.model
     device, dtype = device_and_dtype(settings)
     if settings.shape is not None:
@@ -80,18 +89,18 @@ def size_of(config: RunConfig) -> Size:
 
 
 def shape_of(checkpoint: str) -> ModelConfig:
-    """The shape of a checkpoint's model, of which no weights are fetched. Raises UserError."""
+    """Reads the dimensions of a checkpoint's model, without downloading weights. Raises UserError if it cannot be read."""
     return read_config(resolve_shape(Path(checkpoint)))[1]
 
 
 def parameters_of(checkpoint: str) -> int:
-    """The parameters of a checkpoint's model. Raises UserError."""
+    """Returns the number of parameters of a checkpoint's model. Raises UserError if it cannot be read."""
     with torch.device("meta"):
         return count(Transformer(shape_of(checkpoint)))
 
 
 def count(model: Transformer) -> int:
-    """All parameters."""
+    """Returns the number of parameters of a model."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -116,8 +125,12 @@ _PROGRAM = 300 * 2**20
 
 
 def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[str, int]:
-    """Bytes by part, of a process that trains alone. By default the `work` of a step is its upper bound. Frozen models of
-    rewards and judges are not counted."""
+    """Estimates the memory of a single training process; returns the bytes of each component, such as "weights" or
+    "activations".
+
+    `work` says how many tokens a step processes, by default an upper bound. Frozen models of rewards and judges are not
+    counted.
+    """
     shape, width, on_host = size.shape, size.dtype.itemsize, kind_of(size.device).on_host
     work = work or work_of(config, shape.context_tokens)
     parts = {
@@ -153,18 +166,21 @@ def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[st
 
 
 def _evaluates(config: RunConfig) -> bool:
-    """Whether an evaluation may find a best checkpoint, which is saved at once."""
+    """Returns whether the run may save a checkpoint after an evaluation because it is the best so far."""
     return isinstance(config, SupervisedConfig) and bool(config.eval)
 
 
 def _written(shape: ModelConfig, size: Size, work: Work) -> int:
-    """Bytes of the cache's blocks that sequences write between two updates: of each one its tokens, a block that is not full, and
-    one that it shares no more."""
+    """Returns the bytes of key-value cache that sequences write between two weight updates.
+
+    Each sequence writes blocks for its tokens, a last block that is not full, and a copy of a block that it shared with
+    its group.
+    """
     return (work.sampled_tokens // BLOCK_TOKENS + 2 * work.sampled) * bytes_per_block(shape, size.dtype)
 
 
 def profiled_numbers(config: RunConfig, shape: ModelConfig) -> int:
-    """Numbers of the routed experts that a run keeps in their profile, dequantised beside their weights."""
+    """Returns how many numbers a run stores for routed experts in a quantised format, dequantised beside the original weights."""
     if config.model.expert_profile is None or (
         config.model.expert_profile == "bf16" and config.model.precision == "bfloat16"
     ):
@@ -173,7 +189,7 @@ def profiled_numbers(config: RunConfig, shape: ModelConfig) -> int:
 
 
 def _other_models(config: RLConfig, size: Size) -> int:
-    """The teacher, and a separate critic, which is trained as the policy is."""
+    """Returns the memory in bytes of a distillation teacher, and of a separate critic with its optimizer state."""
     width, found = size.dtype.itemsize, 0
     if config.distillation is not None:
         found += parameters_of(config.distillation.teacher) * width
@@ -185,8 +201,10 @@ def _other_models(config: RLConfig, size: Size) -> int:
 
 
 def activation_bytes(shape: ModelConfig, work: Work, width: int, checkpointing: bool, on_host: bool) -> int:
-    """Bytes of a forward and backward pass over `work`: activations kept for the backward pass, and its temporary needs: the
-    gradients of one layer, and pieces of logits."""
+    """Returns the memory in bytes that a forward and backward pass over `work` needs, beside weights and their gradients.
+
+    It consists of the activations kept for the backward pass, the temporary values of one layer, and blocks of logits.
+    """
     layer = max(_layers(shape, work)) * width
     if on_host and is_wide(shape.vocab_size):  # whose kernel keeps no logits
         return layer + kept_bytes(shape, replace(work, scored=0), width, checkpointing)
@@ -196,8 +214,10 @@ def activation_bytes(shape: ModelConfig, work: Work, width: int, checkpointing: 
 
 
 def kept_bytes(shape: ModelConfig, work: Work, width: int, checkpointing: bool) -> int:
-    """Bytes that a forward pass over `work` keeps for the backward pass. Models with attention sinks keep their attention weights
-    too, which are not counted."""
+    """Returns the bytes of activations that a forward pass over `work` keeps for the backward pass.
+
+    Models with attention sinks also keep their attention weights, which are not counted.
+    """
     between = work.rows * shape.hidden_size
     layers = _layers(shape, work)
     blocks = max(layers) + shape.layers * between if checkpointing else sum(layers)
@@ -210,8 +230,11 @@ def _layers(shape: ModelConfig, work: Work) -> list[int]:
 
 
 def layer_numbers(shape: ModelConfig) -> tuple[list[int], list[int]]:
-    """Numbers that each layer keeps for the backward pass, roughly: for each row that it runs, what blocks read and compute; and
-    for each token, queries, keys, values and what attention reads, which a shared row has once for each sequence."""
+    """Returns roughly how many numbers each layer keeps for the backward pass: per row, and per token.
+
+    Samples of one prompt share the prompt's rows, in which most of a layer is computed once; queries, keys, values and
+    the output of attention are counted per token of each sequence.
+    """
     heads, hidden = shape.heads, shape.hidden_size
     attention = heads * (shape.head_dim + shape.value_dim) + shape.kv_heads * (shape.head_dim + shape.value_dim)
     before = (heads + shape.kv_heads) * shape.head_dim * (1 if shape.qk_norm else 0)
@@ -229,8 +252,11 @@ def layer_numbers(shape: ModelConfig) -> tuple[list[int], list[int]]:
 
 
 def _recurrence(shape: ModelConfig) -> int:
-    """Numbers of a token in a recurrent layer: the taps of the convolution, what heads read and write, the products among a chunk's
-    tokens, and the memory once a chunk."""
+    """Returns how many numbers a recurrent layer keeps per token.
+
+    They are the inputs of the convolution, the heads' inputs and outputs, the products among a chunk's tokens, and the
+    state once per chunk.
+    """
     assert shape.delta is not None, "the caller looks"
     delta, keys = shape.delta, shape.delta.value_heads * shape.delta.key_dim
     of_chunk = 5 * delta.value_heads * CHUNK + keys * delta.value_dim // CHUNK

@@ -1,7 +1,7 @@
-"""Plans the memory and traffic of a run on each of N ranks, before a machine is rented: `nmoe plan`.
+"""Plans the memory and network traffic of each rank of a distributed run, before a machine is rented: `nmoe plan`.
 
-The part of each parameter on a rank follows from the sharding rules of the training code. Activations are an estimate, and
-what ranks send follows from what FSDP2 and expert groups do.
+The shards of parameters follow from the sharding rules of the training code. Activations are an estimate, and the
+traffic follows from the communication of FSDP2 and of expert parallelism.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The memory and traffic of rank 0, in bytes by part; other ranks differ at most by the unevenness of the first axis.
+    """The memory and traffic of rank 0, in bytes by component; other ranks hold at most as much.
 
-    `held` is during training, with what FSDP gathers, and `host` what parallel.offload moves from there to the machine's memory;
-    `sent` is of one optimizer step. `remedies` say what would make it smaller, in the order of the guidelines.
+    `held` is the device memory during training, including weights that FSDP gathers, and `host` the memory that
+    parallel.offload moves to the machine. `sent` is the traffic of one optimizer step. `remedies` lists settings that
+    reduce the memory, in the order to try them.
     """
 
     axes: Axes
@@ -52,8 +53,11 @@ class RankPlan:
 
 
 def plan(config: RunConfig, world: int, per_node: int, prompts: Prompts | None = None) -> RankPlan:
-    """The plan of a run; without `prompts` for the longest prompts that it permits. Raises UserError where the axes of [parallel]
-    do not fit, a checkpoint is missing, or the machine lacks the device."""
+    """Plans the memory and traffic of a run on `world` ranks, `per_node` of them on each node.
+
+    Without `prompts`, prompts are as long as the configuration permits. Raises UserError if the sizes in [parallel] do
+    not fit the ranks, a checkpoint is missing, or the machine lacks the device.
+    """
     size = size_of(config)
     with torch.device("meta"):
         model = Transformer(size.shape)
@@ -62,8 +66,10 @@ def plan(config: RunConfig, world: int, per_node: int, prompts: Prompts | None =
 
 
 def with_offload(config: C, world: int, per_node: int, memory: int) -> C:
-    """The configuration with parallel.offload = "auto" resolved for a rank whose GPU has so many bytes of memory.
-    Raises UserError as `plan` does."""
+    """Returns the configuration with parallel.offload = "auto" replaced by the choice for GPUs with `memory` bytes.
+
+    The choice is "cpu" if the run fits only with offloading, else "none". Raises UserError as `plan` does.
+    """
 
     def offloading(offload: Offload) -> C:
         return config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": offload})})
@@ -77,7 +83,7 @@ def with_offload(config: C, world: int, per_node: int, memory: int) -> C:
 
 @dataclass(frozen=True)
 class Part:
-    """Numbers of a parameter: those that rank 0 holds, and those that the `ranks` which share them gather together."""
+    """How a parameter is sharded: how many of its numbers rank 0 holds, and how many the `ranks` that share it hold together."""
 
     local: int
     together: int
@@ -86,7 +92,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """A model's parameters as `shard_model` divides them, block by block, and those outside of blocks."""
+    """How the parameters of a model are sharded: those in each transformer block, and those outside of the blocks."""
 
     blocks: list[list[Part]]
     outside: list[Part]
@@ -160,8 +166,11 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
 
 
 def _sent(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -> dict[str, int]:
-    """Bytes that a rank sends for one optimizer step, at the most tokens that a step can have. A ring sends (n - 1) / n of the
-    bytes that it gathers or scatters, and twice as much for a sum."""
+    """Returns the bytes that a rank sends in one optimizer step with the most possible tokens, by kind of communication.
+
+    In a ring of n ranks, a rank sends (n - 1) / n of the bytes that are gathered or scattered, and twice as many for a
+    sum.
+    """
     if world == 1:
         return {}
     width, tokens = size.dtype.itemsize, math.ceil(tokens_of_step(config) / world)
@@ -192,7 +201,7 @@ def _sent(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -
 
 
 def tokens_of_step(config: RunConfig) -> int:
-    """The most tokens of one optimizer step; for samples without their prompts."""
+    """Returns the largest number of tokens of one optimizer step; in reinforcement learning, prompts are not counted."""
     if isinstance(config, PretrainConfig):
         return config.data.tokens_per_step
     if isinstance(config, VerifierConfig):
@@ -206,7 +215,7 @@ def tokens_of_step(config: RunConfig) -> int:
 
 
 def _remedies(config: RunConfig, size: Size, axes: Axes) -> list[str]:
-    """Settings that make a rank's part smaller, the cheapest first."""
+    """Returns the settings that reduce a rank's memory, the cheapest first."""
     found = []
     if size.dtype == torch.float32 and size.device.type == "cuda":
         found.append('model.precision = "bfloat16"')
@@ -226,12 +235,13 @@ def _remedies(config: RunConfig, size: Size, axes: Axes) -> list[str]:
 
 
 def gib(count: float) -> str:
-    """Bytes for people: `2.0 GiB`, `0.5 MiB`."""
+    """Formats a number of bytes, as `2.0 GiB` or `0.5 MiB`."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def lines(plan: RankPlan, memory: int | None) -> list[str]:
-    """The lines of a plan: memory and traffic of a rank, and whether they fit its `memory` in bytes, if that is known."""
+    """Returns the lines that `nmoe plan` prints: a rank's memory and traffic, and whether it fits into `memory` bytes,
+    if given."""
     share = plan.local_parameters * plan.world / (plan.parameters * plan.axes.dp_replicate)
     found = [
         plan.axes.said or "parallel: one rank",
@@ -254,13 +264,13 @@ def lines(plan: RankPlan, memory: int | None) -> list[str]:
 
 
 def parts(plan: RankPlan) -> str:
-    """The memory of a rank by part, in one line."""
+    """Returns one line with the memory of a rank, in all and by component."""
     each = ", ".join(f"{name} {gib(count)}" for name, count in plan.held.items())
     return f"{gib(plan.total)} ({each})" + ("" if plan.world == 1 else f" on each of {plan.world} ranks")
 
 
 def advice(plan: RankPlan) -> str:
-    """The remedies that make a rank's part smaller, in one line."""
+    """Returns one line with the settings that reduce a rank's memory."""
     return f"what helps, the cheapest first: {'; '.join(plan.remedies)}"
 
 

@@ -1,4 +1,4 @@
-"""The work of one step: the tokens of its largest micro-batch, and the sequences that the engine samples at once."""
+"""Bounds the work of one step: the tokens of its largest micro-batch, and the sequences that the engine samples at once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _PROBLEMS = 64
 
 @dataclass(frozen=True)
 class Prompts:
-    """The longest prompts of a run, in tokens: of its training environment, and of each [[eval]] table by number. A table that is
-    missing asks the training environment."""
+    """The lengths in tokens of a run's longest prompts: in the training environment, and by the number of each [[eval]] table.
+
+    A table without an entry uses the training environment.
+    """
 
     training: int
     probes: dict[int, int]
@@ -37,9 +39,13 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Work:
-    """Upper bounds on the tokens of a step: `tokens` of the largest micro-batch, each sequence with its own prompt; `rows` of them
-    run, because the samples of a group share their prompt; `scored` have their vocabulary computed. The engine samples `sampled`
-    sequences of at most `sampled_tokens` in all between two updates, prompts once a group."""
+    """Upper bounds on the tokens that a step processes.
+
+    `tokens` counts the largest micro-batch, with the prompt of each sequence. `rows` counts its tokens without
+    repetition, because the samples of a group share the computation of their prompt. `scored` counts tokens whose
+    logits are computed. Between two weight updates, the engine samples `sampled` sequences, which have at most
+    `sampled_tokens` tokens in all, each prompt counted once per group.
+    """
 
     tokens: int
     rows: int
@@ -49,7 +55,10 @@ class Work:
 
 
 def prompts_of(config: RunConfig) -> Prompts | None:
-    """The longest prompts among the first problems of the environments; None if a run samples none that can be read now."""
+    """Measures the longest prompts among the first problems of the run's environments.
+
+    Returns None if the run samples nothing, or if an environment cannot be read now.
+    """
     with suppress(UserError):
         if isinstance(config, RLConfig):
             training = _longest(config, reseeded(config.environment, config.run.seed))
@@ -74,8 +83,8 @@ def _longest(config: RunConfig, settings: EnvironmentSettings) -> int:
 
 
 def work_of(config: RunConfig, context: int, prompts: Prompts | None = None, ranks: int = 1) -> Work:
-    """The most work of a rank in one step. Prompts whose length is not known are as long as the model's `context` and the
-    environment's budget allow."""
+    """Bounds the work of one rank in one step. Prompts of unknown length are as long as `context` and the environment's
+    budget permit."""
     budget = config.batch.tokens_per_microbatch
     if not isinstance(config, RLConfig | SelfplayConfig):
         tokens = min(budget, math.ceil(_tokens_of_step(config) / ranks))
@@ -106,7 +115,7 @@ def _prompt(environment: EnvironmentSettings, context: int, new: int, known: int
 
 
 def _asked(config: RunConfig, context: int, prompts: Prompts | None) -> tuple[int, int]:
-    """The sequences, and their tokens, of the [[eval]] table that samples most."""
+    """Returns the number of sequences, and of their tokens, for the [[eval]] table that samples the most."""
     found = [(0, 0)]
     for number, probe in enumerate(config.eval if isinstance(config, RLConfig | ProbedConfig) else ()):
         environment = probe.environment

@@ -1,1 +1,1 @@
-"""Checks before a run starts: what this machine offers, and whether it can run a configuration."""
+"""Checks before a run: examines this machine (`nmoe doctor`), and whether it can run a configuration (`nmoe preflight`)."""

@@ -1,4 +1,4 @@
-"""The result of one check of a configuration: ok, warn or fail, with a line of text."""
+"""The result of one check of a configuration: a status and a line of text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NAME_WIDTH = 20
 
 @dataclass(frozen=True)
 class Check:
-    """One line of `nmoe preflight`: `Check("learning rate", "ok", "100% of its peak 0.0005 by step 20")`.
+    """The result of a check, a line of `nmoe preflight`: `Check("learning rate", "ok", "100% of its peak 0.0005 by step 20")`.
 
-    `status`: "fail" (the run would be wrong or end early), "warn" (worth a look), or "ok". `text` has the value and, unless all is
-    well, the remedy, in one line.
+    `status` is "fail" if the run would be wrong or end early, "warn" if something deserves attention, else "ok". `text`
+    states in one line the value that was checked, and for "fail" and "warn" the remedy.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Check:
 
 
 def checked(name: str, check: Callable[[], Check]) -> Iterator[Check]:
-    """The result of a check; bad input that it meets is a failure of it."""
+    """Runs a check and yields its result; if the check raises UserError, yields a failed check with the error's message."""
     try:
         yield check()
     except UserError as error:
@@ -36,5 +36,5 @@ def checked(name: str, check: Callable[[], Check]) -> Iterator[Check]:
 
 
 def failure(name: str, error: Exception) -> Check:
-    """A failed check with the error's message in one line."""
+    """Returns a failed check with the error's message on one line."""
     return Check(name, "fail", " ".join(str(error).split()))

@@ -1,4 +1,4 @@
-"""Examines the machine: packages, processor, GPUs, kernels, sandboxes, caches, and what would make runs faster or safer."""
+"""Examines the machine for `nmoe doctor`: packages, processor, GPUs, kernels, sandboxes and caches, with advice for each."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from nmoe.sandbox.workspaces.store import workspaces_root
 
 @dataclass(frozen=True)
 class Advice:
-    """An improvement, and the command or setting for it.
+    """A recommended improvement of the machine, with the command or setting that makes it.
 
-    `kind`: "needed" (without it nmoe cannot be used), "faster", "safer", or "more" (something that is optional).
+    `kind` is "needed" (nmoe cannot be used without it), "faster", "safer", or "more" (optional features).
     """
 
     kind: Literal["needed", "faster", "safer", "more"]
@@ -43,7 +43,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class Finding:
-    """One topic: `Finding("threads", "2 cores, 1 of them free: ...", {"cores": 2, "free_cores": 1, "quota": None})`."""
+    """The result of examining one topic: `Finding("threads", "2 cores: ...", {"cores": 2, "free_cores": 1, "quota": None})`.
+
+    `text` is for people, `facts` for programs (JSON), and `advice` lists possible improvements.
+    """
 
     topic: str
     text: str
@@ -52,12 +55,12 @@ class Finding:
 
 
 def usable(findings: Sequence[Finding]) -> bool:
-    """Whether nothing is missing that nmoe needs."""
+    """Returns whether the machine has everything that nmoe requires."""
     return all(advice.kind != "needed" for finding in findings for advice in finding.advice)
 
 
 def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """A paragraph per topic, then the advice, the most urgent first."""
+    """Yields the lines to print: a paragraph for each topic, then all advice, the most urgent first."""
     width = max(len(finding.topic) for finding in findings) + 2
     for finding in findings:
         first, *others = finding.text.splitlines()
@@ -73,7 +76,7 @@ def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """For example `{"usable": true, "findings": {"threads": {"cores": 2, ...}, ...}, "advice": [{"topic": "threads", ...}]}`."""
+    """Returns the findings as JSON: `{"usable": true, "findings": {"threads": {"cores": 2, ...}, ...}, "advice": [{...}]}`."""
     return {
         "usable": usable(findings),
         "findings": {finding.topic: finding.facts for finding in findings},
@@ -87,7 +90,7 @@ _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "
 
 
 def examine() -> list[Finding]:
-    """All findings. Without a torch that can be imported, only those that need none."""
+    """Examines all topics. If torch cannot be imported, only the topics that do not need it."""
     found = [packages(), extras(), processor(), threads(), compiler()]
     try:
         import torch  # noqa: F401
@@ -98,7 +101,7 @@ def examine() -> list[Finding]:
 
 
 def packages() -> Finding:
-    """The versions of Python, nmoe and its requirements. Missing and outdated packages are listed as needed."""
+    """Examines the versions of Python, nmoe and its required packages; advises to install missing and outdated ones."""
     versions = {"python": platform.python_version(), "nmoe": _version("nmoe")}
     versions |= {name: _version(name) for name in _SHOWN}
     lacking = [one for one in requirements() if not _is_met(one)]
@@ -116,7 +119,7 @@ def packages() -> Finding:
 
 
 def extras() -> Finding:
-    """The optional packages: of each extra of nmoe those that are not there."""
+    """Examines nmoe's optional dependencies; names the missing packages of each extra."""
     missing = {
         name: [one.name for one in requirements(name) if not _is_met(one)]
         for name in _known_extras()
@@ -136,7 +139,7 @@ def extras() -> Finding:
 
 
 def processor() -> Finding:
-    """Model, memory, and the instructions that the kernels could use."""
+    """Examines the processor: its model, its memory, and the vector instructions that kernels could use."""
     features = cpu_features()
     instructions = [name for name in _INSTRUCTIONS if name in features]
     memory = machine_memory()
@@ -148,7 +151,7 @@ def processor() -> Finding:
 
 
 def threads() -> Finding:
-    """The cores that this process may use, how many are free now, and the threads of a run that starts now."""
+    """Examines the cores that this process may use and that are free now, and the number of threads that a run would use."""
     cores, quota = usable_cores(), cpu_quota() if platform.system() == "Linux" else math.inf
     free, chosen = free_cores(), choose_threads(0)
     allowed = "" if math.isinf(quota) else f", of which its control group allows {quota:g}"
@@ -166,7 +169,7 @@ def threads() -> Finding:
 
 
 def idle_threads() -> Finding:
-    """The way in which idle threads wait: sleeping or spinning."""
+    """Examines how idle threads of the OpenMP runtime wait for work: by sleeping or by spinning."""
     from nmoe.model.idle_threads import IDLE
 
     runtime = None if IDLE.runtime is None else IDLE.runtime.name
@@ -174,7 +177,7 @@ def idle_threads() -> Finding:
 
 
 def compiler() -> Finding:
-    """The C++ compiler that the kernels would be compiled with."""
+    """Examines the C++ compiler that would compile the CPU kernels: $CXX or g++."""
     command = os.environ.get("CXX") or "g++"
     try:
         found = shutil.which(shlex.split(command)[0])
@@ -190,7 +193,7 @@ def compiler() -> Finding:
 
 
 def gpu() -> Finding:
-    """The CUDA devices with their memory, or why there are none."""
+    """Examines the CUDA devices and their memory; without any, explains why."""
     import torch
 
     from nmoe.model.device import KINDS, choose_device
@@ -215,7 +218,7 @@ def gpu() -> Finding:
 
 
 def kernels() -> Finding:
-    """The kernels on the CPU: in sampling, in training, and with exact numerics."""
+    """Examines the CPU kernels that sampling, training and exact numerics would use."""
     import torch
 
     from nmoe.model.exactness import numerics_here
@@ -265,7 +268,7 @@ def kernels() -> Finding:
 
 
 def sandbox() -> Finding:
-    """The strongest level that holds, tested by attacks from inside, and its gaps."""
+    """Finds the strongest sandbox level that withstands attacks from inside on this machine, and its weaknesses."""
     refused = {}
     for level in ("bubblewrap", "landlock"):
         try:
@@ -302,7 +305,7 @@ def _for_bubblewrap(further: str) -> str:
 
 
 def caches() -> Finding:
-    """The directories kept between runs, with their sizes."""
+    """Examines the directories that are kept between runs, such as downloaded models, with their sizes."""
     import datasets.config
     from huggingface_hub import constants
 
@@ -350,7 +353,8 @@ def _is_met(one: Requirement) -> bool:
 
 
 def machine_memory() -> dict[str, int]:
-    """Total and free memory in bytes, as Linux reports them; empty on other systems."""
+    """Returns the total and free memory in bytes as `memory_bytes` and `free_memory_bytes`; an empty dictionary except
+    on Linux."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -360,7 +364,7 @@ def machine_memory() -> dict[str, int]:
 
 
 def _best_instructions() -> str | None:
-    """Torch's name for the best instructions of an x86 processor that it distinguishes."""
+    """Returns torch's name for the best vector instructions of an x86 processor, "AVX512" or "AVX2"; None if it has neither."""
     features = cpu_features()
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"} <= features:
         return "AVX512"
@@ -373,7 +377,7 @@ def _can_be_written(path: Path) -> bool:
 
 
 def _size(directory: Path) -> int:
-    """The bytes of all files below a directory."""
+    """Returns the total size in bytes of all files below a directory."""
     size = 0
     for folder, _, files in os.walk(directory):
         for name in files:

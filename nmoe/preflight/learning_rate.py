@@ -1,9 +1,9 @@
-"""Checks that the learning rate is high enough within the first steps.
+"""Checks that the learning rate reaches a useful value within the first steps of a run.
 
-A run whose warm-up outlasts its budget trains at a rate that never comes: it looks healthy and learns little. The playbook
-therefore refuses a schedule that is under 30% of its peak at step 20. Here the highest rate of the first 20 steps counts, so that
-a short run whose cosine has fallen again by then is not refused. Supervised runs have hundreds or thousands of steps, and are
-given as many as the playbook's own warm-up takes, 5% of the run, if these are more.
+A run whose warm-up is longer than the run never reaches its learning rate: it looks healthy and learns little. The
+playbook therefore refuses a schedule that is under 30% of its peak at step 20. Here the highest rate of the first 20
+steps counts, so that a short run whose cosine schedule has decayed by then is not refused. Supervised runs, which have
+hundreds or thousands of steps, may take 5% of them, the playbook's own warm-up, if this is more than 20.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARMUP_SHARE = 0.05
 
 
 def learning_rate(config: RunConfig) -> Check:
-    """The highest share of the peak rate that the first steps reach, by the schedule of the run itself."""
+    """Checks the highest learning rate of the first steps, as a share of the peak rate, by the run's own schedule."""
     name, peak = "learning rate", config.optimizer.learning_rate
     steps = config.run.steps
     if steps == 0:
@@ -64,7 +64,8 @@ def _planned(settings: OptimizerSection, steps: int) -> Schedule:
 
 
 def _resumed(config: RunConfig, first: int, checkpoint: Path) -> str:
-    """The note of a run resumed from `checkpoint` about its schedule, which begins after the `first` steps."""
+    """Returns a note on the schedule of a run that resumes from `checkpoint`; the schedule begins after the run's first
+    `first` steps."""
     updates = config.batch.updates if isinstance(config, RLConfig) else 1
     settings = optimizer_settings(config, updates, first)
     file, note = checkpoint / "optimizer.json", None

@@ -1,4 +1,4 @@
-"""Checks for the requirements of a run: packages, credentials of sinks, services that rate samples, data and models of the hub."""
+"""Checks what a run requires: optional packages, credentials, services that rate samples, data sets, and models of the hub."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CONNECT_SECONDS = 3.0
 
 
 def packages(config: RunConfig) -> Check:
-    """The optional packages that task pools need. Raises UserError, with the command that installs it, for one that is missing."""
+    """Checks the optional packages that task pools need. Raises UserError, with the command to install it, if one is missing."""
     needed = any(isinstance(pool, ReasoningGymPool) for pool in pools_of(config))
     if needed:
         check_installed()
@@ -54,7 +54,7 @@ def packages(config: RunConfig) -> Check:
 
 
 def services(config: RunConfig) -> Check:
-    """Whether each service that rates samples has its token, and its port takes a connection."""
+    """Checks that each external service that rates samples has its access token, and accepts connections on its port."""
     name, there = "services", []
     for service in (reward for one in environments_of(config) for reward in one.rewards):
         if not isinstance(service, ServiceKeys):
@@ -81,8 +81,10 @@ def services(config: RunConfig) -> Check:
 
 
 def hub(config: RunConfig) -> Check:
-    """The data and models of the Hugging Face hub, and whether it may be asked. Raises UserError where it cannot be and the cache
-    lacks something."""
+    """Checks the data sets and models that a run reads from the Hugging Face hub, and whether the hub can be used.
+
+    Raises UserError if the hub cannot be used and the local cache lacks one of them.
+    """
     named = list(dict.fromkeys(chain(*named_on_hub(config))))
     if not named:
         return Check("hub", "ok", "nothing is read from it")
@@ -97,8 +99,10 @@ def hub(config: RunConfig) -> Check:
 
 
 def lacking_of_hub(config: RunConfig) -> dict[str, str]:
-    """The data and models of the hub which the cache lacks and which cannot be fetched, by name, each with its missing parts:
-    `{"someone/sums": "someone/sums"}`."""
+    """Returns the hub's data sets and models that are neither cached nor can be downloaded.
+
+    The result maps each name to a text that names the missing files, if it is partly cached: `{"someone/sums": "someone/sums"}`.
+    """
     model, data = named_on_hub(config)
     if not (model or data) or why_not_asked() is None:
         return {}
@@ -110,7 +114,7 @@ def lacking_of_hub(config: RunConfig) -> dict[str, str]:
 
 
 def named_on_hub(config: RunConfig) -> tuple[list[str], list[str]]:
-    """The models and the datasets that a run reads from the hub."""
+    """Returns the names of the models, and of the data sets, that a run reads from the hub."""
     named = [pool.dataset for pool in pools_of(config) if isinstance(pool, HubPool)]
     if isinstance(config, PretrainConfig):
         named += [source.path for source in config.data.mixture]
@@ -122,14 +126,17 @@ def named_on_hub(config: RunConfig) -> tuple[list[str], list[str]]:
 
 
 def records_of(config: RecordsConfig) -> list[DatasetSettings]:
-    """The records that a run reads, those that it is evaluated on last."""
+    """Returns the data sets of a supervised run: its training records, then its held-out records, if these have their
+    own data set."""
     other = config.records.held_out_dataset
     return [*config.records.datasets, *([] if other is None else [other])]
 
 
 def data(config: RunConfig) -> Iterator[Check]:
-    """Whether each data set can be read: a line for each that cannot, else one for all. Those that only the hub has, and does not
-    give, are left to `hub`."""
+    """Checks that each data set can be read; yields a failed check for each that cannot, else one check for all.
+
+    Data sets that the hub does not provide are reported by `hub` instead.
+    """
     lacking = lacking_of_hub(config)
     failed: dict[str, Check] = {}
     sources = {repr(source): (name, read) for source, name, read in _sources(config) if _plain(name) not in lacking}
@@ -144,7 +151,7 @@ def data(config: RunConfig) -> Iterator[Check]:
 
 
 def _sources(config: RunConfig) -> Iterator[tuple[object, str, Callable[[], object]]]:
-    """The settings of each data set, the name that it might have on the hub, and what reads it."""
+    """Yields for each data set of a run its settings, its possible name on the hub ("" if none), and a function that reads it."""
     for environment in environments_of(config):
         pool = environment.task_pool
         for one in pool.sources if isinstance(pool, MixturePool) else (pool,):
@@ -167,7 +174,7 @@ def _first_row(path: str) -> None:
 
 
 def pools_of(config: RunConfig) -> Iterator[object]:
-    """The task pools of a run's environments, and those within mixtures."""
+    """Yields the task pools of a run's environments; after a mixture also the pools that it mixes."""
     for one in environments_of(config):
         pool = one.task_pool
         yield pool
@@ -176,7 +183,7 @@ def pools_of(config: RunConfig) -> Iterator[object]:
 
 
 def environments_of(config: RunConfig) -> Iterator[EnvironmentSettings]:
-    """The environment that a run trains on, and those that it is evaluated on."""
+    """Yields the settings of the environments that a run trains on and is evaluated on."""
     if isinstance(config, RLConfig):
         yield config.environment
     if isinstance(config, SelfplayConfig):
@@ -187,13 +194,13 @@ def environments_of(config: RunConfig) -> Iterator[EnvironmentSettings]:
 
 
 def _on_hub(name: str) -> bool:
-    """Whether a name belongs to the hub, as in `resolve_checkpoint`: it is neither a path nor the output of a command here."""
+    """Returns whether a name is a model or data set of the hub rather than a path, by the same rule as `resolve_checkpoint`."""
     path = Path(_plain(name))
     return len(path.parts) == 2 and not path.exists() and not path.parent.exists() and not maker_of(path)
 
 
 def _plain(name: str) -> str:
-    """A name without its slice."""
+    """Removes the slice from a data set's name: "someone/sums@[:100]" becomes "someone/sums"."""
     return name.partition("@[")[0]
 
 
@@ -211,7 +218,7 @@ def _uncached(names: list[str], kind: str) -> dict[str, str]:
 
 
 def _incomplete(names: list[str], needs_tokenizer: bool) -> dict[str, str]:
-    """The models that the cache has in part, `someone/model (no weights)`: its snapshot lacks files that a run reads."""
+    """Returns the models that are only partly in the cache, each with a text that names the missing files."""
     from huggingface_hub import constants
 
     found = {}
@@ -232,7 +239,7 @@ def _incomplete(names: list[str], needs_tokenizer: bool) -> dict[str, str]:
 
 
 def _lost_weights(snapshot: Path) -> str:
-    """The first file of weights that a snapshot lacks; empty if it has all that its index names."""
+    """Returns the name of the first missing weight file of a cached model; "" if all files in its index exist."""
     if (snapshot / SINGLE).is_file():
         return ""
     if not (snapshot / INDEX).is_file():
@@ -245,8 +252,11 @@ def _lost_weights(snapshot: Path) -> str:
 
 
 def sinks(section: SinksSection) -> Check:
-    """The sinks by name, and where metrics leave the machine. Raises UserError, with the command that installs it, for a package
-    that is missing, and for a trackio that would send metrics elsewhere unasked."""
+    """Checks the experiment trackers (sinks) of a run, and names the hosts that its metrics are sent to.
+
+    Raises UserError if a tracker's package is missing, with the command to install it, and if trackio would send
+    metrics to another machine without being asked to.
+    """
     name = "sinks"
     if not section.to:
         return Check(name, "ok", "none but metrics.jsonl")
@@ -265,7 +275,7 @@ def _wandb_host() -> str | None:
 
 
 def _has_wandb_key() -> bool:
-    """Whether W&B finds a key: in WANDB_API_KEY, or for its host in the file that `wandb login` writes."""
+    """Returns whether Weights & Biases finds an API key: in WANDB_API_KEY, or in the netrc file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()

@@ -1,4 +1,4 @@
-"""Checks that no problem of an evaluation is trained on."""
+"""Checks that a run is not evaluated on problems that it is trained on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENDLESS = "not compared: a pool without an end; splits of one generated pool ne
 
 
 def overlap(config: RecordsConfig | RLConfig) -> Check:
-    """The problems or prompts that training and evaluation share, compared by question. Raises UserError for unreadable data."""
+    """Checks whether training and evaluation have problems or prompts in common. Raises UserError if data cannot be read."""
     checks = list(_of_rl(config) if isinstance(config, RLConfig) else _of_records(config))
     if not checks:
         return Check(_NAME, "ok", "nothing is evaluated during the run")
@@ -32,7 +32,7 @@ def overlap(config: RecordsConfig | RLConfig) -> Check:
 
 
 def _of_rl(config: RLConfig) -> Iterator[Check]:
-    """A check for each [[eval]] table."""
+    """Yields a check for each [[eval]] table of a reinforcement learning run."""
     if all(probe.environment is None for probe in config.eval):
         yield from (Check(_NAME, "ok", _SPLIT) for _ in config.eval)
         return
@@ -52,8 +52,10 @@ def _of_rl(config: RLConfig) -> Iterator[Check]:
 
 
 def _of_records(config: RecordsConfig) -> Iterator[Check]:
-    """A check for the held-out records, and one for each probe: whether a record has a problem's question, or the prompt that the
-    model gets, as one of its messages."""
+    """Yields a check for the held-out records of a supervised run, and one for each [[eval]] table with an environment.
+
+    An environment's problem is found if its question, or the prompt made from it, is a message of a training record.
+    """
     settings = config.records
     if config.evaluate_every:
         number = config.held_out_tables[0]

@@ -1,4 +1,4 @@
-"""The checks of a configuration: all of them for `nmoe preflight`, and at the start of a run those that take little time."""
+"""Runs the checks of a configuration: all of them for `nmoe preflight`, and the quick ones at the start of every run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from nmoe.sandbox.api import SandboxSetupError
 
 
 def preflight(config: RunConfig) -> Iterator[Check]:
-    """Yields the result of each check as soon as it is known. After a failed check the others go on, unless they need what that one
-    failed to read."""
+    """Runs all checks of a configuration, and yields each result as soon as it is known.
+
+    If a check fails, the others still run, except checks that need what the failed one could not read.
+    """
     readable = True
     for check in data(config):
         readable = readable and check.status == "ok"
@@ -92,10 +94,11 @@ def _model(size: Size) -> Check:
 
 
 def refuse_to_start(config: RunConfig) -> None:
-    """The checks before a training command starts. Raises UserError with each check that fails, one line each.
+    """Runs the quick checks before a training command starts. Raises UserError with one line for each failed check.
 
-    A run that is to be resumed has to be there. What cannot be checked, such as the size of a model whose checkpoint is missing, is
-    left to the run, which says so itself. A run that is resumed keeps the schedule it has."""
+    To resume a run, its directory has to exist; its schedule is then not checked, because the run keeps it. A check
+    that cannot be made, as for a missing checkpoint, is skipped, because the run itself will report that error.
+    """
     if config.run.resume:
         refuse_unless_free(run_path(config), config.run.resume)
     found = []

@@ -1,4 +1,4 @@
-"""A step of reinforcement learning, rehearsed on one problem: template, golds, rewards, and engine against learner."""
+"""Rehearses a step of reinforcement learning on one problem: prompt template, graders, rewards, and numerical agreement."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class _Collect(Protocol):
 
 
 def rehearse(config: RLConfig) -> Iterator[Check]:
-    """Raises UserError where a part of the run cannot be made."""
+    """Rehearses a step of the run on one problem, without training, and yields the checks of its parts.
+
+    Raises UserError if a part of the run cannot be made.
+    """
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
     problem = environment.pool.order.at(0)
@@ -71,7 +74,7 @@ def rehearse(config: RLConfig) -> Iterator[Check]:
         context = learner.model.config.context_tokens
 
         def collect(engine: Engine, *, samples: int, max_new_tokens: int) -> list[Trajectory]:
-            """One group, sampled and graded; the same for the same engine."""
+            """Samples and grades one group of samples; the result depends only on the engine and the arguments."""
             collector = Collector(engine, environment, context, tools.sandboxes, workspaces=tools.workspaces)
             sampling = Sampling(max_new_tokens, config.sampling.temperature)
             (group,) = collector.collect([problem], samples, sampling, (config.run.seed, "preflight")).groups
@@ -86,7 +89,7 @@ def rehearse(config: RLConfig) -> Iterator[Check]:
 
 
 def round_trip(tokenizer: Tokenizer) -> Check:
-    """Checks that a text's tokens decode to the same text."""
+    """Checks that encoding and decoding a text gives the same text."""
     read = tokenizer.decode(tokenizer.encode(_TEXT))
     if read != _TEXT:
         return Check("tokenizer", "fail", f"{_TEXT!r} comes back as {read!r}: text is lost; use another tokenizer")
@@ -94,7 +97,8 @@ def round_trip(tokenizer: Tokenizer) -> Check:
 
 
 def template(environment: Environment, tokenizer: Tokenizer, problem: Problem, max_new_tokens: int) -> Check:
-    """Whether the prompt of a problem says what its messages say, and a right answer is read again as it was written."""
+    """Checks that the prompt of a problem contains its messages unchanged, and that a formatted right answer is parsed
+    correctly."""
     name, prompt = "template", environment.prompts.ids(problem)
     text = tokenizer.decode(prompt)
     for message in environment.prompts.messages(problem):
@@ -122,7 +126,7 @@ def template(environment: Environment, tokenizer: Tokenizer, problem: Problem, m
 def rewards(
     config: RLConfig, environment: Environment, engine: Engine, learner: Learner, problem: Problem, collect: _Collect
 ) -> Check:
-    """Whether the same samples get the same rewards twice, and the right answer more than the wrong one."""
+    """Checks that equal samples get equal rewards twice, and that the right answer gets a higher reward than a wrong one."""
     name, task = "rewards", TASKS[problem.task_type]
     if not task.knows_answer(problem):
         return Check(name, "ok", "not graded: the task names no right answer")
@@ -156,13 +160,14 @@ def rewards(
 
 
 def _why_masked(trajectories: Sequence[Trajectory]) -> str:
-    """Why the first sample that cannot be trained on is masked: its failure and the grade's reason; empty where none is."""
+    """Returns why the first untrainable sample is excluded from training: its failure and the grader's reason; "" if
+    all are trainable."""
     masked = next((one.grade for one in trajectories if not one.trainable), None)
     return "" if masked is None else ": ".join(filter(None, (masked.failure, masked.reason)))
 
 
 def samples(environment: Environment, problem: Problem, sampled: Sequence[Trajectory], limit: int) -> Check:
-    """Samples of the untrained model, with their ends and rewards, beside the right answer in the same form."""
+    """Checks how samples of the untrained model end: shows some with their rewards, and the right answer in the same format."""
     task = TASKS[problem.task_type]
     right = ""
     if task.knows_answer(problem):
@@ -179,7 +184,7 @@ def samples(environment: Environment, problem: Problem, sampled: Sequence[Trajec
 
 
 def _shown_sample(environment: Environment, trajectory: Trajectory) -> str:
-    """`'The answer is 5' earns 0 (wrong: differs)`."""
+    """Formats a sample and its reward as `'The answer is 5' earns 0 (wrong: differs)`."""
     grade = trajectory.grade
     text = shortened(environment.tokenizer.decode(trajectory.token_ids), _CHARACTERS)
     why = (
@@ -191,8 +196,10 @@ def _shown_sample(environment: Environment, trajectory: Trajectory) -> str:
 
 
 def mismatch(learner: Learner, sampled: Sequence[Trajectory], exact: bool) -> Check:
-    """The difference of the engine's and the learner's log-probabilities of the tokens that the engine sampled. With `exact`
-    numerics there is none."""
+    """Checks that the inference engine and the learner compute the same log-probabilities for sampled tokens.
+
+    With exact numerics the difference has to be 0; otherwise it may be as large as rounding explains.
+    """
     trajectories = [one for one in sampled if one.trainable]
     if not trajectories:
         return Check("engine and learner", "fail", f"not compared: no sample can be trained on; {_why_masked(sampled)}")

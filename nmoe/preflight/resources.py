@@ -1,4 +1,4 @@
-"""Checks that a run fits the memory of the machine or of its device, and the disk."""
+"""Checks that a run fits into the memory of this machine or its GPU, and onto the disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def memory(config: RunConfig) -> Check:
-    """Compares the plan of a rank (one process without torchrun) with its total and free memory."""
+    """Checks the estimated memory of a rank (one training process) against its total and free memory."""
     planned = plan(settled(config), gang().size, gang().local_size, prompts_of(config))
     total, free = memory_of_rank(planned)
     said = f"about {parts(planned)}"
@@ -40,7 +40,7 @@ def memory(config: RunConfig) -> Check:
 
 
 def memory_alone(config: RunConfig) -> Check:
-    """The memory that there is, where the model that would need it is not known."""
+    """Reports the available memory if the model is unknown, and with it the memory that the run needs."""
     device = choose_device(config.model.device)
     total, free = memory_of(device)
     there = f"{gib(free)} free of {gib(total)} on {device.type}" if total else "what this machine has is not known"
@@ -48,8 +48,11 @@ def memory_alone(config: RunConfig) -> Check:
 
 
 def weights_fit(config: RunConfig, size: Size) -> Check:
-    """Whether the minimum that a rank holds fits its total memory: its weights and, where they are trained, their gradients and
-    optimizer. Raises UserError as `plan` does."""
+    """Checks that the least that a rank needs fits its total memory: weights and, if they are trained, gradients and
+    optimizer state.
+
+    Raises UserError as `plan` does.
+    """
     held = {"weights": size.weights, "gradients": size.gradients, "optimizer": size.optimizer}
     # Of several ranks each may hold a part, which is counted where the whole does not fit.
     total, _ = memory_of(size.device)
@@ -71,8 +74,11 @@ def weights_fit(config: RunConfig, size: Size) -> Check:
 
 
 def said_at_the_start(config: RunConfig) -> list[str]:
-    """The lines about memory at the start of a run: one line for a process that has enough, else each rank's memory and traffic and
-    remedies. Raises UserError as `plan` does."""
+    """Returns the lines about memory to print when a run starts.
+
+    This is one line for a single process with enough memory, else the memory and network traffic of each rank, and how
+    to reduce them. Raises UserError as `plan` does.
+    """
     planned = plan(config, gang().size, gang().local_size, prompts_of(config))
     total, _ = memory_of_rank(planned)
     if planned.world == 1 and planned.total <= (total or planned.total):
@@ -81,7 +87,8 @@ def said_at_the_start(config: RunConfig) -> list[str]:
 
 
 def settled(config: C) -> C:
-    """The configuration with parallel.offload = "auto" resolved for this machine. Raises UserError as `plan` does."""
+    """Returns the configuration with parallel.offload = "auto" replaced by the choice for this machine. Raises
+    UserError as `plan` does."""
     device = choose_device(config.model.device)
     if kind_of(device).on_host:
         return config
@@ -89,15 +96,18 @@ def settled(config: C) -> C:
 
 
 def memory_of_rank(planned: RankPlan) -> tuple[int, int]:
-    """Bytes that a rank may have, and those free now: ranks of one machine share its memory, and each has its own GPU."""
+    """Returns the total and free memory of a rank in bytes; CPU ranks share the machine's memory, and each GPU rank has
+    its own GPU."""
     total, free = memory_of(planned.device)
     each = gang().local_size if planned.device.type == "cpu" else 1
     return total // each, free // each
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Bytes of the device's memory, and those free now: of a GPU its own, else the machine's, within what the control group allows.
-    0 where it is not known."""
+    """Returns the total and free memory of a device in bytes; (0, 0) if unknown.
+
+    For a CPU this is the machine's memory, limited by the control group of this process.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total, free
@@ -110,7 +120,7 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def _group_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """The memory that the control group of the process allows, as a container sees it."""
+    """Returns the memory limit in bytes of this process's control group (as in a container); 2**63 without a limit."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         file = root / name
         if file.exists() and (text := file.read_text().strip()).isdigit():
@@ -125,7 +135,8 @@ _SPARE = 5 * 2**30
 def disk(
     config: RunConfig, size: Size, remedy: str = "make room, lower checkpoint.keep, or choose another run.directory"
 ) -> Check:
-    """Compares the space of the most checkpoints that exist at once with the free space; `remedy` ends a failure."""
+    """Checks that the free disk space suffices for all checkpoints that exist at the same time; `remedy` ends the text
+    of a failure."""
     at_once = checkpoints_at_once(config)
     needed, folder = at_once * size.checkpoint, existing(run_path(config))
     free = shutil.disk_usage(folder).free
@@ -139,7 +150,7 @@ def disk(
 
 
 def room(config: RunConfig) -> Check:
-    """The free space on the disk, for a run whose model, and so the size of its checkpoints, is not known."""
+    """Reports the free disk space if the model is unknown, and with it the size of its checkpoints."""
     folder = existing(run_path(config))
     free = shutil.disk_usage(folder).free
     said = f"{gib(free)} free on the disk of {folder}; what checkpoints take is not known without the model"
@@ -147,7 +158,7 @@ def room(config: RunConfig) -> Check:
 
 
 def first_checkpoint(config: RunConfig, size: Size) -> Check:
-    """Whether one checkpoint fits, without which a run has nothing to go on from."""
+    """Checks that the free disk space suffices for one checkpoint, the least that a run needs to be resumable."""
     folder = existing(run_path(config))
     free = shutil.disk_usage(folder).free
     said = f"a checkpoint has {gib(size.checkpoint)}, {gib(free)} free on the disk of {folder}"
@@ -157,8 +168,10 @@ def first_checkpoint(config: RunConfig, size: Size) -> Check:
 
 
 def checkpoints_at_once(config: RunConfig) -> int:
-    """The number of checkpoints on disk at once: the kept ones, the best, and the one being written; fewer in a run that saves less
-    often."""
+    """Returns the largest number of checkpoints on disk at the same time.
+
+    They are the kept ones, the best one, and the one that is being written; fewer if a run saves less often.
+    """
     steps, every = config.run.steps, config.checkpoint.every_steps
     evaluated = isinstance(config, SupervisedConfig | RLConfig) and bool(config.eval)
     most = config.checkpoint.keep + evaluated + 1
@@ -166,7 +179,7 @@ def checkpoints_at_once(config: RunConfig) -> int:
 
 
 def directory(config: RunConfig) -> Check:
-    """Whether the run's directory can be written, and is free or can be resumed. Raises UserError."""
+    """Checks that the run's directory is writable, and that it is new or can be resumed. Raises UserError if it is neither."""
     path = run_path(config)
     refuse_unless_free(path, config.run.resume)
     if not os.access(above := existing(path), os.W_OK | os.X_OK):
@@ -177,5 +190,5 @@ def directory(config: RunConfig) -> Check:
 
 
 def existing(path: Path) -> Path:
-    """The directory that is there already, at `path` or above it."""
+    """Returns the nearest directory that exists, which is `path` or one of its parents."""
     return next(place for place in (path, *path.absolute().parents) if place.is_dir())
