@@ -1,4 +1,4 @@
-"""The `nmoe` command: one file for each group of verbs, put together in `command`."""
+"""The `nmoe` command line: one file for each group of commands; `command` assembles them."""
 
 from nmoe.cli.command import main, rl, run
 

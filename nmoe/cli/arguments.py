@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the loading of a training command's configuration."""
+"""Command-line arguments that several commands share, and functions that load a training command's configuration."""
 
 import math
 import sys
@@ -89,8 +89,11 @@ Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random 
 
 @contextmanager
 def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
-    """Loads the CONFIG of a training command, raises UserError for a run that cannot succeed (`nmoe preflight`), and prints its
-    memory. If the block raises because an input is missing, the error gains the file and line that name the input."""
+    """Loads the configuration of a training command, checks it, prints the memory that the run will need, and yields it.
+
+    Raises UserError for a run that cannot succeed (see `nmoe preflight`). If the `with` block raises UserError because
+    an input is missing, the error is extended by the file and line that name this input.
+    """
     config = read_configuration(arguments, schema)
     from nmoe.config.loader import located
     from nmoe.config.packaged import find_configuration
@@ -115,7 +118,11 @@ def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
 
 
 def configuration_of_any(arguments: list[str], command: str | None) -> "tuple[str, RunConfig]":
-    """Loads a CONFIG for any training command and returns it with the command's name. Raises UserError for an unknown `command`."""
+    """Loads a configuration of any training command; returns the command's name and the configuration.
+
+    `command` names the command; by default it is found from the tables in the file. Raises UserError for an unknown
+    `command`.
+    """
     from nmoe.config.commands import COMMANDS
     from nmoe.config.kinds import command_for
 
@@ -126,7 +133,10 @@ def configuration_of_any(arguments: list[str], command: str | None) -> "tuple[st
 
 
 def file_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:
-    """Divides the arguments of a command into its CONFIG and the overrides, which may stand anywhere."""
+    """Divides the arguments of a command into the path of its configuration and a list of `--section.key=value` overrides.
+
+    Raises UserError if no path is given.
+    """
     from nmoe.config.overrides import joined
 
     arguments = ["--run.require_clean=true" if one == "--require-clean" else one for one in joined(arguments)]
@@ -141,7 +151,7 @@ def file_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:
 
 
 def read_configuration(arguments: list[str], schema: "type[C]") -> "C":
-    """Loads the CONFIG among the arguments."""
+    """Loads the configuration that a command's arguments name, with the overrides among them applied."""
     from nmoe.config.loader import load_run
 
     if sys.stderr.isatty():  # loading torch takes seconds in which nothing else appears
@@ -151,7 +161,7 @@ def read_configuration(arguments: list[str], schema: "type[C]") -> "C":
 
 
 def sum_up(run: Path, verb: str) -> None:
-    """Prints what the run achieved."""
+    """Prints a summary of a finished run; `verb` is the command that ran it, such as "sft"."""
     from nmoe.runs.summary import run_summary
 
     for line in run_summary(run, verb):

@@ -1,4 +1,4 @@
-"""`nmoe doctor`, `preflight` and `plan`: what a machine offers, and whether a run fits it."""
+"""The commands that check before a run: `nmoe doctor` the machine, `nmoe preflight` a configuration, `nmoe plan` its memory."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from nmoe.cli.arguments import ConfigAndOverrides, ForCommand, configuration_of_
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Show what this machine offers, and what would make runs faster or safer.
+    """Examine this machine, and advise how to make runs faster or safer.
 
-    Processor, GPUs, free cores, kernels, compiler, sandbox, packages and caches. Exits with 1 if something required is missing.
+    Examines processor, GPUs, free cores, kernels, compiler, sandbox, packages and caches. Exits with 1 if something required is missing.
 
     \b
     Example:
@@ -39,8 +39,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
 def preflight(arguments: ConfigAndOverrides, command: ForCommand = None) -> None:
     """Check a configuration before it runs.
 
-    One line a check: ok, warn or fail, the value, and what to do. Exits with 2 if one fails. Writes nothing but the cache of
-    graded gold answers.
+    Prints one line per check: ok, warn or fail, the value, and the remedy. Exits with 2 if one fails. Writes nothing but the
+    cache of graded gold answers.
 
     \b
     Example:
@@ -71,12 +71,12 @@ def plan(
     memory_gib: Annotated[float | None, typer.Option("--memory-gib", metavar="GIB", min=0.1)] = None,
     command: ForCommand = None,
 ) -> None:
-    """Count what a run needs on each of N ranks, without any of them.
+    """Plan the memory and network traffic of a run on N ranks, without running it.
 
     CONFIG may be the name of a model on the Hugging Face hub, for its supervised fine-tuning; no weights are fetched.
 
-    Bytes that a rank holds, and bytes that it sends for one optimizer step. Exits with 2 where [parallel] does not fit the
-    ranks, and with 1 where a rank's part does not fit --memory-gib.
+    Prints the bytes that each rank holds, and the bytes that it sends for one optimizer step. Exits with 2 if the sizes in
+    [parallel] do not fit the ranks, and with 1 if a rank's memory exceeds --memory-gib.
 
     \b
     Example:
@@ -89,7 +89,7 @@ def plan(
     Args:
         world: Ranks that train together, one for each GPU.
         per_node: Ranks of one machine; at most --world.
-        memory_gib: Memory of one GPU, to hold the plan against.
+        memory_gib: Memory of one GPU, to compare the plan with.
     """
     config = _of_model(arguments) if command is None else None
     config = config or configuration_of_any(arguments, command)[1]
@@ -107,7 +107,7 @@ def plan(
 
 
 def _of_model(arguments: list[str]) -> "RunConfig | None":
-    """The configuration that fine-tunes a model of the hub, if its name is given instead of a CONFIG."""
+    """Returns the configuration to fine-tune a model of the Hugging Face hub if its name is given instead of a file; else None."""
     from nmoe.config.commands import COMMANDS
     from nmoe.config.loader import load_run
     from nmoe.runs.resolve import is_hub_name

@@ -1,7 +1,7 @@
-"""The `nmoe` command: its verbs in the order of its help, and how the process ends.
+"""The `nmoe` command: its subcommands in the order of the help text, and the exit codes of the process.
 
-Each verb is a function, in the file of its group, which reads its arguments and calls the code that does the work. What a verb
-needs is imported inside it, so that `nmoe --help` does not wait for torch.
+Each subcommand (verb) is a function, in the file of its group, which reads its arguments and calls the code that does
+the work. Imports are inside the functions, so that `nmoe --help` does not wait for torch.
 """
 
 import inspect
@@ -36,9 +36,9 @@ _PARAMETER = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 class Verb(typer.core.TyperCommand):
-    """A command whose parameters are described by the part `Args:` of its function's docstring.
+    """A subcommand whose parameters are described in the section `Args:` of its function's docstring.
 
-    Its help names arguments without their Python types, and its messages show the wrong value.
+    The help names arguments without their Python types, and error messages show the wrong value.
     """
 
     def __init__(self, *args: Any, help: str, params: list[Any], **others: Any) -> None:
@@ -60,7 +60,10 @@ class Verb(typer.core.TyperCommand):
 
 
 def _plain(error: typer.BadParameter) -> str:
-    """The message of a wrong value: 'x' should be a valid integer. typer takes over pydantic's, which leaves the value out."""
+    """Returns the error message for a wrong value with the value in it: "'x' should be a valid integer".
+
+    The message that typer takes from pydantic leaves the value out.
+    """
     if (errors := getattr(error.__cause__, "errors", None)) is None:
         return error.message
     first = errors()[0]
@@ -69,7 +72,7 @@ def _plain(error: typer.BadParameter) -> str:
 
 
 class ConfiguredVerb(Verb):
-    """A verb with a configuration: its help ends with the configuration's keys."""
+    """A subcommand that takes a configuration file; its help ends with the configuration's keys."""
 
     def get_help(self, ctx: Any) -> str:
         from nmoe.config.commands import COMMANDS
@@ -82,8 +85,10 @@ class ConfiguredVerb(Verb):
 
 
 class Group(typer.core.TyperGroup):
-    """A group of commands. The error for an unknown one suggests another: its name here if it comes from another framework, or the
-    command for the configuration that was given."""
+    """A group of subcommands whose error for an unknown subcommand suggests the right one.
+
+    It knows the names of other frameworks' commands, and finds the command for a given configuration file.
+    """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands and (meant := _verb_meant(*args[:2])) is not None:
@@ -262,10 +267,11 @@ runs.command("log", cls=Verb)(log_attempt)
 
 
 def run(command: typer.Typer, program: str) -> None:
-    """Runs `command` on the process's arguments and exits with its code.
+    """Runs a command on the process's arguments and exits with its code.
 
-    0: all went well. 1: the disk is full. 2: bad input. 130: Ctrl-C. A UserError is printed without its traceback; any
-    other exception is a defect and keeps it. Under torchrun rank 0 runs the command, and the others follow it.
+    0: success. 1: the disk is full. 2: bad input. 130: Ctrl-C. A UserError is printed without its traceback; any other
+    exception is a defect and keeps its traceback. Under torchrun, rank 0 runs the command, and the other ranks execute
+    the calls that it sends them.
     """
     from nmoe.runs.output import of_a_command
 
@@ -287,7 +293,10 @@ def run(command: typer.Typer, program: str) -> None:
 
 @contextmanager
 def _ranks() -> Iterator[None]:
-    """Joins the other ranks for the block, which only rank 0 enters: the others serve it, and end with its exit code."""
+    """Connects this process with the other ranks; only rank 0 runs the `with` block.
+
+    The other ranks execute the calls that rank 0 sends them, and exit with its exit code.
+    """
     from nmoe.parallel.gang import Controller, Member
     from nmoe.parallel.join import join, leave, reports_to_torchrun
 
@@ -316,10 +325,10 @@ def _ranks() -> Iterator[None]:
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:
-    """A warning in one line, without the line of Python that gave it."""
+    """Formats a warning on one line, without its source code line."""
     return f"warning: {message}\n"
 
 
 def main() -> None:
-    """The entry point of `nmoe`."""
+    """Runs the `nmoe` command; the entry point of the installed program."""
     run(app, "nmoe")

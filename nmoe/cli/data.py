@@ -1,4 +1,4 @@
-"""`nmoe data`: look into datasets, and make them."""
+"""The commands `nmoe data ...`: show, filter, sample, download and export datasets."""
 
 from pathlib import Path
 from typing import Annotated, Literal

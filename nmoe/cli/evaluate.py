@@ -1,4 +1,4 @@
-"""`nmoe eval`, `grade` and `chat`: what a checkpoint answers, and whether it is right."""
+"""The commands `nmoe eval`, `nmoe grade` and `nmoe chat`: evaluate a checkpoint, grade answers, talk with a model."""
 
 import sys
 from pathlib import Path
@@ -38,7 +38,7 @@ def evaluate(
 ) -> None:
     """Evaluate checkpoints on benchmarks.
 
-    Several of either are a sweep: one table, with paired tests against the first checkpoint.
+    Several checkpoints or benchmarks give one table, with paired tests against the first checkpoint.
 
     \b
     Example, greedy:
@@ -63,13 +63,13 @@ def evaluate(
         mode: greedy_pass@1, sampling_pass@N (the majority of N), nondet_proxy_pass@N or, of multiple choice, likelihood_letter or
             likelihood_text; default: from --samples and --temperature.
         samples: Completions per problem; default: 1, or the mode's.
-        max_tokens: Tokens of a completion; default: what the context leaves, with --format-check the run's, else 256.
-        reasoning_effort: In place of the environment's.
+        max_tokens: The most tokens of a completion; default: the rest of the context; with --format-check the run's limit, else 256.
+        reasoning_effort: Replaces the environment's reasoning effort.
         best_of: A reward model or verifier that chooses among the samples of a problem.
         allow_trained_on: Evaluate although the model was trained on some of the problems, which is refused otherwise; the results
             then say so.
         format_check: Report whether the model is ready for reinforcement learning on the environment, or what to do first.
-        results: Where the outcome of every problem is kept: the same command goes on after an interruption.
+        results: Where the outcome of every problem is kept, so that the same command continues after an interruption.
         out: Write the results here as JSON; of one checkpoint on one benchmark with the answers to every problem.
     """
     if format_check:

@@ -1,4 +1,4 @@
-"""`nmoe model`, `nmoe tokenizer` and `nmoe export`: checkpoint directories, and what they are made of."""
+"""The commands `nmoe model ...`, `nmoe tokenizer ...` and `nmoe export`: make, convert and export checkpoints and tokenizers."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""`nmoe config` and `nmoe env`: packaged configurations and environments, and a check of one."""
+"""The commands `nmoe config ...` and `nmoe env ...`: list and show packaged configurations and environments, and check one."""
 
 from pathlib import Path
 from typing import Annotated

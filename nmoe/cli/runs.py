@@ -1,4 +1,4 @@
-"""`nmoe runs`, `nmoe report` and `nmoe replay`: look at runs, compare them, and keep a log of attempts."""
+"""The commands `nmoe runs ...`, `nmoe report` and `nmoe replay`: show and compare runs, and keep a log of experiments."""
 
 from pathlib import Path
 from typing import Annotated
@@ -48,7 +48,7 @@ def samples(
     problems: Annotated[int, typer.Option(metavar="N", min=1)] = PROBLEMS,
     characters: Annotated[int, typer.Option(metavar="N", min=0)] = CHARACTERS,
 ) -> None:
-    """Show what the policy wrote: prompt, completion, reward and why.
+    """Show samples of a run: prompt, completion, and reward with its reason.
 
     Control characters are shown as escapes.
 
@@ -119,7 +119,7 @@ def diff(
 def table(runs: Annotated[list[str], typer.Argument(metavar="RUN...")]) -> None:
     """Print a table of results to publish, in Markdown.
 
-    Runs that differ in the seed alone are one row: median, worst and mean with its interval,
+    Runs that differ only in the seed share a row: median, worst value, and mean with its interval,
     machine and commit.
 
     \b
@@ -142,9 +142,9 @@ def attempt(
 ) -> None:
     """Begin an attempt: branch, tag and entry of the research log.
 
-    The branch is attempt-XX-NAME and the tag attempt-XX-start. The entry says what has changed in the
-    configuration, and in the values that replace its own, since the attempt before. The tree has to
-    be clean; nothing but the log is written.
+    The branch is attempt-XX-NAME and the tag attempt-XX-start. The entry lists the changes in the
+    configuration and the overrides since the attempt before. The working tree has to be clean;
+    nothing but the log is written.
 
     \b
     Example:
@@ -155,7 +155,7 @@ def attempt(
     Args:
         arguments: A short description, such as higher-lr, and the values with which the attempt overrides the file's.
         config: The attempt's TOML file, in this repository.
-        hypothesis: What the attempt is to show.
+        hypothesis: The expected result.
     """
     from nmoe.config.overrides import joined, malformed
     from nmoe.errors import UserError
@@ -184,7 +184,7 @@ def log_attempt(
 
     Args:
         runs: Directories of runs, or quoted globs.
-        lesson: What the attempt has shown.
+        lesson: The conclusion from the results.
     """
     from nmoe.runs.attempts import finish_attempt
 
@@ -199,8 +199,8 @@ def sync(
 ) -> None:
     """Copy code and runs to a second machine, and check them there.
 
-    The commit of this repository goes as a git bundle to DIR/code, all else by rsync to the same path
-    below DIR. Commit and SHA-256 sums are checked at the other end.
+    The commit of this repository is copied as a git bundle to DIR/code, and the paths by rsync to the
+    same paths below DIR. Commit and SHA-256 sums are checked on the second machine.
 
     \b
     Example:

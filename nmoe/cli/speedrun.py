@@ -1,4 +1,4 @@
-"""`nmoe speedrun`."""
+"""The command `nmoe speedrun`: trains and evaluates a small model from start to end."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The verbs that train: `nmoe pretrain`, `sft`, `dpo`, `reward`, `verifier`, `selfplay`, `rl train`, and the check of ranks."""
+"""The commands that train: `nmoe pretrain`, `sft`, `dpo`, `reward`, `verifier`, `selfplay` and `rl train`; and a check
+of ranks."""
 
 import json
 from pathlib import Path
@@ -29,7 +30,7 @@ def pretrain(arguments: ConfigAndOverrides) -> None:
 def sft(arguments: ConfigAndOverrides) -> None:
     """Fine-tune a model on conversations or completions.
 
-    In conversations, what the assistant says is trained on; in prompts with completions, the completions.
+    Trains on the assistant's messages in conversations, and on the completions of prompts.
 
     \b
     Example:
@@ -118,7 +119,7 @@ def selfplay(
 ) -> None:
     """Let a model write and verify proofs, and train on the result.
 
-    Proofs are verified, and verifications checked in turn. Confirmed judgements are kept as training data.
+    The model verifies its proofs, and then checks the verifications. Confirmed judgements are kept as training data.
 
     \b
     Example, data only:
@@ -172,10 +173,10 @@ def train(arguments: ConfigAndOverrides) -> None:
 
 
 def check_ranks(only: Annotated[list[str] | None, typer.Option("--only", metavar="NAME")] = None) -> None:
-    """Check that many ranks do together what one process does.
+    """Check that several ranks compute together the same results as one process.
 
-    To be started on ranks: over NCCL where each has its own GPU, else over gloo. One line a check; ends at the first that
-    fails, or that takes longer than its deadline.
+    Start it with torchrun; it uses NCCL if each rank has its own GPU, else gloo. Prints one line per check, and ends at the
+    first check that fails or exceeds its deadline.
 
     \b
     Example:
