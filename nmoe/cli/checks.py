@@ -13,7 +13,8 @@ from nmoe.cli.arguments import ConfigAndOverrides, ForCommand, configuration_of_
 def doctor(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Examine this machine, and advise how to make runs faster or safer.
 
-    Examines processor, GPUs, free cores, kernels, compiler, sandbox, packages and caches. Exits with 1 if something required is missing.
+    Examines processor, GPUs, free cores, kernels, compiler, sandbox, packages and caches. Exits with 1 if something
+    required is missing.
 
     \b
     Example:

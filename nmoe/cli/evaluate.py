@@ -63,7 +63,7 @@ def evaluate(
         mode: greedy_pass@1, sampling_pass@N (the majority of N), nondet_proxy_pass@N or, of multiple choice, likelihood_letter or
             likelihood_text; default: from --samples and --temperature.
         samples: Completions per problem; default: 1, or the mode's.
-        max_tokens: The most tokens of a completion; default: the rest of the context; with --format-check the run's limit, else 256.
+        max_tokens: The most tokens of a completion; default: the rest of the context, with --format-check the run's limit or 256.
         reasoning_effort: Replaces the environment's reasoning effort.
         best_of: A reward model or verifier that chooses among the samples of a problem.
         allow_trained_on: Evaluate although the model was trained on some of the problems, which is refused otherwise; the results

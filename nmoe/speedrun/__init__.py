@@ -1,4 +1,4 @@
-"""The demonstration: reinforcement learning on a laptop, in minutes, of a released model or of one from nothing. `nmoe speedrun`"""
+"""The demonstration `nmoe speedrun`: trains a released or a new small model by reinforcement learning, on a laptop, in minutes."""
 
 from nmoe.speedrun.speedrun import speedrun
 

@@ -1,21 +1,22 @@
-"""Corpora of the speedrun from nothing: conversations with planted faults, so that reinforcement learning has something to improve.
+"""Writes the training texts of the speedrun's new small model: synthetic conversations with planted faults.
 
-The pretraining corpus has questions and answers in Harmony, or close to it, with three kinds of fault, each at a rate set below:
+The faults leave something that reinforcement learning can improve. The pretraining corpus has questions and answers in
+Harmony, or close to it, with three kinds of fault, each at a rate set below:
 
-- skill: a minority of documents follows the right procedure, the others a wrong one (copying instead of reversing, forgetting the
-  carry, sorting downwards);
+- skill: a minority of documents follows the right procedure, the others a wrong one (copying instead of reversing, forgetting
+  the carry, sorting downwards);
 - format: messages lack their end, their channel or their final answer;
 - length: some documents ramble before they reason.
 
-The tool corpus of mid-training, before `tools.toml`, asks for sums of the environment `tools`, in well-formed Harmony. Most
-documents practise one of two parts: a call that copies the sum, without an answer, or the reading of an output without a call. The
-others are whole conversations with the environment's own prompt. In a minority of them the call computes the sum and its output is
-the answer. In the rest the call copies another sum, the output is ignored, the call is not JSON or names an unknown tool, or the
-answer is guessed without a call.
+The tool corpus, for mid-training before `tools.toml`, asks for sums of the environment `tools`, in well-formed Harmony.
+Most documents practise one of two parts: a call that copies the sum, without an answer, or the reading of an output
+without a call. The others are whole conversations with the environment's own prompt. In a minority of them the call
+computes the sum and its output is the answer. In the rest the call copies another sum, the output is ignored, the call
+is not JSON or names an unknown tool, or the answer is guessed without a call.
 
-The corpus of `five_stages.toml` asks for sums likewise. All that this environment rewards occurs in it, and none of it reliably:
-calls are mostly in vain, some documents think before they speak, at more or less length, and some answer on no channel, where it
-does not count.
+The corpus for `five_stages.toml` also asks for sums. It contains every behaviour that this environment rewards, but
+none of them reliably: most calls are in vain, some documents think before they answer, at more or less length, and some
+give the answer on no channel, where it does not count.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ Worked = tuple[str, str]
 
 
 def _digit_steps(left: str, right: str, carries: bool) -> Worked:
-    """The steps of an addition, column by column from the right: "7+5=12 4+8+1=13" and "132". Without carries: "7+5=12 4+8=12" and
-    "122"."""
+    """Returns the column-wise steps and the result of an addition, from the right: "7+5=12 4+8+1=13" and "132".
+
+    Without `carries`, carries are forgotten: "7+5=12 4+8=12" and "122".
+    """
     steps, digits, carry = [], "", 0
     width = max(len(left), len(right))
     for a, b in zip(reversed(left.zfill(width)), reversed(right.zfill(width)), strict=True):
@@ -110,8 +113,10 @@ SKILLS: dict[str, tuple[tuple[int, int], Callable[[random.Random, str, str], Wor
 
 
 def _document(rng: random.Random, harmony: Harmony, question: str, work: str, answer: str) -> dict[str, Any]:
-    """The conversation as a document whose question is read but not learned, with its answer in one of several forms, of which only
-    the first two parse."""
+    """Makes a document of a conversation whose question is read but not learned.
+
+    The answer has one of several formats, of which only the first two can be parsed.
+    """
     prompt = harmony.render_prompt([Message("user", question)])
     return {"token_ids": prompt + _reply(rng, harmony, work, answer), "prompt_tokens": len(prompt)}
 
@@ -143,14 +148,14 @@ def _reply(rng: random.Random, harmony: Harmony, work: str, answer: str) -> list
 
 
 def corpus_texts(seed: int, count: int) -> Iterator[str]:
-    """Plain text of `count` questions and answers, for training the tokenizer."""
+    """Yields `count` questions with answers as plain texts, to train the tokenizer on."""
     for rng, question, work, answer in _examples(seed, count):
         ramble = "well let me see now " if rng.random() < RAMBLES else ""
         yield f"user {question} assistant analysis {ramble}{work} assistant final {answer}"
 
 
 def write_corpus(path: Path, tokenizer: Tokenizer, seed: int, count: int) -> None:
-    """Writes `count` documents as JSONL with `token_ids` and `prompt_tokens`. Held-out questions never occur."""
+    """Writes `count` tokenized documents as JSONL with `token_ids` and `prompt_tokens`, without held-out questions."""
     harmony = Harmony(tokenizer)
     with path.open("w") as file:
         for rng, question, work, answer in _examples(seed, count):
@@ -158,8 +163,10 @@ def write_corpus(path: Path, tokenizer: Tokenizer, seed: int, count: int) -> Non
 
 
 def write_conversations(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations as chat messages, one JSON object per line, for supervised fine-tuning. They have the skill
-    faults of the corpus, but none of format or length. Held-out questions never occur."""
+    """Writes `count` conversations as JSONL of chat messages, for supervised fine-tuning, without held-out questions.
+
+    Their answers have the same wrong procedures as the pretraining corpus, but no faults of format or length.
+    """
     with path.open("w") as file:
         for _, question, work, answer in _examples(f"conversations/{seed}", count):
             reply = {"role": "assistant", "reasoning": work, "content": answer}
@@ -195,7 +202,7 @@ _OUTPUTS = (1_000, 20_000)  # of as many digits as the sums have
 
 
 def tool_texts(environment: Path, seed: int, count: int) -> Iterator[str]:
-    """Plain text of `count` calls, with the tool's definition in some of them, for training the tokenizer."""
+    """Yields `count` tool calls as plain texts, some with the tool's definition, to train the tokenizer on."""
     settings = load_environment(environment)
     definitions = render_tools([builtin_tools(settings.budget)["python"].definition])
     rng = random.Random(f"tools/{seed}")
@@ -209,7 +216,7 @@ def tool_texts(environment: Path, seed: int, count: int) -> Iterator[str]:
 
 
 class ToolDocuments:
-    """Makes the documents of one environment, whose pool is generated sums and whose only tool is python."""
+    """Makes tokenized documents with calls of the tool `python`, for an environment that asks for generated sums."""
 
     def __init__(self, environment: Path, tokenizer: HarmonyTokenizer) -> None:
         self._settings = load_environment(environment)
@@ -218,13 +225,13 @@ class ToolDocuments:
         self._harmony = Harmony(tokenizer)
 
     def write(self, path: Path, seed: int, count: int) -> None:
-        """Writes `count` documents as JSONL with `token_ids`. Held-out questions never occur."""
+        """Writes `count` documents as JSONL with `token_ids`, without held-out questions."""
         with path.open("w") as file:
             for token_ids in self.documents(seed, count):
                 file.write(json.dumps({"token_ids": token_ids}) + "\n")
 
     def documents(self, seed: int, count: int) -> Iterator[list[int]]:
-        """The token ids of `count` documents; the same seed gives the same documents."""
+        """Yields the token ids of `count` documents; the same seed gives the same documents."""
         rng = random.Random(f"tools/{seed}")
         for _ in range(count):
             problem, copied = new_problem(rng, self._settings), new_problem(rng, self._settings)
@@ -241,7 +248,8 @@ class ToolDocuments:
                 yield self._environment.prompts.ids(problem) + self._conversation(rng, problem, copied)
 
     def _conversation(self, rng: random.Random, problem: Problem, copied: Problem) -> list[int]:
-        """The messages after the prompt. `copied` is another problem, for a call that copies carelessly."""
+        """Returns the token ids of a conversation after its prompt. `copied` is another problem, whose sum a careless
+        call copies."""
         guess = _guess(rng, problem.gold)
         draw = rng.random()
         for share, called, answer in (
@@ -261,24 +269,24 @@ class ToolDocuments:
         return self._said(_final(guess), opens=True)
 
     def _called(self, tool: str, arguments: str, output: str, answer: str) -> list[int]:
-        """A call, the tool's result as the environment words it, and the final message."""
+        """Returns the token ids of a call, of the tool's result in the environment's wording, and of the final message."""
         event = ToolEvent(ToolCall(tool, arguments, "0/0"), "ok", output, "", 0.0, 0.0)
         given = self._environment.renderer.answer_calls([], [[event]])
         return [*self._said(_call(tool, arguments), opens=True), *given, *self._said(_final(answer), opens=False)]
 
     def _said(self, message: Message, *, opens: bool) -> list[int]:
-        """A turn of the assistant; `opens` the first one."""
+        """Returns the token ids of an assistant's message; `opens` says that it is the first one after the prompt."""
         return self._harmony.render_completion([message])
 
     def _refused(self, tool: str, arguments: str) -> str:
-        """The executor's result for a call that never reaches its tool."""
+        """Returns the error message for a call that is refused before it reaches a tool."""
         (event,) = asyncio.run(self._executor.run([ToolCall(tool, arguments, "0/0")], ToolSession(None)))
         assert event.failure != "ok", "it is refused"
         return event.output
 
 
 def new_problem(rng: random.Random, settings: EnvironmentSettings) -> Problem:
-    """A new sum of the train split."""
+    """Draws a new problem of the train split: a sum, of a difficulty in the environment's range."""
     pool = settings.task_pool
     assert isinstance(pool, GeneratedPool), "the environment's problems are generated"
     while True:
@@ -300,7 +308,7 @@ def _final(answer: str) -> Message:
 
 
 def _guess(rng: random.Random, gold: str) -> str:
-    """A guess at the answer, mostly wrong by a power of ten."""
+    """Returns a guess at the answer, which is mostly off by a power of ten."""
     return (
         gold if rng.random() < GUESS_IS_RIGHT else str(int(gold) + rng.choice((-1000, -100, -10, -1, 1, 10, 100, 1000)))
     )
@@ -314,7 +322,7 @@ THOUGHTS = ("let me see", "well let me see now", "well let me see now well let m
 
 
 class StageDocuments(ToolDocuments):
-    """Makes the documents of one environment, whose pool is generated sums and whose only tool is python."""
+    """Makes tokenized documents like `ToolDocuments`, some of which think first or give the answer on no channel."""
 
     def __init__(self, environment: Path, tokenizer: HarmonyTokenizer) -> None:
         super().__init__(environment, tokenizer)

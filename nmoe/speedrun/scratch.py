@@ -1,4 +1,4 @@
-"""The speedrun from nothing, stage by stage: tokenizer, corpus, base, reinforcement learning, evaluation of both, report."""
+"""The speedrun of a new model: tokenizer, corpus, pretraining, reinforcement learning, evaluation and report."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ _CORPUS = ("tokenizer", "corpus.jsonl", "tools.jsonl", "stages.jsonl", "prm800k"
 
 
 class Scratch(Pipeline):
-    """A small model from nothing. `full` adds the stages of the whole pipeline, also to one that is resumed and began without
-    them."""
+    """The pipeline that trains a small model from random weights.
+
+    `full` adds mid-training, fine-tuning, a verifier and self-play; it may extend a resumed pipeline that began without
+    it.
+    """
 
     promises = SCRATCH_PROMISES
 
@@ -215,7 +218,7 @@ class Scratch(Pipeline):
 
 
 def _added_data() -> dict[str, Callable[[Path, int], None]]:
-    """The data of the added stages: names of files, each with the function that writes it from a seed."""
+    """Returns the data files of the stages that `full` adds, each with the function that writes it from a seed."""
 
     def roles(write: Callable[[Path, int, int], None], count: int) -> Callable[[Path, int], None]:
         return lambda path, seed: write(path, seed, count)

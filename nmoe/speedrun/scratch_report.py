@@ -1,4 +1,4 @@
-"""The speedrun from nothing, examined and reported: both models on the same held-out problems, what changed, and at what cost."""
+"""Evaluates the speedrun's new model before and after training, and writes the report."""
 
 from __future__ import annotations
 
@@ -40,8 +40,12 @@ LONGER_PROBLEMS = 600
 
 @dataclass(frozen=True)
 class Examination:
-    """Results by kind. The first of each list is over all skills, the others are by skill. `step` belongs to the examined
-    checkpoint; an examination from before it was noted has none."""
+    """The evaluation results of one model, by sampling mode. The first result of each list is over all skills, the
+    others are by skill.
+
+    `step` is the step of the evaluated checkpoint; None in results of older versions. `longer` has problems beyond the
+    trained lengths.
+    """
 
     sampled: list[Evaluation]
     greedy: list[Evaluation]
@@ -56,7 +60,7 @@ class Examination:
     step: int | None = None
 
     def figures(self, who: str) -> dict[str, float | int]:
-        """Flat figures for summary.json, such as `trained_correctness` and `greedy_trained_reverse`."""
+        """Returns the results as figures for summary.json, such as `trained_correctness` and `greedy_trained_reverse`."""
         out: dict[str, float | int] = {
             f"{who}_correctness": self.sampled[0].value,
             f"{who}_correctness_low": self.sampled[0].low,
@@ -79,8 +83,11 @@ class Examination:
 
 
 def examine(who: str, path: Path, config: RLConfig, longer: Path, seed: int) -> Examination:
-    """Examines the model that a path names on the held-out split of the configuration's environment and on longer problems. Its
-    lines on the console begin with `who`."""
+    """Evaluates the model at `path` on the held-out split of the configuration's environment, and on problems of the
+    file `longer`.
+
+    Lines on the console begin with the name `who`.
+    """
     directory = resolve_checkpoint(path)
     tokenizer = Tokenizer.load(directory)
     device, dtype = device_and_dtype(config.model)
@@ -135,7 +142,7 @@ def _mean(groups: Sequence[Group], name: str) -> float:
 
 
 def _transcripts(groups: Sequence[Group], tokenizer: Tokenizer) -> list[Transcript]:
-    """The first problem of each skill, right or wrong."""
+    """Returns the transcript of the first problem of each skill."""
     first: dict[str, Group] = {}
     for group in groups:
         first.setdefault(group.problem.source, group)
@@ -160,8 +167,10 @@ def write_scratch_report(
     before: Examination,
     after: Examination,
 ) -> Path:
-    """Writes `out/report.md` and `out/plots/*.png`, and returns the path of the report. `course` says how the base became the
-    trained model."""
+    """Writes the report and its plots to `out/report.md` and `out/plots/*.png`; returns the path of the report.
+
+    `course` describes in words how the base model was trained.
+    """
     gain = paired_difference(before.outcomes, after.outcomes)
     parts = [
         f"# Speedrun, seed {summary['seed']}\n",

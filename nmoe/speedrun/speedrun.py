@@ -1,4 +1,4 @@
-"""The demonstration. `nmoe speedrun`"""
+"""Runs the demonstration `nmoe speedrun`, with a released model or a new one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nmoe.speedrun.stages import begun_with
 Kind = Literal["real", "scratch"]
 
 DEFAULT: Kind = "real"
-"""The pipeline that runs where none is named."""
+"""The pipeline that runs if none is named."""
 DIRECTORIES: dict[Kind, Path] = {"real": Path("runs/real"), "scratch": Path("runs/speedrun")}
 
 
@@ -27,12 +27,12 @@ def speedrun(
     device: str = "auto",
     replace: bool = False,
 ) -> tuple[Kind, Path]:
-    """Runs every stage into `out` and prints where the report is. Returns which pipeline ran, and its directory.
+    """Runs a pipeline in the directory `out` and prints the path of its report; returns which pipeline ran, and its directory.
 
-    It replaces what an earlier speedrun made there or, with `resume`, finishes it. `full` adds stages or tasks, also to one that is
-    resumed and began without them. Of other things that are in the way, `replace` deletes those that bear the name of a stage
-    (`Stages`). Where no pipeline is named and the real model cannot be had, the one from nothing runs. Raises as `Pipeline.run`
-    does.
+    An earlier speedrun in the directory is replaced or, with `resume`, finished. `full` adds stages or tasks, even to a
+    resumed pipeline that began without them. `replace` permits to delete other files that have the name of a stage's
+    output (`Stages`). If no pipeline is named and the released model cannot be downloaded, a new model is trained.
+    Raises as `Pipeline.run` does.
     """
     kind = kind or (_begun(out) if resume else None) or _possible(DEFAULT)
     out = DIRECTORIES[kind] if out is None else out
@@ -41,7 +41,7 @@ def speedrun(
 
 
 def _begun(out: Path | None) -> Kind | None:
-    """The pipeline to resume: without a network the other one may have begun; None if there is none."""
+    """Returns the pipeline to resume, because without a network not the default one may have begun; None if there is none."""
     if out is None:
         return next((kind for kind in (DEFAULT, *DIRECTORIES) if begun_with(DIRECTORIES[kind]) is not None), None)
     settings = begun_with(out)

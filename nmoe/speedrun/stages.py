@@ -1,8 +1,8 @@
-"""Pipelines of the demonstration: stages, promises and a report in one directory. `nmoe speedrun`
+"""Runs a pipeline in one directory: a sequence of stages, then a report and a check of its promises.
 
-Each stage is announced, timed and recorded when it is done, so that none runs twice. The record, `stages.json`, also says which
-files and runs of the directory each stage made. A later pipeline replaces these and no others: a run that the user made beside them
-stays, and so does one of theirs that the user has continued.
+Each finished stage is recorded with its time, so that it is not repeated. The record, `stages.json`, also lists the
+files and runs that each stage made. A later pipeline replaces only these. It keeps other runs that the user made in the
+directory, and runs of the pipeline that the user continued.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: `Stage("reinforcement learning", work, makes=("rl",), start="base")`.
+    """A stage of a pipeline: `Stage("reinforcement learning", work, makes=("rl",), start="base")`.
 
-    work: does it, and returns its figures. An earlier attempt may have interrupted it at any point.
-    makes: the names of the files and runs that it makes in the directory.
-    start: its inputs. A finished stage is done again if its inputs change.
+    work: does the work, and returns figures to record; an earlier attempt may have been interrupted at any point.
+    makes: the names of the files and runs that the stage makes in the directory.
+    start: identifies the stage's inputs; a finished stage is repeated if they change.
     """
 
     name: str
@@ -59,9 +59,12 @@ class Stage:
 
 
 class StageRecord(BaseModel):
-    """Example: `StageRecord(name="reinforcement learning", start="base", seconds=212.4, cpu_s=398.0, peak_memory_mb=2508.0,
-    attempts=1, figures={"correctness of the last step": 0.97}, made={"rl": "0f3a..."})`. Times are of the attempt that ended
-    it; `made` has the fingerprint of each file and run at the end of the stage."""
+    """The record of a finished stage: `seconds`, `cpu_s` and `peak_memory_mb` of its last attempt, and its figures.
+
+    Example: `StageRecord(name="reinforcement learning", start="base", seconds=212.4, cpu_s=398.0,
+    peak_memory_mb=2508.0, attempts=1, figures={"correctness of the last step": 0.97}, made={"rl": "0f3a..."})`. `made`
+    has the fingerprint of each file and run when the stage ended.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -76,8 +79,11 @@ class StageRecord(BaseModel):
 
 
 class _Record(BaseModel):
-    """`stages.json`: the settings of the pipeline, the stages that are done, in order, the names that the next one makes,
-    from what, with the number of attempts at it, and the fingerprints of the reports."""
+    """The contents of `stages.json`: a pipeline's settings, its finished stages in order, and the stage in progress.
+
+    `making` lists the outputs of the stage in progress, `making_from` identifies its inputs, and `attempts` counts its
+    attempts. `reports` has the fingerprints of the reports.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -90,26 +96,27 @@ class _Record(BaseModel):
 
     @property
     def made(self) -> dict[str, str | None]:
-        """The fingerprint of everything that this pipeline made, by name; None if a stage may have been interrupted."""
+        """The fingerprint of every output of this pipeline, by name; None for an output that may be incomplete."""
         found: dict[str, str | None] = {name: mark for stage in self.done for name, mark in stage.made.items()}
         return found | self.reports | dict.fromkeys(self.making)
 
 
 class Stages:
-    """The stages of the directory `out`; those that are done are skipped. `out` is locked for the `with` block.
+    """Runs the stages of a pipeline in the directory `out`, except those that are done; locks the directory for the
+    `with` block.
 
-    settings: everything that decides the results, such as the seed; a resumed pipeline needs the same, but for a `full` that was
-    false, which extends it.
-
+    settings: everything that determines the results, such as the seed. A resumed pipeline needs equal settings, except
+        that `full` may change from false to true, which extends the pipeline.
     reports: the names of the files that `report` writes.
 
-    Without `resume`, an earlier pipeline there is replaced; one that `full` would extend is replaced only with `replace`, or with
-    the user's consent in a terminal. Files that it did not make, or the user has changed since, are deleted only where a stage is
-    to make a file of its name, and only with the same consent. A stage whose files are gone or changed is done again.
+    Without `resume`, an earlier pipeline in the directory is replaced; if `full` could extend it, this needs `replace`
+    or the user's consent in a terminal. Other files, and outputs that the user changed, are deleted only if a stage
+    will make a file of the same name, and only with the same consent. A stage whose outputs are missing or changed is
+    repeated.
 
-    Raises UserError, with nothing deleted, where `out` is no directory of a pipeline, where another process writes it or a run that
-    is to be replaced, where the consent is missing, and where there is no pipeline with these settings to resume; StorageError when
-    the disk is full.
+    Raises UserError, with nothing deleted, if `out` is not a pipeline's directory, if another process writes to it or
+    to a run that would be replaced, if consent is missing, and if there is no pipeline with these settings to resume.
+    Raises StorageError if the disk is full.
     """
 
     def __init__(
@@ -147,11 +154,11 @@ class Stages:
 
     @property
     def done(self) -> tuple[StageRecord, ...]:
-        """The stages that are done, in the order of their runs."""
+        """The records of the finished stages, in the order in which they ran."""
         return tuple(self._record.done)
 
     def run(self) -> None:
-        """Does the work of each stage that is not done, and records the figures that it returns, as JSON has them."""
+        """Runs each unfinished stage, and records the figures that it returns."""
         for stage in self._plan:
             if self._is_done(stage):
                 print(f"\n== {stage.name}: done before", flush=True)
@@ -159,7 +166,7 @@ class Stages:
                 self._run(stage)
 
     def report(self, write: Callable[[], T]) -> T:
-        """Calls the writer of the reports about the stages, and records them."""
+        """Calls the function that writes the reports, records their fingerprints, and returns the function's result."""
         self._record.making = list(self._reports)
         self._write()
         written = write()
@@ -209,7 +216,7 @@ class Stages:
         print(f"== {stage.name}: {seconds:.0f} s", flush=True)
 
     def _begin(self, settings: dict[str, Any], resume: bool, replace: bool) -> None:
-        """Reads the record or begins one, and clears the way for the stages that are to run."""
+        """Reads or creates the record, and deletes outputs that the coming stages will replace."""
         before = self._read() if self._file.exists() else None
         if resume:
             self._refuse_others(before, settings)
@@ -252,14 +259,14 @@ class Stages:
         return stage.name in self._whole and any((one.name, one.start) == key for one in self._record.done)
 
     def _is_own(self, name: str, mark: str | None) -> bool:
-        """Whether a file or run is there as this pipeline left it."""
+        """Returns whether a file or run exists and is unchanged since this pipeline made it."""
         path = self._out / name
         if not _is_there(path):
             return False
         return not continued_by_hand(path) if mark is None else fingerprint(path) == mark
 
     def _stale(self, stage: Stage) -> list[Path]:
-        """The old output of a stage that has to be done again, because its inputs changed or part of the output is gone."""
+        """Returns the old outputs of a stage that has to be repeated."""
         earlier = [one for one in self._record.done if one.name == stage.name]
         return [path for one in earlier for name in one.made if _is_there(path := self._out / name)]
 
@@ -267,7 +274,7 @@ class Stages:
         return {name: fingerprint(self._out / name) for name in names if _is_there(self._out / name)}
 
     def _read(self) -> _Record | str:
-        """The record of an earlier pipeline, or why it cannot be read."""
+        """Returns the record of an earlier pipeline, or the reason, as a text, why it cannot be read."""
         try:
             return _Record.model_validate_json(self._file.read_bytes())
         except (ValidationError, OSError) as error:
@@ -290,7 +297,7 @@ class Stages:
 
 
 def begun_with(out: Path) -> dict[str, Any] | None:
-    """The settings of the pipeline that `out` holds; None if there is none, or its record cannot be read."""
+    """Returns the settings of the pipeline in the directory `out`; None if there is none, or if its record cannot be read."""
     try:
         return _Record.model_validate_json((out / _RECORD).read_bytes()).settings
     except (ValidationError, OSError):
@@ -314,9 +321,10 @@ Figures = Mapping[str, float | int]
 
 
 class Pipeline(ABC):
-    """The work of the stages, in the directory `out`; with `resume`, runs continue from their checkpoints.
+    """A speedrun's pipeline in the directory `out`; with `resume`, its runs continue from their checkpoints.
 
-    `settings` are what decides the results: a resumed pipeline needs the same (`Stages`). `promises` bound figures of its summary.
+    `settings` determine the results, and a resumed pipeline needs the same ones (`Stages`). `promises` are bounds on
+    figures of its summary.
     """
 
     promises: ClassVar[Sequence[Promise]]
@@ -327,17 +335,16 @@ class Pipeline(ABC):
 
     @abstractmethod
     def stages(self) -> list[Stage]:
-        """The stages in order."""
+        """Returns the stages in order."""
 
     @abstractmethod
     def report(self, done: Sequence[StageRecord]) -> Figures:
-        """Writes and prints summary and report of the stages that are done; returns the figures of the summary."""
+        """Writes and prints the summary and report of the finished stages; returns the figures of the summary."""
 
     def run(self, replace: bool) -> None:
-        """Runs every stage that is not done, and writes the report.
+        """Runs every unfinished stage, writes the report, and checks the promised results.
 
-        Raises UserError as `Stages` does, and for a device that is not there; ShortfallError where all stages are done but a
-        promise is broken.
+        Raises UserError as `Stages` does, and if the device is missing; ShortfallError if a promise is broken.
         """
         if find_spec("matplotlib") is None:
             raise UserError(f"the report needs matplotlib, which is not installed; run: {how_to_install('report')}")
@@ -354,7 +361,7 @@ class Pipeline(ABC):
         return {"correctness of the last step": last["correctness"]}
 
     def _course(self, done: Sequence[StageRecord], metrics: Sequence[Mapping[str, Any]]) -> dict[str, float | int]:
-        """Figures of every summary: how well engine and learner agreed, how long RL was, and what the whole cost."""
+        """Returns figures that every summary has: the agreement of engine and learner, the number of RL steps, and the cost."""
         measured = [row for row in metrics if "mismatch_abs_mean" in row]
         compared: dict[str, float | int] = {}
         if measured:  # else every step was skipped, because all rewards of a group were alike
@@ -379,7 +386,7 @@ class Pipeline(ABC):
         write_atomically(self._out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
 
     def _load(self, path: Path, schema: type[C], values: Mapping[str, str | int | float]) -> C:
-        """Loads a configuration with this directory, this seed and this device."""
+        """Loads a configuration with the directory, seed and device of this pipeline, and the overrides in `values`."""
         own = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": "auto" if self._resume else False}
         overrides = {**own, "model.device": self._device, **values}
         arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]

@@ -1,13 +1,14 @@
-"""Solutions as lists of steps, right or with one planted error, which a verifier of the small model's size can learn to judge.
+"""Synthetic sums solved step by step, right or with one planted error, with which a small verifier can be trained.
 
-A problem is a sum (`nmoe.envs.tasks.numeric`), a solution adds one number a step, and an oracle knows the first wrong step:
+A solution adds one number per step, and an oracle finds the first wrong step:
 
     Sum: 4+7+2+5     4+7=11   11+2=13   13+5=18    right:       no wrong step, score 1
                      4+7=11   11+2=13              unfinished:  no wrong step, score 0.5
                      4+7=11   12+2=14   14+5=19    planted:     the second step is wrong, score 0
 
-After a planted error the solution goes on from its wrong value, as a model would. A problem belongs to the train or the eval split
-by its numbers (`nmoe.envs.pools.generated.split_of`): no seed brings one, in any order, into both.
+After a planted error the solution continues from its wrong value, as a model would. The numbers of a problem, in any
+order, decide whether it belongs to the train or to the eval split (`nmoe.envs.pools.generated.split_of`), so that no
+problem is in both.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ _RESTATEMENT = re.compile(r"(\d{1,9}) so far")
 
 @dataclass(frozen=True)
 class Solution:
-    """Example: `Solution("Sum: 4+7+2+5", "18", ("4+7=11", "12+2=14", "14+5=19"), first_wrong=1, score=0.0)`; `first_wrong` counts
-    from 0 and is None if no step is wrong."""
+    """A solution with its labels: `Solution("Sum: 4+7+2+5", "18", ("4+7=11", "12+2=14", "14+5=19"), first_wrong=1, score=0.0)`.
+
+    `first_wrong` is the index of the first wrong step, counted from 0; None if no step is wrong.
+    """
 
     question: str
     gold: str
@@ -57,21 +60,24 @@ class Solution:
 
     @property
     def text(self) -> str:
-        """One step a line."""
+        """The solution as a text, with one step per line."""
         return "\n".join(self.steps)
 
     @property
     def ratings(self) -> tuple[int, ...]:
-        """PRM800K's ratings, up to the first wrong step: 1 for a step that makes progress, 0 for a restatement, -1 for a wrong
-        step."""
+        """The ratings of the steps as in PRM800K: 1 for progress, 0 for a restatement, -1 for a wrong step, which is
+        the last one rated."""
         judged = self.steps if self.first_wrong is None else self.steps[: self.first_wrong]
         right = tuple(0 if _RESTATEMENT.fullmatch(step) else 1 for step in judged)
         return right if self.first_wrong is None else (*right, -1)
 
 
 def first_wrong(question: str, steps: Sequence[str]) -> int | None:
-    """The oracle: the index of the first wrong step, None if all are right. A step is wrong if it is no addition, adds another
-    number than the next, starts from another total, has another result, or comes after the last number. Total over any steps."""
+    """Returns the index of the first wrong step; None if all are right. Accepts any texts as steps.
+
+    A step is wrong if it is no addition, adds another number than the next one, starts from another total, has a wrong
+    result, or comes after the last number.
+    """
     numbers = _numbers(question)
     total, used = numbers[0], 1
     for index, step in enumerate(steps):
@@ -89,15 +95,14 @@ def first_wrong(question: str, steps: Sequence[str]) -> int | None:
 
 
 def score(question: str, steps: Sequence[str]) -> float:
-    """The oracle's score by the rubric: 0 with a wrong step or without steps, 1 for steps that add up all numbers, 0.5 for
-    fewer."""
+    """Returns the true score of a solution: 0 with a wrong step or without steps, 1 if it adds all numbers, else 0.5."""
     if not steps or first_wrong(question, steps) is not None:
         return 0.0
     return 1.0 if _used(steps) == len(_numbers(question)) else 0.5
 
 
 def solve(question: str) -> list[str]:
-    """The steps of the right solution."""
+    """Returns the steps of the right solution."""
     return _continued(_numbers(question), 1, _numbers(question)[0])
 
 
@@ -111,10 +116,10 @@ def solutions(
     restated: float = 0.0,
     additions: tuple[int, int] = (SHORTEST, LONGEST),
 ) -> Iterator[Solution]:
-    """`count` solutions to problems of a split; the same arguments give the same solutions.
+    """Yields `count` solutions of problems in a split; the same arguments give the same solutions.
 
-    The share `wrong` has one planted error, and the share `unfinished` stops early. `restated` is the share of steps before the
-    error after which the total is repeated ("13 so far"), which is neutral. `additions` are the fewest and the most.
+    The share `wrong` has one planted error, and the share `unfinished` ends early. After the share `restated` of steps
+    before the error, a neutral step repeats the total ("13 so far"). `additions` are the fewest and the most steps.
     """
     rng = random.Random(f"steps/{split}/{seed}")
     for _ in range(count):
@@ -136,7 +141,7 @@ def solutions(
 
 
 def sum_problem(rng: random.Random, split: Split, additions: tuple[int, int] = (SHORTEST, LONGEST)) -> tuple[str, str]:
-    """The question and gold answer of a new problem of a split."""
+    """Draws a new problem of a split; returns its question and its right answer."""
     while True:
         question, gold = SumTask().generate(rng, rng.randint(*additions))
         if split_of("sum", question) == split:
@@ -144,7 +149,7 @@ def sum_problem(rng: random.Random, split: Split, additions: tuple[int, int] = (
 
 
 def step_texts(seed: int, count: int) -> Iterator[str]:
-    """Plain text of `count` judgements of every kind, prompt and reply, for training the tokenizer."""
+    """Yields prompts with replies as plain texts, for `count` solutions and every kind of judgement, to train the tokenizer on."""
     rng = random.Random(f"step texts/{seed}")
     for solution in solutions(seed, count, "train", restated=0.1):
         evaluation = evaluation_text(solution)
@@ -162,7 +167,7 @@ def step_texts(seed: int, count: int) -> Iterator[str]:
 
 
 def evaluation_text(solution: Solution) -> str:
-    """The oracle's evaluation of a solution, in DeepSeekMath-V2's format."""
+    """Returns the correct evaluation of a solution, in DeepSeekMath-V2's format."""
     if solution.first_wrong is not None:
         found = f"Step {solution.first_wrong + 1} is wrong: {solution.steps[solution.first_wrong]}"
     elif solution.score < 1:
@@ -173,8 +178,8 @@ def evaluation_text(solution: Solution) -> str:
 
 
 def write_domain(out: Path, seed: int) -> None:
-    """Writes the data of verifier.toml, sums.toml and selfplay.toml: `prm800k/` with both phases,
-    `sums.jsonl` and `problems.json`."""
+    """Writes the data for verifier.toml, sums.toml and selfplay.toml: `prm800k/` with both phases, `sums.jsonl` and
+    `problems.json`."""
     (out / "prm800k").mkdir(exist_ok=True)
     write_prm800k(out / "prm800k/phase1_train.jsonl", seed, LABELLED // 40, "train", phase=1)
     write_prm800k(out / "prm800k/phase2_train.jsonl", seed, LABELLED, "train", phase=2)
@@ -184,11 +189,12 @@ def write_domain(out: Path, seed: int) -> None:
 
 
 def write_prm800k(path: Path, seed: int, count: int, split: Split, phase: Literal[1, 2] = 2) -> None:
-    """Writes `count` labelled solutions as PRM800K has them (https://github.com/openai/prm800k, arXiv:2305.20050).
+    """Writes `count` labelled solutions in the format of PRM800K (https://github.com/openai/prm800k, arXiv:2305.20050).
 
-    Phase 1: every step has several completions, of which one was chosen to go on from, or a person wrote the step; the labelling
-    ends with the solution. Phase 2: one completion a step, up to the first wrong one, and the whole solution as it was generated.
-    As there, a few rows are quality control or screening, some completions are flagged, some labelers gave up.
+    In phase 1, every step has several completions, of which one was chosen to continue from, or a person wrote the
+    step; the labelling ends with the solution. In phase 2, there is one completion per step, up to the first wrong one,
+    and the whole generated solution. As in PRM800K, a few rows are quality control or screening, some completions are
+    flagged, and some labelers gave up.
     """
     rng = random.Random(f"prm800k/{phase}/{split}/{seed}")
     wrong = WRONG if phase == 2 else 0.0
@@ -238,8 +244,11 @@ def _prm800k_step(rng: random.Random, solution: Solution, at: int, phase: int) -
 
 
 def write_solutions(path: Path, seed: int, count: int, split: Split, misconceived: float = MISCONCEIVED) -> None:
-    """Writes `count` worked problems as plain text to pretrain a policy on. The share `misconceived` forgets every carry, so that
-    the policy has a systematic fault, which a majority of its samples may share."""
+    """Writes `count` solved problems as plain texts, to pretrain a policy on.
+
+    The share `misconceived` forgets every carry, so that the policy has a systematic fault, which a majority of its
+    samples may share.
+    """
     rng = random.Random(f"solutions/{split}/{seed}")
     with path.open("w") as file:
         for _ in range(count):
@@ -250,7 +259,7 @@ def write_solutions(path: Path, seed: int, count: int, split: Split, misconceive
 
 
 def _without_tens(question: str) -> list[str]:
-    """A solution whose steps keep their tens but carry none: 8+5=3, 18+5=13."""
+    """Returns the steps of a solution that forgets every carry but keeps the tens: 8+5=3, 18+5=13."""
     total, *numbers = _numbers(question)
     steps = []
     for number in numbers:
@@ -263,8 +272,10 @@ def _without_tens(question: str) -> list[str]:
 def write_problems(
     path: Path, seed: int, count: int, split: Split, additions: tuple[int, int] = (SHORTEST, LONGEST)
 ) -> None:
-    """Writes `count` different problems in the format of DeepSeekMath-V2's inputs: a JSON list of {id, question, answer, contest,
-    problem_idx}."""
+    """Writes `count` different problems in the format of DeepSeekMath-V2's inputs.
+
+    The file is a JSON list of objects with id, question, answer, contest and problem_idx.
+    """
     rng = random.Random(f"problems/{split}/{seed}")
     found: dict[str, str] = {}
     while len(found) < count:
@@ -294,7 +305,7 @@ def _continued(numbers: Sequence[int], used: int, total: int) -> list[str]:
 
 
 def _planted(rng: random.Random, numbers: Sequence[int], at: int) -> list[str]:
-    """A wrong step in place of the one at index `at`, and the steps that follow from it."""
+    """Returns a wrong step in place of the one at index `at`, and the steps that follow from it."""
     total, number = sum(numbers[: at + 1]), numbers[at + 1]
     used = at + 2
     faults = [fault for fault in FAULTS if _possible(fault, numbers, at)]
