@@ -11,7 +11,7 @@ from nmoe.types import FinishReason, Sample, Sampling
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, sampled `samples` times.
+    """A request to an engine: a prompt, of which `samples` continuations are sampled.
 
     Example: `Request((200006, 1428), samples=8, sampling=Sampling(64, stop_ids=(200002,)), request_id="12/0")`.
     """
@@ -24,7 +24,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Delta:
-    """One token of a streamed completion. The last one carries the finish reason."""
+    """One sampled token of a streamed completion, with its log-probability. `finish_reason` is None except for the last token."""
 
     token_id: int
     logprob: float
@@ -35,8 +35,10 @@ class Delta:
 class EngineStats:
     """Totals since the engine started, and its present load.
 
-    `prefix_hit_tokens` were found in the cache instead of being prefilled. `preemptions` counts how often a sequence lost its
-    blocks to an older one for a while. `cache_use` is the share of the cache that unfinished sequences hold.
+    `prefix_hit_tokens` were found in the cache instead of being prefilled. `decode_steps` counts the engine's steps, and `busy_s`
+    the seconds that they took. `preemptions` counts how often a sequence lost its cache blocks to an older one for a while.
+    `running` sequences decode; `waiting` ones have not started, or have lost their blocks. `cache_use` is the share of the cache's
+    blocks that unfinished sequences hold.
     """
 
     generated_tokens: int
@@ -54,14 +56,15 @@ R = TypeVar("R")
 
 
 class Engine(Protocol):
-    """The interface that rollouts use.
+    """The interface of an inference engine, as rollouts use it.
 
     `generate` returns all samples of a request in order of their index. `samples` yields each of them with its index as it
     finishes, so that none waits for a longer one. `score` returns the log-probability of every token but the first, given those
     before it, at this temperature.
 
-    `run` runs a coroutine that awaits the other methods to its end. An engine of this process computes on the calling thread
-    meanwhile.
+    `stream` yields the tokens of a request with one sample as they are sampled. `abort` ends a request, whose callers get the
+    tokens sampled so far. `run` runs a coroutine that awaits the other methods, and returns its result; an engine of this process
+    computes on the calling thread meanwhile.
 
     `update_weights` takes the weights that `Learner.publish` hands over; tokens sampled from then on carry `version`. The source is
     the learner's model with all its weights, or a `nmoe.model.lora.Lora`: then the engine keeps its base, and only

@@ -16,17 +16,18 @@ GenerateFunction = Callable[[Request, Engine], "list[Sample] | Awaitable[list[Sa
 
 
 class FunctionEngine:
-    """Gives every request to the function, and forwards all other calls to the engine, which the function may use.
+    """An engine that gives every request for samples to a user's function, and forwards all other calls to another engine, which
+    the function may use.
 
-    What the function returns is checked: one sample for each that was asked for, with a log-probability and a weight
-    version for every token. Arrays and tensors are taken for lists. Raises UserError for anything else.
+    The function's result is checked: it has as many samples as were asked for, with a log-probability and a weight version for
+    every token. Arrays and tensors become lists. `generate` raises UserError for any other result.
     """
 
     def __init__(
         self, engine: Engine, function: GenerateFunction, version: Callable[[], int], model: ModelConfig
     ) -> None:
-        """`version` returns the version of the weights, for samples whose `versions` are empty: a function that samples by the
-        engine's weights need not know it. `model` says which tokens and experts there are."""
+        """Keeps the function, and the engine that it may use. `version` returns the version of the weights, which fills `versions`
+        where a sample leaves them empty. `model` bounds the ids of tokens and experts."""
         self._engine, self._function, self._version, self._model = engine, function, version, model
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
@@ -74,7 +75,7 @@ class FunctionEngine:
 
 
 def _as_lists(sample: Sample) -> None:
-    """Arrays, tensors and tuples as lists, and their numbers as Python's."""
+    """Converts a sample's arrays, tensors and tuples to lists of Python's numbers, in place."""
     for name in ("token_ids", "logprobs", "versions", "kept_ids"):
         setattr(sample, name, _plain(getattr(sample, name)))
 

@@ -1,6 +1,7 @@
-"""Sampling on every rank: one engine to the caller, and a native engine on each rank.
+"""Sampling on every rank of `torch.distributed`: the caller uses one engine, which hands its requests to a native engine on each
+rank.
 
-A rank's engine runs whole weights, which are gathered when the learner publishes, since a sharded model would gather each block
+A rank's engine runs whole weights, which are gathered when the learner publishes, since a sharded model would gather each layer
 anew for every token. Requests are dealt to the rank with the least left to sample. Which rank a request reaches changes no sample:
 its seed derives from the request.
 """
@@ -32,15 +33,15 @@ _RECENT = 512
 
 
 class Trained(Protocol):
-    """A learner, as the engine sees it."""
+    """The part of a learner that the engine uses: its model, and the adapter if it trains one."""
 
     model: Transformer
     lora: Lora | None
 
 
 def sampling_engine(learner: Trained, max_sequences: int, cache_mb: int = 0) -> Engine:
-    """The engine that samples the model of a learner: on all of its ranks, or in this process. `max_sequences` and `cache_mb` hold
-    for each rank."""
+    """Returns the engine that samples a learner's model: in this process or, if there are several ranks, on all of them.
+    `max_sequences` and `cache_mb` apply to each rank."""
     if gang().size == 1:
         return NativeEngine(learner.model, max_sequences, cache_mb)
     return RanksEngine(everywhere(RankSampler, learner, max_sequences, cache_mb))
@@ -59,7 +60,8 @@ class _Aborted:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """One sample of a request, or its end, with the error if there was one."""
+    """A rank's message: one sample of a request with its index or, without a sample, the end of the request, with the error if
+    there was one."""
 
     number: int
     sample: tuple[int, Sample] | None = None
@@ -67,7 +69,7 @@ class _Sampled:
 
 
 class RankSampler:
-    """The whole weights of a sharded model on one rank, and the engine that samples them."""
+    """Holds the whole weights of a sharded model on one rank, and the engine that samples with them."""
 
     def __init__(self, learner: Trained, max_sequences: int, cache_mb: int) -> None:
         model = self._sharded = learner.model
@@ -82,7 +84,8 @@ class RankSampler:
     @command
     @torch.no_grad()
     def gather(self) -> None:
-        """Takes the present weights, one tensor at a time. Raises RuntimeError where ranks then hold different ones."""
+        """Gathers the learner's present weights from all ranks, one tensor at a time. Raises RuntimeError if the ranks then hold
+        different weights."""
         release(self._sharded)
         own, check = self.model.state_dict(), torch.zeros((), dtype=torch.int64)
         for name, tensor in self._sharded.state_dict().items():
@@ -102,7 +105,8 @@ class RankSampler:
         self.engine.sleep()
 
     def serve(self, version: int) -> EngineStats:
-        """Samples what the controller asks for, until it says that this is all."""
+        """Answers requests of the first rank, which controls the others, under this version of the weights, until it ends the
+        service. Returns the engine's statistics."""
         self.engine.run(self._serve(version))
         return self.engine.stats()
 
@@ -148,7 +152,8 @@ class RankSampler:
 
 
 class RanksEngine:
-    """An `Engine` over all ranks."""
+    """An engine over all ranks (an `Engine`), for the first rank, which controls the others. A request is sampled on the rank with
+    the fewest tokens left to sample, as expected."""
 
     def __init__(self, sampler: RankSampler) -> None:
         controller = gang()
@@ -164,7 +169,8 @@ class RanksEngine:
         self._failed: Exception | None = None  # why a member left while it served
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Runs a coroutine that uses this engine to its end. Members serve meanwhile, from its first request on."""
+        """Runs a coroutine that uses this engine to its end, and returns its result. The other ranks sample meanwhile, from the
+        first request that one of them gets. Raises the error of a rank that fails."""
         return self._own.run(self._around(coroutine))
 
     async def _around(self, coroutine: Coroutine[Any, Any, R]) -> R:
@@ -198,7 +204,7 @@ class RanksEngine:
         return result
 
     def _end(self) -> None:
-        """Ends the members' service, and drops their late messages."""
+        """Ends the other ranks' sampling, drops their late messages, and keeps their statistics."""
         self._serving, self._stats = False, []
         for rank in range(1, self._gang.size):
             self._gang.send(rank, None)
@@ -249,7 +255,7 @@ class RanksEngine:
                 self._post(rank, _Aborted(request.request_id))
 
     def _post(self, rank: int, message: _Asked | _Aborted) -> None:
-        """Sends a message at the end of this turn of the event loop, so that requests made together reach a rank together."""
+        """Sends a message to a rank at the end of this turn of the event loop, so that requests made together reach it together."""
         if not self._serving:
             self._gang.begin(self._sampler.serve, self._version)
             self._serving = True
@@ -275,7 +281,8 @@ class RanksEngine:
             self._post(rank, _Aborted(request_id))
 
     async def update_weights(self, source: Transformer | Lora, version: int) -> None:
-        """Takes the learner's weights under a new version: each rank gathers them whole."""
+        """Takes the learner's weights under a new version: each rank gathers them whole. To be called only while no other rank
+        samples."""
         assert not self._serving, "weights change between two calls of `run`"
         self._sampler.gather()
         self._version = version
@@ -289,7 +296,7 @@ class RanksEngine:
         self._sampler.sleep()
 
     def stats(self) -> EngineStats:
-        """Totals over the ranks; the shares of time and cache are means."""
+        """Returns the totals over all ranks, of the other ranks as of their last service; `cache_use` is the mean."""
         ranks = [self._own.stats(), *self._stats]
         totals = {f.name: sum(getattr(one, f.name) for one in ranks) for f in fields(EngineStats)}
         totals["cache_use"] /= len(ranks)

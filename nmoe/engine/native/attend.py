@@ -32,7 +32,8 @@ _BUCKET_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions `start` to `stop` of a sequence whose earlier positions are in the cache, and its state slot there."""
+    """A part of a sequence to compute in one pass: positions `start` to `stop` (exclusive), after earlier ones that are in the
+    cache. `blocks` is the sequence's block table, `state_slot` its state slot in the cache."""
 
     blocks: Sequence[int]
     state_slot: int
@@ -41,7 +42,8 @@ class Piece:
 
 
 class PrefillAttention:
-    """An `Attend` over pieces laid end to end, those that start at 0 first. It writes keys and values to the cache."""
+    """The attention of prefill (an `Attend`): over pieces of sequences, concatenated without padding, pieces that start at position
+    0 first. It writes their keys and values to the cache."""
 
     def __init__(self, cache: PagedCache, pieces: Sequence[Piece], exact: bool) -> None:
         self.cache, self.pieces = cache, pieces
@@ -74,7 +76,7 @@ class PrefillAttention:
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The pieces' block tables, and each token's position and piece."""
+        """The pieces' block tables, `[pieces, M]`, and each token's position and the index of its piece, `[T]` each."""
         table = np.zeros((len(self.pieces), max(len(piece.blocks) for piece in self.pieces)), dtype=np.int64)
         for row, piece in zip(table, self.pieces, strict=True):
             row[: len(piece.blocks)] = piece.blocks
@@ -124,7 +126,7 @@ class PrefillAttention:
 
 
 class _Recurrence:
-    """Runs recurrent layers from the states in these slots, and writes the new states there."""
+    """Runs recurrent layers from the states in these state slots of the cache, and writes the new states there."""
 
     def __init__(
         self, cache: PagedCache, lengths: Sequence[int], state_slots: Sequence[int] | NDArray[np.int64]
@@ -133,13 +135,15 @@ class _Recurrence:
 
     @cached_property
     def indices(self) -> tuple[Spans, Tensor]:
-        """Built when a recurrent layer first needs them."""
+        """The spans of the sequences in the tokens, and their state slots on the device. They are built when a recurrent layer
+        first needs them."""
         return Spans(self.lengths, self.cache.device), put(self.state_slots, self.cache.device)
 
     def __call__(
         self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor, exact: bool, fresh: int = 0
     ) -> Tensor:
-        """The first `fresh` sequences are at their beginning."""
+        """Runs a recurrent layer over the tokens of all sequences and returns its outputs, `[T, H, U]`. The first `fresh` sequences
+        begin from an empty state."""
         states = self.cache.states
         assert states is not None, "the model has a recurrent layer"
         spans, state_slots_B = self.indices
@@ -152,21 +156,22 @@ class _Recurrence:
 def _after_earlier(
     layer: AttentionLayer, q_THC: Tensor, k_PJC: Tensor, v_PJU: Tensor, earlier: int, exact: bool
 ) -> Tensor:
-    """Attention of the last T of P positions, `[T, H, U]`."""
+    """Computes the attention of the last T of P positions, `[T, H, U]`. `earlier` is the number of positions before these."""
     q_1HTC, k_1JPC, v_1JPU = (x.transpose(0, 1).unsqueeze(0) for x in (q_THC, k_PJC, v_PJU))
     ops = ops_for(q_THC, exact)
     return ops.causal_attention(layer, q_1HTC, k_1JPC, v_1JPU, earlier)[0].transpose(0, 1)
 
 
 def _in_blocks(x_PHW: Tensor) -> Tensor:
-    """Positions in blocks as the cache holds them, `[M, H, 16, W]`, the last block padded with zeros."""
+    """Arranges positions in blocks as the cache holds them, `[M, H, 16, W]`, with the last block padded by zeros."""
     filled = F.pad(x_PHW, (0, 0, 0, 0, 0, -len(x_PHW) % BLOCK_TOKENS))
     return filled.unflatten(0, (-1, BLOCK_TOKENS)).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Sequences of similar length (None: all, in order), the index to gather them, and 0 or -inf for each gathered position."""
+    """Sequences of similar length, which are gathered together: their rows in the batch (None: all, in order), their number, the
+    index to gather their blocks with, and a mask, 0 or -inf for each gathered position."""
 
     rows_B: Tensor | None
     count: int
@@ -175,8 +180,8 @@ class _Bucket:
 
 
 class DecodeAttention:
-    """An `Attend` of one query per running sequence to its cached positions and itself. A kernel reads the blocks in place; without
-    a kernel for this case they are gathered.
+    """The attention of decoding (an `Attend`): one query per running sequence, to its cached positions and itself. A kernel reads
+    the blocks in place; without a kernel for this case they are gathered.
 
     Gathering copies what attention is about to read anyway, and lets one batched product read it in order: 19 us for 64 sequences
     of 96 positions in bf16 (2 heads of 64, two Zen 5 cores), against 70 us for the product.
@@ -239,7 +244,7 @@ class DecodeAttention:
         return self.recurrence(layer, x_BW, decay_BH, beta_BH, self.exact)
 
     def _gathered(self, layer: AttentionLayer, q_BHC: Tensor, width: int) -> Tensor:
-        """Attention to gathered blocks, `[B, H, width]`."""
+        """Gathers the sequences' blocks, by buckets of similar length, and computes the attention to them, `[B, H, width]`."""
         if layer.window not in self._buckets:
             self._buckets[layer.window] = self._plan(layer.window)
         buckets = self._buckets[layer.window]

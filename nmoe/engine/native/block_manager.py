@@ -1,5 +1,5 @@
-"""The block manager: which blocks and state slots of the cache are in use, and which blocks hold a prefix that other sequences can
-share."""
+"""The block manager: it records which blocks and state slots of the cache are in use, and which blocks hold a prefix that other
+sequences can share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _ROOT = 0
 
 
 class BlockManager:
-    """Blocks of `block_tokens` positions each, with reference counts, and state slots, each of one sequence or prompt.
+    """Hands out the cache's blocks of `block_tokens` positions each, which may have several holders, and its state slots, each of
+    which belongs to one sequence or prompt.
 
     A full block can be remembered under its tokens and all tokens before them. It stays findable after its last holder released it,
     until it is needed for other tokens; the block released first is reused first. Remembered prefixes form a tree of exact tokens,
@@ -30,7 +31,7 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """The number of blocks that can be taken."""
+        """The number of blocks that can be taken: free ones, and ones that hold a remembered prefix and have no holder."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -39,28 +40,30 @@ class BlockManager:
         return len(self._free_state_slots)
 
     def take_state_slot(self) -> int:
-        """Takes a state slot of unknown content. The caller has checked `available_state_slots`."""
+        """Takes a state slot of unknown content and returns its index. The caller has to check `available_state_slots` first."""
         return self._free_state_slots.pop()
 
     def most_copies(self, tokens: int) -> int:
-        """The number of copies of a prompt of this length that there is room for."""
+        """Returns the number of copies of a prompt of this many tokens that there is room for. A copy takes a state slot and, if
+        the prompt does not fill its last block, a block."""
         slots = self.available_state_slots
         return min(slots, self.available) if tokens % self.block_tokens else slots
 
     def copy(self, blocks: Sequence[int], tokens: int) -> tuple[list[int], int]:
-        """Takes blocks and a state slot for a copy of a prompt, which shares the blocks that the prompt fills. The caller has
-        checked `most_copies`."""
+        """Takes blocks and a state slot for a copy of a prompt, and returns them. The copy shares the blocks that the prompt fills;
+        the contents of a last block and of the state are not copied here. The caller has to check `most_copies` first."""
         whole, partial = divmod(tokens, self.block_tokens)
         shared, own = list(blocks[:whole]), self.take(1 if partial else 0)
         self.hold(shared)
         return shared + own, self.take_state_slot()
 
     def blocks_for(self, tokens: int) -> int:
-        """The number of blocks that this many tokens fill."""
+        """Returns the number of blocks that this many tokens need."""
         return -(-tokens // self.block_tokens)
 
     def take(self, count: int) -> list[int]:
-        """Takes `count` blocks of unknown content, each with one holder. The caller has checked `available`."""
+        """Takes `count` blocks of unknown content, each with one holder, and returns their indices. If no other block is free,
+        remembered prefixes are forgotten. The caller has to check `available` first."""
         taken = []
         for _ in range(count):
             if self._free:
@@ -107,7 +110,8 @@ class BlockManager:
         return found
 
     def remember(self, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
-        """Makes the full blocks of a sequence findable. A prefix that is remembered already keeps the block it has."""
+        """Makes the full blocks of a sequence findable by `find`. A prefix that is remembered already keeps its block. Does nothing
+        without `shares_prefixes`."""
         if not self.shares_prefixes:
             return
         node = _ROOT

@@ -1,8 +1,8 @@
-"""The engine's cache: what every kind of layer keeps of the sequences.
+"""The engine's cache: the keys and values, router picks and states that a model's layers keep of sequences.
 
-Most kinds keep something for every position, in blocks that sequences hold through block tables and share. A recurrent layer keeps
-one state for each sequence instead, in a state slot. The block manager (`block_manager`) decides which blocks and which state slot
-a sequence holds, without knowing the kinds.
+Most layers keep something for every position, in blocks, which block tables assign to sequences and which sequences can share. A
+recurrent layer keeps one state for each sequence instead, in a state slot. The block manager (`block_manager`) decides which blocks
+and which state slot a sequence holds, independently of their content.
 """
 
 # Shapes: N blocks, S state slots, B sequences, Y layers, J key-value heads, P positions of a block, C key width, U value width, K
@@ -31,7 +31,8 @@ BLOCK_TOKENS = 16
 
 
 class LayerCache(Protocol):
-    """The cache of one kind of layer. Each kind defines its writing and reading, as it defines its attention.
+    """The cache of the layers of one kind: attention, latent attention, experts or recurrence. Each class defines its writing and
+    reading.
 
     Sequences that share a prompt go on in a copy of its last block, and of its state. Blocks are zero at first and after
     `clear`, since masked positions are read; a state slot is read only by the sequence that has written it.
@@ -39,11 +40,11 @@ class LayerCache(Protocol):
 
     @classmethod
     def bytes_per_block(cls, config: ModelConfig, dtype: torch.dtype) -> int:
-        """The bytes that all layers of the kind keep for a block's positions."""
+        """Returns the bytes that all these layers together keep for the positions of one block."""
 
     @classmethod
     def bytes_per_state_slot(cls, config: ModelConfig, dtype: torch.dtype) -> int:
-        """The bytes that all layers of the kind keep for a whole sequence."""
+        """Returns the bytes that all these layers together keep for a whole sequence."""
 
     def copy_blocks(self, sources_N: Tensor, targets_N: Tensor) -> None: ...
 
@@ -54,18 +55,19 @@ class LayerCache(Protocol):
 
 
 class _InBlocks:
-    """A kind of layer without a state."""
+    """The base class of caches that keep everything in blocks and have no states."""
 
     @classmethod
     def bytes_per_state_slot(cls, config: ModelConfig, dtype: torch.dtype) -> int:
         return 0
 
     def copy_state_slots(self, sources_S: Tensor, targets_S: Tensor) -> None:
-        """Does nothing: a block table says all."""
+        """Does nothing, because there are no states."""
 
 
 class KeyValueCache(_InBlocks):
-    """Keys `[Y, N, J, P, C]` and values `[Y, N, J, P, U]` of the layers that attend. A window reads the last of them."""
+    """The keys `[Y, N, J, P, C]` and values `[Y, N, J, P, U]` of the attention layers. A layer with a window keeps all positions,
+    too, and reads only the last ones."""
 
     def __init__(self, config: ModelConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         self.kv_heads, width, value_width = self.shape(config)
@@ -84,7 +86,7 @@ class KeyValueCache(_InBlocks):
 
     @staticmethod
     def shape(config: ModelConfig) -> tuple[int, int, int]:
-        """Heads, key width and value width."""
+        """Returns the number of key-value heads, the key width and the value width."""
         return config.kv_heads, config.head_dim, config.value_dim
 
     @classmethod
@@ -93,7 +95,8 @@ class KeyValueCache(_InBlocks):
         return len(config.attention_layers) * heads * BLOCK_TOKENS * (width + value_width) * dtype.itemsize
 
     def key_index(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> Tensor:
-        """The index of each token's key per head, `[T * J]`, for `write`; `blocks_T` is the block of its position."""
+        """Returns the index of each token's key per head, `[T * J]`, for `write`. `blocks_T` is the block of each token's
+        position."""
         heads = blocks_T[:, None] * self.kv_heads + np.arange(self.kv_heads)
         return put((heads * BLOCK_TOKENS + positions_T[:, None] % BLOCK_TOKENS).reshape(-1), self.device)
 
@@ -104,17 +107,18 @@ class KeyValueCache(_InBlocks):
         self._value_rows[row].index_copy_(0, index, v.reshape(-1, v.shape[-1]))
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys `[N, J, P, C]` and values `[N, J, P, U]`."""
+        """Returns a layer's keys `[N, J, P, C]` and values `[N, J, P, U]`, in place."""
         row = self.rows[layer]
         return self.keys[row], self.values[row]
 
     def gather_index(self, table_BM: NDArray[np.int64]) -> Tensor:
-        """The index for `gather` of sequences with these block tables."""
+        """Returns the index with which `gather` reads sequences that have these block tables."""
         heads = table_BM[:, None, :] * self.kv_heads + np.arange(self.kv_heads)[None, :, None]
         return put(heads.reshape(-1), self.device)
 
     def gather(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys `[rows * J, M * P, C]` and values `[rows * J, M * P, U]` in the order of positions."""
+        """Returns copies of the keys `[rows * J, M * P, C]` and values `[rows * J, M * P, U]` of so many sequences, in the order of
+        positions."""
         heads, row = rows * self.kv_heads, self.rows[layer]
         k = self._key_blocks[row].index_select(0, index).view(heads, -1, self.keys.shape[-1])
         v = self._value_blocks[row].index_select(0, index).view(heads, -1, self.values.shape[-1])
@@ -130,8 +134,9 @@ class KeyValueCache(_InBlocks):
 
 
 class LatentCache(KeyValueCache):
-    """Latents of the layers with latent attention, side by side with the rotated key that all heads share, as the keys of one head;
-    their first part is its values. In DeepSeek-V3 these are 576 numbers per layer, and keys and values would be 40,960."""
+    """The latents of the layers with latent attention. A latent and the rotated key that all heads share are stored side by side,
+    as the key of a single head; the latent alone is its value. In DeepSeek-V3 these are 576 numbers per layer and position;
+    keys and values would be 40,960."""
 
     def __init__(self, config: ModelConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, blocks, device, dtype)
@@ -144,7 +149,7 @@ class LatentCache(KeyValueCache):
         return 1, config.latent.kv_rank + config.latent.rope_dim, 0
 
     def write_latents(self, layer: int, index: Tensor, rows_TC: Tensor) -> None:
-        """Stores latents and shared keys, side by side."""
+        """Stores latents and shared keys, side by side, at the index that `key_index` gave."""
         self._key_rows[self.rows[layer]].index_copy_(0, index, rows_TC.to(self.dtype))
 
     def gather(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +158,7 @@ class LatentCache(KeyValueCache):
 
 
 class RouteCache(_InBlocks):
-    """The router picks of each position, int16 `[N * P, Y, K]`, of the layers with experts."""
+    """The experts that the routers picked at each position, int16 `[N * P, Y, K]`, for the layers with experts."""
 
     def __init__(self, config: ModelConfig, blocks: int, device: torch.device) -> None:
         self.blocks, self.device = blocks, device
@@ -170,7 +175,7 @@ class RouteCache(_InBlocks):
         self.picks.index_copy_(0, slots_T, routes_TYK)
 
     def read(self, blocks: Sequence[int], positions: int) -> Tensor:
-        """The router picks of a sequence's first positions, `[positions, Y, K]`."""
+        """Returns the router picks at a sequence's first positions, `[positions, Y, K]`, from its blocks."""
         wanted = put(blocks, self.device)
         routes = self.picks.view(self.blocks, BLOCK_TOKENS, *self.picks.shape[1:]).index_select(0, wanted)
         return routes.flatten(0, 1)[:positions]
@@ -180,7 +185,7 @@ class RouteCache(_InBlocks):
         blocks.index_copy_(0, targets_N, blocks.index_select(0, sources_N))
 
     def clear(self, blocks: int) -> None:
-        """Does nothing: no pick is a number that others are computed with."""
+        """Does nothing, because picks are read only at positions where they were written."""
 
 
 class StateCache:
@@ -195,7 +200,7 @@ class StateCache:
 
     @staticmethod
     def shapes(config: ModelConfig) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """The shapes of a sequence's inputs and of its memory in one layer."""
+        """Returns the shapes of a sequence's last inputs and of its memory in one layer."""
         assert config.delta is not None, "the caller looks"
         delta = config.delta
         return (delta.conv_tokens - 1, delta.channels), (delta.value_heads, delta.key_dim, delta.value_dim)
@@ -211,7 +216,7 @@ class StateCache:
         return len(config.recurrent_layers) * numbers
 
     def read(self, layer: int, state_slots_B: Tensor, fresh: int = 0) -> RecurrentState:
-        """The states of these sequences. The first `fresh` of them are at their beginning, and their slots are not read."""
+        """Returns a copy of the states of these sequences. The first `fresh` of them begin, and get the empty state."""
         row = self.rows[layer]
         state = RecurrentState(
             self.inputs[row].index_select(0, state_slots_B), self.memories[row].index_select(0, state_slots_B)
@@ -237,8 +242,8 @@ class StateCache:
 
 
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros, since a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU the system hands out
-    pages as they are first written, so that a generous budget costs only the used part."""
+    """Returns a tensor of zeros, since a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU the system
+    provides pages as they are first written, so that a large cache costs only its used part."""
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, device=device, dtype=dtype)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -251,7 +256,7 @@ Moves = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The number of blocks and state slots of a cache, and the bytes of all."""
+    """The number of blocks and state slots of a cache, and its size in bytes."""
 
     blocks: int
     state_slots: int
@@ -261,9 +266,9 @@ class CacheSize:
 def cache_size(
     config: ModelConfig, dtype: torch.dtype, max_sequences: int, cache_bytes: int, most_bytes: int
 ) -> CacheSize:
-    """A cache of `cache_bytes`; with 0, one that `max_sequences` can fill at the model's full context, up to `most_bytes`. State
-    slots come first: one for every sequence, and one for a prompt whose sequences have not all started. Raises UserError if there
-    is not room for one block beside them."""
+    """Returns the size of a cache of `cache_bytes`; with 0, of a cache that `max_sequences` sequences can fill at the model's full
+    context, up to `most_bytes`. State slots come first: one for every sequence, and one for a prompt whose sequences have not all
+    started. Raises UserError if there is not room for one block beside them."""
     size, state_slot = bytes_per_block(config, dtype), bytes_per_state_slot(config, dtype)
     state_slots, given = max_sequences + 1, cache_bytes or most_bytes
     # One block more per sequence, for its copy of the last block of a prompt that it shares.
@@ -281,12 +286,12 @@ def cache_size(
 
 
 def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The bytes of one block over all kinds of layers."""
+    """Returns the bytes of one block over all layers."""
     return sum(kind.bytes_per_block(config, dtype) for kind in _kinds(config))
 
 
 def bytes_per_state_slot(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The bytes of one state slot over all kinds of layers."""
+    """Returns the bytes of one state slot over all layers."""
     return sum(kind.bytes_per_state_slot(config, dtype) for kind in _kinds(config))
 
 
@@ -304,7 +309,8 @@ def _attention(config: ModelConfig) -> type[KeyValueCache]:
 
 
 class PagedCache:
-    """The caches of all kinds of layers of a model. Decode attention computes in the cache's `dtype`."""
+    """The caches of all layers of a model, with this number of blocks and state slots. Decode attention computes in the cache's
+    `dtype`."""
 
     def __init__(
         self, config: ModelConfig, blocks: int, state_slots: int, device: torch.device, dtype: torch.dtype
@@ -328,7 +334,7 @@ class PagedCache:
         return self.attention
 
     def copy(self, blocks: Moves, state_slots: Moves) -> None:
-        """Copies whole blocks and whole states."""
+        """Copies whole blocks and whole states, in every layer."""
         for part in self._parts:
             if blocks:
                 part.copy_blocks(*self._sides(blocks))

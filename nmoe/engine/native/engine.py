@@ -33,7 +33,8 @@ _OnToken = Callable[[int, Delta], None]
 
 
 class NativeEngine:
-    """An `Engine` over the learner's own module.
+    """An engine in this process (an `Engine`) that runs the learner's own module. Up to `max_sequences` sequences decode at once,
+    over a cache of `cache_mb` megabytes; 0 leaves its size to `LLMEngine`.
 
         >>> import nmoe
         >>> from nmoe.engine.api import Request
@@ -43,7 +44,8 @@ class NativeEngine:
         >>> [len(sample.token_ids) for sample in engine.run(engine.generate(request))]
         [5, 5]
 
-    Only the thread inside `run` touches the synchronous engine: everything else is an action in its inbox, done between two steps.
+    Only the thread inside `run` touches the synchronous engine: calls from other threads put actions into its inbox, which it does
+    between two steps.
     """
 
     def __init__(self, model: Transformer, max_sequences: int, cache_mb: int = 0) -> None:
@@ -60,7 +62,8 @@ class NativeEngine:
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Runs a coroutine that uses this engine to its end, and returns its result.
 
-        Raises what the coroutine or the model raises. Requests still running at the end are aborted.
+        Raises what the coroutine or the model raises, and RuntimeError if a coroutine is running already. Requests still running at
+        the end are aborted.
         """
         if self._running:
             coroutine.close()
@@ -105,14 +108,15 @@ class NativeEngine:
             self._engine.abort_all()
 
     async def generate(self, request: Request) -> list[Sample]:
-        """Returns the request's samples in order of their index. Raises UserError if it can never fit the context. Cancelling the
-        caller aborts the request."""
+        """Returns the request's samples in order of their index. Raises UserError if the request is invalid, or can never fit the
+        context or the cache. Cancelling the caller aborts the request."""
         samples = {index: sample async for index, sample in self.samples(request)}
         return [samples[index] for index in range(request.samples)]
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
-        """Yields each of the request's samples with its index, as it finishes. Raises UserError if the request can never fit the
-        context. Cancelling the caller, or closing the iterator early, aborts what still runs."""
+        """Yields each of the request's samples with its index, as it finishes. Raises UserError if the request is invalid, or can
+        never fit the context or the cache. Cancelling the caller, or closing the iterator early, aborts the samples that still
+        run."""
         loop = asyncio.get_running_loop()
         finished: asyncio.Queue[tuple[int, Sample] | None] = asyncio.Queue()
 
@@ -131,7 +135,7 @@ class NativeEngine:
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Returns the log-probability of every token but the first, given those before it, `len(token_ids) - 1` numbers. Raises
-        UserError if the tokens can never fit."""
+        UserError for fewer than two tokens, for temperature 0, and if the tokens can never fit the context or the cache."""
         self._scorings += 1
         request_id = f"score/{self._scorings}"
         try:
@@ -144,7 +148,8 @@ class NativeEngine:
         return scores
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
-        """Yields the tokens of a request with samples = 1 as they are sampled."""
+        """Yields the tokens of a request with samples = 1 as they are sampled. Raises ValueError for another number of samples, and
+        UserError as `generate` does."""
         if request.samples != 1:
             raise ValueError("stream gives one sample: samples must be 1")
         loop = asyncio.get_running_loop()
@@ -175,7 +180,7 @@ class NativeEngine:
 
     async def update_weights(self, source: Transformer | Lora, version: int) -> None:
         """Takes a new version of the weights. The engine runs the learner's own module, adapter included, so that nothing is
-        copied; tokens sampled from now on carry the version."""
+        copied; tokens sampled from now on carry the version. Raises ValueError for another module."""
         model = source.model if isinstance(source, Lora) else source
         if model is not self._engine.model:
             raise ValueError("the native engine runs the learner's own module; it takes weights from no other")
@@ -190,14 +195,14 @@ class NativeEngine:
 
     def forget_prefixes(self) -> None:
         """Forgets cached prefixes. With fast numerics a cached prefix can give other bits than one that is computed, so that a run
-        which has to repeat starts without any. Only between two calls of `run`."""
+        which has to repeat starts without any. Raises RuntimeError while `run` runs."""
         if self._running:
             raise RuntimeError("the engine is running a coroutine; its prefixes are forgotten before or after")
         self._engine.forget_prefixes()
 
     def sleep(self) -> None:
-        """Frees the packed forms of the weights, which the next forward pass makes again: the learner has their memory, and its
-        update would change them. Only between two calls of `run`."""
+        """Frees the packed forms of the weights, which the next forward pass makes again: the learner needs their memory, and its
+        update makes them outdated. Raises RuntimeError while `run` runs."""
         if self._running:
             raise RuntimeError("the engine is running a coroutine; it sleeps before or after")
         self._engine.runner.free_packed()
@@ -206,7 +211,8 @@ class NativeEngine:
         return self._engine.stats()
 
     def _live(self, coroutine: Coroutine[Any, Any, R], outcome: Future[R], cancel: Future[Callable[[], None]]) -> None:
-        """The event loop's thread. `cancel` receives a function that cancels the coroutine from another thread."""
+        """Runs the coroutine on an event loop in the present thread. `outcome` receives its result or error, `cancel` a function
+        that cancels the coroutine from another thread."""
 
         # Not the task's own result: asyncio ends the loop at an interrupt or exit in any task, and prints an error that `main`
         # raises later.
@@ -252,8 +258,8 @@ class NativeEngine:
         return future
 
     def _waiter(self) -> asyncio.Future[Any]:
-        """A future that fails if the engine fails. Raises RuntimeError if it has failed already, or outside of `run`, where nothing
-        would ever answer."""
+        """Returns a future that fails if the engine fails. Raises RuntimeError if the engine has failed already, or outside of
+        `run`, where nothing would ever answer."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if not self._running:
             raise RuntimeError(
@@ -266,7 +272,7 @@ class NativeEngine:
         return future
 
     def _flush(self, *actions: Callable[[], None]) -> None:
-        """Sends the actions of this turn of the event loop to the inbox, then `actions`."""
+        """Sends the actions that were collected in this turn of the event loop to the inbox, then `actions`."""
         outbox, self._outbox = self._outbox, []
         with self._wake:
             self._inbox += [*outbox, *actions]

@@ -33,8 +33,8 @@ _LEAST_BLOCKS = 32
 
 
 class PagedDecodeAttention:
-    """An `Attend` of one query per sequence to its cached positions and itself, which reads the blocks in place. All its inputs are
-    tensors on the device, so that it can be recorded."""
+    """The attention of decoding (an `Attend`) in a recorded graph: one query per sequence, to its cached positions and itself, read
+    in place. All its inputs are tensors on the device, so that it can be recorded."""
 
     def __init__(
         self, cache: PagedCache, positions_B: Tensor, table_BM: Tensor, state_slots_B: Tensor, spans: Spans
@@ -63,7 +63,8 @@ class PagedDecodeAttention:
     def attend_latents(
         self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
-        """Attends to the latents themselves. They are wider than the kernel's keys, and the reference cannot be recorded."""
+        """Attends to the latents themselves, not to keys made from them. They are wider than the kernel's keys, so that this uses
+        the reference implementation, which cannot be recorded."""
         self.cache.latents.write_latents(layer.index, self.key_index, latents_BL)
         latents_N1PL, _ = self.cache.attention.of_layer(layer.index)
         values_N1PR = latents_N1PL[..., : block.latent.kv_rank]
@@ -73,7 +74,7 @@ class PagedDecodeAttention:
 
 @dataclass
 class _Graph:
-    """One recording: its inputs, the function that replays it, and its results."""
+    """One recorded graph: its input buffers, the function that replays it, and its results."""
 
     tokens_B: Tensor
     positions_B: Tensor
@@ -85,7 +86,8 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The model's decode step over a cache. No sequence holds the block and the state slot `scratch`, which padding writes to.
+    """Runs the model's decode step over a cache, by a graph for each padded size. `scratch` is a block and a state slot that no
+    sequence holds, and to which padding writes.
 
     The head is left out: it is two launches, and its logits over the whole vocabulary would be held once per recording.
     """
@@ -144,13 +146,13 @@ class DecodeGraphs:
 
 
 def decode_graphs(model: Transformer, cache: PagedCache, scratch: tuple[int, int]) -> DecodeGraphs:
-    """The decode step of a model on an accelerator. A model that cannot be recorded runs unrecorded."""
+    """Returns the decode step of a model on an accelerator. A model that cannot be recorded (`recordable`) runs unrecorded."""
     return DecodeGraphs(model, cache, scratch, kind_of(cache.device).recorder() if recordable(model) else run_plainly)
 
 
 def recordable(model: Transformer) -> bool:
-    """Whether a decode step never waits for the host. Experts do if the host has to know their row counts, and so does attention in
-    fp64 or to latents."""
+    """Returns whether a decode step can be recorded, because it never waits for the host. Experts wait if the host has to know
+    their row counts, and so does attention to latents or, with exact numerics, in fp64."""
     weight = model.embedding.weight
     if model.exact or model.config.latent is not None:
         return False
@@ -162,13 +164,13 @@ def recordable(model: Transformer) -> bool:
 
 
 def run_plainly(run: Callable[[], None]) -> Callable[[], None]:
-    """A recorder that records nothing: every replay is a call."""
+    """Stands in for a recorder, and records nothing: calls the function, and returns it, so that every replay is a call."""
     run()
     return run
 
 
 def _at_least(count: int, least: int) -> int:
-    """The smallest `least * 2^k` that is at least `count`."""
+    """Returns the smallest `least * 2^k` that is at least `count`."""
     size = least
     while size < count:
         size *= 2

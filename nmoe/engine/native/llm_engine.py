@@ -35,15 +35,16 @@ _TRAINED_BYTES = 12
 
 
 def _most_bytes(model: Transformer) -> int:
-    """The default limit of the cache's bytes."""
+    """Returns the largest cache in bytes where no size is given."""
     device = model.embedding.weight.device
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return kind_of(device).cache_bytes(device, _TRAINED_BYTES * trained, trained > 0)
 
 
 class LLMEngine:
-    """Continuous batching of up to `max_sequences` sequences over at most `cache_bytes` of cache (0: room for all of them at the
-    model's full context, at most 4 GiB on a CPU and on a GPU a share of its free memory)."""
+    """Samples by continuous batching: up to `max_sequences` sequences decode at once, over at most `cache_bytes` of cache (0: room
+    for all of them at the model's full context, at most 4 GiB on a CPU and on a GPU a share of its free memory). A step computes at
+    most `prefill_tokens` tokens of prompts. Raises UserError if the cache is too small for the model."""
 
     def __init__(
         self, model: Transformer, max_sequences: int, cache_bytes: int = 0, prefill_tokens: int = PREFILL_TOKENS
@@ -75,8 +76,9 @@ class LLMEngine:
         on_token: Callable[[int, Delta], None] | None = None,
         on_sample: Callable[[int, Sample], None] | None = None,
     ) -> SequenceGroup:
-        """Queues a request. The callbacks are called for every token, and for every sample as it ends. Raises UserError if the
-        request can never run."""
+        """Queues a request and returns its group of sequences. The callbacks are called with the sample's index for every token,
+        and for every sample as it ends. Raises UserError if the request is invalid, can never run, or has the id of a request that
+        is running."""
         settings = request.sampling
         if not request.prompt_ids:
             raise UserError(f"request {request.request_id}: the prompt has no tokens")
@@ -89,7 +91,8 @@ class LLMEngine:
 
     def add_scoring(self, token_ids: Iterable[int], temperature: float, request_id: str) -> SequenceGroup:
         """Queues tokens to be scored: the group's `scores` will hold the log-probability of each token but the first, given those
-        before it. Raises UserError if they can never fit."""
+        before it. Raises UserError for fewer than two tokens, for temperature 0, if they can never fit, and as `add` for an id in
+        use."""
         settings = Sampling(max_new_tokens=0, temperature=temperature)
         request = Request(tuple(token_ids), 0, settings, request_id)
         if len(request.prompt_ids) < 2 or temperature == 0:
@@ -159,7 +162,8 @@ class LLMEngine:
         return finished
 
     def _postprocess(self, sampled: Sampled) -> list[SequenceGroup]:
-        """Streams tokens where asked for, and ends the sequences that have finished; returns the requests that finished."""
+        """Passes new tokens to the callbacks of requests that have one, and ends the sequences that have finished; returns the
+        requests that finished."""
         slots, running = sampled.slots, self.running
         self._generated_tokens += slots.stop - slots.start
         for slot, kept in sampled.kept_ids.items():
@@ -229,7 +233,7 @@ class LLMEngine:
         return self.scheduler.idle
 
     def stats(self) -> EngineStats:
-        """The engine's totals. Any thread may ask."""
+        """Returns the engine's totals and present load. Any thread may call this."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
         unstarted = sum(max(1, group.unstarted) for group in list(scheduler.waiting))
         return EngineStats(

@@ -1,5 +1,5 @@
 """The runner computes a step with the model: chunks of prompts, the first tokens of sequences that start, and one token of every
-running sequence. The scheduler decides which."""
+running sequence. The scheduler chooses them."""
 
 # Shapes: B slots, T packed tokens, L tokens to score, V vocabulary, D width, Y layers, K chosen experts.
 
@@ -32,8 +32,9 @@ PACKED_BYTES = 2 * 2**30
 
 @dataclass(frozen=True)
 class Sampled:
-    """The sampled tokens of the sequences in `slots`, on the host: tokens and their log-probabilities, whether each met a stop id
-    and whether it has finished, `[B]`; and the kept ids of the rows that have top-k or top-p, by row."""
+    """The sampled tokens of the sequences in `slots`, on the host: tokens and their log-probabilities, whether each is a stop
+    token, and whether its sequence has finished, `[B]` each; and, for rows with top-k or top-p, the ids of the tokens that these
+    left, by row."""
 
     slots: slice
     tokens_B: Tensor
@@ -59,7 +60,8 @@ class Runner:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Makes computations inside use packed weights and, unless numerics are exact, the CPU kernels."""
+        """A context in which computations use packed weights, if the model is small enough to hold its weights twice, and, unless
+        numerics are exact, the CPU kernels."""
         with (
             self._packs.active() if self._packs else nullcontext(),
             nullcontext() if self.model.exact else kernels_in_use(),
@@ -77,8 +79,9 @@ class Runner:
             self._packs.clear()
 
     def prefill(self, chunks: list[Chunk]) -> dict[Sequence, Tensor]:
-        """Computes the chunks: keys, values and routes go to the cache, scores to the sequences that are scored. Returns the logits
-        `[1, V]` after each prompt that is complete.
+        """Runs the model on the chunks: keys, values and routes go to the cache, log-probabilities to the sequences that are only
+        scored. Returns the logits `[1, V]` after each prompt that is complete. Raises DivergenceError if the model computes NaN or
+        infinity.
 
         Chunks that replay routes run in a separate forward pass, after the others.
         """
@@ -107,9 +110,9 @@ class Runner:
         return dict(zip(prompts, self.model.logits(x_TD[rows]).split(1), strict=True))
 
     def _states(self, chunks: list[Chunk], replay_TYK: Tensor | None) -> Tensor:
-        """Final hidden states `[T, D]` of the chunks' tokens, end to end, those that start at 0 first. With `replay_TYK` the routes
-        are those. Raises DivergenceError if a state is not finite: a prompt that ends before its logits are computed would
-        leave NaN in the cache."""
+        """Computes the final hidden states `[T, D]` of the chunks' tokens, concatenated; chunks that start at position 0 come
+        first. With `replay_TYK` the routers' picks are replaced by these. Raises DivergenceError if a state is not finite: a prompt
+        that ends before its logits are computed would leave NaN in the cache."""
         device = self.running.device
         pieces = [
             Piece(chunk.sequence.block_table, chunk.sequence.state_slot, chunk.start, chunk.stop) for chunk in chunks
@@ -127,8 +130,8 @@ class Runner:
         return x_TD
 
     def _scores(self, x_TD: Tensor, targets: list[int], temperature: float) -> list[float]:
-        """The log-probability of each target after the token of its row; the last row may have none. Raises DivergenceError if one
-        is not finite."""
+        """Computes the log-probability of each target after the token of its row; the last row may have no target. Raises
+        DivergenceError if one is not finite."""
         if not targets:
             return []
         targets_L = put(targets, self.running.device)
@@ -141,13 +144,15 @@ class Runner:
         return logprobs_L.tolist()
 
     def start(self, start: Start) -> Sampled:
-        """Samples the first token of sequences that start, from the logits of their prompts."""
+        """Samples the first token of the sequences that start, from the logits of their prompts, after copying their last blocks
+        and states."""
         self.cache.copy(start.blocks, start.states)
         logits_BV = torch.cat([prompt.logits_1V.expand(count, -1) for prompt, count in start.prompts])
         return self._sample(logits_BV, start.slots)
 
     def decode(self, slots: slice) -> Sampled:
-        """Samples the next token of every sequence in the slots. Their last tokens are fed and take their positions."""
+        """Samples the next token of every sequence in the slots: runs the model on its last token, whose key and value go to the
+        cache."""
         running = self.running
         positions = running.position[slots].copy()
         table = running.table[slots, : int(running.held[slots].max())]
@@ -184,14 +189,14 @@ class Runner:
         return Sampled(slots, tokens_B, logprobs_B, stopped_B, finished_B, kept_ids)
 
     def _kept_ids(self, kept_BV: Tensor, rows: NDArray[np.int64]) -> dict[int, list[int]]:
-        """The kept ids of these rows, by row."""
+        """Returns for each of these rows the ids of the tokens that top-k and top-p left, by row."""
         row_X, id_X = fetch(*kept_BV.index_select(0, put(rows, kept_BV.device)).nonzero().unbind(-1))
         ids = id_X.split(row_X.bincount(minlength=len(rows)).tolist())
         return {row: of_row.tolist() for row, of_row in zip(rows.tolist(), ids, strict=True)}
 
 
 def _replayed(chunk: Chunk) -> Tensor:
-    """The routes that a chunk replays, `[T, Y, K]`."""
+    """Returns the router picks that a chunk replays, `[T, Y, K]`."""
     routes_LYK = chunk.sequence.routes_LYK
     assert routes_LYK is not None, "only chunks with routes are asked for them"
     return routes_LYK[chunk.start : chunk.stop]

@@ -20,7 +20,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """The rows' settings. `plain` says that every row samples at temperature 1, `cuts` that some row has top-k or top-p."""
+    """The sampling settings of a batch's rows. `plain` says that every row samples at temperature 1, `cuts` that some row has top-k
+    or top-p."""
 
     temperature_B: Tensor
     top_p_B: Tensor
@@ -30,8 +31,8 @@ class SamplingColumns:
 
 
 def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sample one token per row: tokens `[B]`, their log-probabilities `[B]` under the distribution they were sampled from, and,
-    if any row has top-k or top-p, the kept mask `[B, V]`.
+    """Samples one token per row. Returns tokens `[B]`, their log-probabilities `[B]` under the distribution they were sampled from,
+    and, if any row has top-k or top-p, the kept mask `[B, V]`.
 
     Greedy rows (temperature 0) take the largest logit, with log-probability 0, since all mass is there. Raises DivergenceError if
     a logit is not finite.
@@ -75,7 +76,7 @@ def _check_finite(finite: bool) -> None:
 
 
 def diverged(what: str) -> DivergenceError:
-    """The error for a model whose `what` ("logits", say) have NaN or infinite values."""
+    """Returns the error for a model whose `what` ("logits", say) have NaN or infinite values."""
     return DivergenceError(
         f"the model's {what} are not finite: its weights have diverged, or hold NaN. Go back to the last checkpoint, with a lower "
         "optimizer.learning_rate if this model is being trained"
@@ -83,8 +84,9 @@ def diverged(what: str) -> DivergenceError:
 
 
 def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
-    """The mask `[B, V]` of tokens that remain after top-k and then top-p: the k largest, and of these the fewest whose renormalised
-    mass reaches p (Holtzman et al. 2019, arXiv:1904.09751). Ties are kept in order of token id. The largest logit is always kept.
+    """Returns the mask `[B, V]` of the tokens that remain after top-k and then top-p: the k largest, and of these the fewest whose
+    renormalised mass reaches p (Holtzman et al. 2019, arXiv:1904.09751). Ties are kept in order of token id. The largest logit is
+    always kept.
     """
     kept_BV = ops_for(logits_BV).kept_mask(logits_BV, top_p_B, top_k_B)
     if kept_BV is not None:
@@ -100,14 +102,16 @@ def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 14)."""
+    """Applies the finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure
+    14)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def uniforms(seed: int, samples: int, positions: int) -> NDArray[np.float32]:
-    """Uniform draws in [0, 1), `[samples, positions]`, on a grid of 2^-24. Each is a pure function of (seed, sample, position).
+    """Returns uniform draws in [0, 1), `[samples, positions]`, on a grid of 2^-24. Each is a pure function of (seed, sample,
+    position).
 
     The samples of a seed and the positions of a sample are each a SplitMix64 stream, so that a draw does not depend on how many
     samples or positions are asked for.

@@ -1,4 +1,4 @@
-"""The scheduler: which prompts are computed in a step, which sequences start, which decode, and which give way.
+"""The scheduler: it decides which prompts are computed in a step, which sequences start, which decode, and which are preempted.
 
 Sequences run in order of arrival. Prompts are prefilled in chunks, so that a long one does not hold up decoding. When the cache
 runs out of blocks, the youngest sequence is preempted: it loses its blocks, keeps its tokens, and is prefilled again later. The
@@ -25,7 +25,8 @@ GATHER_SHARE, GATHER_STEPS = 16, 8
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a sequence's prefill that one step computes: positions `start` to `stop`. The `last` one ends the prefill."""
+    """The part of a sequence's prefill that one step computes: positions `start` to `stop` (exclusive). The `last` one ends the
+    prefill."""
 
     sequence: Sequence
     start: int
@@ -35,8 +36,9 @@ class Chunk:
 
 @dataclass
 class Start:
-    """Sequences that start in this step: their slots, how many of them come from each prompt, and which blocks and states of the
-    cache to copy first (source, target), since each sequence continues in a copy of its prompt's last block and state."""
+    """The sequences that start in this step: their slots in the running batch, how many of them come from each prompt, and which
+    blocks and states of the cache to copy first (source, target), since each sequence continues in a copy of its prompt's last
+    block and state."""
 
     slots: slice
     prompts: list[tuple[Prompt, int]] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Gathering:
         self._until = 0  # the step at which new requests are admitted; 0 if none is held back
 
     def admits(self, step: int, arrivals: int, running: int) -> bool:
-        """Whether to admit this many arrivals in this step, beside this many running sequences."""
+        """Returns whether to admit this many waiting requests in this step, while this many sequences are running."""
         if arrivals * GATHER_SHARE < running:
             if self._until == 0:
                 self._until = step + GATHER_STEPS if arrivals else 0
@@ -83,7 +85,7 @@ class Scheduler:
         self.arrived += 1
 
     def clear(self, blocks: BlockManager) -> None:
-        """Drops every request without giving its blocks back: `blocks` is the manager from now on."""
+        """Drops every request without giving its blocks back, and takes `blocks` as the block manager from now on."""
         self.blocks, self._gathering = blocks, Gathering()
         for requests in (self.running, self.groups, self.waiting, self.preempted, self.prefilling):
             requests.clear()
@@ -95,8 +97,9 @@ class Scheduler:
     # Prefill
 
     def schedule_prefill(self) -> list[Chunk]:
-        """The chunks to compute in this step, at most `prefill_tokens` tokens, oldest first within these kinds: those that start at
-        position 0, those that continue, and those that replay routes. The runner's attention expects this order."""
+        """Admits waiting sequences, and returns the chunks to compute in this step, at most `prefill_tokens` tokens: first chunks
+        that start at position 0, then chunks that continue, then chunks that replay routes, each oldest first. The runner's
+        attention expects this order."""
         # A prefill that runs anyway takes newcomers along.
         beside = 0 if self.prefilling else len(self.running)
         if self._gathering.admits(self.steps, len(self.waiting) + len(self.preempted), beside):
@@ -147,7 +150,8 @@ class Scheduler:
             free -= 1 if sequence.started else max(1, sequence.group.unstarted)
 
     def _start_prefill(self, sequence: Sequence) -> bool:
-        """Gives a sequence blocks for its prompt and sampled tokens, cached prefixes among them; False if there are too few."""
+        """Gives a sequence blocks for its prompt and sampled tokens, cached prefixes among them; returns False if there are too
+        few."""
         token_ids, reusable = sequence.tokens_to_prefill()
         cached = self.blocks.find(token_ids, reusable)
         missing = self.blocks.blocks_for(len(token_ids)) - len(cached)
@@ -167,7 +171,7 @@ class Scheduler:
         return True
 
     def stop_prefill(self, sequence: Sequence) -> None:
-        """Gives back the blocks of an unfinished prefill; it starts again from the queue."""
+        """Ends an unfinished prefill and gives back its blocks; the sequence is queued to be prefilled again."""
         self.prefilling.remove(sequence)
         self.blocks.release(sequence.end_prefill(Status.WAITING), sequence.state_slot)
         if sequence.started:
@@ -207,7 +211,7 @@ class Scheduler:
     # Start
 
     def schedule_start(self) -> Start | None:
-        """Gives sequences whose prompt is ready a slot each, in order of arrival; None if there is none."""
+        """Gives sequences whose prompt is ready a slot each, in order of arrival, and returns them; None if there are none."""
         first, start = len(self.running), Start(slice(0))
         while self.waiting and self.waiting[0].prompt is not None and self.running.free:
             group, prompt = self.waiting[0], self.waiting[0].prompt
@@ -247,8 +251,8 @@ class Scheduler:
     # Decode
 
     def schedule_decode(self) -> slice | None:
-        """The slots that decode, which are the slots of all running sequences, once each has a block for its next token. If no
-        block is left, the youngest are preempted. None if no sequence is running."""
+        """Gives each running sequence a block for its next token, and returns the slots of all of them, which decode. If no block
+        is left, the youngest are preempted. None if no sequence is running."""
         for sequence in sorted(self.running.full(), key=lambda sequence: sequence.order):
             if sequence.status is not Status.RUNNING:
                 continue  # gave way to an older one
@@ -259,8 +263,8 @@ class Scheduler:
         return slice(0, len(self.running)) if len(self.running) else None
 
     def _make_room(self, blocks: int, state_slots: int, order: tuple[int, int]) -> bool:
-        """Makes sequences younger than `order` give way, youngest first, until so many blocks and state slots are available; False
-        if they are too few."""
+        """Takes blocks and state slots from sequences younger than `order`, youngest first, until so many are available; returns
+        False if these sequences hold too few."""
         while self.blocks.available < blocks or self.blocks.available_state_slots < state_slots:
             prompts = (group.next_sequence for group in self.waiting if group.prompt is not None)
             holders = [*self.running.sequences, *self.prefilling, *prompts]
@@ -276,7 +280,8 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's slot and its part of the cache; it keeps its sampled tokens."""
+        """Takes from a running sequence its slot and its part of the cache. It keeps its sampled tokens, and is queued to be
+        prefilled again."""
         self.running.save(sequence)
         self.running.remove([sequence])
         self.blocks.release(sequence.block_table, sequence.state_slot)
@@ -289,7 +294,7 @@ class Scheduler:
         insort(self.preempted, sequence, key=lambda other: other.order)
 
     def retire(self, sequences: list[Sequence], version: int) -> None:
-        """Takes the slots and blocks of running sequences that have ended. Their blocks stay findable: a next turn may begin with
+        """Frees the slots and blocks of running sequences that have ended. Their blocks stay findable: a next turn may begin with
         this one. Keys from before a weight update are not, since the present weights would compute others."""
         for sequence in sequences:
             self.running.save(sequence)

@@ -28,7 +28,7 @@ class Status(Enum):
     """The state of a sequence in the engine.
 
     WAITING     not started: it waits for its prompt to be computed, or for a slot
-    PREFILLING  holds blocks whose keys are being computed, for a prompt that its siblings will share or for itself
+    PREFILLING  holds blocks whose keys are being computed, for a prompt that its request's sequences share, or for itself
     RUNNING     has a slot in the running batch and decodes one token per step
     PREEMPTED   gave its blocks to an older sequence; keeps its tokens and will be prefilled again
     FINISHED    its sample is delivered
@@ -71,12 +71,12 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Age: the smaller, the older. Where memory runs out, the youngest gives way."""
+        """The sequence's age, to sort by: the smaller, the older. If the cache is full, the youngest loses its blocks."""
         return self.group.order, self.index
 
     @property
     def started(self) -> bool:
-        """Whether it has sampled a token, and so has to keep its tokens when its keys are computed again."""
+        """Whether the sequence has sampled a token, and so has to keep its tokens when its keys are computed again."""
         return bool(self.token_ids)
 
     @property
@@ -88,26 +88,28 @@ class Sequence:
         return not self.group.scoring and (not self.started or self.versions[0] == version)
 
     def tokens_to_prefill(self) -> tuple[list[int], int]:
-        """The tokens whose keys it needs, and how many first ones of them may come from the cache: the first token is sampled from
-        the logits of the last one, which therefore is computed, and scores need the logits of all."""
+        """Returns the tokens whose keys the sequence needs, and how many of them, from the first on, may come from the cache.
+        Before its start, it needs the logits of the prompt's last token, which therefore has to be computed; and scoring needs the
+        logits of all."""
         token_ids = [*self.group.request.prompt_ids, *self.token_ids[:-1]]
         if self.group.scoring:
             return token_ids, 0
         return token_ids, len(token_ids) if self.started else len(token_ids) - 1
 
     def start_prefill(self, token_ids: list[int], block_table: list[int], state_slot: int, cached: int) -> None:
-        """Takes a state slot, and the blocks for these tokens, of which the first `cached` are computed already."""
+        """Begins a prefill: the sequence gets a state slot, and the blocks for these tokens, of which the first `cached` are
+        computed already."""
         self.status, self.state_slot = Status.PREFILLING, state_slot
         self.prefill_ids, self.block_table, self.computed = token_ids, block_table, cached
 
     def end_prefill(self, status: Status) -> list[int]:
-        """Leaves the prefill, finished or not, and returns the blocks that it held."""
+        """Ends the prefill, finished or not, and returns the sequence's blocks."""
         blocks, self.status = self.block_table, status
         self.prefill_ids, self.block_table, self.computed = [], [], 0
         return blocks
 
     def sample(self, reason: FinishReason) -> Sample:
-        """The completion, from the sequence's lists."""
+        """Returns the completion, made of the sequence's lists."""
         routes = None if self.routes_LYK is None else self.routes_LYK.numpy()
         return Sample(self.token_ids, self.logprobs, self.versions, reason, self.kept_ids, routes)
 
@@ -163,7 +165,7 @@ class SequenceGroup:
         return all(sample is not None for sample in self.samples)
 
     def deliver(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Records the sample of a sequence that has ended, and passes it on."""
+        """Records the sample of a sequence that has ended, and calls `on_sample` with it."""
         sequence.status = Status.FINISHED
         sample = self.samples[sequence.index] = sequence.sample(reason)
         if self.on_sample is not None:
@@ -215,7 +217,7 @@ class RunningBatch:
 
     @property
     def free(self) -> int:
-        """Slots that are not in use."""
+        """The number of slots that are not in use."""
         return self.slots - len(self.sequences)
 
     def add(self, sequences: list[Sequence]) -> None:
@@ -263,7 +265,8 @@ class RunningBatch:
         self.held[sequence.slot] += 1
 
     def save(self, sequence: Sequence) -> None:
-        """Copies what a sequence has sampled, and the routes of its positions, from columns and cache to the sequence."""
+        """Copies a sequence's tokens, log-probabilities and versions from the columns, and its router picks from the cache, to the
+        sequence."""
         slot = sequence.slot
         count, position = int(self.generated[slot]), int(self.position[slot])
         picks = self.cache.routes
@@ -291,14 +294,14 @@ class RunningBatch:
         self.sequences.clear()
 
     def full(self) -> list[Sequence]:
-        """The sequences that need one more block for their next position."""
+        """Returns the sequences that need one more block for their next position."""
         used = len(self)
 
         slots = (self.position[:used] >= self.held[:used] * BLOCK_TOKENS).nonzero()[0]
         return [self.sequences[slot] for slot in slots.tolist()]
 
     def record(self, slots: slice, tokens_B: Tensor, logprobs_B: Tensor, version: int) -> tuple[Tensor, Tensor]:
-        """Records one more token per slot; returns which slots met a stop id and which are finished, `[B]` each."""
+        """Records one more token per slot; returns which slots got a stop token and which are finished, `[B]` each."""
         rows = torch.arange(slots.start, slots.stop, device=self.device)
         at_B = put(self.generated[slots], self.device)
         self["tokens"][rows, at_B] = tokens_B
