@@ -73,12 +73,15 @@ class Recipe(ABC):
     evaluate_every: the number of steps between evaluations; the last step is evaluated, too. 0 means that there are no
         evaluations.
     evaluate_first: whether a new run is evaluated before its first step, as a baseline.
-    experts: the number of routed experts per layer, whose load is monitored; 0 if there are none.
     """
 
     evaluate_every: int = 0
     evaluate_first: bool = False
-    experts: int = 0
+
+    @abstractmethod
+    def watched(self) -> Learner | None:
+        """Returns the learner whose update is in the metrics without a prefix, so that the load of its experts is monitored; None
+        if nothing is trained."""
 
     @abstractmethod
     def notes(self) -> Sequence[str]:
@@ -240,7 +243,9 @@ class Run:
 
     def _monitor(self, recipe: Recipe, first: int) -> Monitor:
         """Makes the monitor of the run, and replays the metrics of a resumed run's earlier steps to it."""
-        monitor = monitor_of(self._config, recipe.experts, self.directory.path)
+        learner = recipe.watched()
+        experts = 0 if learner is None else learner.model.config.routed_experts
+        monitor = monitor_of(self._config, experts, self.directory.path)
         probes = self.ledger.probed()
         for row in read_lines(self.directory.path / "metrics.jsonl") if first else ():
             monitor.recall(row, probes.get(row["step"]))

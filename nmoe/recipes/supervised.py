@@ -90,8 +90,10 @@ class Supervised(Recipe):
         self._held_out_every = 0 if self.held_out is None else self.config.evaluate_every
         self.evaluate_every = math.gcd(self._held_out_every, *periods)
         self.evaluate_first = bool(self.evaluate_every)
-        self.experts = self.learner.model.config.routed_experts
         self._at = 0  # the step that was taken last
+
+    def watched(self) -> Learner:
+        return self.learner
 
     def notes(self) -> list[str]:
         return [

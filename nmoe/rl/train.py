@@ -24,6 +24,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.probes import Probes
 from nmoe.generation import sampling_notes
+from nmoe.learner.learner import Learner
 from nmoe.monitor.update import spikes_in
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step
 from nmoe.recipes.setup import describe
@@ -58,10 +59,12 @@ class PolicyGradient(Recipe):
         self.environment, self.tools, self.probes = environment, tools, probes
         self.engine, self.sampler, self.advantages = engine, sampler, advantages
         self.policy, self.learner = policy, policy.learner
-        self.experts = self.learner.model.config.routed_experts
         self.evaluate_every, self.evaluate_first = probes.every_steps, bool(probes)
         self._at = 0  # the step that was taken last
         self._skipped = False  # whether the last step was skipped: only the first of several in a row raises an alert
+
+    def watched(self) -> Learner:
+        return self.learner
 
     def step(self, step: int) -> Step:
         """Samples and grades a group of completions per prompt, turns their rewards into advantages, updates the policy, and sends
@@ -87,7 +90,7 @@ class PolicyGradient(Recipe):
         if self.policy.reference is not None:
             self.policy.reference.renew(step)
         metrics = {**rollout_metrics(rollouts.trajectories), **rollouts.metrics(), **updated}
-        shares = routing_by_source(rollouts.trajectories, self.experts)
+        shares = routing_by_source(rollouts.trajectories, self.learner.model.config.routed_experts)
         metrics |= routing_metrics(shares)
         metrics["skipped"] = float(not updated)
         metrics |= self._advance_curriculum(step, metrics)

@@ -277,6 +277,9 @@ class Selfplay(Recipe):
         self.streams = Streams(run.directory.path)
         self.evaluate_every, self.evaluate_first = schedule.round_steps if self.learners else 0, held_out is not None
 
+    def watched(self) -> Learner | None:
+        return self.learners.get(GENERATOR)
+
     def step(self, step: int) -> Step:
         """Plays a batch of problems, or takes optimizer steps on the round's data, as the schedule says."""
         began = time.perf_counter()

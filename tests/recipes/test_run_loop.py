@@ -30,6 +30,9 @@ class Counting(Recipe):
         self.sum = self.at = 0
         self.log: list[str] = []
 
+    def watched(self) -> None:
+        return None
+
     def notes(self) -> list[str]:
         return ["a recipe that counts"]
 
@@ -94,6 +97,14 @@ def test_steps_are_evaluated_and_saved_when_due_the_last_and_the_best_always(tmp
     assert (evaluation["step"], evaluation["results"][0]["value"], evaluation["ece"]) == (3, 0.9, 0.5)
     log = (run.directory.path / "log.txt").read_text().splitlines()
     assert [line for line in log if "value" in line] == ["step 0: value 0.1", "step 3: value 0.9", "step 5: value 0.2"]
+
+
+def test_no_recipe_forgets_the_learner_whose_experts_are_watched() -> None:
+    class Forgetful(Counting):
+        watched = Recipe.watched
+
+    with pytest.raises(TypeError, match=r"abstract method '?watched"):
+        Forgetful({}, every=0)
 
 
 def test_a_start_that_is_refused_leaves_neither_links_nor_a_mark(tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.commands import SelfplayConfig
+from nmoe.config.commands import RunConfig, SelfplayConfig
 from nmoe.config.loader import load_run
 from nmoe.config.problems import ConfigError
 from nmoe.envs.tasks.proofs import CLOSING, OPENING
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
+from nmoe.monitor.monitor import Monitor
+from nmoe.monitor.rules import monitor_of
 from nmoe.rl.replay_bundle import replay_command
 from nmoe.runs.ledger import read_metrics
 from nmoe.selfplay.loop import Moment, Schedule, selfplay, selfplay_environment
@@ -288,8 +290,15 @@ def test_an_environment_of_ones_own_gives_problems_tools_and_words(directory: Pa
         load_run(config_path, SelfplayConfig, [f"--environment.path={path}"])
 
 
-def test_from_a_fresh_model(directory: Path, tmp_path: Path) -> None:
-    """Nobody knows the form yet, so that nothing is a proof; the run is whole all the same."""
+def test_from_a_fresh_model(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows the form yet, so that nothing is a proof; the run is whole all the same, and its experts are watched."""
+    watched: list[int] = []
+
+    def monitored(config: RunConfig, experts: int, directory: Path) -> Monitor:
+        watched.append(experts)
+        return monitor_of(config, experts, directory)
+
+    monkeypatch.setattr("nmoe.recipes.run_loop.monitor_of", monitored)
     text = (
         (directory / "config.toml")
         .read_text()
@@ -297,7 +306,7 @@ def test_from_a_fresh_model(directory: Path, tmp_path: Path) -> None:
     )
     shape = (
         "[model.shape]\nhidden_size = 16\nlayers = 1\nheads = 2\nkv_heads = 1\nhead_dim = 8\nintermediate_size = 16\n"
-        "context_tokens = 1200\n"
+        "context_tokens = 1200\nexperts = 4\nexperts_per_token = 2\nexpert_width = 8\n"
     )
     (tmp_path / "config.toml").write_text(text + shape)
     overrides = {
@@ -312,5 +321,6 @@ def test_from_a_fresh_model(directory: Path, tmp_path: Path) -> None:
         tmp_path / "config.toml", SelfplayConfig, [f"--{key}={value}" for key, value in overrides.items()]
     )
     run = selfplay(config)
+    assert watched == [4]
     assert json.loads((run / "counts.json").read_text())["outcomes"] == {"no_proof": 4}
     assert (run / "checkpoints/latest/generator/model.safetensors").exists()
