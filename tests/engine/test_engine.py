@@ -485,6 +485,58 @@ def test_running_requests_go_on_with_the_new_version(model: Transformer, request
     assert versions.count(2) >= 1
 
 
+def test_an_action_between_steps_gives_back_what_it_returns_or_raises(model: Transformer) -> None:
+    engine = NativeEngine(model, 3)
+
+    def fails() -> None:
+        raise UserError("not like this")
+
+    async def act() -> int:
+        with pytest.raises(UserError, match="not like this"):
+            await engine.between_steps(fails)
+        await engine.between_steps(engine.forget_prefixes)
+        return await engine.between_steps(threading.get_ident)
+
+    assert engine.run(act()) == threading.get_ident(), "it ran on the thread that steps"
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_paused_engine_takes_no_step_and_goes_on_as_if_nothing_was(
+    model: Transformer, request_of: MakeRequest
+) -> None:
+    engine = NativeEngine(model, 3)
+
+    async def pause_midway() -> tuple[list[Sample], list[Sample], list[Sample]]:
+        task = asyncio.create_task(engine.generate(request_of("a", 5, 1, 40)))
+        dropped = asyncio.create_task(engine.generate(request_of("dropped", 5, 1, 40)))
+        while engine.stats().generated_tokens < 4:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        steps = engine.stats().decode_steps
+        late = asyncio.create_task(engine.generate(request_of("late", 4, 1, 3)))
+        await asyncio.sleep(0.05)
+        engine.abort("dropped")
+        aborted = await dropped
+        assert engine.stats().decode_steps == steps
+        assert not late.done()
+        await engine.resume()
+        return await task, await late, aborted
+
+    kept, late, aborted = engine.run(pause_midway())
+    assert [record(kept), record(late)] == [
+        record(engine.run(engine.generate(request_of(*asked)))) for asked in (("a", 5, 1, 40), ("late", 4, 1, 3))
+    ]
+    assert aborted[0].finish_reason == "abort"
+    assert 4 <= len(aborted[0].token_ids) + 2 < 40
+
+
+def test_an_engine_paused_at_the_end_of_a_run_steps_in_the_next(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 3)
+    engine.run(engine.pause())
+    (sample,) = engine.run(engine.generate(request_of("a", 5, 1, 3)))
+    assert len(sample.token_ids) == 3
+
+
 def test_scores_come_beside_samples(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model()
     engine = NativeEngine(model, 3)

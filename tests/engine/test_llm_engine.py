@@ -251,6 +251,34 @@ def test_a_sequence_that_gave_way_keeps_its_tokens_versions(tiny_model: MakeMode
     assert set(versions) == {0, 5}
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_new_weights_compute_all_keys_of_running_sequences_if_asked_to(
+    tiny_model: MakeModel, request_of: MakeRequest, kind: str, recompute: bool
+) -> None:
+    """Tokens after an update then are as a plain forward pass of the new weights along the recorded routes predicts them."""
+    model = tiny_model(**MODELS[kind])
+    engine = LLMEngine(model, 4)
+    group = engine.add(request_of("running", 9, 2, 30))
+    for _ in range(12):
+        engine.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    engine.commit(5, recompute)
+    run(engine)
+    for sample in whole(group.samples):
+        assert sample.versions == [0] * 13 + [5] * 17
+        ids = torch.tensor([*group.request.prompt_ids, *sample.token_ids])
+        trace = RouterTrace(replay=None if sample.routes is None else torch.from_numpy(sample.routes))
+        with torch.no_grad():
+            states = model(ids[:-1], torch.arange(len(ids) - 1), PackedAttention([len(ids) - 1], ids.device), trace)
+            logprobs = model.logits(states).log_softmax(-1).gather(-1, ids[1:, None])[-17:, 0]
+        away = (torch.tensor(sample.logprobs[13:]) - logprobs).abs().max()
+        assert away < 1e-5 if recompute else away > 1e-3
+    assert engine.stats().cache_use == 0
+
+
 def test_many_samples_of_one_prompt_fit_where_they_share_it(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model(experts=0)
     engine = small(model, 9, rows=6)  # 32 positions shared, and a block of their own each: 8 in all

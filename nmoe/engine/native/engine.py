@@ -57,7 +57,8 @@ class NativeEngine:
         self._outbox: list[Callable[[], None]] = []  # of the event loop's thread only
         self._futures: dict[SequenceGroup, asyncio.Future[Any]] = {}  # of the stepping thread only
         self._scorings = 0
-        self._running = False
+        self._running = self._paused = False
+        self._stepping = 0  # the thread inside `run`
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Runs a coroutine that uses this engine to its end, and returns its result.
@@ -73,7 +74,8 @@ class NativeEngine:
         # In the caller's context, which has the objects that its configuration names.
         live = partial(copy_context().run, self._live, coroutine, outcome, cancel)
         loop_thread = threading.Thread(target=live, name="nmoe-rollouts")
-        self._running, self._error = True, None
+        self._running, self._paused, self._error = True, False, None
+        self._stepping = threading.get_ident()
         try:
             loop_thread.start()
         except Exception:
@@ -178,34 +180,58 @@ class NativeEngine:
         # Requests from earlier in this turn of the event loop go first.
         self._flush(end)
 
-    async def update_weights(self, source: Transformer | Lora, version: int) -> None:
+    async def update_weights(self, source: Transformer | Lora, version: int, recompute: bool = False) -> None:
         """Takes a new version of the weights. The engine runs the learner's own module, adapter included, so that nothing is
-        copied; tokens sampled from now on carry the version. Raises ValueError for another module."""
+        copied; tokens sampled from now on carry the version. With `recompute`, running sequences compute their keys again by the
+        new weights before they sample on. Raises ValueError for another module."""
         model = source.model if isinstance(source, Lora) else source
         if model is not self._engine.model:
             raise ValueError("the native engine runs the learner's own module; it takes weights from no other")
-        committed: asyncio.Future[None] = self._waiter()
+        await self.between_steps(lambda: self._engine.commit(version, recompute))
 
-        def commit() -> None:
-            self._engine.commit(version)
-            self._settle(committed, _resolve, None)
+    async def between_steps(self, action: Callable[[], R]) -> R:
+        """Calls a function on the engine's thread between two steps, and passes on its result or exception. The
+        requests made earlier in this turn of the event loop are with the engine then. The function may change the weights of the
+        engine's module, if `update_weights` comes before the next step."""
+        done: asyncio.Future[R] = self._waiter()
 
-        self._flush(commit)
-        await committed
+        def act() -> None:
+            try:
+                result = action()
+            except Exception as error:
+                self._settle(done, _fail, error)
+            else:
+                self._settle(done, _resolve, result)
+
+        self._flush(act)
+        return await done
+
+    async def pause(self) -> None:
+        """Returns once no step runs, and none will until `resume`. Requests wait, running ones where they are."""
+        await self.between_steps(lambda: self._hold(True))
+
+    async def resume(self) -> None:
+        """Lets a paused engine step again."""
+        await self.between_steps(lambda: self._hold(False))
+
+    def _hold(self, paused: bool) -> None:
+        self._paused = paused
 
     def forget_prefixes(self) -> None:
         """Forgets cached prefixes. With fast numerics a cached prefix can give other bits than one that is computed, so that a run
-        which has to repeat starts without any. Raises RuntimeError while `run` runs."""
-        if self._running:
-            raise RuntimeError("the engine is running a coroutine; its prefixes are forgotten before or after")
+        which has to repeat starts without any. Raises RuntimeError while `run` runs, except inside `between_steps`."""
+        self._check_between("its prefixes are forgotten")
         self._engine.forget_prefixes()
 
     def sleep(self) -> None:
         """Frees the packed forms of the weights, which the next forward pass makes again: the learner needs their memory, and its
-        update makes them outdated. Raises RuntimeError while `run` runs."""
-        if self._running:
-            raise RuntimeError("the engine is running a coroutine; it sleeps before or after")
+        update makes them outdated. Raises RuntimeError while `run` runs, except inside `between_steps`."""
+        self._check_between("it sleeps")
         self._engine.runner.free_packed()
+
+    def _check_between(self, what: str) -> None:
+        if self._running and threading.get_ident() != self._stepping:
+            raise RuntimeError(f"the engine is running a coroutine; {what} before or after, or inside `between_steps`")
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -242,13 +268,17 @@ class NativeEngine:
     def _turn(self, outcome: Future[R]) -> None:
         """Waits for something to do, runs the actions of the inbox, and takes one step."""
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or outcome.done() or not self._engine.idle)
+            self._wake.wait_for(lambda: self._inbox or outcome.done() or self._has_work)
             actions, self._inbox = self._inbox, []
         for action in actions:
             action()
-        if not self._engine.idle:
+        if self._has_work:
             for group in self._engine.step():
                 self._finish(group)
+
+    @property
+    def _has_work(self) -> bool:
+        return not (self._paused or self._engine.idle)
 
     def _submit(self, add: Callable[[], SequenceGroup]) -> asyncio.Future[Any]:
         future = self._waiter()

@@ -217,11 +217,16 @@ class LLMEngine:
         self.cache.clear(blocks.touched)
         self.scheduler.clear(self._manager(blocks.blocks, blocks.state_slots))
 
-    def commit(self, version: int) -> None:
+    @torch.inference_mode()
+    def commit(self, version: int, recompute: bool = False) -> None:
         """Notes that the weights have changed: tokens sampled from now on carry `version`. Prompts whose sequences have not started
         are computed again and no earlier prefix is found, or sequences would start from the old weights under the new version.
-        Running sequences go on with the keys that they have."""
+
+        Running sequences go on with the keys that they have. With `recompute` they are preempted, so that the new weights compute
+        their keys, with the routes by which their tokens were sampled."""
         self.runner.weights_changed(version)
+        if recompute:
+            self.scheduler.preempt_all()
         self.scheduler.drop_prefixes()
 
     def forget_prefixes(self) -> None:

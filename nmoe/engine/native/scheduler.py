@@ -279,6 +279,11 @@ class Scheduler:
                 self.drop_prompt(youngest.group)
         return True
 
+    def preempt_all(self) -> None:
+        """Preempts every running sequence: all of their keys will be computed again."""
+        for sequence in list(self.running.sequences):
+            self._preempt(sequence)
+
     def _preempt(self, sequence: Sequence) -> None:
         """Takes from a running sequence its slot and its part of the cache. It keeps its sampled tokens, and is queued to be
         prefilled again."""
