@@ -1,7 +1,7 @@
 """The schema of each training command: the tables that it reads, and which of their values exclude one another.
 
-Relative paths start from the directory that the command runs in, except those that name an environment's file, which start
-from the file they stand in, as do the paths in that file.
+Relative paths start from the directory that the command runs in, with two exceptions: the path of an environment's file starts from
+the directory of the file that names it, and data paths in an environment's file start from that file's directory.
 """
 
 from collections.abc import Iterator, Mapping

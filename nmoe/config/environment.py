@@ -117,8 +117,8 @@ class EnvironmentSettings(Section):
                     yield Conflict(key, "all weights are 0, so every reward would be 0")
 
     def _rewards_open_problems(self) -> bool:
-        """Whether anything other than correctness and efficiency is rewarded, so that open problems (without an answer) can earn
-        a reward."""
+        """Returns whether anything other than correctness and efficiency is rewarded, so that open problems (without an answer) can
+        earn a reward."""
         stages = () if self.curriculum is None else self.curriculum.stages
         weights = [*(stage.weights for stage in stages), *([] if self.rubric is None else [self.rubric])]
         beside = any(any(one.model_dump(exclude={"correctness", "efficiency"}).values()) for one in weights)

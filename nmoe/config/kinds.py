@@ -1,5 +1,5 @@
-"""Recognises the kind of a TOML file (run, environment, ...) by its tables, so that a file of the wrong kind gives a single
-error line."""
+"""Recognises by its tables for what a TOML file is written (a command's run, an environment, a data preparation), so that a file in
+the wrong position gives a single error line."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

@@ -66,7 +66,7 @@ def located(error: UserError, path: Path, overrides: Sequence[str], schema: type
 
 
 def _names(value: str, named: str) -> bool:
-    """Whether a value names the input `named`: exactly, with a slice behind it, or after a source's name
+    """Returns whether a value names the input `named`: exactly, with a slice behind it, or after a source's name
     (`jsonl:problems.jsonl`)."""
     return named in (value, split_path(value)[0], str(Path(value)), value.partition(":")[2])
 
@@ -186,7 +186,7 @@ def _check(data: dict[str, Any], schema: type[S], where: Locator, problems: list
 
 
 def _follows_from(unread: list[KeyPath], path: KeyPath, kind: str) -> bool:
-    """Whether an error at `path` is only a consequence of a section that could not be read: an error in that section, or a
+    """Returns whether an error at `path` is only a consequence of a section that could not be read: an error in that section, or a
     conflict in a section around it."""
     return any(
         path[: len(section)] == section or (kind == "value_error" and section[: len(path)] == path)

@@ -51,8 +51,8 @@ class Packaged:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One kind of packaged file (environments, configurations or preparations): the directory in nmoe, and the file name that
-    represents a whole directory."""
+    """Where packaged files of one sort lie (environments, configurations or preparations): the directory in nmoe, and the name of
+    the file that stands for a whole directory."""
 
     noun: str
     directory: Path

@@ -1,6 +1,6 @@
 """Walks along a key path through a settings schema, to find which keys were possible where an error happened.
 
-The members of a union of sections differ in their `type` key, a literal in each.
+Where a table may be one of several sections (a union), these differ in their `type` key, a literal in each.
 """
 
 import ast
@@ -55,10 +55,10 @@ def choices_of(annotation: Any) -> tuple[str, ...]:
 def follow(schema: type[Section], location: KeyPath) -> tuple[KeyPath, list[Any]]:
     """Converts pydantic's location of an error to a key path, with the annotation at each step.
 
-    In a location, the tag of a union's member stands between the key and the keys below: `("task_pool", "jsonl", "path")` becomes
-    `("task_pool", "path")`. The name of a type stands behind a key with several types, `("run", "resume", "bool")`, and is removed
-    too. The list of annotations begins with `schema` itself, so it is one longer than the path; the annotation of an unknown key is
-    None.
+    In a location, the `type` of one of several possible sections stands between the key and the keys below: `("task_pool", "jsonl",
+    "path")` becomes `("task_pool", "path")`. The name of a type stands behind a key with several types, `("run", "resume",
+    "bool")`, and is removed too. The list of annotations begins with `schema` itself, so it is one longer than the path; the
+    annotation of an unknown key is None.
     """
     path: KeyPath = ()
     annotations: list[Any] = [schema]
@@ -79,7 +79,7 @@ def follow(schema: type[Section], location: KeyPath) -> tuple[KeyPath, list[Any]
 
 
 def has_several_types(annotation: Any) -> bool:
-    """Whether a value may have one of several types that are neither sections nor arrays: `bool | Literal["auto"]`."""
+    """Returns whether a value may have one of several types that are neither sections nor arrays: `bool | Literal["auto"]`."""
     if get_origin(annotation) is Annotated:
         return has_several_types(get_args(annotation)[0])
     if get_origin(annotation) not in (Union, UnionType):

@@ -185,7 +185,7 @@ class Suspension:
     """Counts the seconds in which the whole process was suspended, from gaps between the regular beats of a thread."""
 
     def __init__(self, now: float, cpu: float) -> None:
-        """`now` is the time of a monotonic clock, and `cpu` the CPU time of the process, both in seconds."""
+        """Begins to count. `now` is the time of a monotonic clock, and `cpu` the CPU time of the process, both in seconds."""
         self._beat, self._cpu, self._lost = now, cpu, 0.0
         self._lock = threading.Lock()
 

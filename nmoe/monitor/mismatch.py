@@ -44,8 +44,9 @@ class MismatchRule(Rule[MismatchSection]):
         truncates: bool = False,
         corrects: bool = False,
     ) -> None:
-        """`exact`: numerics are exact on this machine, so any difference is a symptom. The others select remedies: `routes`: the
-        model has routed experts; `truncates`: top-p or top-k is on; `corrects`: algorithm.correction is on."""
+        """Sets the bound and chooses the remedies that apply to the run. `exact`: numerics are exact on this machine, so any
+        difference is a symptom. The others select remedies: `routes`: the model has routed experts; `truncates`: top-p or top-k is
+        on; `corrects`: algorithm.correction is on."""
         super().__init__(settings)
         self._precision, self._exact = precision, exact
         self._recent: list[float] = []

@@ -106,7 +106,8 @@ class Monitor:
     only after `CALM_STEPS` steps without the symptom."""
 
     def __init__(self, rules: Sequence[Rule[Any]], first_steps: Literal["warn", "stop"] = "warn") -> None:
-        """With `first_steps = "stop"`, a smoke-test rule that fires in the first `FIRST_STEPS` steps ends the run."""
+        """Takes the rules that are not off. With `first_steps = "stop"`, a smoke-test rule that fires in the first `FIRST_STEPS`
+        steps ends the run."""
         self._first_steps, self._steps = first_steps, 0
         self._watched = [_Watched(rule) for rule in rules if rule.settings.level != "off"]
 

@@ -72,14 +72,14 @@ def _mismatch_rule(config: RLConfig, experts: int, device: torch.device) -> Mism
 
 
 def weighs_format(environment: EnvironmentSettings) -> bool:
-    """Whether the format has a weight in the rubric, or in any stage of the curriculum."""
+    """Returns whether the format has a weight in the rubric, or in any stage of the curriculum."""
     if environment.curriculum is not None:
         return any(stage.weights.format > 0 for stage in environment.curriculum.stages)
     return environment.rubric is not None and environment.rubric.format > 0
 
 
 def rewards_right_answers_alone(environment: EnvironmentSettings) -> bool:
-    """Whether the reward is exact match: only correctness, and the efficiency of right answers, have a weight. False with a
+    """Returns whether the reward is exact match: only correctness, and the efficiency of right answers, have a weight. False with a
     curriculum, because its stages may reward more."""
     if environment.curriculum is not None or any(reward.weight for reward in environment.rewards):
         return False
@@ -88,6 +88,6 @@ def rewards_right_answers_alone(environment: EnvironmentSettings) -> bool:
 
 
 def asks_for_box(environment: EnvironmentSettings) -> bool:
-    """Whether answers belong in a box: the format is plain text (`boxed`), or a system message mentions a box."""
+    """Returns whether answers belong in a box: the format is plain text (`boxed`), or a system message mentions a box."""
     systems = (environment.system, *environment.system_by_format.model_dump().values())
     return environment.format == "boxed" or any(r"\boxed" in text for text in systems if text)

@@ -19,7 +19,8 @@ class FormatRule(Rule[FormatSection]):
     )
 
     def __init__(self, settings: FormatSection, boxes: bool = False) -> None:
-        """`boxes`: the answer belongs in a box, and only right answers are rewarded, so that missing boxes are a symptom too."""
+        """Keeps the limits. `boxes`: the answer belongs in a box, and only right answers are rewarded, so that missing boxes are a
+        symptom too."""
         super().__init__(settings)
         self._boxes = boxes
         self._last: list[float] = []

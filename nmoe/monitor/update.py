@@ -183,7 +183,7 @@ class ExpertsRule(Rule[ExpertsSection]):
     )
 
     def __init__(self, settings: ExpertsSection, experts: int) -> None:
-        """`experts` is the number of routed experts per layer."""
+        """Keeps the limits. `experts` is the number of routed experts per layer."""
         super().__init__(settings)
         self._experts, self._seen = experts, 0
 

@@ -169,9 +169,10 @@ class ChatTemplate:
     def sampled(
         self, messages: Sequence[Mapping[str, Any]], reasoning: str, tools: Sequence[ToolDefinition] = ()
     ) -> tuple[list[int], list[int]] | None:
-        """Renders the last message, the assistant's, as prompt and sampled turn, for a template that writes a finished turn
-        differently than it opens one. Such a template may open the reasoning in each prompt, and leave reasoning out of finished
-        turns (DeepSeek-R1). Then the turn is `reasoning`, the closing tag, and the template's text.
+        """Renders the last message, the assistant's, as the ids of a prompt and of the turn that a policy would sample after it,
+        for a template that writes a finished turn differently than it opens one. Such a template may open the reasoning in each
+        prompt, and leave reasoning out of finished turns (DeepSeek-R1). Then the turn is `reasoning`, the closing tag, and the
+        template's text.
 
         Returns None if neither form fits the beginning of the turn, or if the form that fits cannot hold the reasoning.
         """
@@ -238,8 +239,8 @@ class ChatTemplate:
     def continuation_ids(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolAnswer]]) -> list[int]:
         """Renders the tokens after the last sampled token of a turn with calls: the rest of that turn's end as the template writes
         it, the answers to the latest round of calls, and the start of the next turn. In the rendering, placeholders stand for the
-        sampled turns. Raises UserError if the template rewrites earlier messages, or does not end a turn with one of the tokens
-        that end turns."""
+        turns that the policy sampled. Raises UserError if the template rewrites earlier messages, or does not end a turn with one
+        of the tokens that end turns."""
         answers = [answer.content for round_ in rounds for answer in round_]
         breaker, mark = self._guard.unused([*answers, *(message.content for message in messages)])
         history = self._guard.messages(messages, breaker)
@@ -270,9 +271,9 @@ class ChatTemplate:
         """Renders the tokens after the last sampled token when the user speaks next: the rest of the sampled turn's end as the
         template writes it, the user's words, and the start of the next turn.
 
-        The last two messages are the sampled turn, replaced by a placeholder, and the user's message. Returns None if the template
-        then rewrites earlier messages, for example by dropping their reasoning, and if it does not end a turn with one of the
-        tokens that end turns.
+        The last two messages are the turn that the policy sampled, replaced by a placeholder, and the user's message. Returns None
+        if the template then rewrites earlier messages, for example by dropping their reasoning, and if it does not end a turn with
+        one of the tokens that end turns.
         """
         *earlier, _, user = messages
         breaker, mark = self._guard.unused(message.content for message in messages)

@@ -1,4 +1,4 @@
-"""The Harmony format of the gpt-oss models: renders conversations and sampled turns as token ids, and parses them.
+"""The Harmony format of the gpt-oss models: renders conversations and the assistant's turns as token ids, and parses them.
 
 Format: https://github.com/openai/harmony (docs/format.md). One message reads
 
@@ -293,7 +293,7 @@ class HarmonyParser:
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled turn, parsed into messages.
+    """A turn of the assistant, parsed from sampled tokens into messages.
 
         Completion(messages=(Message("assistant", "2+2=4", channel="analysis"), Message("assistant", "4", channel="final")),
                    end="return", error=None)

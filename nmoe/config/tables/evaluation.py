@@ -85,7 +85,8 @@ class ProbeSection(CountedEvalSection, HeldOutEvalSection):
 
 
 class RLEvalSection(ProbeSection):
-    """[[eval]] of RL: a probe on the training environment's held-out split, or on another environment."""
+    """[[eval]] of RL: a set of problems to evaluate on, from the training environment's held-out split or from another
+    environment."""
 
     split: Literal["validation", "eval"] = "eval"
     """the split of the training environment to evaluate on; use `validation` if evaluations may end the run"""
@@ -155,6 +156,6 @@ def confusable(probes: Mapping[int, ProbeSection], training: str = "") -> Iterat
 
 
 def effort_in_plain_text(index: int, probe: ProbeSection, environment: EnvironmentSettings) -> Iterator[Conflict]:
-    """Yields a conflict if the probe at `index` sets a reasoning effort that its environment's format cannot express."""
+    """Yields a conflict if the [[eval]] table at `index` sets a reasoning effort that its environment's format cannot express."""
     if probe.reasoning_effort is not None and environment.format == "boxed":
         yield Conflict(f"eval.{index}.reasoning_effort", "plain text has no place for it; drop it")

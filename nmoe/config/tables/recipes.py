@@ -200,7 +200,7 @@ class RewardModelSection(Section):
 
 
 class VerifierSection(Section):
-    """[verifier]: the labelled steps, and the kind of verifier that is trained on them."""
+    """[verifier]: the labelled steps that a verifier is trained on, and how it judges: by generated labels, or by a head."""
 
     prm_source: str = Field(default="prm800k", min_length=1)
     """`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records in their formats or the stepwise one;

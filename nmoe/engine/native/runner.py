@@ -60,8 +60,8 @@ class Runner:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """A context in which computations use packed weights, if the model is small enough to hold its weights twice, and, unless
-        numerics are exact, the CPU kernels."""
+        """Opens a context in which computations use packed weights, if the model is small enough to hold its weights twice, and,
+        unless numerics are exact, the CPU kernels."""
         with (
             self._packs.active() if self._packs else nullcontext(),
             nullcontext() if self.model.exact else kernels_in_use(),

@@ -84,7 +84,7 @@ class Sequence:
         return self.computed == len(self.prefill_ids)
 
     def keys_are_of(self, version: int) -> bool:
-        """Whether weights of this version computed its keys, so that other sequences can share them."""
+        """Returns whether weights of this version computed all keys of the sequence, so that other sequences can share them."""
         return not self.group.scoring and (not self.started or self.versions[0] == version)
 
     def tokens_to_prefill(self) -> tuple[list[int], int]:

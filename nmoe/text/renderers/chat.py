@@ -268,7 +268,8 @@ def _chat_call(body: str, call_id: str) -> ToolCall:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """A sampled turn, parsed as text: the reasoning between the think tags, the remaining content, and the text of each call.
+    """A turn that the policy sampled, parsed as text: the reasoning between the think tags, the remaining content, and the text of
+    each call.
 
     `well_formed` says whether the think tags open and close at most once, before everything else. A call without a closing tag runs
     to the end. Inside the strings of a call, tags are text.

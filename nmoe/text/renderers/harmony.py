@@ -1,4 +1,4 @@
-"""Renders and parses Harmony conversations: prompts, sampled turns, and training sequences."""
+"""Renders and parses Harmony conversations: prompts, the assistant's turns, and training sequences."""
 
 from __future__ import annotations
 
