@@ -40,8 +40,8 @@ def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str], schema: type[Section]) -> str | None:
-    """Returns the message for a file `path` of another kind than `schema`: its kind, and where it belongs. None if it may fit
-    `schema`.
+    """Returns the message for a file `path` that is written for another schema than `schema`, which names its kind (an environment,
+    say) and where it belongs. None if the file may fit `schema`.
 
     `tables` is the parsed file, and `keys` are the top-level keys of file and overrides. The file is of another kind if `schema`
     has none of its keys and the other kind has most of them, or if `schema` requires a table that is missing and unknown to the

@@ -69,10 +69,11 @@ class _Kind:
         ]
 
     def find(self, named: str, path: Path) -> Path:
-        """Returns the file that `named` means if no such file exists at `path`: the packaged file of this name.
+        """Returns the file that `named` means: the packaged file of this name, else the file at `path`, where a name of the working
+        directory would lie. Raises UserError for a URL, an unknown name, and a name that two packages offer.
 
-        A name that ends in .toml or has a separator is always a file path: with a fallback, a command in the wrong directory would
-        train another configuration.
+        A name that ends in .toml or has a separator always means the file at `path`, which is returned even if it does not exist:
+        with a packaged file instead, a command in the wrong directory would train another configuration.
         """
         if match := _URL.match(named):
             url = match[0] + "//" + named[match.end() :].lstrip("/")
