@@ -1,7 +1,7 @@
-"""The axes along which the ranks of a run divide a model: how many replicas, shards and ranks to an expert group.
+"""Determines how the ranks of a run divide a model: the numbers of replicas, of shards, and of ranks per expert group.
 
-The ranks of a replica are consecutive, and so are the ranks of an expert group within it: rank r of 8 with dp_replicate = 2 and ep
-= 2 is in replica r // 4 and in the expert group {r // 2 * 2, r // 2 * 2 + 1}.
+The ranks of a replica are consecutive, and so are the ranks of an expert group within it: rank r of 8 with dp_replicate
+= 2 and ep = 2 is in replica r // 4 and in the expert group {r // 2 * 2, r // 2 * 2 + 1}.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from nmoe.config.tables.model import ParallelSection
 from nmoe.errors import UserError
 
 MOST_EP = 8
-"""The largest expert group that `auto` takes, as prime-rl does: the GPUs of a usual node."""
+"""The largest expert group that `auto` chooses, as in prime-rl: the number of GPUs of a usual node."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes that multiply up to the world: dp_replicate x efsdp x ep, where dp_shard = efsdp x ep.
+    """The sizes of the parallel dimensions; the number of ranks is dp_replicate x efsdp x ep, and dp_shard is efsdp x ep.
 
-    Eight ranks of one node with 128 experts: `Axes(dp_replicate=1, efsdp=1, ep=8, rdep="ipc", transport="collective")`. `nodes` is
-    the number of nodes that an expert group spans, and `said` one line about what `auto` chose and why.
+    Eight ranks of one node with 128 experts: `Axes(dp_replicate=1, efsdp=1, ep=8, rdep="ipc", transport="collective")`.
+    `nodes` is the number of nodes that an expert group spans, and `said` a line to print about the choices that `auto`
+    made.
     """
 
     dp_replicate: int
@@ -39,11 +40,11 @@ class Axes:
 
 
 def resolve(section: ParallelSection, world: int, per_node: int, experts: int) -> Axes:
-    """The axes for `world` ranks, of which each node runs `per_node` (torchrun's LOCAL_WORLD_SIZE), and a model of so many experts
-    to a layer (0: dense).
+    """Determines the parallel dimensions for `world` ranks and a model with `experts` experts per layer (0 for a dense model).
 
-    Raises UserError for a world that the axes do not fit, an `ep` that does not divide experts or dp_shard, an `rdep` that is not
-    where the ranks lie, and a transport that was never run.
+    Each node runs `per_node` ranks (torchrun's LOCAL_WORLD_SIZE). Raises UserError if the dimensions do not multiply to
+    `world`, if `ep` does not divide the experts and dp_shard, if `rdep` contradicts the ranks' distribution over nodes,
+    and for an untested transport.
     """
     dp_shard = _shards(section, world)
     ep, why = _expert_ranks(section, dp_shard, per_node, experts)
@@ -68,7 +69,7 @@ def resolve(section: ParallelSection, world: int, per_node: int, experts: int) -
 
 
 def _shards(section: ParallelSection, world: int) -> int:
-    """dp_shard, which with dp_replicate makes up the world."""
+    """Returns the number of shards, dp_shard, such that dp_replicate x dp_shard is the number of ranks."""
     replicas = section.dp_replicate
     if section.dp_shard == "auto":
         if world % replicas:
@@ -86,7 +87,7 @@ def _shards(section: ParallelSection, world: int) -> int:
 
 
 def _expert_ranks(section: ParallelSection, dp_shard: int, per_node: int, experts: int) -> tuple[int, str]:
-    """ep, and why it is that."""
+    """Returns the size `ep` of an expert group, and a text that explains the choice."""
     if section.ep != "auto":
         ep = section.ep
         if ep > 1 and not experts:
@@ -119,8 +120,11 @@ def _common_divisors(dp_shard: int, experts: int) -> list[int]:
 
 
 def _layout(ep: int, per_node: int) -> tuple[Literal["single", "ipc", "hybrid"], int]:
-    """Whether an expert group spans nodes, and how many. Groups that begin at a multiple of `ep` either lie within a node each or
-    are made up of whole nodes; where neither holds they are treated as ranks of separate nodes."""
+    """Returns whether an expert group is within a node ("ipc") or spans several ("hybrid"), and how many; "single" if ep = 1.
+
+    A group, whose first rank is a multiple of `ep`, lies within one node or consists of whole nodes; otherwise each
+    rank counts as a separate node.
+    """
     if ep == 1:
         return "single", 1
     if per_node % ep == 0:
@@ -133,8 +137,11 @@ def _count(number: int, noun: str) -> str:
 
 
 def expert_axis(shape: Sequence[int], ranks: int, ep: int) -> int:
-    """The axis along which a weight that is stacked by expert is sharded over `ranks`, beside the first one, which has the experts
-    of a group of `ep`."""
+    """Returns the axis along which a weight that stacks a layer's experts is sharded over `ranks`.
+
+    With expert groups of `ep` > 1 ranks, the first axis is already divided within the group. The result is 0 if no axis
+    divides evenly.
+    """
     # There are often fewer experts than ranks. FSDP splits evenly along all axes but the first.
     even = (axis for axis in range(0 if ep == 1 else 1, len(shape)) if shape[axis] % ranks == 0)
     return next(even, 0)

@@ -1,9 +1,10 @@
-"""Expert parallelism (RDEP): routed rows travel to the rank that owns their expert, and their results travel back.
+"""Expert parallelism (RDEP): sends each routed row to the rank that has its expert, and sends the result back.
 
-A group of `ep` ranks shares a layer's experts, rank i the i-th part of them. Every rank sends each of its rows to the owner of the
-row's expert, so that no row is dropped however unequal the experts' loads are. The collective form is one all-to-all over the
-group. Where the group spans several nodes the rows travel in two hops, first to the rank with the same index in the owner's node,
-and then within that node: each rank has one partner in every other node, to which all of its rows for that node go at once.
+A group of `ep` ranks shares a layer's experts; rank i has the i-th part. Every rank sends each of its rows to the rank
+of the row's expert, so that no row is dropped, even if experts have unequal loads. The collective form is one
+all-to-all over the group. If the group spans several nodes, rows travel in two hops: first to the rank with the same
+index in the expert's node, then within that node. So each rank has one partner in every other node, to which it sends
+all of its rows for that node at once.
 """
 
 # Shapes: R rows of this rank, S rows of its experts, D width, E experts, e experts of one rank, B blocks of rows.
@@ -31,11 +32,12 @@ _CARRIED = (
 def exchange(
     rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Sends the first `send[0]` rows to the group's first rank, the next `send[1]` to its second, and so on, and returns the rows
-    that came, `[S, D]`, by rank. `receive[i]` rows come from rank i. All ranks of the group, by default of the world, call
-    this.
+    """Exchanges rows between the ranks of a group (all-to-all); returns the received rows, `[S, D]`, in the order of
+    their ranks.
 
-    A dtype that the group's backend does not carry, such as int16 or fp8, travels as bytes.
+    The first `send[0]` rows go to the group's first rank, the next `send[1]` to its second, and so on; `receive[i]`
+    rows come from rank i. All ranks of the group, by default all ranks, have to call this. A dtype that the group's
+    backend does not support, such as int16 or fp8, is sent as bytes.
     """
     rows_SD = rows_RD.new_empty((sum(receive), *rows_RD.shape[1:]))
     parts = list(receive), list(send)
@@ -64,15 +66,19 @@ class _Exchange(torch.autograd.Function):
 def differentiable_exchange(
     rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup, meter: Meter
 ) -> Tensor:
-    """`exchange` with a gradient, which travels back the same way. The meter counts both."""
+    """Exchanges rows as `exchange` does, with a gradient, which is sent back the same way. `meter` measures both directions."""
     rows_SD: Tensor = _Exchange.apply(rows_RD, send, receive, group, meter)
     return rows_SD
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange of a dispatch: the index that each row is taken from (None: rows lie in order already), and how many rows go to
-    and come from each rank of the hop's group."""
+    """One exchange of a dispatch, for its way back.
+
+    index_R: the order in which the rows were sent, as indices; None if it was not changed.
+    send: the number of rows sent to each rank of the group.
+    receive: the number of rows received from each.
+    """
 
     index_R: Tensor | None
     send: list[int]
@@ -81,17 +87,18 @@ class Hop:
 
 @dataclass(frozen=True)
 class Handle:
-    """The route of one dispatch, for `combine`: the hops, and the index that each row was taken from after them."""
+    """The route of dispatched rows, with which `combine` sends the results back: the hops, and the order of the rows
+    after them."""
 
     hops: list[Hop]
     index_S: Tensor
 
 
 class Dispatcher:
-    """Dispatch and combine over the ranks that share a layer's experts. The backward pass of each is the other.
+    """Sends rows to the ranks of their experts (dispatch) and results back (combine); the backward pass of each is the other.
 
-    `groups` are the process groups of the hops; the first hop goes between nodes. The ranks of the expert group count up along the
-    last group first. `rank` is this process's number in the expert group.
+    `groups` are the process groups of the hops; if there are two, the first one is between nodes. `rank` is this
+    process's index in the expert group; indices count up along the last group first.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], rank: int) -> None:
@@ -101,19 +108,23 @@ class Dispatcher:
         self._meter = Meter()
 
     def own(self, weight_E: Tensor) -> Tensor:
-        """This rank's experts of a weight that is stacked by expert: the local part of a sharded one, a slice of a whole one."""
+        """Returns this rank's experts of a weight that stacks a layer's experts: the local shard, or a slice of an
+        unsharded weight."""
         if isinstance(weight_E, DTensor):
             return weight_E.to_local()
         each = weight_E.shape[0] // self.ep
         return weight_E[self.rank * each : (self.rank + 1) * each]
 
     def sent(self) -> Traffic:
-        """The traffic of this rank, forward and backward, since the last call."""
+        """Returns the traffic of this rank, forward and backward, since the last call."""
         return self._meter.taken()
 
     def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Handle]:
-        """Sends rows, sorted by expert, to the experts' owners; `counts_E` has the number of rows of each expert. Returns the rows
-        that came for this rank's experts, sorted by expert and within one by the rank they came from, and how many each has."""
+        """Sends rows, which are sorted by expert, to the ranks that have these experts.
+
+        `counts_E` is the number of rows of each expert. Returns the received rows, sorted by this rank's experts and
+        then by the rank that sent them; the number of rows of each of this rank's experts; and a handle for `combine`.
+        """
         # The counts of the blocks that the rows lie in: one axis for each hop, which names the rank that the block goes to and,
         # after the hop, the one it came from; the last axis counts a rank's experts.
         counts = counts_E.view(*self.sizes, -1)
@@ -135,7 +146,7 @@ class Dispatcher:
         return rows_RD.index_select(0, index_S), counts.flatten(0, -2).sum(0), Handle(hops, index_S)
 
     def combine(self, rows_SD: Tensor, handle: Handle) -> Tensor:
-        """Sends the results of dispatched rows back; returns them in the order in which `dispatch` got the rows, `[R, D]`."""
+        """Sends the results of dispatched rows back; returns them in the order of the rows given to `dispatch`, `[R, D]`."""
         rows_SD = rows_SD.index_select(0, _inverse(handle.index_S))
         for hop, group in zip(reversed(handle.hops), reversed(self.groups), strict=True):
             rows_SD = differentiable_exchange(rows_SD, hop.receive, hop.send, group, self._meter)
@@ -145,11 +156,11 @@ class Dispatcher:
 
 
 def regrouped(counts: Tensor, lie: Sequence[int], wanted: Sequence[int]) -> Tensor:
-    """The indices to take rows from, `[R]`, so that blocks that lie in the order of the axes `lie` come to lie in the order
-    `wanted`. `counts` has the number of rows of each block, its axes in their own order.
+    """Returns the indices, `[R]`, that reorder blocks of rows from one order of axes to another.
 
-    Two axes, `counts = [[1, 2], [1, 0]]`, from order (0, 1) to (1, 0): the blocks of 1, 2, 1, 0 rows become 1, 1, 2, 0, so the
-    indices are [0, 3, 1, 2].
+    `counts` is an array with the number of rows of each block. The blocks are stored with the axes of this array in the
+    order `lie`, and `wanted` is the new order. For two axes, `counts = [[1, 2], [1, 0]]`, from order (0, 1) to (1, 0):
+    the blocks of 1, 2, 1, 0 rows become 1, 1, 2, 0, so the indices are [0, 3, 1, 2].
     """
     counts_B = counts.permute(*lie).reshape(-1)
     starts = (counts_B.cumsum(0) - counts_B).view([counts.shape[axis] for axis in lie])
@@ -161,5 +172,5 @@ def regrouped(counts: Tensor, lie: Sequence[int], wanted: Sequence[int]) -> Tens
 
 
 def _inverse(index_R: Tensor) -> Tensor:
-    """The permutation that undoes this one."""
+    """Returns the inverse of a permutation."""
     return torch.empty_like(index_R).scatter_(0, index_R, torch.arange(index_R.shape[0], device=index_R.device))

@@ -1,16 +1,17 @@
-"""The gang: the ranks of `torch.distributed` that work for one controller, as torchrun starts them.
+"""Lets one process, rank 0, control all ranks of a distributed run, so that training code needs no code for other ranks.
 
-Rank 0 is the controller. It runs the recipe, and sends the other ranks, the members, numbered commands: functions that all ranks
-then call together, each with its own share of the arguments. Objects that such a function made stay on their ranks; in later
-commands the controller's object stands for the object of each rank. A recipe therefore mentions no rank:
+The ranks, which torchrun starts, form a gang. Rank 0 is the controller: it runs the recipe, and sends the other ranks
+(the members) numbered commands, which are functions that all ranks then call together, each with its own arguments.
+Objects that such a function returns stay on their ranks; in later commands the controller's object stands for the
+object of each rank:
 
     learner = everywhere(make_learner, config)      # one learner on each rank, each with its shard
     parts = collect(learner.score, shares)          # learner.score(shares[r]) on rank r; a list of all results
 
-One process is a gang of one, where both only call their function.
+Without other ranks, both simply call their function.
 
-Commands travel over a socket on which both ends prove that they know a secret, which ranks exchange over their process group:
-commands are pickled, and anyone who can send one runs code. Tensors between ranks go through the process group.
+Commands are sent over a socket. They are pickled, and anyone who can send one runs code; so both ends prove that they
+know a secret, which the ranks exchange over their process group. Tensors between ranks go through the process group.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _LEFT = re.compile(r"[Cc]onnection (closed|reset)|[Tt]imed out|Broken pipe|peer"
 
 @dataclass(frozen=True)
 class Command:
-    """The function that a member calls, the use of its result, and the results that the member can forget."""
+    """A message from rank 0: a function for another rank to call, the use of its result, and old results that may be deleted."""
 
     number: int
     function: Callable[..., Any]
@@ -62,7 +63,7 @@ class End:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error of a member. "peer": torch's error where another rank has left."""
+    """An error that was raised on another rank than 0; the kind "peer" is torch's error for a lost connection to a rank."""
 
     kind: Literal["user", "peer", "defect"]
     message: str
@@ -84,8 +85,11 @@ class Failure:
 
 
 class Pickler(pickle.Pickler):
-    """Writes an object that a command made as the number of the command, and functions within functions by value, as recipes'
-    losses are."""
+    """Pickles a command for another rank.
+
+    An object that an earlier command returned is written as that command's number, because each rank has its own
+    object. Functions defined inside functions, such as the losses of recipes, are pickled by value.
+    """
 
     def __init__(self, file: io.BytesIO, numbers: Mapping[int, int]) -> None:
         super().__init__(file, protocol=5)
@@ -125,19 +129,19 @@ _ENDING_S = 1.0
 
 
 class LostRankError(UserError):
-    """A rank ended or stopped answering: nothing is wrong with the input, so the exit code is 1."""
+    """Raised if a rank ended or does not answer. The exit code is 1, because the input is not wrong."""
 
     exit_code = 1
 
 
 class Gang:
-    """This process's view of all ranks: without a process group, itself alone."""
+    """Access to all ranks of the run, from this process; this class is for a single process without other ranks."""
 
     size, rank, local_size = 1, 0, 1
 
     @property
     def leads(self) -> bool:
-        """Whether a command is to be sent to others: not in a single process, on a member, or within another command."""
+        """Whether a command has to be sent to other ranks: true only on rank 0 of several, outside of another command."""
         return False
 
     def everywhere(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -148,7 +152,7 @@ class Gang:
 
 
 class Member(Gang):
-    """Any rank but 0: it does what the controller says until that says that all is over."""
+    """Any rank but 0 (a member): executes the commands of rank 0 (the controller) until it ends the run."""
 
     def __init__(self, rank: int, size: int, local_size: int, connection: Connection) -> None:
         self.rank, self.size, self.local_size, self.connection = rank, size, local_size, connection
@@ -158,8 +162,10 @@ class Member(Gang):
         raise AssertionError("results are collected by the controller")
 
     def serve(self) -> int:
-        """Follows commands to the last one. Returns the exit code. Ctrl-C is the controller's to answer: it saves a checkpoint
-        with the members' help."""
+        """Executes commands until the last one, and returns the exit code.
+
+        Ignores Ctrl-C, because rank 0 handles it: it saves a checkpoint with the help of all ranks.
+        """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         while True:
@@ -178,9 +184,11 @@ class Member(Gang):
                 return 1
 
     def _desert(self, exit_code: int) -> NoReturn:
-        """Ends this process in the midst of a command. The others notice at once that it has left their collectives: its
-        connections are shut, because torch caches process groups after they are destroyed, and rank 0 waited for this one until
-        torchrun ended it without a word."""
+        """Ends this process in the middle of a command, such that the other ranks notice it at once.
+
+        Its connections are shut down explicitly: torch keeps process groups after they are destroyed, and rank 0 waited
+        for this rank until torchrun ended it without a message.
+        """
         for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
             if int(name) != self.connection.fileno():
                 with suppress(OSError):
@@ -191,8 +199,8 @@ class Member(Gang):
         os._exit(exit_code)
 
     def outlast(self) -> None:
-        """Waits until the controller has ended, for a while: torchrun stops all ranks as soon as one has failed, and would cut off
-        what the controller has to say."""
+        """Waits a while until rank 0 has ended: torchrun stops all ranks as soon as one fails, which would cut off rank
+        0's messages."""
         until = time.monotonic() + _LAST_WORDS_S
         with suppress(EOFError, OSError):
             while self.connection.poll(max(0.0, until - time.monotonic())):
@@ -200,7 +208,7 @@ class Member(Gang):
         time.sleep(_ENDING_S)
 
     def receive(self) -> Any:
-        """The next message of the controller."""
+        """Returns the next message from rank 0."""
         return Unpickler(io.BytesIO(self.connection.recv_bytes()), self._made).load()
 
     def _follow(self, command: Command) -> Any:
@@ -220,7 +228,10 @@ class Member(Gang):
 
 
 def _shut(descriptor: int) -> None:
-    """Shuts what this file descriptor is, if it is a TCP connection; gloo aborts the process where a listening socket is shut."""
+    """Shuts down the connection of a file descriptor if it is a TCP connection.
+
+    Listening sockets are left alone, because gloo aborts the process if one is shut down.
+    """
     with socket.socket(fileno=descriptor) as one:
         try:
             is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
@@ -231,7 +242,7 @@ def _shut(descriptor: int) -> None:
 
 
 class Controller(Gang):
-    """Rank 0 of several. `connections` are those to the members, in the order of their ranks."""
+    """Rank 0 of several. `connections` are its connections to the other ranks, in their order."""
 
     def __init__(self, size: int, local_size: int, connections: Sequence[Connection]) -> None:
         self.rank, self.size, self.local_size, self.connections = 0, size, local_size, connections
@@ -256,7 +267,7 @@ class Controller(Gang):
         return made
 
     def command(self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a method of each rank's own `target`. Returns the controller's result."""
+        """Calls a method of `target` on all ranks, each on its own object; returns the result of rank 0."""
         self._send([(_call, (target, method, args, kwargs), {})] * self.size, "drop")
         result = self._run(_call, (target, method, args, kwargs), {})
         self._answers()
@@ -271,16 +282,19 @@ class Controller(Gang):
         return [own, *self._answers()]
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Makes the members call a function while the controller does something else: `send` and `answer` exchange messages
-        meanwhile, and the last answer of each is the result."""
+        """Makes the other ranks call a function, and returns at once, so that `send` and `answer` can exchange messages
+        with it.
+
+        The last answer of each rank is the function's result.
+        """
         self._send([(function, args, {})] * self.size, "send")
 
     def send(self, rank: int, message: Any) -> None:
-        """Sends a message to a function that `begin` called."""
+        """Sends a message to a rank, on which a function runs that `begin` started."""
         self.connections[rank - 1].send_bytes(self._pickled(message))
 
     def close(self, exit_code: int) -> None:
-        """Ends the members."""
+        """Ends the other ranks with this exit code."""
         for connection in self.connections:
             try:
                 connection.send_bytes(self._pickled(End(exit_code)))
@@ -325,7 +339,7 @@ class Controller(Gang):
         return [self.answer(rank) for rank in range(1, self.size)]
 
     def answer(self, rank: int) -> Any:
-        """The next answer of a member. Raises the member's error, and LostRankError if no answer comes."""
+        """Returns the next answer of a rank. Raises the error that the rank reports, and LostRankError if no answer comes."""
         connection = self.connections[rank - 1]
         try:
             if not connection.poll(DEADLINE.total_seconds()):
@@ -341,7 +355,8 @@ class Controller(Gang):
         return self._reason() or LostRankError(f"rank {rank} has ended without a word: it was killed, or out of memory")
 
     def _reason(self) -> Exception | None:
-        """Why members left: what one of them raised on its own account, or that one ended without a word. None if all go on."""
+        """Returns the error because of which other ranks ended: one that a rank raised by itself, else LostRankError;
+        None if all are running."""
         lost: Exception | None = None
         until, ranks = time.monotonic() + _REASON_S, set(range(1, self.size))
         while ranks and time.monotonic() < until:
@@ -367,28 +382,31 @@ _gang = Gang()
 
 
 def use(new: Gang) -> None:
-    """Makes this the gang of this process."""
+    """Sets the gang of this process, which `everywhere` and `collect` use."""
     global _gang
     _gang = new
 
 
 def gang() -> Gang:
-    """The gang of this process."""
+    """Returns the gang of this process: its access to all ranks."""
     return _gang
 
 
 def everywhere(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls a function of a module, or a class, on every rank. Returns this rank's result, which stands for each rank's own."""
+    """Calls a module's function or a class on every rank. In later calls, the result on rank 0 stands for the result of
+    each rank."""
     return _gang.everywhere(make, *args, **kwargs)
 
 
 def collect(function: Callable[[S], T], shares: Sequence[S]) -> list[T]:
-    """Calls a function, or a method of what `everywhere` made, on every rank with that rank's share; returns all results."""
+    """Calls a function, or a method of an object that `everywhere` made, on rank r with `shares[r]`; returns the
+    results of all ranks."""
     return _gang.collect(function, shares)
 
 
 def command(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that all ranks call together where the controller calls it. The controller returns its own result."""
+    """Decorates a method so that a call on rank 0 calls it on all ranks, each on its own object; the call returns rank
+    0's result."""
 
     @wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:

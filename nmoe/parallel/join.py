@@ -1,4 +1,4 @@
-"""Makes a process a rank: torchrun's variables, the process group, and the controller's connections."""
+"""Connects this process with the other ranks of a distributed run, as torchrun's environment variables describe it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from nmoe.errors import UserError
 from nmoe.parallel.gang import DEADLINE, Controller, Gang, Member, use
 
 SAVING = "save parts"
-"""The name of a thread that takes part in separate collectives."""
+"""The name of a thread that writes checkpoint files, and for this takes part in separate collective operations."""
 _PATIENCE_S, _ASKED_EVERY_S = 30.0, 0.05
-"""How long rank 0 waits for the others before it names those that it waits for; and how often a rank looks."""
+"""Seconds that rank 0 waits before it names the missing ranks, and seconds between two checks for them."""
 
 
 def join(arguments: Sequence[str]) -> Gang:
-    """Joins the ranks that the environment names, as torchrun and Slurm's wrappers set it: RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns this process's view, which `gang` gives from then on.
+    """Connects this process with the other ranks, and returns its gang: its access to all ranks (`nmoe.parallel.gang`).
 
-    The group is NCCL's where each rank of this machine has its own GPU, else gloo's. Raises UserError where the environment
-    names no address, or the ranks do not all come, or run other code, versions or arguments.
+    The environment has to set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun
+    and scripts for Slurm do. The backend is NCCL if each rank of this machine has its own GPU, else gloo. Raises
+    UserError if a variable is missing, if not all ranks arrive, and if ranks have different code, versions or
+    arguments.
     """
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
@@ -80,8 +81,11 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def _meet(rank: int, size: int) -> dist.Store:
-    """The store through which the ranks find each other, once all have come. Rank 0 keeps it, or torchrun. Raises UserError; of
-    ranks that have found rank 0 it alone reports the error, and the others end with its exit code."""
+    """Returns the store in which the ranks register, once all have arrived. The store is in rank 0 or in torchrun.
+
+    Raises UserError if ranks do not arrive. Ranks that have found rank 0 leave the error message to it, and end with
+    its exit code.
+    """
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT")
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -122,7 +126,7 @@ def _wait_for_all(store: dist.Store, size: int, where: str) -> None:
 
 
 def _follow_rank_0(store: dist.Store) -> None:
-    """Waits until rank 0 has seen all others; ends the process where it has given up, and said so."""
+    """Waits until rank 0 has seen all ranks; ends this process if rank 0 gives up."""
     until = time.monotonic() + DEADLINE.total_seconds() + _PATIENCE_S
     with suppress(dist.DistError):
         while time.monotonic() < until:
@@ -136,7 +140,8 @@ def _follow_rank_0(store: dist.Store) -> None:
 
 @contextmanager
 def reports_to_torchrun() -> Iterator[None]:
-    """Gives torchrun the error that ends the block, if one does: its report comes last on the screen, and names nothing else."""
+    """Writes an error that ends the `with` block to torchrun's error file, so that torchrun's report, the last output,
+    names it."""
     handler, file = ErrorHandler(), os.environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         yield
@@ -152,7 +157,10 @@ def reports_to_torchrun() -> Iterator[None]:
 
 
 def _refuse_others(rank: int, arguments: Sequence[str]) -> None:
-    """Ends every rank where one differs from rank 0, which says so: it raises UserError, and the others end with its exit code."""
+    """Ends every rank if one of them has other code, versions or arguments than rank 0.
+
+    Rank 0 raises UserError; the other ranks end without a message, with the same exit code.
+    """
     source = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
@@ -180,7 +188,7 @@ def _refuse_others(rank: int, arguments: Sequence[str]) -> None:
 
 
 def leave() -> None:
-    """Ends this process's part in the gang, once it has written its part of a checkpoint."""
+    """Disconnects this process from the other ranks, after its part of a checkpoint is written."""
     use(Gang())
     for thread in threading.enumerate():
         if thread.name == SAVING:

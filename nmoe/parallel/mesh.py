@@ -1,10 +1,13 @@
-"""The mesh of ranks that a model is sharded over: dense weights over all ranks of a replica, experts over expert groups first.
+"""Shards a model over a mesh of ranks: dense weights over all ranks of a replica, experts first over the ranks of an
+expert group.
 
-Axes are `dp_replicate`, `efsdp` and `ep`, the last innermost. FSDP2 (Zhao et al. 2023, arXiv:2304.11277) gathers a block's weights
-while it runs, in groups of `efsdp x ep` ranks for dense weights and of `efsdp` ranks for experts, which stay with their owners
-along `ep`. Gradients are sums over all ranks, not means.
+The mesh has the axes `dp_replicate`, `efsdp` and `ep`; the last one is innermost. FSDP2 (Zhao et al. 2023,
+arXiv:2304.11277) gathers the weights of a block while it runs: dense weights in groups of `efsdp x ep` ranks, and
+experts in groups of `efsdp` ranks, because along `ep` they stay on their ranks. Gradients are sums over all ranks, not
+means.
 
-A parameter with its own mesh needs names of FSDP2 that torch keeps private, and has since 2.12. torchtitan imports the same ones.
+A separate mesh for a parameter needs names of FSDP2 that torch keeps private; it has had them since 2.12, and
+torchtitan imports the same ones.
 """
 
 from __future__ import annotations
@@ -27,17 +30,20 @@ from nmoe.parallel.axes import Axes, expert_axis
 from nmoe.parallel.dispatcher import Dispatcher
 
 Placement = Callable[[nn.Parameter], Any]
-"""What `fully_shard` takes as `shard_placement_fn`."""
+"""A function that FSDP2's `fully_shard` takes as `shard_placement_fn`: it decides how a parameter is sharded."""
 
 
 def has_meshes_by_parameter() -> bool:
-    """Whether this torch can give a parameter its own mesh, which expert parallelism needs."""
+    """Returns whether this version of torch can shard each parameter over a different mesh, which expert parallelism needs."""
     return hasattr(_fsdp_common, "ShardPlacementResult")
 
 
 def on_meshes(axis: Callable[[nn.Parameter], int], mesh: Callable[[nn.Parameter], DeviceMesh]) -> Placement:
-    """Shards each parameter along its own axis, on its own mesh. A mesh has one axis or, before that, one of replicas.
-    Raises UserError with a torch that is too old."""
+    """Returns a placement function for FSDP2 that shards each parameter along the axis, and over the mesh, that these
+    functions give.
+
+    A mesh has one axis, or two with the axis of replicas first. Raises UserError if torch is too old.
+    """
     if not has_meshes_by_parameter():
         raise UserError(
             f"torch {torch.__version__}: expert parallelism needs torch 2.12 or later; upgrade it or set parallel.ep = 1"
@@ -61,7 +67,8 @@ def on_meshes(axis: Callable[[nn.Parameter], int], mesh: Callable[[nn.Parameter]
 
 @dataclass(frozen=True)
 class Meshes:
-    """The meshes of dense weights, of a rank's experts, and of expert groups (None if ep = 1)."""
+    """The meshes for dense weights, for experts, and along an expert group (None if ep = 1), and the dispatcher of rows
+    to experts."""
 
     dense: DeviceMesh
     experts: DeviceMesh
@@ -70,7 +77,8 @@ class Meshes:
 
 
 def make_meshes(axes: Axes, device: str) -> Meshes:
-    """The meshes of these axes over the default group, the same ones each time. All ranks call this."""
+    """Makes the meshes for these parallel dimensions over all ranks, or returns the ones made before. All ranks have to
+    call this."""
     return _made(replace(axes, said=""), device, dist.group.WORLD)
 
 
@@ -89,7 +97,7 @@ def _made(axes: Axes, device: str, _: dist.ProcessGroup | None) -> Meshes:
 
 
 def _mesh(device: str, names: Sequence[str], sizes: Sequence[int], replicated: bool = False) -> DeviceMesh:
-    """A mesh of these axes, without the axis of replicas if there is only one and it is not `replicated`."""
+    """Makes a mesh with these axes. The axis of replicas is left out if there is only one, unless `replicated`."""
     first = 0 if sizes[0] > 1 or replicated else 1
     ranks = torch.arange(dist.get_world_size()).view(*sizes[first:])
     groups = [_group_along(ranks, axis, "weights") for axis in range(ranks.ndim)]
@@ -97,9 +105,12 @@ def _mesh(device: str, names: Sequence[str], sizes: Sequence[int], replicated: b
 
 
 def _hops(axes: Axes) -> list[dist.ProcessGroup]:
-    """The groups that rows travel in: the expert group or, where it spans nodes, the ranks with one index in all nodes and then the
-    ranks of a node. Weights, which are gathered meanwhile, have other groups: NCCL carries out the calls of one group one by
-    one."""
+    """Returns the process groups over which rows travel to their experts.
+
+    This is the expert group; if it spans nodes, first the group of the ranks with the same index in each node, then the
+    group of the ranks in a node. Weights have other groups, because they are gathered at the same time, and NCCL
+    executes the operations of a group one by one.
+    """
     in_node = axes.ep // axes.nodes
     if axes.nodes == 1 or in_node == 1:
         return [_group_along(torch.arange(dist.get_world_size()).view(-1, axes.ep), 1, "rows")]
@@ -108,7 +119,8 @@ def _hops(axes: Axes) -> list[dist.ProcessGroup]:
 
 
 def _group_along(ranks: Tensor, axis: int, carries: Literal["weights", "rows"]) -> dist.ProcessGroup:
-    """The process group of this rank along an axis of the grid of ranks. All ranks call this, and make the groups of all."""
+    """Returns the process group that contains this rank and extends along an axis of the grid of ranks. All ranks have
+    to call this."""
     rows = ranks.movedim(axis, -1).flatten(0, -2).tolist() if ranks.ndim > 1 else [ranks.tolist()]
     groups = [_group(tuple(row), carries, dist.group.WORLD) for row in rows]
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
@@ -116,9 +128,11 @@ def _group_along(ranks: Tensor, axis: int, carries: Literal["weights", "rows"]) 
 
 @cache
 def _group(ranks: tuple[int, ...], carries: str, world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The process group in which these ranks exchange weights or rows, one for all meshes: each has its own threads, of which
-    gloo's wake a hundred times a second. With groups for each mesh eight ranks on two cores had 170 threads each, and spent a
-    third of their time in the system."""
+    """Makes, once for all meshes, the process group in which these ranks exchange weights or rows.
+
+    Each group has its own threads, and gloo's wake a hundred times a second. With separate groups for each mesh, eight
+    ranks on two cores had 170 threads each, and spent a third of their time in the system.
+    """
     return world if carries == "weights" and len(ranks) == dist.get_world_size() else dist.new_group(ranks)
 
 
@@ -130,9 +144,12 @@ def shard_model(
     meshes: Meshes,
     offload: bool = False,
 ) -> None:
-    """Shards the parameters of a model in place, block by block, and those outside of blocks together. The own parameters of the
-    `experts` modules are stacked by expert; the `kept` ones stay whole on every rank. With `offload`
-    shards, their gradients and so their optimizer are in the machine's memory, from where a block's weights come while it runs."""
+    """Shards the parameters of a model in place with FSDP2: block by block, then all parameters outside of blocks together.
+
+    The direct parameters of the modules `experts` stack the experts of a layer; the parameters in `kept` are not
+    sharded. With `offload`, shards, their gradients and the optimizer state are in the machine's memory, from which the
+    weights of a block are copied while it runs.
+    """
     stacked: set[nn.Parameter] = set()
     for module in experts:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -163,7 +180,7 @@ def shard_model(
 
 
 def _part(parameter: nn.Parameter, ep: DeviceMesh) -> DTensor:
-    """This rank's experts of a weight that all ranks hold whole."""
+    """Returns this rank's experts of a weight that every rank has in full."""
     each = parameter.shape[0] // ep.size()
     local = parameter.detach().narrow(0, ep.get_local_rank() * each, each).clone()
     return DTensor.from_local(local, ep, [Shard(0)], run_check=False)

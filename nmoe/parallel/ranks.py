@@ -1,6 +1,7 @@
-"""Ranks: the processes that train one model together. Its weights are sharded over them (FSDP2), and their results are joined.
+"""The ranks: the processes that train one model together, each with a shard of the weights (FSDP2).
 
-Every rank calls the same functions in the same order. A single process is one rank, for which these functions do nothing.
+Every rank calls the same functions in the same order. A single process is one rank, for which these functions do
+nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def is_sharded(weight: Tensor) -> TypeIs[DTensor]:
-    """Whether ranks hold a part of this weight each."""
+    """Returns whether each rank holds only a part of this weight."""
     return hasattr(weight, "device_mesh")
 
 
 def keep_part(weight: Tensor, whole: Tensor) -> None:
-    """Copies a whole value, which every rank has, into a weight or, if ranks shard it, this rank's part of it."""
+    """Copies a full tensor, which every rank has, into a weight; if the weight is sharded, only this rank's part."""
     if is_sharded(weight):
         weight.to_local().copy_(part_of(whole, weight))
     else:
@@ -42,7 +43,7 @@ def keep_part(weight: Tensor, whole: Tensor) -> None:
 
 
 def part_of(whole: Tensor, weight: DTensor) -> Tensor:
-    """This rank's part of a whole value, sharded as the weight is: a view of it, where the layout has one."""
+    """Returns this rank's part of a full tensor, sharded as `weight` is; a view of the full tensor if possible."""
     # Imported here because it takes 0.6 s, which only a sharded model should cost.
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -62,8 +63,11 @@ def part_of(whole: Tensor, weight: DTensor) -> Tensor:
 
 @contextmanager
 def to_fill(weight: Tensor) -> Iterator[Tensor]:
-    """The tensor to copy a stored weight into: the weight itself or, if ranks shard it, a whole one, of which this rank's part is
-    kept afterwards."""
+    """Yields a tensor to load a weight's stored value into.
+
+    This is the weight itself or, if it is sharded, a temporary full tensor, from which this rank's part is copied at
+    the end of the `with` block.
+    """
     if not is_sharded(weight):
         yield weight
         return
@@ -76,8 +80,10 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """All processes of the default group of `torch.distributed`, or only this one if there is no group. `parallel` says how they
-    divide a model, and `axes` has the resulting axes of the sharded model."""
+    """The processes of torch's default process group, or only this process if there is none.
+
+    `parallel` has the settings for dividing a model, and `axes` the resulting dimensions once a model is sharded.
+    """
 
     def __init__(self, parallel: ParallelSection | None = None) -> None:
         together = dist.is_available() and dist.is_initialized()
@@ -88,7 +94,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """This process only, even in a group."""
+        """Returns an object for this process alone, even if there are other ranks."""
         ranks = cls()
         ranks.size, ranks.rank = 1, 0
         return ranks
@@ -99,7 +105,7 @@ class Ranks:
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
 
     def share(self, model: nn.Module) -> bool:
-        """Whether ranks hold a part of this model each."""
+        """Returns whether this model is sharded over the ranks."""
         if self.size == 1:
             return False
         from torch.distributed.fsdp import FSDPModule
@@ -115,10 +121,12 @@ class Ranks:
         kept: Collection[nn.Parameter] = (),
         device: torch.device | None = None,
     ) -> Dispatcher | None:
-        """Shards the parameters over the ranks, block by block, and the parameters outside of blocks together. The `experts`
-        modules hold the weights of `number` experts each, which expert groups share; the dispatcher that then has to carry their
-        rows is returned. The `kept` parameters stay whole on every rank. `device` is where a model on meta will be. Raises
-        UserError as `resolve` does."""
+        """Shards a model over the ranks: block by block, then all parameters outside of blocks together.
+
+        The modules `experts` have the weights of `number` experts each, which the ranks of an expert group divide; the
+        returned dispatcher then sends rows to them (None without expert parallelism). The parameters in `kept` are not
+        sharded. `device` is the future device of a model on the meta device. Raises UserError as `resolve` does.
+        """
         self.axes = axes_here(self.parallel, self.size, self.per_node, number)
         where = (device or next(model.parameters()).device).type
         offload = offloads(self.parallel, self.size, where)
@@ -131,14 +139,16 @@ class Ranks:
         return meshes.dispatcher
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over the ranks, in place."""
+        """Sums a tensor over all ranks, in place, and returns it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Sums the gradients of parameters that each rank holds whole. A missing gradient counts as zero. Gradients of one dtype
-        travel together."""
+        """Sums the gradients of unsharded parameters over all ranks, in place. A missing gradient counts as zero.
+
+        Gradients of the same dtype are sent together.
+        """
         if self.size == 1:
             return
         of_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -152,7 +162,7 @@ class Ranks:
                 gradient.copy_(summed.view_as(gradient))
 
     def gather(self, value: R) -> list[R]:
-        """Returns every rank's value, on every rank."""
+        """Returns the values of all ranks, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -160,13 +170,14 @@ class Ranks:
         return values
 
     def wait(self) -> None:
-        """Waits until every rank has called this."""
+        """Waits until every rank has called this method."""
         if self.size > 1:
             dist.barrier()
 
 
 def axes_here(parallel: ParallelSection, world: int, per_node: int, experts: int) -> Axes:
-    """The axes as `resolve` gives them, where "auto" asks for nothing that this torch lacks."""
+    """Determines the parallel dimensions as `resolve` does, but without expert parallelism if "auto" may decide and
+    torch is too old for it."""
     if world > 1 and parallel.ep == "auto" and parallel.rdep == "auto":
         from nmoe.parallel.mesh import has_meshes_by_parameter
 
@@ -176,8 +187,10 @@ def axes_here(parallel: ParallelSection, world: int, per_node: int, experts: int
 
 
 def offloads(parallel: ParallelSection, world: int, device: str) -> bool:
-    """Whether shards are kept in the machine's memory. Raises UserError where that is asked for and the model is there anyway, or
-    is not sharded."""
+    """Returns whether shards are kept in the machine's memory instead of the GPU's.
+
+    Raises UserError if this is configured for a model on a CPU or for a single process.
+    """
     if parallel.offload != "cpu":
         return False
     if device == "cpu":
@@ -192,8 +205,8 @@ def offloads(parallel: ParallelSection, world: int, device: str) -> bool:
 
 
 def release(model: nn.Module) -> None:
-    """Frees gathered weights that a forward pass without a backward pass left behind, so that the next pass gathers the new
-    ones."""
+    """Frees gathered weights that a forward pass without a backward pass has left, so that the next pass gathers the
+    current ones."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     from torch.distributed.fsdp import FSDPModule
@@ -204,24 +217,30 @@ def release(model: nn.Module) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full value of a sharded tensor, on every rank."""
+    """Returns the full value of a sharded tensor, on every rank."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, which shares its memory. Elementwise operations run on it, because operations on sharded
-    tensors are planned anew for each mesh, at a tenth of a second each."""
+    """Returns this rank's part of a tensor, which shares the tensor's memory.
+
+    Elementwise operations use it, because operations on sharded tensors are planned anew for each mesh, at a tenth of a
+    second each.
+    """
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """The tensor that this rank's optimizer steps: its part of a sharded parameter, or the whole parameter."""
+    """Returns the tensor that this rank's optimizer updates: its part of a sharded parameter, or the parameter itself."""
     return local(parameter.detach()).requires_grad_() if is_sharded(parameter) else parameter
 
 
 def sharded_as(part: Tensor, parameter: Tensor) -> Tensor:
-    """The sharded tensor of which each rank holds a part as it does of the parameter; other tensors, such as a step count, and all
-    of a whole parameter are returned as they are."""
+    """Makes a sharded tensor from each rank's part, with the sharding of `parameter`.
+
+    Returns `part` unchanged if the parameter is not sharded or has another shape than the part, which may be a step
+    count.
+    """
     if is_sharded(parameter) and part.shape == parameter.to_local().shape:
         from torch.distributed.tensor import DTensor
 
@@ -233,15 +252,18 @@ def sharded_as(part: Tensor, parameter: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of this rank's part of a full tensor, which every rank has, sharded as the parameter is. A tensor of another shape,
-    such as a step count, is returned as it is."""
+    """Shards a full tensor, which every rank has, as `parameter` is sharded, and returns it with a copy of this rank's part.
+
+    Returns the tensor unchanged if the parameter is not sharded or has another shape than the tensor, which may be a
+    step count.
+    """
     if is_sharded(parameter) and tensor.shape == parameter.shape:
         return sharded_as(part_of(tensor, parameter).clone(memory_format=torch.contiguous_format), parameter)
     return tensor
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups that one operation may take together, one group for each mesh of ranks."""
+    """Groups tensors by the mesh that they are sharded over, because one operation may only take tensors of the same mesh."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)
@@ -249,7 +271,7 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm over all gradients and all ranks."""
+    """Returns the Euclidean norm of all gradients together, over all ranks."""
     if not any(is_sharded(gradient) for gradient in gradients):
         return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     # One sum over the ranks for all meshes, so that all ranks get the same bits.
@@ -265,13 +287,13 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _copies(tensor: DTensor) -> int:
-    """The number of ranks that hold the same part of a tensor."""
+    """Returns the number of ranks that hold the same part of a tensor."""
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
 def clip(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales the parameters' gradients, whose norm is this, down to the norm `max_norm` if it is larger."""
+    """Scales the gradients of the parameters down to the norm `max_norm` if their current norm, `norm`, is larger."""
     held = [local(parameter.detach()) for parameter in parameters]
     for mine, parameter in zip(held, parameters, strict=True):
         mine.grad = None if parameter.grad is None else local(parameter.grad)

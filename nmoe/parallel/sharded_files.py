@@ -1,8 +1,9 @@
-"""Files of whole tensors, written by the ranks that hold parts of them.
+"""Writes sharded tensors to safetensors files, as if one process had the full tensors.
 
-Each rank writes its own parts by `torch.distributed.checkpoint`, in a thread, while it goes on. Then the first rank joins them,
-tensor by tensor, to the files that one process would have written. So no rank ever holds more than its own parts and one tensor.
-Torch can join parts, too, but writes tensors without axes wrongly (2.13), and those with integers not at all.
+Each rank writes its parts by `torch.distributed.checkpoint`, in a thread, while training continues. Then rank 0 joins
+them, tensor by tensor, into the files that one process would have written. So no rank ever holds more than its own
+parts and one tensor. Torch can join parts, too, but writes tensors without axes wrongly (2.13), and those with integers
+not at all.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ _DEADLINE = timedelta(hours=1)
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Files = Mapping[str, Mapping[str, Tensor]]
-"""The tensors of each file, by the name of the file."""
+"""The tensors of several files: a dictionary from the file's name to its tensors by name."""
 
 
 class ShardedFiles:
-    """One set of files at a time: `hold`, `start` and `finish`. All ranks of the default group make one, and call `hold` and
-    `start` together; the first rank alone calls `finish`."""
+    """Writes one set of files at a time, by the methods `hold`, `start` and `finish` in this order.
+
+    All ranks make such an object, and call `hold` and `start` together; only rank 0 calls `finish`.
+    """
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -48,8 +51,10 @@ class ShardedFiles:
         self._source: Path | None = None
 
     def hold(self, files: Files, copied: bool) -> int:
-        """Keeps the tensors as they are now, or with `copied` copies of this rank's parts in host memory, which no later step
-        changes. Returns the bytes of all whole tensors."""
+        """Sets the tensors to write, and returns the number of bytes of all full tensors.
+
+        With `copied`, this rank's parts are copied to host memory, so that later training steps do not change them.
+        """
         self._wait()
         if self._group is None:
             # A separate group on the host: collectives of a thread must not mix with training's.
@@ -60,15 +65,17 @@ class ShardedFiles:
         return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
     def start(self, source: Path) -> None:
-        """Begins to write the held tensors into a directory that all ranks share."""
+        """Starts to write the parts into `source`, a directory that all ranks share."""
         self._source = source
         self._thread = threading.Thread(target=self._write, name=SAVING, daemon=True)
         self._thread.start()
 
     def finish(self, directory: Path) -> None:
-        """Waits until all ranks have written, and joins the parts to whole tensors in the files of `directory`. Raises OSError
-        where a rank could not write. The parts are removed in both cases: on a full disk they would keep the room that is
-        missing."""
+        """Waits until all ranks have written their parts, joins the parts into files in `directory`, and deletes them.
+
+        Raises OSError if a rank could not write; the parts are deleted even then, because on a full disk they would
+        occupy the missing space.
+        """
         self._wait()
         error, self._error = self._error, None
         assert self._source is not None, "writing was started"
@@ -100,7 +107,8 @@ class ShardedFiles:
 
 
 def join(source: Path, files: Mapping[str, list[str]], directory: Path) -> None:
-    """Writes each file's tensors whole, from the parts in the files of `source`. Raises ValueError where parts are missing."""
+    """Joins the parts in the files of `source` to full tensors, and writes these to the given files. Raises ValueError
+    if a part is missing."""
     parts: dict[str, list[tuple[Path, list[int]]]] = defaultdict(list)
     shapes: dict[str, list[int]] = {}
     types: dict[str, str] = {}

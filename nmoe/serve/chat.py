@@ -1,8 +1,8 @@
 """Chat with a checkpoint in the terminal: `nmoe chat RUN`.
 
-Questions are rendered as in the run's training environment: in its format, with its system message, `reasoning_effort` and
-`chat_template_kwargs`. Its tools are left out, since nothing here would answer their calls. Without an environment, the tokenizer
-decides.
+Questions are rendered as in the run's training environment: in its format, with its system message, `reasoning_effort`
+and `chat_template_kwargs`. Its tools are left out, since nothing here would execute their calls. For a checkpoint
+without an environment, the tokenizer determines the format.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _ANSWERS_SHARE = 0.25
 
 
 class History:
-    """The messages so far. In the history an answer stands without the reasoning before it, as environments show it and templates
-    drop it."""
+    """The messages of a conversation so far. Earlier answers are kept without their reasoning, as environments and
+    templates do."""
 
     def __init__(self, renderer: Renderer, system: str, context_tokens: int) -> None:
         self._renderer = renderer
@@ -44,9 +44,11 @@ class History:
         self._asked: Message | None = None
 
     def ask(self, text: str, max_new_tokens: int) -> tuple[list[int], int]:
-        """The prompt that ends in this question, and how many exchanges had to be forgotten to leave room for an answer of
-        `max_new_tokens`, or of a quarter of the context where that is less. Raises UserError where the question alone is too
-        long."""
+        """Adds a question; returns the token ids of the prompt, and the number of old exchanges that were removed to make room.
+
+        The room is for an answer of `max_new_tokens` tokens, or of a quarter of the context if that is less. Raises
+        UserError if the question alone is too long.
+        """
         self._asked = Message("user", text)
         wanted = min(max_new_tokens, max(1, int(_ANSWERS_SHARE * self._context_tokens)))
         forgotten = 0
@@ -64,14 +66,14 @@ class History:
         return prompt_ids, forgotten
 
     def answered(self, token_ids: Sequence[int]) -> None:
-        """Adds the sampled answer to the history; an empty answer is left out, and its question with it."""
+        """Adds the sampled answer to the history; an empty answer is left out together with its question."""
         assert self._asked is not None, "an answer follows a question"
         _, said = self._renderer.said(token_ids)
         if said.strip():
             self._exchanges.append((self._asked, Message("assistant", said, channel="final")))
 
     def start_again(self) -> None:
-        """Clears the history, except for the system message."""
+        """Removes all messages except the system message."""
         self._exchanges.clear()
 
 
@@ -89,10 +91,12 @@ def chat(
     expert_weights: ExpertWeightsForm = "dequantized",
     precision: Precision | None = None,
 ) -> None:
-    """Reads lines from standard input until it ends; `/new` begins another conversation. On a terminal it prompts, says how to
-    leave, and Ctrl-C stops an answer; twice at the prompt it leaves.
+    """Answers the lines of standard input with sampled completions, until the input ends; `/new` starts a new conversation.
 
-    Raises UserError for a checkpoint that cannot be loaded, a tokenizer without the form, and a device that is not there."""
+    On a terminal it prints a prompt, and explains how to leave. There, Ctrl-C stops an answer, and two at the prompt
+    end the program. Raises UserError if the checkpoint cannot be loaded, the tokenizer lacks the format `form`, or the
+    device is missing.
+    """
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)
@@ -158,19 +162,20 @@ def chat(
 async def _answer(
     engine: NativeEngine, printer: _HarmonyPrinter | _TextPrinter, request: Request, sampled: list[int]
 ) -> None:
-    """Streams one answer to the terminal and into `sampled`."""
+    """Streams one answer to the terminal, and appends its token ids to `sampled`."""
     async for delta in engine.stream(request):
         sampled.append(delta.token_id)
         printer.feed(delta.token_id)
 
 
 def _shown(text: str) -> str:
-    """The model's text: unchanged into a pipe; on a terminal, which obeys control characters, with these escaped."""
+    """Escapes control characters of the model's text if it is printed to a terminal, which would obey them."""
     return printable(text) if sys.stdout.isatty() else text
 
 
 class _HarmonyPrinter:
-    """Prints each message under its channel's name; broken Harmony is shown as such."""
+    """Prints the messages of a Harmony completion as they are sampled, each after its channel's name, and reports
+    invalid Harmony."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._parser = StreamParser(Harmony(tokenizer))
@@ -193,7 +198,7 @@ class _HarmonyPrinter:
 
 
 class _TextPrinter:
-    """Prints the text as it comes, the tags of reasoning and calls included, up to the token that ends the turn."""
+    """Prints a completion as it is sampled, tags for reasoning and calls included, up to the token that ends the turn."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: Sampling) -> None:
         self._decoder, self._stop_ids, self._ended = IncrementalDecoder(tokenizer.decode), sampling.stop_ids, False
