@@ -70,8 +70,10 @@ _SOURCES = ("path", "dataset", "call", "source", "sources")
 
 
 def _has_gold(pool: Mapping[str, Any]) -> bool:
-    """Whether the first record of the pool has a gold answer, in a known field; True if the pool names the field, False if the
-    record cannot be read."""
+    """Returns whether the pool's records have right answers: whether it names their field, or its first record has a known one.
+
+    Returns False if the record cannot be read.
+    """
     if "answer_field" in pool:
         return True
     try:
@@ -131,7 +133,7 @@ def _is_task(part: Any) -> bool:
 
 
 class Records(list[dict[str, Any]]):
-    """Records that a program passed, as a pool of type `python` refers to them: `call = "passed:Records"`."""
+    """Records that a program passed in memory; a pool of type `python` refers to them as `call = "passed:Records"`."""
 
     __module__ = "passed"
 

@@ -1,6 +1,4 @@
-"""Converts arguments of the Python functions to the form that a run reads, or refuses them with a message that names a way that
-works.
-"""
+"""Checks the arguments of nmoe's Python functions, and converts them to the form that a run reads."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ def _argument_meant(name: str, known: list[str]) -> str:
 
 
 def model_path(model: Any, what: str = "model") -> Path:
-    """Returns a `model` argument as a path: a run, a checkpoint, or a name on the hub. Raises UserError for anything else, such as
-    a module in memory.
+    """Returns the path of a `model` argument: a run, a checkpoint, or a name on the Hugging Face hub.
+
+    Raises UserError for any other argument, such as a model in memory.
     """
     if isinstance(model, str | os.PathLike):
         return Path(model)
@@ -140,7 +139,7 @@ def settings(path: str, value: Any) -> Any:
 
 
 def _is_of_environment(path: str) -> bool:
-    """Whether a value belongs to the `environment` table, whose objects are checked elsewhere."""
+    """Returns whether a key belongs to the `environment` table, whose objects are checked elsewhere."""
     return path.partition(".")[0] == "environment"
 
 

@@ -85,9 +85,7 @@ def load_model(
 def _opened(
     model: Model, device: str, expert_weights: ExpertWeightsForm, precision: Precision | None
 ) -> tuple[Path, Path, Transformer]:
-    """Returns the path that the model was named by, the directory of its tokenizer, and the model: loaded from a path, or as
-    passed.
-    """
+    """Loads the model of a path, or takes a loaded one; returns the path, the directory of its tokenizer, and the model."""
     if not isinstance(model, Transformer):
         path = model_path(model)
         loaded = load_model(path, device, expert_weights, precision).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""`train_rl`, `train_sft`, `train_dpo` and `train_reward`: each trains a model in one call, as the command does."""
+"""The functions `train_rl`, `train_sft`, `train_dpo` and `train_reward`: each trains a model in one call, as the command does."""
 
 from __future__ import annotations
 
@@ -207,8 +207,9 @@ def train_reward(model: Model | None = None, data: Data | None = None, *, config
 
 @contextmanager
 def _torch_as_it_was() -> Iterator[None]:
-    """A context manager that restores torch's settings after a run, which sets the number of threads, how idle threads wait, and
-    deterministic algorithms.
+    """Restores torch's settings after the `with` block, because a run changes them.
+
+    They are the number of threads, the way in which idle threads wait, and deterministic algorithms.
     """
     deterministic: Any = torch.utils.deterministic
     threads, fills = torch.get_num_threads(), deterministic.fill_uninitialized_memory
@@ -240,9 +241,10 @@ def _on_records(schema: type[C], model: Model | None, data: Data | None, config:
 def _config(
     schema: type[C], model: Model | None, file: Path | None, tables: dict[str, Any], source: str, name: str
 ) -> C:
-    """Returns a checked configuration with `model` in it. Unless it comes from a file or resumes a run, a run without a name gets
-    one that no run has. A number of threads that the program has set is kept if the configuration sets none. Raises the same errors
-    as the commands.
+    """Returns a checked configuration that contains `model`. Raises the same errors as the commands.
+
+    A run without a name gets an unused one, unless it comes from a file or resumes a run. If the configuration does not
+    set the number of threads, a number that the program has set is kept.
     """
     from nmoe.preflight.preflight import refuse_to_start
 
@@ -267,8 +269,10 @@ def _config(
 
 
 def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Completes the shape of a new model. By default every head has its own keys, the heads share the width equally, and a dense
-    feed-forward layer is four times as wide.
+    """Completes the dimensions of a new model.
+
+    By default every head has separate keys and values, the heads divide the width equally, and a dense feed-forward
+    layer is four times as wide.
     """
     shape, heads, width = dict(model), model.get("heads"), model.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:

@@ -1,4 +1,4 @@
-"""Checks of loading: ranks allocate their parts of a model and one whole weight, and hold the values that one process does."""
+"""Checks that ranks load a model without excess memory, each only its part, and get the same values as a single process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from nmoe.parallel.ranks import Ranks, like, local
 from nmoe.rank_checks.twins import FAMILIES
 
 SPARE = 5 * 2**20
-"""Bytes beside the parts and the largest weight: a piece of a stored tensor, 4 MiB at most, and small objects."""
+"""The permitted bytes beside a rank's part and the largest weight: a piece of a stored tensor (at most 4 MiB) and small
+objects."""
 
 _WIDE: dict[str, Any] = {"hidden_size": 256, "layers": 4, "vocab_size": 4096}
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -38,7 +39,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations made and that are still alive, and their peak."""
+    """Measures the bytes of all living tensors that operations in the `with` block made, and the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,15 +71,19 @@ Load = Callable[[Callable[[Transformer], None] | None], Transformer]
 
 
 def loads(config: ModelConfig, directory: Path) -> Iterator[tuple[str, Load]]:
-    """The ways to come by a model: drawn from a seed, and read from Hugging Face's layout and from our own."""
+    """Yields the ways to get a model, each with its name: new from a seed, from Hugging Face's file layout, and from
+    nmoe's layout."""
     yield "seed", lambda share: new_model(config, torch.float32, "cpu", share=share).initialize(3)
     for name in ("hf", "own"):
         yield name, lambda share, name=name: load_model(directory / name, share=share)  # type: ignore[misc]
 
 
 def check_loading() -> str:
-    """New models and checkpoints of three families: a rank's peak while loading is at most its part, the largest weight and
-    `SPARE`; every value equals one process's."""
+    """Checks the memory and values of new and loaded models of three families; returns a summary.
+
+    While it loads, a rank may hold at most its part, the largest weight and `SPARE`. Every value has to equal a single
+    process's.
+    """
     world, largest, count = dist.get_world_size(), 0.0, 0
     for family, changes in _SHAPES.items():
         config = ModelConfig(**(FAMILIES[family] | changes))
@@ -90,7 +95,7 @@ def check_loading() -> str:
 
 @contextmanager
 def _stored(config: ModelConfig) -> Iterator[Path]:
-    """A directory with a new model in both layouts, the same for all ranks and removed afterwards."""
+    """Yields a temporary directory that all ranks share, with a new model in both file layouts."""
     made = [tempfile.mkdtemp(prefix="nmoe-loading-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(made, src=0)
     directory = Path(made[0])
@@ -107,7 +112,10 @@ def _stored(config: ModelConfig) -> Iterator[Path]:
 
 
 def _peak_checked(load: Load, ranks: Ranks, what: str) -> float:
-    """The peak of loading, as a share of the whole model. Raises ShortfallError for a peak or a value that is wrong."""
+    """Loads a model on all ranks, and returns the peak memory as a share of the whole model.
+
+    Raises ShortfallError if the peak is too high or a value differs from a single process's.
+    """
     expected = load(None).state_dict()
     with Allocated() as allocated:
         model = load(partial(share_model, ranks=ranks, device=torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Runs the checks of many ranks against one process: each under a deadline, with one line for each."""
+"""Runs the checks that several ranks compute the same as a single process, each with a time limit."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ CHECKS: dict[str, Callable[[bool], str]] = {
     "loading": lambda brief: loading.check_loading(),
     "checkpoints": training.check_checkpoints,
 }
-"""By name: functions that all ranks of the default group call together, with less work if the argument is true. Each returns its
-findings, in words, and raises ShortfallError where something differs from one process."""
+"""The checks by name: functions that all ranks call together, and that do less work if their argument is true.
+
+Each returns a summary as a text, and raises ShortfallError if a result differs from a single process's.
+"""
 
 DEADLINE_S = 300.0
 
@@ -36,9 +38,12 @@ DEADLINE_S = 300.0
 def run_checks(
     only: Sequence[str] = (), say: Callable[[str], None] = print, deadline_s: float = DEADLINE_S, brief: bool = False
 ) -> None:
-    """Runs the named checks, or all, on all ranks of the default group; rank 0 says one line for each. A check that takes longer
-    than the deadline ends the process with the stacks of its threads, and so does the first that fails by its error. Raises
-    UserError for an unknown name. In `brief` there are fewer steps, and fewer pairs of model and axes."""
+    """Runs the named checks, or all, on all ranks; rank 0 calls `say` with a line for each.
+
+    The first check that fails ends the process with its error; a check that exceeds `deadline_s` seconds ends it with
+    the stack traces of all threads. `brief` runs fewer steps, and fewer combinations of model and parallel dimensions.
+    Raises UserError for an unknown name.
+    """
     for name in only:
         if name not in CHECKS:
             raise UserError(f"{name!r} is not a check; known are {', '.join(CHECKS)}")

@@ -1,4 +1,4 @@
-"""Checks of the learner: many ranks train as one process does, along every axis, and with experts in few bits."""
+"""Checks that training on several ranks equals training in a single process, for all parallel dimensions and expert formats."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ from nmoe.parallel.ranks import Ranks
 from nmoe.rank_checks.twins import EXPERTS, FAMILIES, OneProcess, Twins, batch_of, model_of, with_routes
 
 EXACT = 1e-9
-"""The bound in fp64, where both sides run the same micro-batches and differ in the order of sums alone."""
+"""The largest relative difference in fp64, where ranks and a single process differ only in the order of sums."""
 ROUNDED = 1e-5
-"""The bound where parts that stay in fp32 are summed in another order. Weights have none: AdamW divides by gradients, small ones
-too."""
+"""The largest relative difference of gradients if fp32 values are summed in another order.
+
+There is no such bound for weights, because AdamW divides by gradients, which may be tiny.
+"""
 SETTINGS = OptimizerSection(learning_rate=1e-2, warmup_steps=2, max_grad_norm=0.5, weight_decay=0.1)
 STEPS = 10
 
 
 def all_axes(world: int, experts: int = EXPERTS) -> list[ParallelSection]:
-    """Every way to divide a model among so many ranks: each number of replicas and each size of an expert group."""
+    """Returns all ways to divide a model over `world` ranks: each number of replicas with each size of an expert group."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     return [
         ParallelSection(dp_replicate=replicas, ep=ep)
@@ -47,13 +49,14 @@ def all_axes(world: int, experts: int = EXPERTS) -> list[ParallelSection]:
 
 
 def some_axes(brief: bool) -> list[ParallelSection]:
-    """All axes or, in brief, the largest expert group, and one beside replicas or shards."""
+    """Returns all ways to divide a model over the ranks; if `brief`, at most two, which have expert groups if possible."""
     axes = all_axes(dist.get_world_size())
     return [one for one in axes if one.ep != 1][-2:] or axes if brief else axes
 
 
 def batches(brief: bool, count: int = STEPS) -> list[Batch]:
-    """Batches of which every rank has two micro-batches, or one in brief, but for a first one with too few sequences for all."""
+    """Makes batches with two micro-batches per rank, or one if `brief`; the first batch has fewer sequences than there
+    are ranks."""
     few, sequences = batch_of((9,), 0), _sequences(brief)
     return [few, *(batch_of(tuple(12 - (step + i) % 5 for i in range(sequences)), step) for step in range(1, count))]
 
@@ -63,14 +66,18 @@ def _sequences(brief: bool) -> int:
 
 
 def learner_of(model: Transformer, ranks: Ranks, **more: Any) -> Learner:
-    """A learner of the model. In fp64 sequences run one by one, so that parts in fp32 round alike on any number of ranks."""
+    """Makes a learner of the model with one sequence per micro-batch, so that fp32 values are rounded equally on any
+    number of ranks."""
     return Learner(model, SETTINGS, STEPS, 1, ranks=ranks, **more)
 
 
 def along(
     axes: Iterable[ParallelSection], make: Callable[[Ranks], Learner], what: str, bound: float = EXACT
 ) -> Iterator[Twins]:
-    """The same learner on all ranks, along these axes in turn, and in one process, which computes once for all of them."""
+    """Yields, for each way to divide a model, a comparison of the learner on all ranks with the learner in a single process.
+
+    The single process computes its results only once. `what` describes the comparison in error messages.
+    """
     alone = OneProcess(lambda: make(Ranks.alone()))
     for parallel in axes:
         shown = f"{what}, dp_replicate {parallel.dp_replicate}, ep {parallel.ep}"
@@ -78,8 +85,10 @@ def along(
 
 
 def check_families(brief: bool) -> str:
-    """Gradients, clipped AdamW steps and metrics of five families on all axes equal one process's, in fp64. In brief the
-    families take turns on the axes."""
+    """Checks gradients, clipped AdamW steps and metrics of five model families in fp64, with all parallel dimensions.
+
+    If `brief`, each family has only some of the dimensions.
+    """
     world, worst, pairs, steps = dist.get_world_size(), 0.0, 0, 2 if brief else STEPS
     for number, family in enumerate(FAMILIES):
         axes = all_axes(world) if family != "dense" else all_axes(world, 1)
@@ -91,8 +100,11 @@ def check_families(brief: bool) -> str:
 
 
 def check_single_precision(brief: bool) -> str:
-    """Gradients in fp32 with fast numerics and batches that ranks split otherwise than one process differ by rounding only: with
-    experts as they come, with all tokens on one rank's experts, so that others have no row, and with an adapter there."""
+    """Checks that gradients in fp32 differ from a single process's only by rounding, if batches are split differently.
+
+    There are three cases: balanced experts; all tokens on the experts of one rank, so that other ranks get no rows; and
+    the latter with an adapter.
+    """
     world, worst = dist.get_world_size(), 0.0
     batch = batch_of(tuple(9 + i % 7 for i in range(3 * world)), 1)
     for kind in ("even", "crowded", "crowded adapter"):
@@ -112,14 +124,15 @@ def check_single_precision(brief: bool) -> str:
 
 
 def _crowded(model: Transformer) -> Transformer:
-    """The model with all tokens on its last two experts."""
+    """Changes the model so that every token goes to the last two experts, and returns it."""
     for moe in model.moe_layers():
         moe.router.bias[-2:] = 100.0
     return model
 
 
 def check_balance(brief: bool) -> str:
-    """The routers' biases and auxiliary loss come from the whole batch, by recorded routes without a second forward pass."""
+    """Checks that router biases and the auxiliary loss are computed over the whole batch, and that recorded routes save
+    a forward pass."""
     worst = 0.0
     for replayed in (False, True):
         for pair in along(some_axes(brief), lambda ranks: learner_of(_balanced(), ranks), "balance"):
@@ -152,8 +165,8 @@ def _balanced() -> Transformer:
 
 
 def check_hybrid(brief: bool) -> str:
-    """An expert group over several nodes, whose rows travel in two hops, trains as one process does. Nodes of half the ranks are
-    made up where there is only one."""
+    """Checks expert groups over several nodes, whose rows travel in two hops. On a single node, half of the ranks act
+    as one node."""
     world, ep = dist.get_world_size(), max(one.ep for one in all_axes(dist.get_world_size()) if isinstance(one.ep, int))
     if ep == 1:
         return "one rank: no nodes"
@@ -173,8 +186,10 @@ def check_hybrid(brief: bool) -> str:
 
 
 def check_splits(brief: bool) -> str:
-    """Micro-batches of several sequences with shared beginnings, in numbers that ranks do not divide: the parts of the model that
-    stay in fp32 round in another order then."""
+    """Checks micro-batches of several sequences with common prefixes, whose numbers the ranks do not divide.
+
+    The parts of the model that stay in fp32 are then summed in another order.
+    """
     world, worst = dist.get_world_size(), 0.0
     lengths = (5, 12, 3, 20, 9, 1, 12, 30, 4)
     for family in ("gpt_oss",) if brief else FAMILIES:
@@ -193,19 +208,19 @@ def check_splits(brief: bool) -> str:
 
 
 def logprobs(batch: Batch) -> Callable[[Learner], Tensor]:
-    """A function that returns a learner's log-probabilities of a batch."""
+    """Returns a function that computes a learner's log-probabilities of the batch."""
     return lambda learner: learner.logprobs(batch).result()
 
 
 def _shared(batch: Batch) -> Batch:
-    """The batch with a last sequence that begins as the first one does."""
+    """Changes the batch so that its last sequence has the same prefix as its first, and marks the prefix as shared."""
     batch.inputs_T[-batch.lengths[-1] :][:2] = batch.inputs_T[:2]
     last = len(batch.lengths) - 1
     return replace(batch, prefixes=tuple((0 if i == last else i, 2) for i in range(last + 1)))
 
 
 def check_one_expert(brief: bool) -> str:
-    """Every token goes to the same experts, which one rank owns: no token is lost, and the other ranks' experts learn nothing."""
+    """Checks a batch whose tokens all go to the same two experts: no token is lost, and other experts get no gradient."""
     world, worst = dist.get_world_size(), 0.0
 
     for pair in along(some_axes(brief), lambda ranks: learner_of(_crowded(model_of("gpt_oss")), ranks), "one expert"):
@@ -221,7 +236,7 @@ def check_one_expert(brief: bool) -> str:
 
 
 def check_adapters(brief: bool) -> str:
-    """An adapter at attention and experts learns on all ranks as in one process, is saved and resumed, and merged for export."""
+    """Checks a LoRA adapter at attention and experts: training, saving, resuming, and export merged into the base model."""
     worst = 0.0
 
     def make(ranks: Ranks) -> Learner:
@@ -252,7 +267,7 @@ def _adapter(model: Transformer) -> Lora:
 
 
 def export_both(pair: Twins, directory: Path) -> None:
-    """Exports both, ours into a directory that all ranks share, and compares the files."""
+    """Exports the models of both learners, and compares the files; `directory` is shared by all ranks."""
     from safetensors.torch import load_file
 
     def values(path: Path) -> dict[str, tuple[str, Tensor]]:
@@ -272,7 +287,7 @@ def export_both(pair: Twins, directory: Path) -> None:
 
 
 def check_heads(brief: bool) -> str:
-    """A policy with a critic's head, and a critic that has no vocabulary, learn as in one process."""
+    """Checks a policy with a critic's head, and a separate critic model without logits over the vocabulary."""
     worst = 0.0
     for head_only in (False, True):
         objective = value_loss() if head_only else total(cross_entropy, value_loss())
@@ -292,7 +307,8 @@ def check_heads(brief: bool) -> str:
 
 
 def check_checkpoints(brief: bool) -> str:
-    """A checkpoint of all ranks is resumed along any other axes and in one process, with the same metrics afterwards."""
+    """Checks that a checkpoint can be resumed with other parallel dimensions and in a single process, with equal
+    metrics afterwards."""
     worst = 0.0
     steps = batches(brief, 4)
     axes = some_axes(brief)
@@ -322,7 +338,7 @@ def _emptied(model: Transformer) -> Transformer:
 
 
 def _copied(learner: Learner) -> Learner:
-    """A copy of a learner in one process, with its optimizer."""
+    """Returns a copy of a learner and its optimizer in this process."""
     copy = learner_of(model_of("gpt_oss"), Ranks.alone())
     with tempfile.TemporaryDirectory() as directory:
         learner.save(Path(directory))
@@ -332,7 +348,7 @@ def _copied(learner: Learner) -> Learner:
 
 @contextmanager
 def shared_directory() -> Iterator[Path]:
-    """A directory that all ranks share, removed at the end."""
+    """Yields a temporary directory that all ranks share."""
     name: list[Any] = [tempfile.mkdtemp(prefix="nmoe-checks-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(name)
     try:
@@ -344,8 +360,11 @@ def shared_directory() -> Iterator[Path]:
 
 
 def check_profiles(brief: bool) -> str:
-    """Experts in each profile learn on ranks as in one process, are resumed, and are exported to the same bytes. Weights gathered
-    for a pass are quantised anew: after a step the same memory has other values."""
+    """Checks experts in each number format (fp8, nvfp4, bf16): training, resuming, and export of the same bytes.
+
+    Weights that are gathered for a pass have to be quantised anew each time, because after a step the same memory has
+    other values.
+    """
     world, worst = dist.get_world_size(), 0.0
     steps = batches(brief, 4)
     axes = [all_axes(world)[0], some_axes(True)[-1]] if brief else all_axes(world)

@@ -1,4 +1,4 @@
-"""Checks of the traffic between ranks: dtypes, the mesh, and rows that travel to experts and back."""
+"""Checks the communication between ranks: dtypes, process groups, and rows that are sent to experts and back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = (
 
 
 def check_dtypes() -> str:
-    """Rows of every dtype reach the rank they are sent to, in uneven numbers and in none."""
+    """Checks that rows of every dtype arrive at the right rank, in unequal numbers and even none."""
     world, rank = dist.get_world_size(), dist.get_rank()
     for dtype in DTYPES:
         # Rank r sends (r + 2 * i) % 3 rows to rank i, all of the value 1 + r.
@@ -38,8 +38,10 @@ def check_dtypes() -> str:
 
 
 def check_meshes() -> str:
-    """Replicas and expert groups are made up of the ranks that the axes say, and are the same ones for every model. The same ranks
-    have one process group for weights along all axes, and another for rows."""
+    """Checks that replicas and expert groups consist of the right ranks, and that all models use the same process groups.
+
+    The same ranks have to have one process group for weights, along any dimension, and another for rows.
+    """
     world, rank, found = dist.get_world_size(), dist.get_rank(), []
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for parallel in all_axes(world):
@@ -80,8 +82,11 @@ def _equal(name: str, found: list[int], expected: range) -> None:
 
 
 def check_dispatch() -> str:
-    """Rows reach the owners of their experts, sorted by expert and by the rank they came from, and return to their places; so do
-    gradients. Two hops give what one gives, bit for bit. Some ranks send nothing, and some experts get nothing."""
+    """Checks that rows arrive at the ranks of their experts, correctly sorted, and return to their positions, as do
+    their gradients.
+
+    Two hops have to give the same bits as one. Some ranks send nothing, and some experts get nothing.
+    """
     world, tried = dist.get_world_size(), []
     for ep in (n for n in range(2, world + 1) if world % n == 0 and EXPERTS % n == 0):
         for per_node in (n for n in range(1, ep + 1) if ep % n == 0):
@@ -127,8 +132,11 @@ def _check_rows(dispatcher: Dispatcher, axes: Axes, loads: str) -> None:
 
 
 def _check_traffic(dispatcher: Dispatcher, axes: Axes, counts: list[Tensor], first: int) -> None:
-    """The bytes that the group sent: a row travels between nodes if its expert is in another one, and within a node if its expert
-    has another place there; there and back, forward and backward."""
+    """Checks the bytes that an expert group sent, there and back, forward and backward.
+
+    A row is sent to another node if its expert is there, and within a node if its expert's rank has another index
+    there.
+    """
     per_node = axes.ep // axes.nodes
     rows = 0
     for source, of_experts in enumerate(counts):
@@ -141,7 +149,7 @@ def _check_traffic(dispatcher: Dispatcher, axes: Axes, counts: list[Tensor], fir
 
 
 def _counts(loads: str, rank: int, first: int) -> Tensor:
-    """The number of rows that this rank has for each expert."""
+    """Returns the number of rows that this rank has for each expert."""
     generator = torch.Generator().manual_seed(rank)
     counts = torch.randint(4, (EXPERTS,), generator=generator)
     if loads == "one expert":

@@ -1,4 +1,4 @@
-"""A learner on all ranks beside one in a single process, which must compute the same, and the small models that both train."""
+"""Compares a learner on several ranks with one in a single process; contains the small models that both train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nmoe.parallel.ranks import is_sharded, like, local, sharded_as, total_norm
 
 VOCABULARY = 48
 EXPERTS = 24
-"""As many as 2, 3, 4, 6 and 8 divide."""
+"""The number of experts, which 2, 3, 4, 6 and 8 divide."""
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -81,7 +81,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
-    """A model with the same weights on every rank. In fp64 it has exact numerics: a row's values do not depend on other rows."""
+    """Makes a small model of a family, with the same weights on every rank.
+
+    In fp64 it has exact numerics: the values of a row do not depend on other rows.
+    """
     model = Transformer(ModelConfig(**(FAMILIES[family] | changes))).initialize(0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -93,7 +96,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
 
 
 def batch_of(lengths: tuple[int, ...], seed: int) -> Batch:
-    """Random tokens, of which the last two thirds of each sequence are scored, with a return each."""
+    """Makes a batch of random tokens with random returns; the last two thirds of each sequence are scored."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
     inputs_T, targets_T = torch.randint(VOCABULARY, (2, tokens), generator=generator)
@@ -104,7 +107,7 @@ def batch_of(lengths: tuple[int, ...], seed: int) -> Batch:
 
 
 def with_routes(batch: Batch, model: Transformer, seed: int) -> Batch:
-    """The batch with recorded routes, which are random ones."""
+    """Returns the batch with random expert choices as its recorded routes."""
     config = model.config
     shape = (batch.tokens, len(config.moe_layers), config.experts)
     order = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).argsort(-1)
@@ -118,7 +121,7 @@ _SMALL = 1e-3
 
 
 class OneProcess:
-    """A learner in rank 0's process alone. It computes each result once and broadcasts it; after `rewound` results are repeated."""
+    """A learner in rank 0 alone, whose results are computed once and broadcast; after `rewound` they are repeated."""
 
     def __init__(self, make: Callable[[], Learner]) -> None:
         self._make = make
@@ -127,7 +130,8 @@ class OneProcess:
         self._next = 0
 
     def result(self, name: str, compute: Callable[[Learner], T]) -> T:
-        """The result of `compute` on the learner, on all ranks, which call this together. Do not modify it."""
+        """Returns the result of `compute` on the learner, on all ranks, which have to call this together. Do not modify
+        the result."""
         if self._next == len(self._results):
             # Rank 0 keeps a copy: its gradients and weights change.
             found: list[Any] = [copy.deepcopy(compute(self.learner())) if dist.get_rank() == 0 else None]
@@ -140,27 +144,33 @@ class OneProcess:
         return cast(T, result)
 
     def rewound(self) -> OneProcess:
-        """The same learner, from its first result: the same calls return the same results, which are not computed again."""
+        """Returns this object, reset such that the same calls return the same results again, without computing them."""
         self._next = 0
         return self
 
     def learner(self) -> Learner:
-        """The learner itself, on rank 0 alone."""
+        """Returns the learner, which exists on rank 0 only."""
         if self._learner is None:
             self._learner = self._make()
         return self._learner
 
 
 class Twins:
-    """Compares two learners that make the same calls."""
+    """Calls the same methods on a learner on all ranks (`ours`) and a learner in one process (`alone`), and compares
+    the results.
+
+    `bound` is the largest permitted relative difference, and `what` describes the comparison in error messages.
+    """
 
     def __init__(self, ours: Learner, alone: OneProcess, bound: float, what: str) -> None:
         self.ours, self.alone, self.bound, self.what = ours, alone, bound, what
         self._compared: list[tuple[str, Tensor]] = []
 
     def worst(self) -> float:
-        """The largest relative difference met so far, on any rank. All ranks call this together. Raises ShortfallError where one
-        is above the bound."""
+        """Returns the largest relative difference so far, on any rank. All ranks have to call this together.
+
+        Raises ShortfallError if a difference exceeds the bound.
+        """
         # A NaN counts as infinite. One reduction for all comparisons: ranks that outnumber their cores meet slowly.
         found = torch.stack([torch.where(one.isnan(), torch.inf, one.detach()).cpu() for _, one in self._compared])
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -172,8 +182,10 @@ class Twins:
         return max(found.tolist())
 
     def near(self, *compared: tuple[str, Tensor, Tensor]) -> None:
-        """Compares tensors, by name `(mine, other)`: the norm of their difference, relative to the norm of `other`. Each rank
-        compares its part of a sharded tensor; the largest difference of all ranks counts."""
+        """Compares tensors, given as (name, ours, other): the norm of the difference, relative to the norm of the other.
+
+        Each rank compares its part of a sharded tensor, and the largest difference of all ranks counts.
+        """
         for name, mine, other in compared:
             if mine.shape != other.shape:
                 raise ShortfallError(
@@ -187,11 +199,11 @@ class Twins:
             raise ShortfallError(f"{self.what}: {name} is {mine}, and {other} in one process")
 
     def both(self, name: str, compute: Callable[[Learner], Tensor]) -> None:
-        """Compares what a function finds of each."""
+        """Compares the tensors that a function computes from each learner."""
         self.near((name, compute(self.ours), self.alone.result(name, compute)))
 
     def forward_backward(self, batch: Batch, objective: Objective) -> PassResult:
-        """Compares losses, statistics by token and the routers' figures."""
+        """Runs a forward and backward pass on both learners, and compares losses, statistics per token and routing statistics."""
         mine = self.ours.forward_backward(batch, objective).result()
         other = self.alone.result(
             f"a pass over sequences of {batch.lengths}",
@@ -209,7 +221,7 @@ class Twins:
         return mine
 
     def gradients(self) -> None:
-        """Compares the gradients so far, summed over ranks."""
+        """Compares the accumulated gradients of each parameter, summed over the ranks."""
         others, compared = self.alone.result("gradients", _gradients), []
         self.equal("the set of gradients", sorted(self.ours.optimizer.names), sorted(others))
         for name, own in zip(self.ours.optimizer.names, self.ours.optimizer.parameters, strict=True):
@@ -221,7 +233,7 @@ class Twins:
         self.near(*compared)
 
     def all_gradients(self) -> None:
-        """Compares all gradients so far as one vector."""
+        """Compares all accumulated gradients as one vector."""
         others, differences, squares = self.alone.result("gradients", _gradients), [], []
         for name, own in zip(self.ours.optimizer.names, self.ours.optimizer.parameters, strict=True):
             gradient, other = self._summed(own), others[name]
@@ -231,18 +243,22 @@ class Twins:
         self._compared.append(("the gradient", total_norm(differences) / max(sum(squares) ** 0.5, _SMALL)))
 
     def _summed(self, parameter: Tensor) -> Tensor:
-        """FSDP sums the gradients of sharded parameters; an optimizer step sums the others."""
+        """Returns a parameter's gradient, summed over the ranks.
+
+        FSDP has already summed gradients of sharded parameters; other gradients are summed here, as an optimizer step
+        would.
+        """
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return gradient if is_sharded(gradient) else self.ours.ranks.sum(gradient.clone())
 
     def step(self) -> None:
-        """Compares what an optimizer step reports."""
+        """Takes an optimizer step with both learners, and compares the metrics that it returns."""
         mine = self.ours.optim_step().result().metrics()
         other = self.alone.result("a step", lambda learner: dict(learner.optim_step().result().metrics()))
         self.near(*((name, torch.tensor(mine[name]), torch.tensor(value)) for name, value in other.items()))
 
     def weights(self) -> None:
-        """Compares all weights and buffers, with the routers' biases, and the head's."""
+        """Compares all weights and buffers, router biases and the head's weights included."""
         others, mine = self.alone.result("weights", _weights), _modules(self.ours)
         self.near(
             *(
@@ -253,7 +269,7 @@ class Twins:
         )
 
     def train(self, batches: Iterable[Batch], objective: Objective) -> None:
-        """Steps on each batch, with gradients compared at the first and weights at the end."""
+        """Takes a step on each batch with both learners; compares gradients after the first pass and weights at the end."""
         for number, batch in enumerate(batches):
             self.forward_backward(batch, objective)
             if number == 0:
@@ -263,7 +279,7 @@ class Twins:
 
 
 def _parts(mine: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part of a tensor, and the same part of what one process has of it, in fp64."""
+    """Returns this rank's part of a tensor, and the same part of the single process's tensor, in fp64."""
     its = local(like(other.detach().to(mine.device), mine))
     return local(mine.detach()).double(), its.double()
 
