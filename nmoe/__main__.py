@@ -1,4 +1,4 @@
-"""`python -m nmoe`: the `nmoe` command."""
+"""Runs the `nmoe` command as `python -m nmoe`."""
 
 from nmoe.cli import main
 

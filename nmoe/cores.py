@@ -1,4 +1,4 @@
-"""The cores that this process may use, how many of them other programs keep busy, and the number of threads to compute with."""
+"""Counts the CPU cores that this process may use and that are free, and chooses the number of threads."""
 
 import functools
 import math
@@ -19,18 +19,19 @@ _NEGLIGIBLE_CORES = 0.25
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may use; all cores if the system does not say."""
+    """Returns the number of cores that this process may use; all cores of the machine if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_threads(requested: int, processes: int = 1, environment: Mapping[str, str] = os.environ) -> int:
-    """The thread count to use: `requested`, or for 0 the OMP_NUM_THREADS of the user or else the number of cores that this process
-    may use, within the CPU quota of its control group, divided by the `processes` that share them; at least 1.
+    """Returns the number of threads to compute with: `requested` or, if that is 0, the user's OMP_NUM_THREADS or all
+    available cores.
 
-    Other processes do not count: the numbers of a run depend on its threads, and must not depend on what else ran as it began. Idle
-    threads leave the cores to them (`nmoe.model.idle_threads`). torchrun's own OMP_NUM_THREADS = 1, which it sets for want of
-    another, does not count either. A value that no machine can mean, as more than `MOST_THREADS`, is as good as none. Raises
-    ValueError for a negative number.
+    The available cores are those that this process may use, within the CPU quota of its control group, divided by the
+    `processes` that share them; at least 1. Other programs are ignored: the numbers of a run depend on its thread
+    count, which must not depend on the load when the run began, and idle threads leave their cores to others
+    (`nmoe.model.idle_threads`). OMP_NUM_THREADS is ignored if it is torchrun's default of 1, not a number, or larger
+    than `MOST_THREADS`. Raises ValueError for a negative `requested`.
     """
     if requested < 0:
         raise ValueError(f"a thread count is positive, or 0 to choose one, got {requested}")
@@ -44,8 +45,10 @@ def choose_threads(requested: int, processes: int = 1, environment: Mapping[str,
 
 @functools.cache
 def count_of_torch() -> int | None:
-    """The number of threads that torch chooses itself on this machine and in this environment, as a fresh process says; None if
-    none can be asked. Takes as long as importing torch."""
+    """Returns the number of threads that torch chooses by default on this machine; None if this cannot be determined.
+
+    Starts a new process that imports torch, which takes seconds.
+    """
     command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_S)
@@ -55,8 +58,10 @@ def count_of_torch() -> int | None:
 
 
 def free_cores() -> int:
-    """The cores that other programs leave, measured over 0.2 s, within the quota of the control group; at least 1. All cores where
-    there is no /proc."""
+    """Measures, over 0.2 s, how many cores other programs leave free, within the control group's quota; at least 1.
+
+    Returns all cores on systems without /proc.
+    """
     before = CoreTimes.now()
     time.sleep(_MEASURE_S)
     after = CoreTimes.now()
@@ -68,8 +73,14 @@ def free_cores() -> int:
 
 @dataclass(frozen=True)
 class CoreTimes:
-    """Seconds at one moment: by the clock, of work on the usable cores since boot, of this process's own work, and of all work that
-    counts against its CPU quota. The quota is in cores, and infinite without one."""
+    """CPU times in seconds at one moment.
+
+    clock: the time of a monotonic clock.
+    busy: the work of all processes on the usable cores since boot.
+    own: the work of this process.
+    quota: the CPU quota of this process's control group in cores, infinite without one; not a time.
+    of_quota: the work that counts against the quota; None if it is unknown.
+    """
 
     clock: float
     busy: float
@@ -79,7 +90,7 @@ class CoreTimes:
 
     @classmethod
     def now(cls) -> "CoreTimes | None":
-        """The times at this moment; None if the system does not report them."""
+        """Reads the current times; returns None if the system does not report them."""
         try:
             stat = Path("/proc/stat").read_text()
         except OSError:
@@ -88,29 +99,32 @@ class CoreTimes:
         return cls(time.monotonic(), busy, time.process_time(), *_quota_and_use(Path("/")))
 
     def used_by_others_since(self, before: "CoreTimes") -> float:
-        """The cores that other processes used in between, children of this one among them."""
+        """Returns how many cores other processes, including children of this one, used since `before`."""
         work = (self.busy - before.busy) - (self.own - before.own)
         return max(0.0, work) / (self.clock - before.clock)
 
     def used_of_quota_since(self, before: "CoreTimes") -> float:
-        """The cores that other processes used of this one's quota in between; 0 without a quota, or where it is not known."""
+        """Returns how many cores of this process's quota other processes used since `before`; 0 without a quota or if unknown."""
         if self.of_quota is None or before.of_quota is None:
             return 0.0
         return max(0.0, self.of_quota - before.of_quota - (self.own - before.own)) / (self.clock - before.clock)
 
 
 def threads_for(cores: int, used_by_others: float, quota: float, used_of_quota: float = 0.0) -> int:
-    """Whole cores left of `cores` after `used_by_others`, and of `quota` after `used_of_quota`; all in cores, `quota` may be
-    infinite. At least 1."""
+    """Returns how many whole cores are left of the usable cores and of the quota; at least 1.
+
+    `used_by_others` is subtracted from `cores`, and `used_of_quota` from `quota`, which may be infinite; all are in
+    cores.
+    """
     free = cores - max(0.0, used_by_others - _NEGLIGIBLE_CORES)
     allowed = quota - max(0.0, used_of_quota - _NEGLIGIBLE_CORES)
     return max(1, math.floor(min(free, allowed)))
 
 
 def busy_seconds(stat: str, cores: set[int], ticks_per_second: int) -> float:
-    """Seconds that `cores` have worked since boot, from the text of /proc/stat (proc(5)).
+    """Returns the seconds that `cores` have worked since boot, from the text of /proc/stat (proc(5)).
 
-    Its columns are user, nice, system, idle, iowait, irq, softirq, steal; a guest's time is part of user already.
+    Its columns are user, nice, system, idle, iowait, irq, softirq, steal; a guest's time is already part of user.
     """
     ticks = 0
     for line in stat.splitlines():
@@ -122,16 +136,16 @@ def busy_seconds(stat: str, cores: set[int], ticks_per_second: int) -> float:
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """Cores that the control groups of this process allow it, infinite without a limit, or where that cannot be read.
+    """Returns the cores that the control groups of this process allow it; infinite if there is no limit or it cannot be read.
 
-    The tightest limit of all parent groups counts, in version 2 (`cpu.max`) and in version 1 (`cpu.cfs_quota_us`). `root` is
-    the directory of proc/ and sys/.
+    The tightest limit of all parent groups counts, in version 2 (`cpu.max`) and in version 1 (`cpu.cfs_quota_us`).
+    `root` is the directory of proc/ and sys/.
     """
     return min((_limit(directory) for directory in _groups(root)), default=math.inf)
 
 
 def _quota_and_use(root: Path) -> tuple[float, float | None]:
-    """The quota, and the seconds of work that the group which sets it has done; None without one, or where that cannot be read."""
+    """Returns the CPU quota in cores, and the seconds of work that counted against it; None without a quota or if unknown."""
     quota, group = min(((_limit(directory), directory) for directory in _groups(root)), default=(math.inf, root))
     if math.isinf(quota):
         return quota, None
@@ -144,7 +158,7 @@ def _quota_and_use(root: Path) -> tuple[float, float | None]:
 
 
 def _groups(root: Path) -> list[Path]:
-    """The directories of the control groups that can limit this process's CPU time."""
+    """Returns the directories of the control groups that may limit this process's CPU time."""
     try:
         parts = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -160,7 +174,7 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _limit(directory: Path) -> float:
-    """The cores that one control group allows; infinite if it sets no limit, or has ended meanwhile."""
+    """Returns the cores that one control group allows; infinite if it sets no limit or no longer exists."""
     unified, quota_file = directory / "cpu.max", directory / "cpu.cfs_quota_us"
     try:
         if unified.exists():

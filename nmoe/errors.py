@@ -1,8 +1,8 @@
-"""Errors that end a command with one clear message: the fault, its place and the remedy."""
+"""Errors that end a command with one clear message, which states the fault, its location and the remedy."""
 
 
 def shown(value: object, characters: int = 80) -> str:
-    """The repr of a value for a message, in one line of at most so many characters."""
+    """Returns the repr of a value for an error message, on one line and cut to `characters` characters."""
     try:
         text = repr(value)
     except Exception as error:  # the user's object may raise anything
@@ -11,7 +11,7 @@ def shown(value: object, characters: int = 80) -> str:
 
 
 def cut(text: str, characters: int = 80) -> str:
-    """A text cut to at most so many characters, with "..." at the end of a longer one."""
+    """Cuts a text to at most `characters` characters; a text that was cut ends in "..."."""
     return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
@@ -22,8 +22,11 @@ class UserError(Exception):
 
 
 class MissingInputError(UserError):
-    """An input file or name does not exist. `named` is that path or name as it was written, by which a command finds the line of
-    its configuration that names it."""
+    """Raised if an input file or name does not exist.
+
+    `named` is this path or name as the user wrote it, with which a command finds the line of the configuration that
+    contains it.
+    """
 
     def __init__(self, message: str, named: str = "") -> None:
         super().__init__(message)
@@ -31,30 +34,31 @@ class MissingInputError(UserError):
 
 
 class StorageError(UserError):
-    """The disk is full or cannot be written: nothing is wrong with the input, so the exit code is 1."""
+    """Raised if the disk is full or cannot be written. The exit code is 1, because the input is not wrong."""
 
     exit_code = 1
 
 
 class DivergenceError(UserError):
-    """A gradient, a logit or a log-probability is not finite: nothing is wrong with the input's form, so the exit code is 1."""
+    """Raised if a gradient, a logit or a log-probability is not finite. The exit code is 1, because the input is well-formed."""
 
     exit_code = 1
 
 
 class InfrastructureError(UserError):
-    """Tools or verifiers failed for a reason outside the samples, so that nothing could be judged: the exit code is 1."""
+    """Raised if tools or verifiers failed for a reason other than the samples, so that nothing could be graded. The
+    exit code is 1."""
 
     exit_code = 1
 
 
 class RunStoppedError(UserError):
-    """A rule of [monitor] with the level "stop" ended the run: nothing is wrong with the input's form, so the exit code is 1."""
+    """Raised if a rule in [monitor] with the level "stop" ended the run. The exit code is 1, because the input is well-formed."""
 
     exit_code = 1
 
 
 class ShortfallError(UserError):
-    """Everything ran, and a figure misses its promise: the exit code is 1."""
+    """Raised if a command succeeded but a figure misses its promised bounds. The exit code is 1."""
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""The optional packages of nmoe, which its extras name, and the command that installs them."""
+"""Optional dependencies of nmoe (extras), and the command that installs them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def how_to_install(*extras: str) -> str:
-    """The command that adds extras to the nmoe that runs: `pip install 'matplotlib>=3.9'` for `report`.
+    """Returns the command that installs extras for this nmoe: `pip install 'matplotlib>=3.9'` for `report`.
 
-    It names their packages, since nmoe itself is not on PyPI and its sources need not be there. Where nmoe runs from sources that
-    were never installed, the command installs these: `pip install -e '/home/me/nmoe[report]'`.
+    The command names the packages of the extras, because nmoe is not on PyPI. If nmoe runs from sources that were never
+    installed, the command installs these with the extras: `pip install -e '/home/me/nmoe[report]'`.
     """
     packages = {f"{one.name}{one.specifier}": None for extra in extras for one in requirements(extra)}
     wanted = list(packages) or ["-e", f"{_ROOT}[{','.join(extras)}]"]
@@ -24,7 +24,8 @@ def how_to_install(*extras: str) -> str:
 
 
 def requirements(extra: str = "") -> Iterator[Requirement]:
-    """The requirements of the installed nmoe on this machine, or of one of its extras; empty where it is not installed."""
+    """Yields the requirements of the installed nmoe that apply to this machine, or of one of its extras; nothing if it
+    is not installed."""
     try:
         lines = importlib.metadata.requires("nmoe") or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""generation_config.json of a checkpoint: the tokens that end a turn, and how its authors sample."""
+"""Reads a checkpoint's generation_config.json: the tokens that end a turn, and the sampling settings of the model's authors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": None}
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """The generation settings of a checkpoint: its generation_config.json, or else the token ids in config.json, as transformers
-    has it; of a GGUF file, its metadata; empty where there is neither file. Raises UserError, with the path, for a file that is no
-    JSON object."""
+    """Reads the generation settings of a checkpoint from its generation_config.json.
+
+    Without this file, returns the token ids in config.json, as transformers does; for a GGUF file, the ids in its
+    metadata; an empty dictionary if there is none of these. Raises UserError, with the path, for a file that is not a
+    JSON object.
+    """
     if is_gguf(directory):
         return _of_gguf(directory)
     path = directory / FILE
@@ -54,7 +57,10 @@ def _of_gguf(path: Path) -> dict[str, Any]:
 
 
 def end_ids_of(generation: Mapping[str, Any], where: object) -> tuple[int, ...]:
-    """The ids in `eos_token_id`, one or a list of them. Raises UserError for anything else; `where` names the checkpoint."""
+    """Returns the token ids in `eos_token_id` of generation settings, which may be one id or a list.
+
+    Raises UserError for any other value; `where` names the checkpoint in the message.
+    """
     named = generation.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     for one in ids:
@@ -66,13 +72,15 @@ def end_ids_of(generation: Mapping[str, Any], where: object) -> tuple[int, ...]:
 
 
 def ends_in(directory: Path) -> tuple[int, ...]:
-    """The tokens that end a turn in a checkpoint's generation settings. Raises UserError as the two functions above do."""
+    """Returns the ids of the tokens that end a turn, from a checkpoint's files. Raises UserError if they cannot be read."""
     return end_ids_of(read_generation(directory), directory / FILE)
 
 
 def sampling_notes(directory: Path, temperature: float, top_p: float = 1.0, top_k: int = 0) -> list[str]:
-    """A line that names the settings in which a checkpoint's authors sample differently; none if they do not, or if their file does
-    not say."""
+    """Returns a line that names the sampling settings in which the checkpoint's authors differ.
+
+    Returns an empty list if none differ, or if the checkpoint has no generation_config.json.
+    """
     path = directory / FILE
     if not path.exists():
         return []
@@ -90,7 +98,8 @@ def sampling_notes(directory: Path, temperature: float, top_p: float = 1.0, top_
 
 
 def _sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
-    """How the authors sample, with the values that hold where they leave one out; temperature 0 where they do not sample."""
+    """Returns the sampling settings of generation settings, with transformers' defaults for missing ones; temperature 0
+    for greedy."""
     samples = generation.get("do_sample")
     if samples is False:
         return {"temperature": 0.0}

@@ -1,5 +1,4 @@
-"""The header of a GGUF file, the format of llama.cpp: metadata, and the position of each tensor. Values of tensors are not read
-here.
+"""Reads the header of a GGUF file, llama.cpp's format: metadata and the position of each tensor, but not the tensors' values.
 
 Format: gguf.md of the repository ggml-org/ggml (versions 2 and 3, little-endian).
 """
@@ -30,7 +29,8 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the file. Example: `StoredTensor("blk.0.attn_q.weight", (576, 576), 3, 57083232)`, where 3 is Q4_1."""
+    """The description of a tensor in a file: `StoredTensor("blk.0.attn_q.weight", (576, 576), 3, 57083232)`, where 3 is
+    type Q4_1."""
 
     name: str
     shape: tuple[int, ...]  # rows first, as in torch; the file has them in the opposite order
@@ -43,7 +43,7 @@ _NEEDED: Any = object()
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The header of one file."""
+    """The header of a GGUF file: its metadata, and the descriptions of its tensors by name."""
 
     path: Path
     size: int
@@ -51,44 +51,48 @@ class GGUFFile:
     tensors: dict[str, StoredTensor]
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """A value of the metadata, of this type; the default where the key is absent. Raises UserError for one of another type."""
+        """Returns a value of the metadata, or `default` if the key is absent. Raises UserError if the value is not of
+        type `kind`."""
         value = self.metadata.get(key, default)
         if key in self.metadata and (not isinstance(value, kind) or (isinstance(value, bool) and kind is int)):
             raise UserError(f"{self.path}: {key} = {shown(value)} is not of the type that belongs there")
         return value
 
     def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        """A value that the file must have. Raises UserError where it is absent or of another type."""
+        """Returns a required value of the metadata. Raises UserError if it is absent or not of type `kind`."""
         if key not in self.metadata:
             raise UserError(f"{self.path}: the file lacks {key}; it is not a whole language model")
         return self.get(key, kind)
 
     def own(self, key: str, kind: type, default: Any = _NEEDED) -> Any:
-        """A value of the model's keys, such as `block_count`, which the file has as `llama.block_count`. Raises UserError where it
-        has another type, or no default and is absent."""
+        """Returns a value of the metadata whose key begins with the architecture, such as `llama.block_count` for
+        `block_count`.
+
+        Raises UserError if it is not of type `kind`, and if it is absent and there is no default.
+        """
         name = f"{self.architecture}.{key}"
         return self.need(name, kind) if default is _NEEDED else self.get(name, kind, default)
 
     def own_real(self, key: str, default: Any = _NEEDED) -> Any:
-        """A number of the model's keys in fp32, as it was written before it was rounded: 1e-05 and not 9.999999747378752e-06."""
+        """Returns a number like `own`, as it was before it was rounded to fp32: 1e-05 and not 9.999999747378752e-06."""
         value = self.own(key, float, default)
         return value if value is None else float(f"{value:.7g}")
 
     @property
     def architecture(self) -> str:
-        """`llama`, `qwen3moe`, ..., by which the keys of the model begin."""
+        """The architecture of the model, such as "llama" or "qwen3moe", with which the keys of its settings begin."""
         return str(self.need("general.architecture", str))
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file, which every command takes as a checkpoint."""
+    """Returns whether a path is a GGUF file, which every command accepts as a checkpoint."""
     return path.suffix == SUFFIX and path.is_file()
 
 
 def read_header(path: Path) -> GGUFFile:
-    """The header of a file. The last few are kept, as a model and its tokenizer are read one after the other.
+    """Reads the header of a GGUF file. The last few headers are cached, because a model and its tokenizer are read separately.
 
-    Raises UserError for a file that is torn, of another format, or of a version that is not read.
+    Raises UserError if the file is incomplete, has another format, or a version that is not supported.
     """
     try:
         found = os.stat(path)
@@ -110,7 +114,7 @@ def _header(path: Path, _changed: int, size: int) -> GGUFFile:
 
 
 class _Reader:
-    """Reads one value after another, and never beyond the file's end."""
+    """Reads one value after another from a file's bytes, and raises UserError at the end of the file."""
 
     def __init__(self, path: Path, content: mmap) -> None:
         self.path, self.content, self.at = path, content, len(_MAGIC)
@@ -179,7 +183,8 @@ class _Reader:
         return taken
 
     def bounded(self, count: int) -> int:
-        """A count of values of at least a byte each, which the file has room for."""
+        """Returns `count`, a number of values of at least one byte each. Raises UserError if the rest of the file is
+        too short for them."""
         if count > len(self.content) - self.at:
             raise self.torn(f"{count} values")
         return count

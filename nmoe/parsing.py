@@ -1,4 +1,5 @@
-"""Reads JSON and TOML. Nesting too deep for Python is an error of the text, as any other: `[` 200,000 times gives no traceback."""
+"""Reads JSON and TOML, such that too deep nesting is an ordinary error: `[` 200,000 times raises ValueError, not
+RecursionError."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{_MOST_PA
 
 
 def json_of(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError."""
+    """Returns the value of a JSON text. Raises ValueError if the text is not valid."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -24,8 +25,11 @@ def json_of(text: str | bytes) -> Any:
 
 
 def json_object(path: Path, missing: str = "") -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError, with the path, where there is no such file (`missing` then says what belongs
-    there), where it cannot be read, and where it holds anything else."""
+    """Reads a JSON file that contains an object, and returns it as a dictionary.
+
+    Raises UserError, with the path, if the file does not exist (`missing` then completes the message), cannot be read,
+    or has other contents.
+    """
     try:
         found = json_of(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -38,7 +42,7 @@ def json_object(path: Path, missing: str = "") -> dict[str, Any]:
 
 
 def toml_of(text: str) -> dict[str, Any]:
-    """The tables of a TOML document. Raises tomllib.TOMLDecodeError, a ValueError."""
+    """Returns the tables of a TOML text. Raises tomllib.TOMLDecodeError, which is a ValueError, if the text is not valid."""
     if found := _LONG_KEY.search(text):
         raise tomllib.TOMLDecodeError(
             f"a key of more than {_MOST_PARTS} parts (at line {text.count(chr(10), 0, found.start()) + 1}, column 1)"

@@ -1,4 +1,4 @@
-"""Confidence intervals of shares, of means, and of differences, paired or not.
+"""Confidence intervals for proportions, for means, and for differences, paired or not.
 
 | of | function | method |
 |---|---|---|
@@ -11,9 +11,9 @@
 | losses, paired | `paired_mean_difference` | Student's t of the differences |
 | two unpaired results | `newcombe`, `welch` | Newcombe 1998, method 10; Welch 1947 |
 
-All are 95%. Intervals of shares lie within [0, 1], and intervals of their differences within [-1, 1]. Values without bounds have no
-interval (None) where fewer than `FEWEST` values, or equal ones, leave their spread unknown. `benchmarks/interval_coverage.py`
-simulates how often each holds the truth.
+All intervals are 95%. Intervals of proportions (shares) lie within [0, 1], and of their differences within [-1, 1]. An
+interval of unbounded values is None if their spread is unknown, because they are fewer than `FEWEST` or all equal.
+`benchmarks/interval_coverage.py` simulates how often each interval contains the true value.
 """
 
 import math
@@ -26,7 +26,7 @@ from scipy import special
 # Nothing of scipy.stats here: its import takes 0.8 s, and every command that reports an interval would wait for it.
 
 FEWEST = 3
-"""How many values, or effective values where they have weights, show a spread."""
+"""The least number of values, or effective number of weighted values, from which a spread is estimated."""
 
 # The part of a problem that `share_interval` adds at 0 and at 1.
 _AT_THE_ENDS = 0.25
@@ -46,7 +46,7 @@ class Interval:
     high: float
 
     def clipped(self, low: float, high: float) -> "Interval":
-        """The part of the interval in this range."""
+        """Returns the part of the interval between `low` and `high`."""
         return Interval(max(low, self.low), min(high, self.high))
 
 
@@ -54,7 +54,8 @@ class Interval:
 class Estimate:
     """A mean with its standard error and 95% interval: `Estimate(0.5, 0.1, Interval(0.28, 0.72), freedom=10.0)`.
 
-    interval: None if the spread is unknown. freedom: Student's degrees of freedom, infinite for a normal interval.
+    `interval` is None if the spread is unknown. `freedom` is the degrees of freedom of Student's t, infinite for a
+    normal interval.
     """
 
     value: float
@@ -65,18 +66,19 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean of b - a over problems, with its 95% interval: `PairedDifference(0.2, Interval(-0.08, 0.41))`."""
+    """The mean of b - a over problems that both results share, with its 95% interval: `PairedDifference(0.2,
+    Interval(-0.08, 0.41))`."""
 
     value: float
     interval: Interval
 
 
 def binomial_interval(successes: int, total: int) -> Interval:
-    """The exact 95% interval of a share of independent outcomes (Clopper and Pearson 1934).
+    """Computes the exact 95% interval of the proportion of independent outcomes (Clopper and Pearson 1934).
 
-    It holds the truth at least as often as it says for every number and share. Wilson's, which is narrower, falls to 92.2% at 50
-    outcomes and a share of 2%. Use it for one answer per problem, and `share_interval` for several. Raises ValueError unless
-    0 <= successes <= total and total > 0.
+    It contains the true value in at least 95% of cases for every number and proportion. Wilson's, which is narrower,
+    falls to 92.2% at 50 outcomes and a proportion of 2%. Use it for one answer per problem, and `share_interval` for
+    several. Raises ValueError unless 0 <= successes <= total and total > 0.
     """
     if not 0 <= successes <= total or total == 0:
         raise ValueError(f"{successes} successes of {total} is not a rate")
@@ -84,16 +86,19 @@ def binomial_interval(successes: int, total: int) -> Interval:
 
 
 def share_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Interval:
-    """The 95% interval of the mean of a share per problem, such as the part of its samples that are right, or its pass@k.
+    """Computes the 95% interval of the mean of a proportion per problem, such as the share of its samples that are
+    right, or its pass@k.
 
-    With `weights`, such as the number of steps of each solution, it is for the weighted mean: the share of all steps.
+    With `weights`, such as the number of steps of each solution, the interval is for the weighted mean: the share of
+    all steps.
 
-    It is the exact interval of the number of independent outcomes that would have the mean's standard error (Korn and Graubard
-    1998, "Confidence intervals for proportions with small expected number of positive counts estimated from survey data"). Near 0
-    and 1 few problems show the spread, so a quarter of a problem at each end is added to the variance, up to the variance of as
-    many outcomes as there are problems: one right sample of a thousand says more than none of ten. Wilson's interval at that number
-    holds pass@4 of ten problems at 99% in 92.7% (`benchmarks/interval_coverage.py`). A single problem shows no spread: 0 to 1.
-    Raises ValueError for a value outside [0, 1] or none.
+    It is the exact interval of the number of independent outcomes that would have the mean's standard error (Korn and
+    Graubard 1998, "Confidence intervals for proportions with small expected number of positive counts estimated from
+    survey data"). Near 0 and 1, only few problems show the spread, so a quarter of a problem at each end is added to
+    the variance, up to the variance of as many outcomes as there are problems: one right sample of a thousand says more
+    than none of ten. Wilson's interval at that number contains the true pass@4 of ten problems at 99% in 92.7% of cases
+    (`benchmarks/interval_coverage.py`). A single problem has no spread and gives 0 to 1. Raises ValueError for a value
+    outside [0, 1] and for an empty list.
     """
     shares, weights_ = np.asarray(values, dtype=np.float64), _relative(values, weights)
     if shares.min() < 0 or shares.max() > 1:
@@ -110,18 +115,22 @@ def share_interval(values: Sequence[float], weights: Sequence[float] | None = No
 
 
 def outcomes_interval(outcomes: Sequence[bool], clusters: Sequence[Hashable]) -> Interval:
-    """The 95% interval of the share of true outcomes that are independent only between clusters: pairs of one prompt, steps of one
-    solution. The exact one where each cluster has a single outcome, else `share_interval` over clusters."""
+    """Computes the 95% interval of the share of true outcomes, if outcomes are independent only between clusters.
+
+    Clusters are, for example, the pairs of one prompt or the steps of one solution. The interval is exact if each
+    cluster has a single outcome, else `share_interval` over clusters.
+    """
     shares, counts = by_cluster(list(map(float, outcomes)), clusters)
     return binomial_interval(sum(outcomes), len(outcomes)) if max(counts) == 1 else share_interval(shares, counts)
 
 
 def stratified_share(rights: Sequence[int], totals: Sequence[int], weights: Sequence[float]) -> Interval:
-    """The 95% interval of the weighted mean of the shares of several sets, `rights[i]` of `totals[i]` items.
+    """Computes the 95% interval of the weighted mean of the accuracies of several data sets, with `rights[i]` of
+    `totals[i]` items right.
 
-    The exact interval of the number of items that would have the mean's variance (Korn and Graubard 1998, as `share_interval`). The
-    variance of a set is that at its share with two more items at the mean share, because a set of few items that are all right or
-    all wrong shows none.
+    It is the exact interval of the number of items that would have the mean's variance (Korn and Graubard 1998, as in
+    `share_interval`). The variance of a data set is estimated with two more items at the mean accuracy, because a set
+    of few items that are all right or all wrong has none.
     """
     right, total, weight = (np.asarray(one, dtype=np.float64) for one in (rights, totals, weights))
     weight = weight / weight.sum()
@@ -136,10 +145,11 @@ def stratified_share(rights: Sequence[int], totals: Sequence[int], weights: Sequ
 def by_cluster(
     values: Sequence[float], clusters: Sequence[Hashable], weights: Sequence[float] | None = None
 ) -> tuple[list[float], list[float]]:
-    """The weighted mean of each cluster's values, and the sum of their weights: the `values` and `weights` of `mean_interval` and
-    `share_interval` for values that are independent only between clusters, such as steps of one solution.
+    """Computes the weighted mean of each cluster's values, and the sum of their weights.
 
-    Miller 2024, "Adding Error Bars to Evals", section 2.2. Raises ValueError for lengths that differ.
+    Use the results as `values` and `weights` of `mean_interval` and `share_interval` if values are independent only
+    between clusters, such as the steps of one solution (Miller 2024, "Adding Error Bars to Evals", section 2.2). Raises
+    ValueError for lists of different lengths.
     """
     if len(values) != len(clusters):
         raise ValueError(f"{len(values)} values but {len(clusters)} cluster ids")
@@ -152,12 +162,12 @@ def by_cluster(
 
 
 def mean_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
-    """The mean of independent values, with Student's t interval.
+    """Computes the mean of independent values, with its standard error and Student's t interval.
 
-    With `weights`, such as the tokens of each sequence, it is the weighted mean, a ratio of two means. Its standard error is the
-    jackknife's (Cochran, Sampling Techniques, 1977, section 6.17), and its degrees of freedom follow from the effective number of
-    values (Kish 1965), because few long sequences show less of the spread than their number says. With equal weights both equal
-    the ordinary t interval's. Raises ValueError for no value.
+    With `weights`, such as the tokens of each sequence, it is the weighted mean, a ratio of two means. Its standard
+    error is the jackknife's (Cochran, Sampling Techniques, 1977, section 6.17), and its degrees of freedom follow from
+    the effective number of values (Kish 1965), because few long sequences show less of the spread than their number
+    says. With equal weights both equal the ordinary t interval's. Raises ValueError for an empty list.
     """
     sample, weights_ = np.asarray(values, dtype=np.float64), _relative(values, weights)
     count, mean = len(sample), float((weights_ * sample).mean())
@@ -169,8 +179,12 @@ def mean_interval(values: Sequence[float], weights: Sequence[float] | None = Non
 
 
 def stratified_mean(parts: Sequence[tuple[float, Estimate]]) -> Estimate:
-    """The sum of independent estimates by their factors, such as the losses of sources by their shares, with Student's t interval
-    at Satterthwaite's degrees of freedom (1946). It has no interval where a part has none."""
+    """Computes the weighted sum of independent estimates, such as the losses of data sources by their shares, with its
+    t interval.
+
+    `parts` are pairs of a weight and an estimate. The degrees of freedom are Satterthwaite's (1946). There is no
+    interval if a part has none.
+    """
     value = sum(factor * one.value for factor, one in parts)
     if any(one.interval is None for _, one in parts):
         return Estimate(value, math.nan, None, 0.0)
@@ -180,8 +194,10 @@ def stratified_mean(parts: Sequence[tuple[float, Estimate]]) -> Estimate:
 
 
 def within_share(estimate: Estimate) -> Estimate:
-    """The estimate of a mean of shares, such as the results of several seeds, with its interval taken over log odds, which keep it
-    between 0 and 1 and longer towards the middle, where such results have their long tail."""
+    """Recomputes the interval of a mean of proportions, such as the results of several seeds, on the scale of log odds.
+
+    So the interval stays between 0 and 1, and is longer towards the middle, where such results have their long tail.
+    """
     mean, interval = estimate.value, estimate.interval
     if interval is None or not 0 < mean < 1:
         return Estimate(mean, estimate.standard_error, None, estimate.freedom)
@@ -191,7 +207,7 @@ def within_share(estimate: Estimate) -> Estimate:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """The probability that at least one of k samples is right, estimated from `correct` of `samples` >= k.
+    """Estimates the probability that at least one of k samples is right, if `correct` of `samples` >= k samples were right.
 
     This is the unbiased estimate `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, arXiv:2107.03374, equation 1).
     """
@@ -201,16 +217,18 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 def paired_difference(
     a: Sequence[float], b: Sequence[float], weights: Sequence[float] | None = None
 ) -> PairedDifference:
-    """The mean of b - a over problems, with its 95% interval; `a[i]` and `b[i]` are shares between 0 and 1 on problem i.
+    """Computes the mean of b - a over problems, with its 95% interval; `a[i]` and `b[i]` are proportions from 0 to 1 on
+    problem i.
 
-    The difficulty that they share cancels, so the interval is narrower than for two separate means. It is Bonett and Price's
-    adjusted Wald interval (2012, "Adjusted Wald Confidence Interval for a Difference of Binomial Proportions Based on Paired
-    Data"), with two more problems, one that only a solves and one that only b solves, and Student's quantile: with the normal
-    one few problems without a change say too much. Outcomes need not be 0 or 1: shares of several samples have the variance of
-    their differences. Ten problems without a change bound it to 27 points. One problem gives no information: -1 to 1.
+    The difficulty of a problem, common to both, cancels, so the interval is narrower than for two separate means. It is
+    Bonett and Price's adjusted Wald interval (2012, "Adjusted Wald Confidence Interval for a Difference of Binomial
+    Proportions Based on Paired Data"), with two more problems, one that only a solves and one that only b solves, and
+    Student's quantile: the normal quantile would make the interval of few problems without a change too narrow.
+    Outcomes need not be 0 or 1: shares of several samples have the variance of their differences. Ten problems without
+    a change bound the difference to 27 points. A single problem gives no information: -1 to 1.
 
-    With `weights`, such as the steps of each solution, it is the weighted mean's, at the effective number of problems (Kish 1965).
-    Raises ValueError for lengths that differ or no problem.
+    With `weights`, such as the steps of each solution, it is the weighted mean, at the effective number of problems
+    (Kish 1965). Raises ValueError for lists that are empty or of different lengths.
     """
     differences = _differences(a, b)
     weights_ = _relative(differences, weights)
@@ -225,18 +243,21 @@ def paired_difference(
 
 
 def paired_mean_difference(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
-    """The mean of b - a over pairs of values without bounds, such as the losses of a sequence, with the paired t interval
-    (`mean_interval`). Raises ValueError for lengths that differ."""
+    """Computes the mean of b - a over pairs of unbounded values, such as losses of the same sequences, with the paired
+    t interval.
+
+    Raises ValueError for lists that are empty or of different lengths.
+    """
     return mean_interval([*_differences(a, b)], weights)
 
 
 def paired_p_value(a: Sequence[float], b: Sequence[float]) -> float:
-    """The two-sided probability that two equal models differ at least so much on the same problems.
+    """Returns the two-sided p-value of the difference between two models on the same problems.
 
-    Under equality the sign of each difference is as likely to be the other one. Up to 16 problems that differ, all their signs are
-    tried (Fisher 1935, the permutation test; for outcomes of 0 or 1 it is McNemar's exact test). Beyond, it is the paired t test,
-    but never less than the smallest value that signs can give, 2 / 2^n. 1 where no problem differs. Raises ValueError for lengths
-    that differ.
+    If the models are equal, each difference is as likely to have the opposite sign. With up to 16 problems that differ,
+    all combinations of signs are tried (Fisher 1935, the permutation test; for outcomes of 0 or 1 it is McNemar's exact
+    test). With more, it is the paired t test, but never less than the smallest value that signs can give, 2 / 2^n.
+    Returns 1 if no problem differs. Raises ValueError for lists of different lengths.
     """
     differences = _differences(a, b)
     rounding = _ROUNDING * max(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
@@ -254,7 +275,8 @@ def paired_p_value(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def newcombe(a: tuple[float, float, float], b: tuple[float, float, float]) -> Interval:
-    """The interval of `b - a` for two unpaired `(value, low, high)`, by squaring and adding (Newcombe 1998, method 10)."""
+    """Computes the interval of `b - a` for two unpaired results `(value, low, high)`, by adding squares (Newcombe 1998,
+    method 10)."""
     difference = b[0] - a[0]
     below = math.hypot(b[0] - b[1], a[2] - a[0])
     above = math.hypot(b[2] - b[0], a[0] - a[1])
@@ -262,8 +284,10 @@ def newcombe(a: tuple[float, float, float], b: tuple[float, float, float]) -> In
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Interval | None:
-    """The 95% interval of the difference of means, `b - a`, by Welch's t; None unless both have two values, and one of them two
-    that differ."""
+    """Computes the 95% interval of the difference of two means, `b - a`, by Welch's t test.
+
+    Returns None if `a` or `b` has fewer than two values, or if all values of both are equal within each.
+    """
     if min(len(a), len(b)) < 2:
         return None
     # Each mean's squared error; Welch and Satterthwaite's degrees of freedom.
@@ -279,7 +303,7 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Interval | None:
 
 
 def _exact(share: float, total: float) -> Interval:
-    """Clopper and Pearson's interval of a share of `total` outcomes, a number that need not be whole."""
+    """Computes Clopper and Pearson's interval for a proportion of `total` outcomes, a number that need not be whole."""
     right, wrong = share * total, (1 - share) * total
     low = special.betaincinv(right, wrong + 1, 0.025) if share > 0 else 0.0
     high = special.betaincinv(right + 1, wrong, 0.975) if share < 1 else 1.0
@@ -287,7 +311,7 @@ def _exact(share: float, total: float) -> Interval:
 
 
 def _mean_share(shares: np.ndarray, weights: np.ndarray) -> float:
-    """The mean by weights whose sum is 1. Rounding does not take it beyond the shares: where all are 1, it is 1."""
+    """Returns the mean by weights whose sum is 1, limited to the range of the values, so that rounding cannot exceed it."""
     return float(np.clip((weights * shares).sum(), shares.min(), shares.max()))
 
 
@@ -298,7 +322,7 @@ def _differences(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
 
 
 def _relative(values: Sequence[float] | np.ndarray, weights: Sequence[float] | None) -> np.ndarray:
-    """The weights of values, with mean 1."""
+    """Returns the weights of values, scaled to a mean of 1; all 1 if there are none. Raises ValueError for an empty list."""
     if not len(values):
         raise ValueError("no value, so no mean")
     if weights is None:
@@ -310,7 +334,7 @@ def _relative(values: Sequence[float] | np.ndarray, weights: Sequence[float] | N
 
 
 def _effective(weights: np.ndarray) -> float:
-    """The effective number of values: as many of equal weight have the same variance (Kish 1965)."""
+    """Returns the effective number of weighted values: as many values of equal weight have the same variance (Kish 1965)."""
     return float(weights.sum() ** 2 / np.square(weights).sum())
 
 
@@ -319,7 +343,7 @@ def _student(freedom: float) -> float:
 
 
 def _estimate(value: float, error: float, freedom: float, scale: float) -> Estimate:
-    """The estimate with its t interval, if the spread is known; `scale` is the size of the values."""
+    """Returns an estimate with its t interval, or without one if the spread is unknown; `scale` is the magnitude of the values."""
     if freedom < FEWEST - 1 - _ROUNDING or error <= _ROUNDING * scale:
         return Estimate(value, error, None, freedom)
     half = _student(freedom) * error

@@ -1,4 +1,4 @@
-"""Trajectories: all turns of one sample, with views as branches, spans and per-token columns; and groups of trajectories."""
+"""Trajectories, which are all turns of one sample, with views of their tokens; and groups of trajectories of the same problem."""
 
 # Shapes: Y layers, K chosen experts.
 
@@ -19,10 +19,11 @@ NOT_SAMPLED_LOGPROB, NOT_SAMPLED_VERSION = 0.0, -1
 
 
 class Span(NamedTuple):
-    """Consecutive tokens [start, end), counted after the prompt, of one origin: `Span("tool", turn=1, start=12, end=20)`.
+    """Consecutive tokens of a trajectory that have the same origin: `Span("tool", turn=1, start=12, end=20)`.
 
-    A span of kind "prompt" begins a new branch, in which the policy sees nothing before it. A span of kind "form" is the beginning
-    of the answer that the curriculum's stage gives.
+    Positions [start, end) are counted after the prompt. A span of kind "prompt" begins a new branch, in which the
+    policy sees nothing before it. A span of kind "form" is the beginning of an answer, which the curriculum's stage
+    provides.
     """
 
     kind: Literal["sampled", "tool", "user", "prompt", "form"]
@@ -32,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Columns:
-    """The tokens of some turns, and per-token columns such as masks and log-probabilities."""
+    """The tokens of one or more turns, and lists with a value per token, such as masks and log-probabilities."""
 
     turns: tuple[Turn, ...]
 
@@ -63,9 +64,8 @@ class Columns:
 
     @property
     def kept_ids(self) -> list[list[int]] | None:
-        """For each of `token_ids`, the ids that top-k or top-p left to draw from, empty for given tokens; None if sampling never
-        cut the distribution.
-        """
+        """For each of `token_ids`, the ids from which top-k or top-p drew it; empty for given tokens, None if sampling
+        was never truncated."""
         if all(turn.sample.kept_ids is None for turn in self.turns):
             return None
         return self._per_token(lambda turn: turn.sample.kept_ids or [[]] * len(turn.sample.token_ids), [])

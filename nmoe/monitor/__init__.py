@@ -1,1 +1,2 @@
-"""Rules that watch a run's metrics. A rule depends only on the metrics so far, and fires once when its symptom lasts."""
+"""Rules that watch a run's metrics for known faults of training. A rule depends only on the metrics so far, and raises
+one alert."""

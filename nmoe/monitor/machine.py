@@ -1,5 +1,5 @@
-"""Rules about the machine: full or slow disk, GPU memory, an idle GPU, a stalled step; and a counter of the time in which the
-process was suspended."""
+"""Rules about the machine: full or slow disk, GPU memory, an idle GPU, a step that takes too long; and a counter of
+suspended time."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ class DiskRule(Rule[DiskSection]):
 
 
 class SlowDiskRule(Rule[SlowDiskSection]):
-    """Fires when a save delays the run too long, compared with the time of the steps since the last save. Checkpoints are
-    written during training, so a save delays the run only if the previous one is not finished."""
+    """Fires when saving a checkpoint delays the run for too long, compared with the time of the steps since the last save.
+
+    Checkpoints are written during training, so a save delays the run only if the previous one is not finished.
+    """
 
     name = "slow_disk"
     source = "training guidelines, checkpoints: disk"
@@ -185,7 +187,7 @@ class Suspension:
     """Counts the seconds in which the whole process was suspended, from gaps between the regular beats of a thread."""
 
     def __init__(self, now: float, cpu: float) -> None:
-        """Begins to count. `now` is the time of a monotonic clock, and `cpu` the CPU time of the process, both in seconds."""
+        """Starts to count at the time `now` of a monotonic clock, when the process had used `cpu` seconds of CPU time."""
         self._beat, self._cpu, self._lost = now, cpu, 0.0
         self._lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""The rule about the mismatch between rollout engine and learner: their log-probabilities differ by more than rounding."""
+"""A rule that fires when engine and learner compute different log-probabilities for the same tokens, by more than rounding."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ _LEVEL_STEPS = 5
 
 
 def highest_mismatch(precision: str, entropy: float) -> float:
-    """Returns the largest mean difference of a token's log-probabilities (nats) that rounding in this precision explains. `entropy`
-    is the policy's, in nats per token.
+    """Returns the largest mean difference of a token's log-probabilities, in nats, that rounding in this precision explains.
 
-    Rounding changes the likely tokens of a sharp distribution less: the difference is proportional to the square root of the
-    entropy (docs/decisions.md). Below one nat the bound stays constant, because a few uncertain tokens then dominate.
+    `entropy` is the policy's mean entropy in nats per token. Rounding changes the likely tokens of a sharp distribution
+    less: the difference is proportional to the square root of the entropy (docs/decisions.md). Below one nat the bound
+    stays constant, because a few uncertain tokens then dominate.
     """
     return _ABOVE.get(precision, _ABOVE_IN_HALF_PRECISION) * max(entropy, 1.0) ** 0.5
 
 
 class MismatchRule(Rule[MismatchSection]):
-    """Fires when mismatch_abs_mean is not finite, exceeds a bound, or grows against the run's baseline: the lowest mean over five
-    steps of the mismatch divided by the square root of the entropy. Since this baseline can only fall, later growth stays visible
-    after the policy becomes sharp, unlike with a baseline from the first steps."""
+    """Fires when the metric mismatch_abs_mean is not finite, exceeds a bound, or grows.
+
+    The metric is the mean difference between engine and learner in the log-probability of a token. Growth is measured
+    against a baseline: the lowest mean over five steps of the metric divided by the square root of the entropy. Since
+    this baseline can only fall, later growth stays visible after the policy becomes sharp, unlike with a baseline from
+    the first steps.
+    """
 
     name = "mismatch"
     source = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
@@ -44,9 +48,11 @@ class MismatchRule(Rule[MismatchSection]):
         truncates: bool = False,
         corrects: bool = False,
     ) -> None:
-        """Sets the bound and chooses the remedies that apply to the run. `exact`: numerics are exact on this machine, so any
-        difference is a symptom. The others select remedies: `routes`: the model has routed experts; `truncates`: top-p or top-k is
-        on; `corrects`: algorithm.correction is on."""
+        """Makes the rule for a run. `exact` says that numerics are exact on this machine, so that any difference is a symptom.
+
+        The other arguments select remedies: `routes` if the model has routed experts, `truncates` if top-p or top-k is
+        on, and `corrects` if algorithm.correction is on.
+        """
         super().__init__(settings)
         self._precision, self._exact = precision, exact
         self._recent: list[float] = []

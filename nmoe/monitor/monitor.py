@@ -1,4 +1,4 @@
-"""The monitor of a run: applies rules to each step's metrics, and raises an alert once until the symptom is over."""
+"""Applies rules to the metrics of each step, and raises an alert once when a rule's symptom lasts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ Metrics = Mapping[str, float]
 
 
 class Rule(ABC, Generic[S]):
-    """Base class of a rule, with its state. It gets every step once, in order, and depends on nothing else (unless
-    `looks_around`): a resumed run, which first shows it the recorded steps, continues like an uninterrupted one."""
+    """Base class of the rules that watch a run; an object keeps the rule's state.
+
+    It gets the metrics of every step once, in order, and depends on nothing else (unless `looks_around`). So a resumed
+    run, which first replays the recorded steps to it, continues like an uninterrupted one.
+    """
 
     name: ClassVar[str]
-    """The rule's table under [monitor]."""
+    """The name of the rule's table under [monitor] in the configuration."""
     source: ClassVar[str]
-    """Where the rule comes from: the section of the training guidelines, or the paper."""
+    """The origin of the rule: a section of the training guidelines, or a paper."""
     remedies: tuple[str, ...]
-    """What to try when the rule fires, the most useful first."""
+    """Remedies to try when the rule fires, the most useful first."""
 
     counts_itself: ClassVar[bool] = False
-    """Whether the rule itself counts `steps` (stretches, evaluations or measured steps), so that its first reported symptom
-    fires."""
+    """Whether the rule itself counts how often its symptom has to occur; it then fires at the first symptom that it reports."""
 
     smoke: ClassVar[bool] = False
     """Whether the rule is one of the training guidelines' early smoke-test criteria, to which `[monitor] first_steps` applies."""
@@ -70,8 +72,8 @@ FIRST_STEPS = 10
 
 @dataclass(frozen=True)
 class Alert:
-    """A rule that fired, or whose symptom is over: `Alert("truncation", "warn", "83% of the completions are cut at the token
-    limit, 5 steps in a row", (...))`."""
+    """A message of a rule, when its symptom lasts or is over: `Alert("truncation", "warn", "83% of the completions are
+    cut", (...))`."""
 
     rule: str
     level: Level
@@ -102,12 +104,15 @@ class _Watched:
 
 
 class Monitor:
-    """All rules of a run except those that are off. A rule fires once after `steps` steps in a row with its symptom, and again
-    only after `CALM_STEPS` steps without the symptom."""
+    """Watches a run with all rules except those that are off.
+
+    A rule fires once after as many successive steps with its symptom as its setting `steps`, and again only after
+    `CALM_STEPS` steps without the symptom.
+    """
 
     def __init__(self, rules: Sequence[Rule[Any]], first_steps: Literal["warn", "stop"] = "warn") -> None:
-        """Takes the rules that are not off. With `first_steps = "stop"`, a smoke-test rule that fires in the first `FIRST_STEPS`
-        steps ends the run."""
+        """Makes a monitor with these rules. With `first_steps = "stop"`, a smoke-test rule that fires in the first
+        `FIRST_STEPS` steps ends the run."""
         self._first_steps, self._steps = first_steps, 0
         self._watched = [_Watched(rule) for rule in rules if rule.settings.level != "off"]
 

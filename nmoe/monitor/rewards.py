@@ -1,5 +1,5 @@
-"""Rules about rewards: rewards without differences, a reward that does not rise, few solved problems, and rewards for wrong
-answers."""
+"""Rules about rewards: equal rewards, a reward that does not rise, few solved problems, rewards for wrong answers,
+worse evaluations."""
 
 from __future__ import annotations
 

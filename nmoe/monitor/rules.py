@@ -1,4 +1,4 @@
-"""Chooses the rules that watch a run: some for every recipe, others only for reinforcement learning."""
+"""Chooses the rules that watch a run: some for all runs, others only for reinforcement learning."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from nmoe.monitor.update import ClipRule, ExpertsRule, GradNormRiseRule, GradNor
 
 
 def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
-    """Returns the monitor of a run. `experts` is the number of routed experts per layer, 0 for a dense model; `directory` is the
-    run's."""
+    """Makes the monitor of a run. `experts` is the number of routed experts per layer, 0 for a dense model."""
     watch = config.monitor
     rules: list[Rule[Any]] = [
         GradNormRule(watch.grad_norm),
@@ -72,15 +71,17 @@ def _mismatch_rule(config: RLConfig, experts: int, device: torch.device) -> Mism
 
 
 def weighs_format(environment: EnvironmentSettings) -> bool:
-    """Returns whether the format has a weight in the rubric, or in any stage of the curriculum."""
+    """Returns whether the format of an answer has a weight in the rubric, or in any stage of the curriculum."""
     if environment.curriculum is not None:
         return any(stage.weights.format > 0 for stage in environment.curriculum.stages)
     return environment.rubric is not None and environment.rubric.format > 0
 
 
 def rewards_right_answers_alone(environment: EnvironmentSettings) -> bool:
-    """Returns whether the reward is exact match: only correctness, and the efficiency of right answers, have a weight. False with a
-    curriculum, because its stages may reward more."""
+    """Returns whether only correctness, and the efficiency of right answers, are rewarded.
+
+    Returns False for an environment with a curriculum, because its stages may reward more.
+    """
     if environment.curriculum is not None or any(reward.weight for reward in environment.rewards):
         return False
     weights = {} if environment.rubric is None else environment.rubric.model_dump()
@@ -88,6 +89,6 @@ def rewards_right_answers_alone(environment: EnvironmentSettings) -> bool:
 
 
 def asks_for_box(environment: EnvironmentSettings) -> bool:
-    """Returns whether answers belong in a box: the format is plain text (`boxed`), or a system message mentions a box."""
+    r"""Returns whether answers belong in a \boxed{}: the format is plain text (`boxed`), or a system message mentions a box."""
     systems = (environment.system, *environment.system_by_format.model_dump().values())
     return environment.format == "boxed" or any(r"\boxed" in text for text in systems if text)

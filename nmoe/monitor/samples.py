@@ -1,4 +1,4 @@
-"""Rules about the samples: their format, truncation, length and diversity."""
+"""Rules about the samples of a run: their format, truncation, length and diversity."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FormatRule(Rule[FormatSection]):
     )
 
     def __init__(self, settings: FormatSection, boxes: bool = False) -> None:
-        """Keeps the limits. `boxes`: the answer belongs in a box, and only right answers are rewarded, so that missing boxes are a
-        symptom too."""
+        r"""Makes the rule. With `boxes`, answers belong in a \boxed{} and only right answers are rewarded, so that
+        missing boxes are a symptom."""
         super().__init__(settings)
         self._boxes = boxes
         self._last: list[float] = []

@@ -1,4 +1,5 @@
-"""Rules about the update: its gradient, how far it moves the policy, the load of experts; and the limits of spikes.jsonl."""
+"""Rules about weight updates: the gradient, how far an update moves the policy, and expert load; and the limits for
+spikes.jsonl."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from nmoe.monitor.monitor import Metrics, Rule
 
 
 class ClipRule(Rule[ClipSection]):
-    """Fires when most tokens of an update are clipped, or the update moves most tokens out of the clip range."""
+    """Fires when the loss clips most tokens of an update, or an update moves most tokens out of the clip range."""
 
     name = "clip"
     smoke = True
@@ -68,7 +69,7 @@ class KLRule(Rule[KLSection]):
 
 
 class RatiosRule(Rule[RatiosSection]):
-    """Fires when an update multiplies a token's probability many times over, or divides it."""
+    """Fires when an update multiplies or divides the probability of a token by a large factor."""
 
     name = "ratios"
     source = "training guidelines, tier 2 tails: log_ratio_raw_max above 5, ratio_max above 10"
@@ -137,7 +138,7 @@ class GradNormRule(Rule[GradNormSection]):
 
 
 class GradNormRiseRule(Rule[GradNormRiseSection]):
-    """Fires when the maximum gradient norm rises over consecutive stretches of steps."""
+    """Fires when the maximum gradient norm rises from one period of steps to the next, several times in a row."""
 
     name = "grad_norm_rise"
     source = "training guidelines, overfitting: the maximum of grad_norm per ten steps rises"
@@ -173,7 +174,7 @@ _VIOLATION = "expert_load_max_violation/"
 
 
 class ExpertsRule(Rule[ExpertsSection]):
-    """Fires when the router of a layer sends most tokens to few experts, or none to many of them."""
+    """Fires when the router of a layer sends most tokens to few experts, or sends none to many experts."""
 
     name = "experts"
     source = "DeepSeek-V3 (arXiv:2412.19437), section 2.1.2: MaxVio, which a healthy start of 8 experts brings below 2 by step 38"
@@ -183,7 +184,7 @@ class ExpertsRule(Rule[ExpertsSection]):
     )
 
     def __init__(self, settings: ExpertsSection, experts: int) -> None:
-        """Keeps the limits. `experts` is the number of routed experts per layer."""
+        """Makes the rule for a model with `experts` routed experts per layer."""
         super().__init__(settings)
         self._experts, self._seen = experts, 0
 
