@@ -155,6 +155,31 @@ def choose(model: Transformer, targets: tuple[str, ...]) -> list[Site]:
     return [site for site in known if site.target in targets]
 
 
+def refuse_high_rank(model: Transformer, chosen: Sequence[Site], rank: int) -> None:
+    """Raises UserError if the rank of a new adapter is above the smallest dimension of the weights that it adapts: a higher rank
+    only takes memory. Weights with one output (`shared_expert_gate`) do not limit the rank of the others."""
+    shapes = {site: shape for site in chosen if min(shape := _shape(model, site)) > 1}
+    smallest = min(shapes, key=lambda site: min(shapes[site]), default=None)
+    if smallest is not None and rank > (most := min(shapes[smallest])):
+        outputs, inputs = shapes[smallest]
+        raise UserError(
+            f"lora.rank = {rank} is more than {most}, the smallest dimension of the adapted weights: {smallest.theirs} has "
+            f"{outputs} outputs and {inputs} inputs; set lora.rank to {most} or less"
+        )
+
+
+def _shape(model: Transformer, site: Site) -> tuple[int, int]:
+    """Returns the numbers of outputs and inputs of a projection; for experts, of each one's."""
+    module, (first, end) = model.get_submodule(site.ours), site.span
+    if isinstance(module, MoE):
+        return (
+            end - first,
+            model.config.expert_width if site.target == "experts.down_proj" else model.config.hidden_size,
+        )
+    assert isinstance(module, Linear), f"{site.ours} is neither a linear layer nor a mixture of experts"
+    return end - first, module.weight.shape[1]
+
+
 class Lora:
     """The adapter of a model, whose weights it freezes.
 

@@ -21,7 +21,7 @@ from nmoe.model.checkpoint import read_config
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import kind_of
 from nmoe.model.logprobs import is_wide, kept_logits, piece_logits
-from nmoe.model.lora import Lora, LoraSettings, choose
+from nmoe.model.lora import Lora, LoraSettings, choose, refuse_high_rank
 from nmoe.model.ops.delta import CHUNK
 from nmoe.model.transformer import Transformer
 from nmoe.plan.work import Work, work_of
@@ -112,8 +112,10 @@ def _adapter(model: Transformer, section: LoraSection) -> int:
                 return sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: torn or not a safetensors file: {error}") from error
+    chosen = choose(model, section.targets)
+    refuse_high_rank(model, chosen, section.rank)
     with torch.device("meta"):
-        lora = Lora(model, LoraSettings(section.rank, 1.0, section.rslora), choose(model, section.targets), "", "")
+        lora = Lora(model, LoraSettings(section.rank, 1.0, section.rslora), chosen, "", "")
     return sum(parameter.numel() for parameter in lora.parameters())
 
 

@@ -24,7 +24,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.device import choose_device, dtype_for, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
 from nmoe.model.head import Head
-from nmoe.model.lora import Lora, LoraSettings, choose
+from nmoe.model.lora import Lora, LoraSettings, choose, refuse_high_rank
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
@@ -151,8 +151,8 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
 def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
     """Adds the configured LoRA adapter to the model; returns None if all weights are trained.
 
-    Raises UserError if a target module does not exist, and if the adapter to start from is damaged or belongs to
-    another base model.
+    Raises UserError if a target module does not exist, if the rank is above a dimension of one (`refuse_high_rank`), and if
+    the adapter to start from is damaged or belongs to another base model.
     """
     section, path = config.lora, config.model.path
     if section is None:
@@ -163,7 +163,9 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
     if section.path is None:
         alpha = 2.0 * section.rank if section.alpha is None else section.alpha
         settings = LoraSettings(section.rank, alpha, section.rslora)
-        return Lora(model, settings, choose(model, section.targets), base, own).initialize(config.run.seed)
+        chosen = choose(model, section.targets)
+        refuse_high_rank(model, chosen, section.rank)
+        return Lora(model, settings, chosen, base, own).initialize(config.run.seed)
     directory = resolve_checkpoint(Path(section.path))
     adapter = read_adapter(model, directory)
     lora = adapter.attach(model, base, own)

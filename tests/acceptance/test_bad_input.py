@@ -197,6 +197,10 @@ def test_adapters_that_can_not_be_loaded(command: Nmoe, nmoe: Nmoe, workshop: Pa
     for directory, message in messages.items():
         refused(nmoe(*train, f"--lora.path={directory}"), *message)
     refused(command(*train, "--lora.path=wide"), *messages["wide"])
+    refused(
+        nmoe(*train, "--lora.rank=1000"), "lora.rank = 1000 is more than 32, the smallest dimension", "self_attn.k_proj"
+    )
+    refused(nmoe("plan", workshop / "rl.toml", "--lora.rank=1000"), "lora.rank = 1000 is more than 32, the smallest")
     refused(nmoe(*train, '--lora.targets=["q_b_proj"]'), "lora target 'q_b_proj' is not in this model", "did you mean")
     refused(nmoe("chat", "poisoned"), *messages["poisoned"])
     assert nothing_started(tmp_path)

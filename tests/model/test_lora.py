@@ -13,7 +13,7 @@ from torch import Tensor
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import fingerprint, save_model
 from nmoe.model.config import LatentAttention
-from nmoe.model.lora import Lora, LoraSettings, Site, choose, sites
+from nmoe.model.lora import Lora, LoraSettings, Site, choose, refuse_high_rank, sites
 from nmoe.model.low_rank import ExpertsLowRank, LowRank
 from nmoe.model.moe import ExpertsByGroupedMM, ExpertsByLoop, ExpertsByPadding, ExpertWeights, RouterTrace
 from nmoe.model.packed import PackedAttention
@@ -161,6 +161,29 @@ def test_an_unknown_target_says_what_was_probably_meant(tiny_model: Make) -> Non
 def test_rank_and_alpha_are_above_zero(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"lora (rank|alpha) = "):
         LoraSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "targets", "most", "named"),
+    [
+        (DENSE, (), 16, "model.layers.0.self_attn.k_proj has 16 outputs and 32 inputs"),  # two key heads of width 8
+        (DENSE, ("down_proj",), 32, "model.layers.0.mlp.down_proj has 32 outputs and 48 inputs"),
+        ({}, ("experts.gate_up_proj",), 32, "model.layers.0.mlp.experts.gate_up_proj has 32 outputs and 32 inputs"),
+        ({}, ("experts.down_proj",), 16, "model.layers.0.mlp.experts.down_proj has 32 outputs and 16 inputs"),
+        (LATENT, (), 8, "model.layers.0.self_attn.kv_b_proj has 40 outputs and 8 inputs"),
+        ({"shared_gate": True}, ("q_proj", "shared_expert_gate"), 32, "model.layers.0.self_attn.q_proj has 32 outputs"),
+    ],
+)
+def test_a_rank_above_the_smallest_dimension_is_refused(
+    tiny_model: Make, changes: dict[str, Any], targets: tuple[str, ...], most: int, named: str
+) -> None:
+    model = tiny_model(**changes)
+    chosen = choose(model, targets)
+    refuse_high_rank(model, chosen, most)
+    with pytest.raises(
+        UserError, match=rf"^lora\.rank = {most + 1} is more than {most}, .*: {named}.*to {most} or less$"
+    ):
+        refuse_high_rank(model, chosen, most + 1)
 
 
 def test_scales(tiny_model: Make) -> None:
