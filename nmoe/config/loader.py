@@ -83,7 +83,8 @@ def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
 def _laid_over(
     path: Path, schema: type[Section], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Locator, list[Mistake]]:
-    """Returns the parsed file with the overrides applied, the place of every value, and the mistakes in the overrides."""
+    """Returns the parsed file with the overrides applied, the file and line of every value, and the mistakes in the overrides.
+    Raises ConfigError, with these mistakes, if the file cannot be read."""
     problems = [Mistake(Place(text, is_override=True), _no_override(text, schema)) for text in malformed(overrides)]
     try:
         data, where = _read(path, schema)
@@ -224,7 +225,8 @@ def _read_sections(
 def _read_section(
     beside: dict[str, Any], section: type[Section], mark: FromFile, where: Locator, path: KeyPath
 ) -> dict[str, Any]:
-    """Returns the contents of the file that the table at `path` names, overridden by the keys beside its `path`."""
+    """Returns the contents of the file that the table at `path` names, overridden by the keys beside its `path`. Raises ConfigError
+    if there is no such file, or it cannot be read."""
     file, place = beside.pop("path"), where.place((*path, "path"))
     if not isinstance(file, str):
         problem = at(where, (*path, "path"), "expected the path of a TOML file, as a string", file)
@@ -324,8 +326,9 @@ def _in_directory(path: Path) -> str:
 
 
 def _read(path: Path, schema: type[Section], named_at: str = "") -> tuple[dict[str, Any], Locator]:
-    """Returns the parsed file `path`, meant to fit `schema`, and the place of every value. `named_at` is the file and line that
-    names `path`, empty if the user named it on the command line."""
+    """Returns the parsed file `path`, meant to fit `schema`, and the file and line of every value. `named_at` is the file and line
+    that names `path`, empty if the user named it on the command line. Raises ConfigError for a file that cannot be read or is no
+    TOML."""
     place = Place(str(path))
     by = f" (named at {named_at})" if named_at else ""
     if path.suffix in _DATA_SUFFIXES and path.is_file():

@@ -69,11 +69,11 @@ class _Kind:
         ]
 
     def find(self, named: str, path: Path) -> Path:
-        """Returns the file that `named` means: the packaged file of this name, else the file at `path`, where a name of the working
-        directory would lie. Raises UserError for a URL, an unknown name, and a name that two packages offer.
+        """Returns the file that `named` means: the packaged file of this name, else the file at `path`. Raises UserError for a URL,
+        an unknown name, a name that two packages offer, and a missing file that has the name of a packaged one.
 
-        A name that ends in .toml or has a separator always means the file at `path`, which is returned even if it does not exist:
-        with a packaged file instead, a command in the wrong directory would train another configuration.
+        A name that ends in .toml or has a separator always means the file at `path`, even if it does not exist: with a packaged
+        file instead, a command in the wrong directory would train another configuration.
         """
         if match := _URL.match(named):
             url = match[0] + "//" + named[match.end() :].lstrip("/")

@@ -126,7 +126,8 @@ class Registry:
 def load_object(kind: str, name: str) -> Any:
     """Imports and returns the object `package.module:Name`, searching as Python does, first in the working directory.
 
-    Raises UserError if it does not exist; `kind`, such as "tool", names its purpose in the message.
+    Raises MissingInputError, a UserError, if it does not exist or cannot be imported, and UserError for an object that only another
+    process has; `kind`, such as "tool", names its purpose in the message.
     """
     for handed_over in (_of_this_call.get() or {}, _handed_over):
         if name in handed_over:

@@ -306,7 +306,8 @@ class ChatTemplate:
 
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> list[tuple[int, int, int]]:
         """Finds the assistant's turns in a rendered conversation: start (after the opening of the turn), end, and index of the
-        message. Leaves out a turn whose opening in this text differs from its opening in a prompt."""
+        message. Leaves out a turn whose opening in this text differs from its opening in a prompt. Raises UserError for a turn that
+        does not end before the next message begins."""
         turns: list[tuple[int, int, int]] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or index == 0:

@@ -114,8 +114,8 @@ def tokenizer_of(file: GGUFFile) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Builds a byte-level BPE tokenizer; returns it, and whether a text begins with its `bos_token` unless the file says
-    otherwise."""
+    """Builds a byte-level BPE tokenizer; returns it, and whether a text begins with its `bos_token` unless the file says otherwise.
+    Raises UserError for an unknown rule of cutting, and for merges that do not fit the tokens."""
     name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in _RULES:
         raise UserError(
@@ -142,7 +142,8 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[tokenizers.Tokenizer
 
 def _sentence_piece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
     """Builds a SentencePiece BPE tokenizer. SentencePiece joins the pair whose token has the highest score; here each pair of
-    tokens that makes a token is a merge, ranked by that score."""
+    tokens that makes a token is a merge, ranked by that score. Raises UserError for scores or an unknown token that do not fit the
+    tokens."""
     scores = file.need("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {len(tokens)} tokens, and {len(scores)} scores; fetch the file again")

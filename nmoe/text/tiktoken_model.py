@@ -88,7 +88,7 @@ def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
 
 
 def _table(config: dict[str, Any], key: str, directory: Path) -> dict[str, Any]:
-    """Returns the table under a key of the configuration; empty if it is missing or null."""
+    """Returns the table under a key of the configuration; empty if it is missing or null. Raises UserError if it is no table."""
     found = config.get(key)
     if found is not None and not isinstance(found, dict):
         raise UserError(f"{directory / CONFIG}: {key} = {found!r} is not a table")
@@ -96,7 +96,8 @@ def _table(config: dict[str, Any], key: str, directory: Path) -> dict[str, Any]:
 
 
 def _ranks(path: Path) -> list[bytes]:
-    """Reads the bytes of each token, in the order of their ranks."""
+    """Reads the bytes of each token, in the order of their ranks. Raises UserError if the file is torn, or lacks a byte or a
+    rank."""
     found: dict[int, bytes] = {}
     try:
         for line in path.read_bytes().splitlines():

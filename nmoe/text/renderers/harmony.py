@@ -143,7 +143,8 @@ class HarmonyRenderer:
         return Message("tool", event.output, "commentary", recipient="assistant", name=f"{NAMESPACE}.{name}")
 
     def _append(self, sequence: Rendered, turn: _Turn) -> None:
-        """Appends a turn to a training sequence in the form in which a policy samples it, with the tools' answers in between."""
+        """Appends a turn to a training sequence in the form in which a policy samples it, with the tools' answers in between.
+        Raises UserError for a turn that ends with neither an answer nor a call."""
         for sampled, answers in turn.rounds:
             sequence.read(self._harmony.render_prompt([]))
             said = [message for message, _ in sampled]
