@@ -103,7 +103,7 @@ class RunConfig(Section):
 
 
 class AdaptableConfig(RunConfig):
-    """A run that trains either all weights or a LoRA adapter."""
+    """The configuration of a run that trains either all weights or a LoRA adapter."""
 
     lora: LoraSection | None = None
     """train an adapter; without it, all weights"""
@@ -125,7 +125,7 @@ class AdaptableConfig(RunConfig):
 
 
 class SupervisedConfig(AdaptableConfig):
-    """A run that learns from given examples (pretraining, SFT, DPO, reward models, verifiers)."""
+    """The configuration of a run that learns from given examples (pretraining, SFT, DPO, reward models, verifiers)."""
 
     eval: Array[PeriodSection] = ()
     """evaluation during the run, as [[eval]]"""
@@ -160,7 +160,8 @@ _OF_PROBES = frozenset({"engine", "sandbox"})
 
 
 class ProbedConfig(SupervisedConfig):
-    """A run that learns from given examples, and whose [[eval]] tables may also sample answers to an environment's problems."""
+    """The configuration of a run that learns from given examples, and whose [[eval]] tables may also sample answers to an
+    environment's problems."""
 
     eval: Array[ExamplesEvalSection] = ()
     """evaluations during the run, as [[eval]]: held-out examples, or problems of an environment"""
@@ -194,7 +195,7 @@ class ProbedConfig(SupervisedConfig):
 
 
 class PretrainConfig(ProbedConfig):
-    """A run of `nmoe pretrain`: [data] is required."""
+    """The configuration of `nmoe pretrain`: [data] is required."""
 
     data: DataSection
     """text to pretrain on"""
@@ -208,7 +209,7 @@ class PretrainConfig(ProbedConfig):
 
 
 class RecordsConfig(SupervisedConfig):
-    """A run that learns from [records], for run.steps or for records.epochs."""
+    """The configuration of a run that learns from [records], for run.steps or for records.epochs."""
 
     run: RecordsRunSection = RecordsRunSection()
     records: RecordsSection
@@ -230,7 +231,7 @@ class RecordsConfig(SupervisedConfig):
 
 
 class SFTConfig(ProbedConfig, RecordsConfig):
-    """A run of `nmoe sft`."""
+    """The configuration of `nmoe sft`: [records] is required."""
 
     # Said again, since of two bases with a [run] the first counts.
     run: RecordsRunSection = RecordsRunSection()
@@ -239,7 +240,7 @@ class SFTConfig(ProbedConfig, RecordsConfig):
 
 
 class PreferenceConfig(RecordsConfig):
-    """A run that learns from preference pairs."""
+    """The configuration of a run that learns from preference pairs."""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.records.kind not in (None, "preference"):
@@ -247,7 +248,7 @@ class PreferenceConfig(RecordsConfig):
 
 
 class DPOConfig(ProbedConfig, PreferenceConfig):
-    """A run of `nmoe dpo`."""
+    """The configuration of `nmoe dpo`: [records] is required."""
 
     # Said again, since of two bases with a [run] the first counts.
     run: RecordsRunSection = RecordsRunSection()
@@ -256,7 +257,7 @@ class DPOConfig(ProbedConfig, PreferenceConfig):
 
 
 class RewardConfig(PreferenceConfig):
-    """A run of `nmoe reward`."""
+    """The configuration of `nmoe reward`: [records] is required."""
 
     reward_model: RewardModelSection = RewardModelSection()
     """the loss of a reward model"""
@@ -265,7 +266,7 @@ class RewardConfig(PreferenceConfig):
 
 
 class VerifierConfig(SupervisedConfig):
-    """A run of `nmoe verifier`: [verifier] is required, and has defaults for all of its keys."""
+    """The configuration of `nmoe verifier`. [verifier] may be left out, since all of its keys have defaults."""
 
     verifier: VerifierSection = VerifierSection()
     """labelled steps that a verifier learns from"""
@@ -274,7 +275,7 @@ class VerifierConfig(SupervisedConfig):
 
 
 class RLConfig(AdaptableConfig):
-    """A run of `nmoe rl train`: [environment] is required."""
+    """The configuration of `nmoe rl train`: [environment] is required."""
 
     run: RLRunSection = RLRunSection()
     environment: Annotated[EnvironmentSettings, FromFile(find_environment)]
@@ -367,7 +368,7 @@ class RLConfig(AdaptableConfig):
 
 
 class SelfplayConfig(RunConfig):
-    """A run of `nmoe selfplay`: [selfplay] is required. It trains whole models."""
+    """The configuration of `nmoe selfplay`: [selfplay] is required. It trains whole models, without adapters."""
 
     run: SelfplayRunSection
     selfplay: SelfplaySection

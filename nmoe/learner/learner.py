@@ -158,7 +158,8 @@ class Learner:
             self._files = ShardedFiles()
 
     def forward_backward(self, batch: Batch, objective: Objective) -> Future[PassResult]:
-        """Runs the model on a batch and adds the objective's gradient to the gradient accumulated since the last `optim_step`."""
+        """Runs the model on a batch and adds the objective's gradient to the gradient accumulated since the last `optim_step`.
+        Returns loss and statistics (`PassResult`)."""
         return Done(joined(self.on_each_rank(partial(self._pass, objective), batch)))
 
     def on_each_rank(self, function: Callable[[MicroBatches], R], batch: Batch) -> list[R]:
@@ -200,8 +201,8 @@ class Learner:
     def optim_step(self) -> Future[StepResult]:
         """Takes an optimizer step on the accumulated gradient: clips it, updates the weights, moves the routers' load-balancing
         biases (not a frozen base's), requantises experts with a quantisation profile, advances the learning-rate schedule and
-        clears the gradient. After an overflow in fp16 it only halves the loss scale and clears the gradient. Raises DivergenceError
-        as `Optimizer.step` does."""
+        clears the gradient. After an overflow in fp16 it only halves the loss scale and clears the gradient. Returns the gradient
+        norm and the learning rate (`StepResult`). Raises DivergenceError as `Optimizer.step` does."""
         if self.ranks.size > 1:
             release(self.model)
             self.ranks.sum_gradients(self.optimizer.masters)  # FSDP sums the gradients of sharded parameters

@@ -147,7 +147,7 @@ class Optimizer:
 
     def step(self) -> StepResult:
         """Takes one AdamW step with gradient clipping, and clears the gradient. A step whose fp16 gradient overflowed is skipped,
-        and halves the loss scale.
+        and halves the loss scale. Returns the gradient norm and the learning rate (`StepResult`).
 
         Raises DivergenceError, with the weights unchanged, if the gradient is not finite for another reason than the loss scale.
         """
@@ -288,7 +288,7 @@ class Optimizer:
             self.adamw.state[mine] = {key: local(value) for key, value in states.items()}
 
     def _all(self) -> Iterable[tuple[str, Tensor, Tensor, Tensor]]:
-        """Yields for each trained parameter its name, the parameter, its master (see `_master`), and this rank's part of the
+        """Returns for each trained parameter its name, the parameter, its master (see `_master`), and this rank's part of the
         master."""
         return zip(self.names, self.parameters, self.masters, self.stepped, strict=True)
 

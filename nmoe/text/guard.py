@@ -60,9 +60,9 @@ class ContentGuard:
         return [self.value(one, breaker) for one in value] if isinstance(value, list | tuple) else value
 
     def text(self, content: str, breaker: str, by_assistant: bool = False) -> str:
-        """Puts a breaker inside every token name in the content, and at both ends, where the content could complete a name that the
-        template begins. White space at the ends stays outside, because templates trim it. Content that is only white space is not
-        changed. If the text is written `by_assistant`, tags of reasoning and calls are not broken up."""
+        """Returns the content with a breaker inside every token name, and at both ends, where the content could complete a name
+        that the template begins. White space at the ends stays outside, because templates trim it. Content that is only white space
+        is not changed. If the text is written `by_assistant`, tags of reasoning and calls are not broken up."""
         core = content.strip()
         if not core:
             return content

@@ -123,7 +123,8 @@ class PolicyLossSection(Section):
 
     @property
     def clip_range(self) -> tuple[float | None, float]:
-        """The lower and upper clip bound of the loss, with the loss's defaults filled in."""
+        """The lower and upper clip bound of the loss, with the loss's defaults filled in. The lower one is None for cispo, which
+        has none."""
         low, high = CLIP_DEFAULTS.get(self.loss, CLIP_DEFAULTS["clip"])
         return self.clip_low if self.clip_low is not None else low, self.clip_high or high
 

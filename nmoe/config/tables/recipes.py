@@ -129,7 +129,7 @@ class RecordsSection(DatasetSettings):
 
     @property
     def held_out_dataset(self) -> DatasetSettings | None:
-        """The records to evaluate on, if they come from another path or split."""
+        """The records to evaluate on, if they come from another path or split; otherwise None."""
         if self.held_out_path is None and self.held_out_split is None:
             return None
         source: dict[str, object] = {} if self.held_out_path is None else {"path": self.held_out_path, "data_files": ()}

@@ -70,7 +70,8 @@ class PrefillAttention:
             self.later.append((piece, cache.attention.gather_index(held[None])))
 
     def recur(self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
-        """Runs a recurrent layer: new sequences from an empty state, the others from their cached states."""
+        """Runs a recurrent layer and returns its outputs, `[T, H, U]`: new sequences begin from an empty state, the others from
+        their cached states."""
         fresh = 0 if self.packed is None else len(self.packed.lengths)
         return self.recurrence(layer, x_TW, decay_TH, beta_TH, self.exact, fresh)
 
@@ -103,7 +104,8 @@ class PrefillAttention:
     def attend_latents(
         self, layer: AttentionLayer, q_THC: Tensor, latents_TL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
-        """Attends to keys and values made from the latents of all positions, as the learner makes them."""
+        """Writes the latents to the cache, attends to keys and values made from the latents of all positions, as the learner makes
+        them, and returns the results, `[T, H, U]`."""
         self.cache.latents.write_latents(layer.index, self.key_index, latents_TL)
         parts = []
         if self.packed is not None:
@@ -218,8 +220,9 @@ class DecodeAttention:
     def attend_latents(
         self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
-        """Attends to the latents themselves: queries are projected to them and sums projected back, so that no key is made. Exact
-        numerics make keys and values of all positions, as the learner does, which is slow."""
+        """Writes the latents to the cache, attends to the cached latents themselves, and returns the results, `[B, H, U]`: queries
+        are projected to the latents and sums projected back, so that no key is made. Exact numerics make keys and values of all
+        positions, as the learner does, which is slow."""
         self.cache.latents.write_latents(layer.index, self.key_index, latents_BL)
         if not self.exact:
             return block.from_latents(self._gathered(layer, block.to_latents(q_BHC), block.latent.kv_rank))
@@ -240,7 +243,7 @@ class DecodeAttention:
         return torch.cat(parts)
 
     def recur(self, layer: RecurrentLayer, x_BW: Tensor, decay_BH: Tensor, beta_BH: Tensor) -> Tensor:
-        """Runs one token of every sequence through a recurrent layer."""
+        """Runs one token of every sequence through a recurrent layer, and returns the outputs, `[B, H, U]`."""
         return self.recurrence(layer, x_BW, decay_BH, beta_BH, self.exact)
 
     def _gathered(self, layer: AttentionLayer, q_BHC: Tensor, width: int) -> Tensor:

@@ -117,7 +117,7 @@ class KeyValueCache(_InBlocks):
         return put(heads.reshape(-1), self.device)
 
     def gather(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Returns copies of the keys `[rows * J, M * P, C]` and values `[rows * J, M * P, U]` of so many sequences, in the order of
+        """Returns copies of the keys `[rows * J, M * P, C]` and values `[rows * J, M * P, U]` of `rows` sequences, in the order of
         positions."""
         heads, row = rows * self.kv_heads, self.rows[layer]
         k = self._key_blocks[row].index_select(0, index).view(heads, -1, self.keys.shape[-1])

@@ -52,7 +52,7 @@ class PagedDecodeAttention:
         return ops_for(q_BHC).paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, *rows)
 
     def recur(self, layer: RecurrentLayer, x_BW: Tensor, decay_BH: Tensor, beta_BH: Tensor) -> Tensor:
-        """Runs one token of every sequence through a recurrent layer."""
+        """Runs one token of every sequence through a recurrent layer, and returns the outputs, `[B, H, U]`."""
         states = self.cache.states
         assert states is not None, "the model has a recurrent layer"
         state = states.read(layer.index, self.state_slots_B)

@@ -90,9 +90,9 @@ class LLMEngine:
         return self._queue(request, on_token, on_sample)
 
     def add_scoring(self, token_ids: Iterable[int], temperature: float, request_id: str) -> SequenceGroup:
-        """Queues tokens to be scored: the group's `scores` will hold the log-probability of each token but the first, given those
-        before it. Raises UserError for fewer than two tokens, for temperature 0, if they can never fit, and as `add` for an id in
-        use."""
+        """Queues tokens to be scored, and returns their group, whose `scores` will hold the log-probability of each token but the
+        first, given those before it. Raises UserError for fewer than two tokens, for temperature 0, if they can never fit, and as
+        `add` for an id in use."""
         settings = Sampling(max_new_tokens=0, temperature=temperature)
         request = Request(tuple(token_ids), 0, settings, request_id)
         if len(request.prompt_ids) < 2 or temperature == 0:

@@ -171,7 +171,7 @@ class Runner:
         return self._sample(self.model.logits(x_BD), slots)
 
     def _sample(self, logits_BV: Tensor, slots: slice) -> Sampled:
-        """Draws each sequence's next token and records it in the running batch."""
+        """Draws each sequence's next token, records it in the running batch, and returns the tokens."""
         running = self.running
         columns = SamplingColumns(
             running["temperature"][slots],

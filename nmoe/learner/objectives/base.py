@@ -121,7 +121,7 @@ def ratio(log_ratio_N: Tensor) -> Tensor:
 
 
 def sequence_means(values_N: Tensor, sequence_N: Tensor) -> Tensor:
-    """Replaces each token's value by the mean over its sequence, `[N]`."""
+    """Returns for each token the mean of the values over its sequence, `[N]`."""
     sequences = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
     sums_B = sequence_sums(values_N, sequence_N, sequences)
     counts_B = sequence_sums(torch.ones_like(values_N), sequence_N, sequences)
