@@ -22,27 +22,27 @@ _REQUIRED = object()
 def decode_request(body: Any) -> tuple[Request, bool]:
     """Returns the request of a body, and whether its tokens are to be streamed. Raises UserError for a body that is not
     of this form."""
-    _check_names(body, "the body", _TOP)
+    check_names(body, "the body", _TOP)
     given = body.get("sampling_params")
-    _check_names(given, "sampling_params", _PARAMS)
+    check_names(given, "sampling_params", _PARAMS)
     for name, values in _FIXED.items():
         if given.get(name) not in (None, *values):
             raise UserError(f"{name} = {shown(given[name])}: this server samples with {name} = {values[0]} alone")
-    temperature, top_p = (_take(given, name, (int, float), 1.0) for name in ("temperature", "top_p"))
-    top_k = _take(given, "top_k", int, 0)
+    temperature, top_p = (take(given, name, (int, float), 1.0) for name in ("temperature", "top_p"))
+    top_k = take(given, "top_k", int, 0)
     sampling = Sampling(
-        _take(given, "max_tokens", int),
+        take(given, "max_tokens", int),
         temperature,
         top_p,
         0 if top_k == -1 else top_k,
-        tuple(_take_ids(given, "stop_token_ids", [])),
-        _take(given, "seed", int) % 2**64,
+        tuple(take_ids(given, "stop_token_ids", [])),
+        take(given, "seed", int) % 2**64,
     )
-    prompt_ids, samples = tuple(_take_ids(body, "token_ids")), _take(given, "n", int, 1)
-    return Request(prompt_ids, samples, sampling, _take(body, "request_id", str)), _take(body, "stream", bool, False)
+    prompt_ids, samples = tuple(take_ids(body, "token_ids")), take(given, "n", int, 1)
+    return Request(prompt_ids, samples, sampling, take(body, "request_id", str)), take(body, "stream", bool, False)
 
 
-def _check_names(table: Any, what: str, known: Collection[str]) -> None:
+def check_names(table: Any, what: str, known: Collection[str]) -> None:
     if not isinstance(table, dict):
         raise UserError(f"{what} = {shown(table)}: must be a JSON object")
     if unknown := sorted(table.keys() - set(known)):
@@ -51,7 +51,7 @@ def _check_names(table: Any, what: str, known: Collection[str]) -> None:
         )
 
 
-def _take(table: dict[str, Any], name: str, kind: Any, default: Any = _REQUIRED) -> Any:
+def take(table: dict[str, Any], name: str, kind: Any, default: Any = _REQUIRED) -> Any:
     """Returns a value of a table, or its default where it is missing or null. Raises UserError for another type."""
     value = table.get(name)
     if value is None:
@@ -65,8 +65,8 @@ def _take(table: dict[str, Any], name: str, kind: Any, default: Any = _REQUIRED)
         raise UserError(f"{name} = {shown(value)}: is too large") from None
 
 
-def _take_ids(table: dict[str, Any], name: str, default: Any = _REQUIRED) -> list[int]:
-    ids: list[int] = _take(table, name, list, default)
+def take_ids(table: dict[str, Any], name: str, default: Any = _REQUIRED) -> list[int]:
+    ids: list[int] = take(table, name, list, default)
     if not all(type(one) is int for one in ids):
         raise UserError(f"{name} = {shown(ids)}: must be a list of token ids")
     return ids

@@ -1,0 +1,216 @@
+"""Takes new weights for a served model: from files, by broadcast, or as an adapter.
+
+An update is one whole set of tensors, under the names of a checkpoint, with the SHA-256 of each. Nothing of the model changes
+before all of them have arrived as they were sent. After an update that failed, the engine samples nothing until one has succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.server.requests import check_names, take
+from nmoe.errors import InfrastructureError, UserError
+from nmoe.model.families import family_of, native
+from nmoe.model.families.base import fill
+from nmoe.model.lora import Lora
+from nmoe.model.peft_format import WEIGHTS, resume_adapter
+from nmoe.model.shards import open_tensors
+from nmoe.model.transformer import Transformer
+
+_INIT = ("host", "port", "rank", "world_size", "timeout_s")
+_UPDATE = ("transport", "names", "digests", "path", "dtypes", "shapes")
+_HOW = "send a whole one: /start_weight_update, /update_weights, /finish_weight_update"
+_SHOWN = 5
+
+
+class StateError(UserError):
+    """The server cannot do this in its present state."""
+
+
+class Weights:
+    """The weights of a served model, and their version. `unusable` says why nothing can be sampled by them, or is empty."""
+
+    def __init__(self, engine: NativeEngine, model: Transformer, lora: Lora | None) -> None:
+        self._engine, self._model, self._lora = engine, model, lora
+        self.version, self.unusable = 0, ""
+        self._started = self._arrived = False
+        self._group: Any = None
+
+    def check_usable(self) -> None:
+        if self.unusable:
+            raise StateError(f"the weights cannot be used: {self.unusable}")
+
+    async def join(self, info: Any) -> None:
+        """Joins the sender's process group, for the transport "group"; other transports need none, and no `host`."""
+        check_names(info, "init_info", _INIT)
+        self._group = None
+        if not (host := take(info, "host", str, "")):
+            return
+        port, rank, size = (take(info, name, int) for name in ("port", "rank", "world_size"))
+        timeout = timedelta(seconds=take(info, "timeout_s", (int, float), 300.0))
+        try:
+            self._group = await asyncio.to_thread(_joined, host, port, rank, size, timeout, self._device)
+        except (RuntimeError, ValueError) as error:
+            raise InfrastructureError(f"no process group with {host}:{port}: {_first_line(error)}") from None
+
+    def start(self) -> None:
+        self._started, self._arrived = True, False
+        self.unusable = "an update has begun and has not finished"
+
+    async def update(self, info: Any) -> None:
+        """Takes a whole set of tensors into the model. The engine must be paused."""
+        if not self._started:
+            raise StateError("no update has begun; call /start_weight_update first")
+        self._arrived = False
+        try:
+            check_names(info, "update_info", _UPDATE)
+            transport, names, digests = take(info, "transport", str), _texts(info, "names"), _texts(info, "digests")
+            tensors = await asyncio.to_thread(self._received, transport, info, names)
+            await asyncio.to_thread(_check, tensors, names, digests)
+            await self._engine.between_steps(partial(self._put, transport, info, tensors))
+        except Exception as error:
+            self._started = False
+            self.unusable = f"the last update failed ({_first_line(error)}); {_HOW}"
+            raise
+        self._arrived = True
+
+    async def finish(self, version: str) -> None:
+        """Makes the engine sample by the weights that have arrived, under their version."""
+        if not self._arrived:
+            raise StateError(f"no weights have arrived since an update began; {_HOW}")
+        if not (version.isascii() and version.isdecimal()):
+            raise UserError(f"weight_version = {version!r}: must be a whole number as text, such as '7'")
+        await self._engine.update_weights(self._model, int(version), recompute=True)
+        self._started = self._arrived = False
+        self.version, self.unusable = int(version), ""
+
+    @property
+    def _device(self) -> torch.device:
+        return self._model.embedding.weight.device
+
+    def _received(self, transport: str, info: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
+        if transport == "group":
+            return self._broadcast(info, names)
+        path = Path(take(info, "path", str))
+        if transport == "adapter":
+            try:
+                return load_file(path / WEIGHTS)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path / WEIGHTS}: cannot be read: {error}") from None
+        if transport != "disk":
+            raise UserError(f"transport = {transport!r}: must be 'disk', 'group' or 'adapter'")
+        stored = open_tensors(path)
+        return {name: stored.read(name) for name in stored.files}
+
+    def _broadcast(self, info: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
+        """Receives every tensor, wrong ones too, so that the sender does not wait for this server."""
+        if self._group is None:
+            raise StateError("transport = 'group' needs a process group; call /init_weight_transfer_engine first")
+        dtypes, shapes = _texts(info, "dtypes"), take(info, "shapes", list)
+        tensors = {}
+        try:
+            for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+                self._group.broadcast(tensor, 0).wait()
+                tensors[name] = tensor
+        except RuntimeError as error:
+            self._group = None
+            raise InfrastructureError(f"the broadcast broke off: {_first_line(error)}") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"update_info: dtypes or shapes do not fit the names: {error}") from None
+        return tensors
+
+    def _put(self, transport: str, info: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        if (transport == "adapter") != (self._lora is not None):
+            of = "an adapter on its base" if self._lora is not None else "a whole model"
+            raise UserError(
+                f"transport = {transport!r}: this server was started on {of}, and takes weights of this kind"
+            )
+        if self._lora is not None:
+            resume_adapter(self._lora, Path(info["path"]))
+            return
+        config = self._model.config
+        family = native if "embedding.weight" in tensors else family_of(config)
+        buffers = [name for name, _ in self._model.named_buffers()]
+        with torch.no_grad():
+            fill(self._model.state_dict(), family, config, _Received(tensors), buffers)
+
+
+class _Received:
+    """Received tensors in the form that the loader of checkpoints reads."""
+
+    listing = Path("update")
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.files = dict.fromkeys(tensors, self.listing)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self._tensors[name].dtype
+
+    def dtype_name(self, name: str) -> str:
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+    def nbytes(self, name: str) -> int:
+        return self._tensors[name].nbytes
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        return self._tensors[name] if rows is None else self._tensors[name][rows]
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Returns the SHA-256 of a tensor's bytes, in hexadecimal."""
+    return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def _check(tensors: dict[str, Tensor], names: Sequence[str], digests: Sequence[str]) -> None:
+    """Raises UserError unless each name was sent once and has arrived with its digest."""
+    if len(names) != len(digests):
+        raise UserError(f"update_info has {len(names)} names and {len(digests)} digests; each name has one")
+    if not names:
+        raise UserError("update_info has no names: an update is a whole set of weights")
+    faults = [f"{name} is named twice" for name in {name for name in names if names.count(name) > 1}]
+    faults += [f"{name} is missing" for name in sorted(set(names) - set(tensors))]
+    faults += [f"{name} is not among the names" for name in sorted(set(tensors) - set(names))]
+    if not faults:
+        pairs = zip(names, digests, strict=True)
+        faults = [
+            f"{name} has another digest than was sent" for name, digest in pairs if digest_of(tensors[name]) != digest
+        ]
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise UserError(f"update refused: {'; '.join(faults[:_SHOWN])}{more}")
+
+
+def _joined(host: str, port: int, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
+    store = dist.PrefixStore("nmoe", dist.TCPStore(host, port, size, False, timeout))
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _texts(table: dict[str, Any], name: str) -> list[str]:
+    texts: list[str] = take(table, name, list)
+    if not all(isinstance(one, str) for one in texts):
+        raise UserError(f"{name}: must be a list of texts")
+    return texts
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
