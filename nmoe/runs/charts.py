@@ -35,12 +35,13 @@ def chart(
     curves: Mapping[int, Sequence[Point]],
     log: bool = False,
     bars: Mapping[int, Sequence[tuple[float, float, float]]] | None = None,
+    percent: bool = False,
 ) -> str:
     """Draws curves over the steps as an `<svg>`, the curve `n` in the n-th colour; "" without a point. Values that are not finite
     are left out.
 
-    bars: intervals `(step, low, high)` of a curve's points. log: a logarithmic scale, if all values are positive. A curve of more
-    than 400 points is drawn through the means of consecutive points.
+    bars: intervals `(step, low, high)` of a curve's points. log: a logarithmic scale, if all values are positive. percent: values
+    are rates, whose axis is in percent. A curve of more than 400 points is drawn through the means of consecutive points.
     """
     curves = {number: [point for point in curve if _drawable(*point)] for number, curve in curves.items()}
     bars = {number: [bar for bar in rows if _drawable(*bar)] for number, rows in (bars or {}).items()}
@@ -66,8 +67,9 @@ def chart(
     ]
     for tick in _ticks(low, high):
         value = 10**tick if log else tick
+        mark = f"{100 * value:.3g}%" if percent else f"{value:.3g}"
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}" class="grid"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(value)}" class="tick end">{value:.3g}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(value)}" class="tick end">{mark}</text>')
     for step in dict.fromkeys((first, last)):
         anchor = "end" if step == last > first else "start"
         parts.append(f'<text x="{x(step)}" y="{_HEIGHT - 14}" class="tick" text-anchor="{anchor}">{step:g}</text>')

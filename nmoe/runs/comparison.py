@@ -12,7 +12,7 @@ from nmoe.config.listing import columns
 from nmoe.config.modes import why_not_comparable
 from nmoe.errors import UserError
 from nmoe.runs.provenance import resumptions
-from nmoe.runs.record import RunRecord, interval_of, read_run
+from nmoe.runs.record import RunRecord, form_of, interval_of, read_run
 from nmoe.runs.report import SUMMARY, markdown_table
 from nmoe.statistics import (
     Estimate,
@@ -164,8 +164,9 @@ def _evaluation_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator
         else:
             values, other = ([result["value"] for result in group] for group in (of_a, of_b))
             interval = _over_runs(a, b, values, other, is_share(of_a[0]))
-        difference = _difference(means[1] - means[0], *interval)
-        yield f"{kind[0]} on {kind[1]}", f"{means[0]:.4g}", f"{means[1]:.4g}", difference
+        form = form_of(of_a[0])
+        difference = _difference(means[1] - means[0], *interval, form)
+        yield f"{kind[0]} on {kind[1]}", f"{means[0]:{form}}", f"{means[1]:{form}}", difference
 
 
 def _modes_apart(
@@ -228,8 +229,8 @@ def _present(values: Any) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def _difference(value: float, interval: Interval | None, how: str) -> str:
-    return f"{value:+.4g}" + (f" [{interval.low:+.4g}, {interval.high:+.4g}] {how}" if interval else "")
+def _difference(value: float, interval: Interval | None, how: str, form: str = ".4g") -> str:
+    return f"{value:+{form}}" + (f" [{interval.low:+{form}}, {interval.high:+{form}}] {how}" if interval else "")
 
 
 _HEADER = ("experiment", "seeds", "steps", "result", "median", "worst", "mean [95%]", "machine", "commit")
@@ -266,8 +267,8 @@ def _rows(group: Sequence[RunRecord]) -> Iterator[list[str]]:
         found, seeds = [result for result, _ in evaluated], [seed for _, seed in evaluated]
         values = [float(result["value"]) for result in found]
         worst = max(values) if found[0].get("lower_is_better") else min(values)
-        middle = f"{median(values):.4g}"
-        row = [f"{mode} on {dataset}", middle, f"{worst:.4g}", _mean(values, seeds, found[0])]
+        form = form_of(found[0])
+        row = [f"{mode} on {dataset}", f"{median(values):{form}}", f"{worst:{form}}", _mean(values, seeds, found[0])]
         yield [name, str(len(set(seeds))), str(group[0].last_step), *row, _machine(group), _commit(group)]
 
 
@@ -278,7 +279,8 @@ def _mean(values: Sequence[float], seeds: Sequence[Any], result: dict[str, Any])
     if len(set(seeds)) > 1:
         estimate = mean_interval(*by_cluster(values, seeds))
         interval = (within_share(estimate) if is_share(result) else estimate).interval
-    return f"{fmean(values):.4g}" + (f" [{interval.low:.4g}, {interval.high:.4g}]" if interval else "")
+    form = form_of(result)
+    return f"{fmean(values):{form}}" + (f" [{interval.low:{form}}, {interval.high:{form}}]" if interval else "")
 
 
 def _machine(group: Sequence[RunRecord]) -> str:

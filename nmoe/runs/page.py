@@ -4,20 +4,19 @@ Everything that models and programs wrote is escaped and shown as text, and the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.runs.charts import COLOURS, Point, chart, text
-from nmoe.runs.comparison import NOT_COMPARED
+from nmoe.runs.comparison import NOT_COMPARED, is_share
 from nmoe.runs.provenance import resumptions
-from nmoe.runs.record import RunRecord, interval_of, read_run
+from nmoe.runs.record import RunRecord, interval_of, read_run, value_of
 from nmoe.runs.report import PLOTS
 from nmoe.runs.samples import heading_of, latest_samples, prompt_of, reasons, shortened
 from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import changed_keys, headline
-from nmoe.statistics import Interval
 
 _SAMPLE_CHARACTERS = 6000
 _ALERTS = 50
@@ -94,35 +93,33 @@ def _runs(runs: Sequence[RunRecord]) -> str:
 
 
 def _evaluations(runs: Sequence[RunRecord]) -> str:
-    kinds: dict[tuple[str, str], dict[int, list[tuple[int, float, Interval | None]]]] = {}
+    kinds: dict[tuple[str, str], dict[int, list[tuple[int, Mapping[str, Any]]]]] = {}
     rows = []
     for number, run in enumerate(runs):
         for record in run.evaluations:
             for result in record["results"]:
                 of_run = kinds.setdefault((result["mode"], result["dataset"]), {}).setdefault(number, [])
-                of_run.append((record["step"], float(result["value"]), interval_of(result)))
+                of_run.append((record["step"], result))
     for (mode, dataset), by_run in kinds.items():
-        for number, values in by_run.items():
-            best, last = max(values, key=lambda row: row[1]), values[-1]
-            cells = [
-                f"{value:.4g}" + (f" [{bounds.low:.4g}, {bounds.high:.4g}]" if bounds else "") + f" at step {step}"
-                for step, value, bounds in (values[0], best, last)
-            ]
+        for number, found in by_run.items():
+            best = max(found, key=lambda pair: pair[1]["value"] if is_share(pair[1]) else -pair[1]["value"])
+            cells = [f"{value_of(result)} at step {step}" for step, result in (found[0], best, found[-1])]
             rows.append([_key(number) + _name(runs[number]), text(f"{mode} on {dataset}"), *map(text, cells)])
     if not rows:
         return ""
     charts = [
         chart(
             f"{mode} on {dataset}, 95% intervals",
-            {number: [(step, value) for step, value, _ in values] for number, values in by_run.items()},
+            {number: [(step, float(result["value"])) for step, result in found] for number, found in by_run.items()},
             bars={
-                number: [(step, bounds.low, bounds.high) for step, _, bounds in values if bounds]
-                for number, values in by_run.items()
+                number: [(step, bounds.low, bounds.high) for step, result in found if (bounds := interval_of(result))]
+                for number, found in by_run.items()
             },
+            percent=all(is_share(result) for found in by_run.values() for _, result in found),
         )
         for (mode, dataset), by_run in list(kinds.items())[:1]
     ]
-    return _table(["run", "evaluation", "first", "highest", "last"], rows) + "".join(charts)
+    return _table(["run", "evaluation", "first", "best", "last"], rows) + "".join(charts)
 
 
 def _curves(runs: Sequence[RunRecord]) -> str:

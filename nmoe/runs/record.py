@@ -120,6 +120,17 @@ def interval_of(result: Mapping[str, Any]) -> Interval | None:
     return Interval(float(result["low"]), float(result["high"])) if "low" in result else None
 
 
+def form_of(result: Mapping[str, Any]) -> str:
+    """Returns the format of the values of an evaluation: percent for rates, which all evaluations are except losses."""
+    return ".4g" if result.get("lower_is_better") else ".1%"
+
+
+def value_of(result: Mapping[str, Any]) -> str:
+    """Formats the value of an evaluation with its interval, if it has one: `95.0% [91.0%, 97.3%]`."""
+    form, interval = form_of(result), interval_of(result)
+    return f"{result['value']:{form}}" + (f" [{interval.low:{form}}, {interval.high:{form}}]" if interval else "")
+
+
 def _alerts(file: Path) -> list[dict[str, Any]]:
     alerts = read_lines(file)
     for alert in alerts:

@@ -12,7 +12,7 @@ from nmoe.runs import CHARACTERS, PROBLEMS
 from nmoe.runs.charts import plot_curves
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.provenance import read_provenance, resumptions
-from nmoe.runs.record import interval_of, read_evaluations
+from nmoe.runs.record import form_of, interval_of, read_evaluations
 from nmoe.runs.record_links import refuse_missing
 from nmoe.runs.samples import answer_lines, how_ended, latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically
@@ -186,8 +186,8 @@ def _evaluations_table(directory: Path) -> str:
             result["mode"],
             result["dataset"],
             result["problems"],
-            f"{result['value']:.3f}",
-            f"{interval.low:.3f} to {interval.high:.3f}" if (interval := interval_of(result)) else "",
+            f"{result['value']:{(form := form_of(result))}}",
+            f"{interval.low:{form}} to {interval.high:{form}}" if (interval := interval_of(result)) else "",
             how_ended(result),
         ]
         for record in read_evaluations(directory)

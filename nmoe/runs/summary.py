@@ -16,7 +16,7 @@ from nmoe.parsing import json_of
 from nmoe.runs.directory import flat_keys
 from nmoe.runs.ledger import decisive_results, probe_values, read_lines
 from nmoe.runs.provenance import resumptions
-from nmoe.runs.record import RunRecord, find_runs, interval_of, read_run
+from nmoe.runs.record import RunRecord, find_runs, form_of, read_run, value_of
 from nmoe.runs.samples import how_ended
 
 # The first of these that a run has is shown in the list.
@@ -89,12 +89,10 @@ def _evaluations(run: RunRecord) -> Iterator[str]:
 
 
 def result_line(result: Mapping[str, Any]) -> str:
-    """Returns an evaluation's result as a line: `greedy_pass@1 on sort: 0.950 [0.910, 0.973] of 200, 3 of 200 were cut at 64 new
+    """Returns an evaluation's result as a line: `greedy_pass@1 on sort: 95.0% [91.0%, 97.3%] of 200, 3 of 200 were cut at 64 new
     tokens`."""
-    interval = interval_of(result)
-    shown = f"{result['value']:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval else "")
     ended = how_ended(result)
-    return f"{result['mode']} on {result['dataset']}: {shown} of {result['problems']}{f', {ended}' if ended else ''}"
+    return f"{result['mode']} on {result['dataset']}: {value_of(result)} of {result['problems']}{f', {ended}' if ended else ''}"
 
 
 # Metrics of progress, for the summary of a run without evaluations.
@@ -149,10 +147,7 @@ def headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping
     values = {step: value for step, value in probe_values(evaluations).items() if step > 0} or {last: 0.0}
     best = max(values, key=lambda step: (values[step], step))
     since = "" if first == last else f"{_value(before)} at step {first} -> "
-    form = ".4g" if after.get("lower_is_better") else ".1%"
-    interval = interval_of(after)
-    between = f" [{interval.low:{form}}, {interval.high:{form}}]" if interval else ""
-    now = f"{_value(after)}{between} of {after['problems']:,} at step {last}"
+    now = f"{value_of(after)} of {after['problems']:,} at step {last}"
     ended = f", {ended}" if (ended := how_ended(after)) else ""
     highest = "" if best in (first, last) else f"; best {_value(results[best])} at step {best}"
     return f"{after['mode']} on {after['dataset']}: {since}{now}{ended}{highest}"
@@ -172,8 +167,7 @@ def _evaluated(directory: Path) -> Iterator[str]:
 
 
 def _value(result: Mapping[str, Any]) -> str:
-    value: float = result["value"]
-    return f"{value:.4g}" if result.get("lower_is_better") else f"{value:.1%}"
+    return f"{result['value']:{form_of(result)}}"
 
 
 def _measured(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -152,8 +152,10 @@ def test_overrides_are_checked_and_count_as_changes(repository: Path) -> None:
 def test_runs_of_one_seed_and_a_run_named_twice_are_no_independent_draws(repository: Path) -> None:
     for name, value in (("a", 0.5), ("b", 0.7)):
         make_run(Path("runs") / name, 0, value)
-    assert "| a | 1 | 3 | greedy on sort | 0.5 | 0.5 | 0.5 [0.4, 0.6] |" in results_table(["runs/a", "runs/../runs/a"])
-    assert "| a and 1 more | 1 | 3 | greedy on sort | 0.6 | 0.5 | 0.6 |" in results_table(["runs/*"])
+    assert "| a | 1 | 3 | greedy on sort | 50.0% | 50.0% | 50.0% [40.0%, 60.0%] |" in results_table(
+        ["runs/a", "runs/../runs/a"]
+    )
+    assert "| a and 1 more | 1 | 3 | greedy on sort | 60.0% | 50.0% | 60.0% |" in results_table(["runs/*"])
 
 
 def test_results_are_written_into_the_entry_of_the_branch(repository: Path) -> None:
@@ -180,13 +182,13 @@ def test_a_row_of_the_table_is_an_experiment_over_its_seeds(repository: Path) ->
     assert results_table(["runs/*"]) == (
         "| experiment | seeds | steps | result | median | worst | mean [95%] | machine | commit |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
-        "| base-0 and 2 more | 3 | 3 | greedy on sort | 0.7 | 0.5 | 0.7 [0.1797, 0.9613] "
+        "| base-0 and 2 more | 3 | 3 | greedy on sort | 70.0% | 50.0% | 70.0% [18.0%, 96.1%] "
         "| EPYC, 2 threads | abcdef0123, abcdef0123+ |\n"
-        "| wide | 1 | 3 | greedy on sort | 0.8 | 0.8 | 0.8 [0.7, 0.9] | EPYC, 2 threads | abcdef0123 |\n"
+        "| wide | 1 | 3 | greedy on sort | 80.0% | 80.0% | 80.0% [70.0%, 90.0%] | EPYC, 2 threads | abcdef0123 |\n"
     )
     with Path("runs/wide/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "held_out')  # torn by a kill
-    assert "| wide | 1 | 3 | greedy on sort | 0.8 |" in results_table(["runs/wide"])
+    assert "| wide | 1 | 3 | greedy on sort | 80.0% |" in results_table(["runs/wide"])
     (Path("runs/wide/eval") / "step_000003.json").unlink()
     with pytest.raises(UserError, match="runs/wide: has no evaluation"):
         results_table(["runs/wide"])
@@ -211,7 +213,7 @@ def test_a_row_of_the_table_is_an_experiment_over_its_seeds(repository: Path) ->
             "changed: `optimizer.learning_rate` from 0.01 to 0.5",
         ),
         ("log", ["runs/one", "--lesson", "y"], "results of attempt-01-base in research_log.md"),
-        ("table", ["runs/one"], "| one | 1 | 3 | greedy on sort | 0.5 |"),
+        ("table", ["runs/one"], "| one | 1 | 3 | greedy on sort | 50.0% |"),
     ],
 )
 def test_the_verbs(

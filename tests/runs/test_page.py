@@ -85,13 +85,31 @@ def test_it_holds_the_runs_side_by_side(page: Path) -> None:
     assert headings == ["Runs", "Evaluations", "Curves", "Alerts", "Samples", "Provenance", "Configuration"]
     text = " ".join(read.text.split())
     assert "optimizer.learning_rate 0.01 0.02" in text
-    assert "0.5 [0.25, 0.75] at step 3" in text
+    assert "50.0% [25.0%, 75.0%] at step 3" in text
+    assert [shown for shown in re.findall(r"([\d.]+%?)</text>", page.read_text()) if "%" in shown] == [
+        "0%",
+        "20%",
+        "40%",
+        "60%",
+    ]
     assert "cut at the limit raise it" in text
     assert "code.diff" in text
     lines = [attrs["points"] for tag, attrs in read.tags if tag == "polyline"]
     assert len(lines) == 4, "an evaluation and a loss of each run"
     # Steps 1 to 3 over 62 to 550, and values 0 to 4 over 226 to 28.
     assert lines[2:] == ["62.0,28.0 306.0,28.0 550.0,127.0", "62.0,28.0 306.0,28.0 550.0,176.5"]
+
+
+def test_losses_are_no_percentages_and_the_lowest_is_the_best(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "base", 0.01, 2.0)
+    for step, value in ((3, 2.5), (4, 1.25), (5, 3.0)):
+        loss = {"mode": "held_out_loss", "dataset": "d", "problems": 9, "value": value, "lower_is_better": True}
+        (run / f"eval/step_{step:06}.json").write_text(json.dumps({"step": step, "results": [loss]}))
+    page = write_page([run], tmp_path / "loss.html").read_text()
+    text = " ".join(Strict(page).text.split())
+    assert "run evaluation first best last base held_out_loss on d 2.5 at step 3 1.25 at step 4 3 at step 5" in text
+    assert ">1</text>" in page
+    assert "%</text>" not in page
 
 
 def test_it_asks_for_nothing_and_runs_nothing(page: Path) -> None:

@@ -57,8 +57,8 @@ def test_the_report_holds_the_numbers_of_the_run(run: Path) -> None:
     assert lines[0] == "# Run demo"
     assert "20 steps are recorded, 1 to 20." in lines
     assert "| reward_mean | 0.15 | 0.9 | 0.05 | 1 |" in lines  # means of 1..5 and of 16..20, over 20
-    assert "| 0 | greedy_pass@1 | arithmetic | 200 | 0.100 | 0.050 to 0.150 |" in lines
-    assert "| 20 | greedy_pass@1 | arithmetic | 200 | 0.850 | 0.800 to 0.900 |" in lines
+    assert "| 0 | greedy_pass@1 | arithmetic | 200 | 10.0% | 5.0% to 15.0% |" in lines
+    assert "| 20 | greedy_pass@1 | arithmetic | 200 | 85.0% | 80.0% to 90.0% |" in lines
     assert "| time_rollout_s | 60.0 | 60.0% |" in lines
     assert "| time_learn_s | 20.0 | 20.0% |" in lines
     assert "| time_step_s (whole steps) | 100.0 |  |" in lines
@@ -79,8 +79,8 @@ def test_how_evaluations_failed_and_what_was_answered(run: Path) -> None:
     }
     file.write_text(json.dumps(record))
     text = write_report(run).read_text()
-    assert "| 0 | greedy_pass@1 | arithmetic | 200 | 0.100 | 0.050 to 0.150 |  |" in text
-    assert "| 0.800 to 0.900 | 44 of 200 were cut at 12 new tokens |" in text
+    assert "| 0 | greedy_pass@1 | arithmetic | 200 | 10.0% | 5.0% to 15.0% |  |" in text
+    assert "| 80.0% to 90.0% | 44 of 200 were cut at 12 new tokens |" in text
     assert "  sum/1: 1 + 1?\n    right answer '2'\n    truncated: '1 + 1 is'\n```" in text
     assert text.splitlines()[2].endswith(" of 200 at step 20, 44 of 200 were cut at 12 new tokens")
 

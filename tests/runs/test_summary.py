@@ -87,8 +87,8 @@ def test_a_run_is_shown_with_what_differs_from_the_defaults_its_best_and_last_ev
     assert lines[0] == (f"{tmp_path}/one: sft, finished, step 3/3, started 2026-01-02T03:04:05Z, loss 1.5")
     assert "  optimizer.learning_rate  0.5" in lines
     assert not any("max_grad_norm" in line or "run.seed" in line for line in lines), "they hold their defaults"
-    assert "  best, step 1: greedy on sort: 0.800 [0.500, 0.650] of 100" in lines
-    assert "  last, step 3: greedy on sort: 0.600 [0.500, 0.650] of 100" in lines
+    assert "  best, step 1: greedy on sort: 80.0% [50.0%, 65.0%] of 100" in lines
+    assert "  last, step 3: greedy on sort: 60.0% [50.0%, 65.0%] of 100" in lines
     assert [line for line in lines if "alert" in line] == [
         "alerts (7; the last 5)",
         *(f"  step {step}: alert {step}" for step in range(3, 8)),
@@ -138,7 +138,7 @@ def test_two_runs_are_compared_at_their_last_steps_with_unpaired_intervals(tmp_p
     lines = list(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b"))
     assert ["loss", "2", "1.5", "-0.5"] in words(lines)
     # 0.5 [0.4, 0.55] and 0.8 [0.7, 0.85]: 0.3 - hypot(0.1, 0.05) and 0.3 + hypot(0.05, 0.1)
-    assert ["greedy", "on", "sort", "0.5", "0.8", "+0.3", "[+0.1882,", "+0.4118]", "unpaired"] in words(lines)
+    assert ["greedy", "on", "sort", "50.0%", "80.0%", "+30.0%", "[+18.8%,", "+41.2%]", "unpaired"] in words(lines)
     assert not any(line.startswith("warning") for line in lines)
 
 
@@ -189,12 +189,12 @@ def test_evaluations_on_the_same_problems_are_paired_by_problem(tmp_path: Path, 
             bounds = {"low": 0.1, "high": 0.9, "outcomes": dict(zip(keys, right, strict=True))}
             run.ledger.evaluation(1, {"results": [result | bounds]})
     (line,) = [line for line in words(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b")) if line[0] == "greedy"]
-    assert line[3:6] == ["0.25", "0.75", "+0.5"]
+    assert line[3:6] == ["25.0%", "75.0%", "+50.0%"]
     assert line[8:] == how
     if how != ["unpaired"]:
         # Differences 1, 0, 0, 1 and two more problems, 1 and -1: mean 1/3, mean square 2/3; t of 3 degrees of freedom is 3.182446.
-        assert float(line[6].strip("[,")) == pytest.approx(1 / 3 - 3.182446 * ((2 / 3 - 1 / 9) / 6) ** 0.5, abs=1e-3)
-        assert float(line[7].strip("]")) == 1.0
+        low = 1 / 3 - 3.182446 * ((2 / 3 - 1 / 9) / 6) ** 0.5
+        assert line[6:8] == [f"[{low:+.1%},", "+100.0%]"]
 
 
 def test_seeds_whose_results_are_shares_differ_by_less_than_1(tmp_path: Path) -> None:
@@ -208,8 +208,8 @@ def test_seeds_whose_results_are_shares_differ_by_less_than_1(tmp_path: Path) ->
     interval = welch([0.1, 0.9, 0.5], [0.99, 0.2, 0.8])
     assert interval is not None
     assert -1 < interval.low < 1 < interval.high
-    shown = [f"[{interval.low:+.4g},", "+1]", "unpaired"]
-    assert lines["correctness"][4:] == lines["greedy"][6:] == shown
+    assert lines["correctness"][4:] == [f"[{interval.low:+.4g},", "+1]", "unpaired"]
+    assert lines["greedy"][6:] == [f"[{interval.low:+.1%},", "+100.0%]", "unpaired"]
     assert lines["reward_mean"][5] == f"{interval.high:+.4g}]", "rewards have no bounds"
 
 
@@ -218,7 +218,7 @@ def test_a_loss_on_few_sequences_is_shown_without_an_interval(tmp_path: Path) ->
     for name, value in (("a", 2.0), ("b", 1.5)):
         with make_run(tmp_path / name, [1.0]) as run:
             run.ledger.evaluation(1, {"results": [loss | {"value": value}]})
-    assert result_line(loss | {"value": 2.0}) == "held_out_loss on d: 2.000 of 2"
+    assert result_line(loss | {"value": 2.0}) == "held_out_loss on d: 2 of 2"
     (line,) = [line for line in words(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b")) if line[0] == "held_out_loss"]
     assert line == ["held_out_loss", "on", "d", "2", "1.5", "-0.5"]
     assert "| held_out_loss on d | 2 | 2 | 2 |" in results_table([str(tmp_path / "a")])
