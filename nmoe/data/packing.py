@@ -54,7 +54,8 @@ class PackedStream:
     """
 
     def __init__(self, lengths: Sequence[int], capacity: int, seed: int, fingerprint: str) -> None:
-        """`capacity` is the token budget of a step, which only a single longer sequence exceeds."""
+        """Packs the sequences of these lengths. `capacity` is the token budget of a step, which only a single longer
+        sequence exceeds."""
         self._lengths, self._seed = lengths, seed
         self.fingerprint = fingerprint
         self.position = 0
@@ -98,7 +99,7 @@ class Mixture:
     """
 
     def __init__(self, lengths: Sequence[Sequence[int]], weights: Sequence[float], seed: int, fingerprint: str) -> None:
-        """`lengths` are the numbers of positions of each sequence, a list for each source."""
+        """Makes a mixture of sources. `lengths` has a list for each source: the number of positions of each of its sequences."""
         self._lengths, self._weights, self._seed = lengths, weights, seed
         self.fingerprint = fingerprint
         self._totals = [sum(of_source) for of_source in lengths]
@@ -156,7 +157,7 @@ class ExampleStream(Generic[T]):
     `fingerprint` is a digest of every example's `repr`."""
 
     def __init__(self, examples: Sequence[T], tokens: Sequence[int], seed: int) -> None:
-        """`tokens` is the number of tokens of each example."""
+        """Makes a stream of these examples. `tokens` is the number of tokens of each example."""
         self._examples, self._tokens, self._seed = examples, tokens, seed
         digest = hashlib.sha256()
         for example in examples:

@@ -99,7 +99,7 @@ Record = Text | Conversation | Prompt | PromptCompletion | Preference | Stepwise
 
 @dataclass(frozen=True)
 class _Format:
-    """The required and optional columns of a kind of record, and the function that reads it."""
+    """The required and optional columns of a type of record, and the function that reads such a record."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
@@ -107,8 +107,11 @@ class _Format:
 
 
 class Records:
-    """The records of a dataset, read one at a time. `kind` is their kind; `described` shows the user which column was read as
-    which."""
+    """The records of a dataset, read one at a time.
+
+    `kind` is the type of all records, such as conversations or preferences. `described` is a text for the user that
+    says which column was read as which field.
+    """
 
     def __init__(self, kind: Kind, described: str, records: Iterator[Record]) -> None:
         self.kind = kind

@@ -19,8 +19,10 @@ class PromptBuilder:
     def __init__(
         self, settings: EnvironmentSettings, renderer: Renderer, curriculum: Curriculum | None, *, one_turn: bool
     ) -> None:
-        """With `one_turn`, trajectories have one turn, without tools or conversation. Raises UserError if a stage of the curriculum
-        gives the beginning of the answer (`given`) although trajectories have several turns or the format is not Harmony.
+        """Makes the builder. With `one_turn`, trajectories have one turn, without tools or conversation.
+
+        Raises UserError if a stage of the curriculum gives the beginning of the answer (`given`) although trajectories
+        have several turns or the format is not Harmony.
         """
         self._system, self._budget = settings.system, settings.budget
         self._renderer, self._curriculum = renderer, curriculum
@@ -99,7 +101,7 @@ class PromptBuilder:
         return room if budget is None else min(room, budget)
 
     def fits(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> bool:
-        """Whether the prompt is within the budget, and fits the model's context together with the longest completion."""
+        """Returns whether the prompt is within the budget, and fits the model's context together with the longest completion."""
         return len(self.ids(problem)) <= self.prompt_limit(context_tokens, max_new_tokens)
 
     def check(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:

@@ -97,9 +97,8 @@ def find_definition(kind: str, name: str) -> tuple[Path, ast.stmt]:
 
 
 def _is_no_function(assignment: ast.Assign | ast.AnnAssign, name: str) -> bool:
-    """Whether the source alone shows that the value of `name` cannot be called: in `f = [one]` it does, in `f, g = [one, two]` it
-    does not.
-    """
+    """Returns whether the source alone shows that the value of `name` cannot be called: in `f = [one]` it does, in `f, g =
+    [one, two]` it does not."""
     targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
     plain = any(isinstance(target, ast.Name) and target.id == name for target in targets)
     return plain and isinstance(assignment.value, _NO_FUNCTION)

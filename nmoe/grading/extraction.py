@@ -93,7 +93,7 @@ class Extraction:
 
 
 def joins(gap: str) -> bool:
-    """Whether the text between two values makes them parts of one answer: a separator such as a comma, "and" or "or"."""
+    """Returns whether the text between two values makes them parts of one answer: a separator such as a comma, "and" or "or"."""
     return len(gap) <= _MAX_GAP and JOINED.fullmatch(gap) is not None and _JOINS.search(gap) is not None
 
 

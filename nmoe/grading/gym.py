@@ -58,9 +58,8 @@ _NUMBERS = {"gsm_symbolic": Fraction(0), "coin_flip": Fraction(1, 10**4)}
 
 
 def has_form(name: str, answer: str, gold: str) -> bool:
-    """Whether the whole text has the form of an answer to this dataset and, for datasets with one right word or number, whether it
-    is the gold; True if the dataset's verifier itself reads the whole text.
-    """
+    """Returns whether the whole text has the form of an answer to this dataset and, for datasets with one right word or number,
+    whether it is the gold; True if the dataset's verifier itself reads the whole text."""
     answer = answer.strip()
     if name in _WHOLE and not _WHOLE[name].fullmatch(answer):
         return False

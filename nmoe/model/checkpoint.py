@@ -115,7 +115,8 @@ def new_model(
 
 
 def _is_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Whether the error is a failed allocation. On a CPU, and for sizes beyond 63 bits, torch raises a plain RuntimeError."""
+    """Returns whether the error is a failed allocation. On a CPU, and for sizes beyond 63 bits, torch raises a plain
+    RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         sign in str(error) for sign in ("alloc", "overflow", "out of memory")
     )

@@ -254,7 +254,7 @@ class ModelConfig(ModelShape):
         return self.experts if self.moe_layers else 0
 
     def window(self, layer: int) -> int:
-        """The layer's sliding window in tokens; 0 if it has none."""
+        """Returns the sliding window of a layer in tokens; 0 if it has none."""
         return self.windows[layer] if self.windows else 0
 
     def to_dict(self) -> dict[str, Any]:

@@ -81,12 +81,14 @@ class Kind:
     precision: Precision = "float32"  # of weights and activations where nothing else is asked for
 
     def sampling_precision(self, stored: torch.dtype) -> Precision:
-        """The default precision of a model that is only sampled: bfloat16 if the weights are stored in it and the processor can
-        multiply it, else float32."""
+        """Returns the default precision of a model that is only sampled, not trained.
+
+        It is bfloat16 if the weights are stored in it and the processor can multiply it, else float32.
+        """
         return "bfloat16" if stored == torch.bfloat16 and _BF16_PRODUCTS & cpu_features() else "float32"
 
     def count(self) -> int:
-        """How many devices of this kind the machine has."""
+        """Returns the number of devices of this kind on this machine."""
         return 1
 
     def at(self, number: int) -> torch.device:
@@ -94,7 +96,7 @@ class Kind:
         return torch.device("cpu")
 
     def missing(self) -> str:
-        """Says why the machine has no device of this kind, and what to do."""
+        """Returns why this machine has no device of this kind, and the remedy, as a text."""
         raise AssertionError("there is always a CPU")
 
     def prepare(self, device: torch.device) -> None:
@@ -103,7 +105,7 @@ class Kind:
         torch.set_deterministic_debug_mode("error")
 
     def describe(self, device: torch.device) -> str:
-        """Names the device as a run's provenance records it."""
+        """Returns the name of the device, as a run's provenance records it."""
         return self.name
 
     def synchronize(self, device: torch.device) -> None:
@@ -125,11 +127,13 @@ class Kind:
         return 0.0
 
     def is_busy(self, device: torch.device) -> bool | None:
-        """Whether the device is computing at this moment; None if that is unknown, as for a CPU or a driver that cannot say."""
+        """Returns whether the device is computing at this moment; None if that is unknown, as for a CPU or a driver that cannot
+        say."""
         return None
 
     def records_groups(self, device: torch.device) -> bool:
-        """Whether a grouped matrix product can be part of a recorded graph: the host must not need to know the groups' sizes."""
+        """Returns whether a grouped matrix product can be part of a recorded graph: the host must not need to know the groups'
+        sizes."""
         return False
 
     def recorder(self) -> Record:
@@ -165,7 +169,11 @@ class Cuda(Kind):
         )
 
     def prepare(self, device: torch.device) -> None:
-        """Also lets operations without a deterministic kernel run without a warning each: attention's backward pass has none."""
+        """Makes this the process's current device, and asks torch for deterministic operations.
+
+        Suppresses torch's warnings about operations without a deterministic kernel, such as the backward pass of
+        attention.
+        """
         # Read by cuBLAS when it first starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)

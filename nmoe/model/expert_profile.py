@@ -113,7 +113,7 @@ class ProfiledExperts:
             kept.of = None
 
     def changes(self, dtype: torch.dtype) -> bool:
-        """Whether the profile changes the results of experts in this dtype."""
+        """Returns whether the profile changes the results of experts in this dtype."""
         return self.profile != "bf16" or dtype != torch.bfloat16
 
     @property

@@ -51,7 +51,7 @@ class Libgomp:
     name = "libgomp"
 
     def __init__(self, parallel: Callable[[int, int], None]) -> None:
-        """`parallel(n, 0)` runs an empty team of n threads."""
+        """Makes a controller of the runtime. `parallel(n, 0)` runs an empty team of n threads."""
         self._parallel = parallel
         self._end = threading.Event()
 
@@ -85,8 +85,8 @@ class Libgomp:
 
 
 def can_start(count: int) -> bool:
-    """Whether the system lets this process start `count` more threads: control groups and containers have limits. Tries it; the
-    threads have ended when this returns True."""
+    """Returns whether the system lets this process start `count` more threads: control groups and containers have limits. Tries
+    it; the threads have ended when this returns True."""
     end, started = threading.Event(), list[threading.Thread]()
     try:
         for _ in range(count):
@@ -214,7 +214,7 @@ class IdleThreads:
         self.runtime, self.sleeping, self._lock = None, False, threading.Lock()
 
     def describe(self) -> str:
-        """Says what idle threads do, as the end of a sentence."""
+        """Returns what idle threads do, as the predicate of a sentence: "spin while the cores are free, and ..."."""
         if self.own is not None:
             return f"wait as {self.own} says"
         if self.runtime is None:

@@ -23,7 +23,7 @@ from nmoe.model.ops.torch import LOW_PRECISION
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias` with a weight `[F, D]`, and the low-rank updates of an adapter where it has one."""
+    """A linear layer, `x @ weight.T + bias` with a weight `[F, D]`, plus the low-rank updates of an adapter if there is one."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
@@ -98,8 +98,8 @@ class GeGLU(SwiGLU):
 
 
 class Attend(Protocol):
-    """Computes attention of packed queries over the keys and values that each may see: `o_THU = attend(layer, q_THC, k_TJC,
-    v_TJU)`."""
+    """Protocol of attention: each packed query attends to the keys and values that it may see, `o_THU = attend(layer,
+    q_THC, k_TJC, v_TJU)`."""
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor: ...
 

@@ -210,7 +210,7 @@ def _shifted(
 
 
 def is_wide(vocabulary: int) -> bool:
-    """Whether the vocabulary is so wide that the minimum of 256 rows makes a piece larger than 2^20 logits."""
+    """Returns whether the vocabulary is so wide that the minimum of 256 rows makes a piece larger than 2^20 logits."""
     return vocabulary * _LEAST_ROWS > _PIECE_LOGITS
 
 

@@ -238,9 +238,9 @@ class ExpertsByPadding(ExpertComputation):
 
 
 def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:
-    """Whether `grouped_mm` is worth using for these rows. It needs row strides that are multiples of 16 bytes. It is slow in fp16
-    on a CPU, and on CUDA it has a kernel only for bf16: other types run one group after another, as in `ExpertsByLoop`. `widths`
-    are the experts' widths and the ranks of their adapters."""
+    """Returns whether `grouped_mm` is worth using for these rows. It needs row strides that are multiples of 16 bytes. It is
+    slow in fp16 on a CPU, and on CUDA it has a kernel only for bf16: other types run one group after another, as in
+    `ExpertsByLoop`. `widths` are the experts' widths and the ranks of their adapters."""
     row = 16 // x_RD.element_size()
     dtypes = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16)
     return x_RD.dtype in dtypes and all(width % row == 0 for width in (x_RD.shape[-1], *widths))

@@ -56,8 +56,8 @@ class VarlenAttention:
         self.says_gqa = "enable_gqa" in inspect.signature(self.kernel).parameters
 
     def takes(self, layer: AttentionLayer, q_THC: Tensor) -> bool:
-        """Whether the kernel computes this layer, gradients included. A sink could be added by the log of the softmax's sum, which
-        the kernel returns, but no gradient passes through that."""
+        """Returns whether the kernel computes this layer, gradients included. A sink could be added by the log of the softmax's
+        sum, which the kernel returns, but no gradient passes through that."""
         return q_THC.dtype in (torch.bfloat16, torch.float16) and q_THC.shape[-1] <= _WIDEST and layer.sinks_H is None
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:

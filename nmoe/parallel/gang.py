@@ -393,8 +393,10 @@ def gang() -> Gang:
 
 
 def everywhere(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls a module's function or a class on every rank. In later calls, the result on rank 0 stands for the result of
-    each rank."""
+    """Calls a module's function, or a class, on every rank; returns this rank's result.
+
+    If rank 0 passes this result to `collect` or to a later call, every other rank uses its own result instead.
+    """
     return _gang.everywhere(make, *args, **kwargs)
 
 

@@ -29,8 +29,11 @@ def of_a_command() -> Iterator[None]:
 
 @contextmanager
 def logged(log: Path) -> Iterator[None]:
-    """Within a command, also appends each line printed to stdout or stderr in the `with` block to `log`, at once. An error that
-    ends the block is appended always. Output of other processes and of C libraries is not logged."""
+    """Copies each line that a command prints to stdout or stderr in the `with` block to the file `log`, at once.
+
+    In a program or notebook (see `of_a_command`) only an error that ends the block is logged. Output of other processes
+    and of C libraries is not logged.
+    """
     try:
         if _command:
             with _teed(log):

@@ -166,10 +166,10 @@ def how_ended(result: Mapping[str, Any]) -> str:
 
 
 def show_answers(run: Path, step: int | None, problems: int) -> Iterator[str]:
-    """Yields the lines of `nmoe runs samples --eval`: the answers that the evaluation of a step kept, the wrong ones first. With
-    None it is the last evaluation that kept any.
+    """Yields the lines of `nmoe runs samples --eval`: the answers that the evaluation of a step recorded, the wrong ones first.
 
-    Raises UserError if no answers were kept, or none at that step.
+    Without a `step`, shows the last evaluation that recorded any. Raises UserError if no answers were recorded, or none
+    at that step.
     """
     from nmoe.runs.record import read_evaluations  # here, so that `nmoe runs samples` does not wait for torch
 

@@ -1,7 +1,8 @@
-"""Saves and loads the state of a run in a checkpoint. Each part of the run gives a snapshot: files, and other state as JSON.
+"""Saves and loads the state of a run in a checkpoint, which consists of parts such as the learner and the position in the data.
 
-state.json holds the other state by the name of the part, as `{"learner": {"version": 3}, "environment": {"position": 12}}`. No RNG
-state is saved: every draw is a function of the seed and the position of its problem, sample or token.
+Each part gives a snapshot: files, and other state as JSON. state.json holds the latter by the name of the part, as
+`{"learner": {"version": 3}, "environment": {"position": 12}}`. No RNG state is saved: every draw is a function of the
+seed and the position of its problem, sample or token.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class JsonPart:
-    """A part that has only JSON state and no files: `JsonPart(environment.state, environment.load_state)`."""
+    """A part of a run's state without files, which JSON can express: `JsonPart(environment.state, environment.load_state)`."""
 
     read: Callable[[], Any]
     write: Callable[[Any], None]
@@ -47,8 +48,10 @@ class JsonPart:
 
 @dataclass(frozen=True)
 class Files:
-    """Files that never change and that the run never reads back, such as the tokenizer's; they make a checkpoint a complete model
-    for other programs."""
+    """Files of a checkpoint that never change and that the run never reads back, such as the tokenizer's.
+
+    They make a checkpoint a complete model for other programs.
+    """
 
     write: Callable[[Path], None]
 
@@ -56,12 +59,12 @@ class Files:
         return Snapshot(self.write)
 
     def load(self, directory: Path, state: Any) -> None:
-        """Does nothing."""
+        """Does nothing, because the run does not need these files."""
 
 
 @dataclass(frozen=True)
 class Subdirectory:
-    """Several parts that are saved in a subdirectory, such as a second model's."""
+    """Parts of a run's state that are saved in a subdirectory of the checkpoint, such as a second model."""
 
     name: str
     parts: Mapping[str, Part]
@@ -80,8 +83,10 @@ class Subdirectory:
 
 
 def snapshot_parts(parts: Mapping[str, Part], copied: bool) -> Snapshot:
-    """Returns one snapshot of all parts, to be written into an empty directory with state.json. `copied` is as in
-    `Part.snapshot`."""
+    """Returns one snapshot of all parts of a run's state; it is written into an empty directory, with state.json.
+
+    `copied` is as in `Part.snapshot`.
+    """
     taken = {name: part.snapshot(copied) for name, part in parts.items()}
     # As text, since a part may return an object that it changes later.
     state = json.dumps({name: one.state for name, one in taken.items() if one.state is not None}) + "\n"
@@ -99,7 +104,7 @@ def snapshot_parts(parts: Mapping[str, Part], copied: bool) -> Snapshot:
 
 
 def load_parts(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Restores the parts from the directory of their snapshot. Raises UserError if a part does not fit."""
+    """Restores all parts of a run's state from a checkpoint's directory. Raises UserError if a part does not fit."""
     state = _read(directory)
     for name, part in parts.items():
         if isinstance(part, JsonPart) and name not in state:

@@ -62,7 +62,10 @@ GENERATOR, VERIFIER = "generator", "verifier"
 
 
 class Moment(NamedTuple):
-    """The work of one step: `Moment(round=2, trains=False, part=3)` plays the fourth batch of the second round."""
+    """The position of a step in the run: `Moment(round=2, trains=False, part=3)` samples the fourth batch of the second round.
+
+    If `trains` is true, the step takes optimizer step `part` of the round instead; both are counted from 0.
+    """
 
     round: int
     trains: bool
@@ -307,8 +310,9 @@ class Selfplay(Recipe):
         ]
 
     def _play(self, step: int, moment: Moment) -> tuple[dict[str, Any], dict[str, float]]:
-        """Plays one batch; writes its lines of training data, samples and replay bundles; returns metrics, and the figures to
-        show.
+        """Samples and judges proofs for one batch of problems; writes training data, samples and replay bundles.
+
+        Returns the metrics of the step, and the figures to show on the console.
         """
         config = self.config
         first = moment.part * config.batch.prompts_per_step
@@ -341,7 +345,8 @@ class Selfplay(Recipe):
         return self.order[1][index * self.schedule.problems : (index + 1) * self.schedule.problems]
 
     def _train(self, step: int, moment: Moment) -> tuple[dict[str, Any], dict[str, float]]:
-        """Takes one optimizer step of each role on its share of the round's data; returns metrics, and the figures to show."""
+        """Takes one optimizer step of each role on its share of the round's data; returns metrics, and figures to show
+        on the console."""
         if self.training is None or self.training[0] != moment.round:
             found = RoundTraining.of(self.config, self.streams, moment.round, self.schedule.updates)
             self.training = (moment.round, found)

@@ -52,9 +52,10 @@ class JudgedEvaluation:
 
 @dataclass
 class Attempted:
-    """One proof of one problem with its evaluations. `outcome` is the acceptance rule's, or "no_proof" for a completion that is no
-    proof, "overlong" for a proof too long to be verified, "lost" after an infrastructure failure. `lost` counts the lost
-    verifications.
+    """One proof of one problem, with its evaluations.
+
+    `outcome` is the result of the acceptance rule, or "no_proof" for a completion that is not a proof, "overlong" for a
+    proof that is too long to be verified, "lost" after an infrastructure failure. `lost` counts the lost verifications.
     """
 
     trajectory: Trajectory
@@ -128,8 +129,9 @@ class SelfPlay:
         judges: Judges,
         context_tokens: int,
     ) -> None:
-        """`proofs` is the number of proofs per problem; `judges` are the numbers of verifications and checks. All are sampled with
-        `sampling`.
+        """Makes the player of the three roles. `proofs` is the number of proofs per problem.
+
+        `judges` has the numbers of verifications and checks. All completions are sampled with `sampling`.
         """
         self._environment = environment
         self._generator, self._verifier, self._meta_verifier = generator, verifier, meta_verifier

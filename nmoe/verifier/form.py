@@ -237,7 +237,8 @@ class GenerativeForm:
 
 
 def make_form(tokenizer: HarmonyTokenizer, head: HeadForm, mode: Mode, neutral: bool, reads: Reads = "last") -> Form:
-    """Returns the form for a kind of head and a mode. Raises UserError if the tokenizer does not suit it."""
+    """Makes the renderer of a verifier's questions, for its kind of head and its mode. Raises UserError if the
+    tokenizer does not suit it."""
     if head == "discriminative":
         return DiscriminativeForm(tokenizer, mode, reads)
     return GenerativeForm(tokenizer, mode, neutral)

@@ -35,9 +35,8 @@ DESCRIPTION = "verifier.json"
 
 @dataclass(frozen=True)
 class Description:
-    """The content of a checkpoint's verifier.json, which says how the verifier is to be asked: `Description("step",
-    "discriminative", neutral=False)`.
-    """
+    """The content of a checkpoint's verifier.json, which says how to ask this verifier: `Description("step",
+    "discriminative", neutral=False)`."""
 
     mode: Mode
     head: HeadForm
@@ -66,7 +65,7 @@ class Description:
         return described
 
     def form(self, tokenizer: HarmonyTokenizer) -> Form:
-        """Returns the form in which this verifier is asked. Raises UserError for a tokenizer that does not suit it."""
+        """Makes the renderer of this verifier's questions. Raises UserError for a tokenizer that does not suit it."""
         return make_form(tokenizer, self.head, self.mode, self.neutral, self.reads)
 
 

@@ -100,7 +100,7 @@ class Survivors:
         probes: frozenset[bytes],
         tokenizer: Tokenizer | None,
     ) -> None:
-        """`probes` are the digests of the problems drawn for evaluation, which are all filtered out."""
+        """Makes an empty set of rows. `probes` are the digests of problems drawn for evaluation, which are filtered out."""
         self._settings, self._contamination, self._probes, self._tokenizer = settings, contamination, probes, tokenizer
         self._seen: set[bytes] = set()
         self._rows_read = 0

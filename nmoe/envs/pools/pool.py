@@ -75,7 +75,7 @@ class Shuffled:
     def __init__(
         self, name: str, size: int, problem: Callable[[int], Problem], seed: int, content: str, read_as: str = ""
     ) -> None:
-        """`problem(i)` returns the i-th of `size` problems; `content` is a fingerprint of all of them."""
+        """Makes the order. `problem(i)` returns the i-th of `size` problems; `content` is a fingerprint of all of them."""
         self.read_as = read_as
         self.name = name
         self.size = size
@@ -112,7 +112,7 @@ class EasyFirst(Shuffled):
         content: str,
         read_as: str = "",
     ) -> None:
-        """`difficulties[i]` is the difficulty of the i-th problem; higher is harder."""
+        """Makes the order. `difficulties[i]` is the difficulty of the i-th problem; higher is harder."""
         super().__init__(name, len(difficulties), problem, seed, fingerprint_of(content, *difficulties), read_as)
         self._difficulties = difficulties
 
@@ -142,7 +142,7 @@ class Mixture:
     """
 
     def __init__(self, name: str, sources: Sequence[Order], weights: Sequence[float], seed: int) -> None:
-        """`weights` are positive and need not sum to 1."""
+        """Makes a mixture of these orders. `weights` are positive and need not sum to 1."""
         self.name = name
         self.size = None
         self.read_as = "; ".join(source.read_as for source in sources if source.read_as)

@@ -38,10 +38,10 @@ from nmoe.types import Message, Problem
 
 
 def called_rows(name: str) -> Iterator[Row]:
-    """Yields the records of a pool made by a program, registered or importable as `name`, each with its location:
-    ("my_module:problems, record 0", {...}).
+    """Yields the records of a user's function or list, registered or importable as `name`, for a pool of type `python`.
 
-    Raises UserError for a function that fails and for records that are not dicts.
+    Each record comes with its location: ("my_module:problems, record 0", {...}). Raises UserError for a function that
+    fails and for records that are not dicts.
     """
     part = POOLS.get(name)
     try:
@@ -88,7 +88,7 @@ def fields_of(settings: DatasetKeys, record: Mapping[str, Any], has_gold: bool) 
 
 
 def has_gold(record: Mapping[str, Any]) -> bool:
-    """Whether a record has a value in one of the known fields of gold answers."""
+    """Returns whether a record has a value in one of the known fields of gold answers."""
     return any(_at(record, field) is not None for field in GOLD_FIELDS)
 
 

@@ -77,7 +77,7 @@ async def rate(reward: Reward, samples: Samples) -> Sequence[Rating]:
 
 
 def is_right(grade: Grade) -> bool:
-    """Whether the task's verdict is that the answer is right, not only in part."""
+    """Returns whether the task's verdict is that the answer is right, not only in part."""
     return grade.verdict is not None and grade.verdict.outcome == "correct"
 
 

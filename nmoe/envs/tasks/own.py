@@ -119,8 +119,9 @@ class TaskError(UserError):
 
 @contextmanager
 def _of_the_user(who: str) -> Iterator[None]:
-    """A context manager that turns an exception of the user's code into a TaskError with the task's name and the line; UserErrors
-    pass unchanged.
+    """Turns an exception of the user's code in the `with` block into a TaskError with the task's name and the line.
+
+    UserErrors pass unchanged.
     """
     try:
         yield

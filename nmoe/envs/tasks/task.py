@@ -80,7 +80,7 @@ class QuestionTask(ABC):
         """
 
     def knows_answer(self, problem: Problem) -> bool:
-        """Whether the first of `example_answers` is right: some records have tests and no solution."""
+        """Returns whether the first of `example_answers` is right: some records have tests and no solution."""
         return True
 
     @abstractmethod
@@ -91,7 +91,7 @@ class QuestionTask(ABC):
         """
 
     async def same(self, problem: Problem, one: str, other: str) -> bool:
-        """Whether two answers to a problem, right or wrong, count as equal in a vote among samples.
+        """Returns whether two answers to a problem, right or wrong, count as equal in a vote among samples.
 
         Accepts any answers, as `verify`. Raises InfrastructureError if a comparison was lost, which is not a verdict.
         """

@@ -20,7 +20,10 @@ from nmoe.grading.code.wire import WireError, decode, encode, receive, send
 
 class Candidate:
     def __init__(self, connection: socket.socket, solution: ModuleType | None) -> None:
-        """Serves requests for names in the module `solution`; without one, the first name of a request is a module to import."""
+        """Makes the server of the judge's requests for names in the module `solution`.
+
+        Without a module, the first name of a request is a module to import.
+        """
         self._connection = connection
         self._solution = solution
         self._kept: list[Any] = []

@@ -35,7 +35,10 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, methods: Sequence[str]) -> None:
-        """`methods` are the names that classes of the record's own solution give to methods and attributes."""
+        """Makes a channel over a connected socket.
+
+        `methods` are the names of methods and attributes that classes of the record's own solution define.
+        """
         self._connection = connection
         self.methods = frozenset(methods)
         self.calls = 0

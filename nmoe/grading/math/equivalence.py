@@ -66,10 +66,10 @@ class Leaves(Protocol):
     """
 
     def expressions(self, gold: str, answer: str) -> bool | None:
-        """Whether two expressions are equal for all values of their variables."""
+        """Returns whether two expressions are equal for all values of their variables."""
 
     def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool | None:
-        """Whether two equations, each given by its sides, are equal up to a constant factor."""
+        """Returns whether two equations, each given by its sides, are equal up to a constant factor."""
 
 
 class _Undecided:
@@ -136,7 +136,8 @@ _NOT_FINAL = Verdict.of(False, "numeric", "the same number, not in simplest form
 
 
 def compare(gold: str, answer: str, leaves: Leaves, policy: Policy = DEFAULT) -> bool | None:
-    """Whether two raw answers are the same, part by part; None if this depends on an expression that `leaves` does not decide."""
+    """Returns whether two raw answers are the same, part by part; None if this depends on an expression that `leaves` does not
+    decide."""
     if "box" not in answer and "box" not in gold:
         return _compare(gold, answer, leaves, policy)
     gold, answers = "; ".join(_boxes(gold)), _boxes(answer)
@@ -178,9 +179,8 @@ def _is_decimal(form: Form) -> bool:
 
 
 def _is_final(question: str, gold_text: str, answer_text: str, gold: Number, answer: Number) -> bool:
-    """Whether a number equal to the gold may answer the question: in simplest form (unless the gold is not), and not just another
-    spelling that the question contains.
-    """
+    """Returns whether a number equal to the gold may answer the question: in simplest form (unless the gold is not), and not
+    just another spelling that the question contains."""
     if answer.places is None and answer.value.denominator == 1 and answer.simplest:
         return True  # an integer has one spelling
     return (answer.simplest or not gold.simplest) and not repeats(question, answer_text, gold_text)
@@ -231,7 +231,8 @@ class _Comparison:
         return found if value is None else _any([found, self.forms(value, answer.form)])
 
     def _is_unsolved(self, gold: Answer, answer: Answer) -> bool:
-        """Whether the answer is only an equation from the question, or any equation where the question asks for a number."""
+        """Returns whether the answer is only an equation from the question, or any equation where the question asks for a
+        number."""
         question = self._policy.question
         relation = answer.relation or answer.form
         if question is None or not isinstance(relation, Compound) or relation.kind != "relation":
@@ -291,7 +292,7 @@ class _Comparison:
         return _all(self.forms(one, other) for one, other in zip(gold, answer, strict=True))
 
     def unordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool | None:
-        """Whether the parts of both sides can be paired up in any order. Greedy pairing suffices, because equality is
+        """Returns whether the parts of both sides can be paired up in any order. Greedy pairing suffices, because equality is
         transitive.
         """
         if len(gold) != len(answer) or len(gold) > _MAX_SET:
@@ -308,14 +309,14 @@ class _Comparison:
         return None if open_ else True
 
     def same_set(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool | None:
-        """Whether each part of one side also occurs on the other side, however often."""
+        """Returns whether each part of one side also occurs on the other side, however often."""
         if max(len(gold), len(answer)) > _MAX_SET:
             return False
         found = [[self.forms(part, other) for other in answer] for part in gold]
         return _all(map(_any, [*found, *zip(*found, strict=True)]))
 
     def residues(self, gold: Form, answer: Form, modulus: str) -> bool | None:
-        """Whether two residues are equal; without a question, also if they differ by a multiple of the modulus."""
+        """Returns whether two residues are equal; without a question, also if they differ by a multiple of the modulus."""
         found = self.forms(gold, answer)
         if found or self._policy.question is not None or not isinstance(gold, Scalar) or not isinstance(answer, Scalar):
             return found
@@ -371,7 +372,7 @@ class _Comparison:
         return question is None or _is_final(question, gold.text, answer.text, gold.number, answer.number)
 
     def _percents(self, gold: Scalar, answer: Scalar) -> bool:
-        """Whether two numbers are the same, one of which has a percent sign and the other no unit."""
+        """Returns whether two numbers are the same, one of which has a percent sign and the other no unit."""
         assert gold.number is not None
         assert answer.number is not None
         question = self._policy.question
@@ -387,9 +388,8 @@ class _Comparison:
 
     @staticmethod
     def _answers(question: str, gold: Scalar, answer: Scalar) -> bool:
-        """Whether an expression may answer the question: its arithmetic is done, it does not repeat the question, and it has the
-        form that is asked for.
-        """
+        """Returns whether an expression may answer the question: its arithmetic is done, it does not repeat the question, and
+        it has the form that is asked for."""
         if gold.number is not None or (answer.number is not None and not answer.number.simplest):
             return False
         if not is_worked_out(answer.text, gold.text) or repeats(question, answer.text, gold.text):
@@ -397,7 +397,7 @@ class _Comparison:
         return is_as_asked(question, answer.text, gold.text)
 
     def _may_add(self, unit: str) -> bool:
-        """Whether an answer may have this unit although the gold has none."""
+        """Returns whether an answer may have this unit although the gold has none."""
         question = self._policy.question or ""
         asked = asked_units(question)
         # TeX puts dollar signs around numbers, and questions need not name dollars: "How much does she make every day?"
@@ -414,7 +414,8 @@ def _real_line(form: Form, other: Form) -> Form:
 
 
 def _lists_solutions(gold: Compound) -> bool:
-    """Whether every part of a list or set is a solution with several values, such as (1, 2); such solutions have no order."""
+    """Returns whether every part of a list or set is a solution with several values, such as (1, 2); such solutions have no
+    order."""
     return all(isinstance(part, Compound) and part.kind in ("record", "brackets") for part in gold.parts)
 
 

@@ -132,9 +132,8 @@ def _is_balanced(source: str) -> bool:
 
 
 def _are_variables(letters: str, tokens: list[re.Match[str]]) -> bool:
-    """Whether adjacent letters are a product of variables: a single letter is; two to four letters are if the text also has a
-    number, sign or command.
-    """
+    """Returns whether adjacent letters are a product of variables: a single letter is; two to four letters are if the text also
+    has a number, sign or command."""
     if len(letters) == 1:
         return True
     return len(letters) <= 4 and any(token.lastgroup in ("number", "sign", "command") for token in tokens)
@@ -155,7 +154,7 @@ def _without_commands(text: str) -> str:
 
 
 def comparable(gold: str, answer: str) -> bool:
-    """Whether two texts do not use both i and I, which the parser reads as the imaginary unit although I may be another
+    """Returns whether two texts do not use both i and I, which the parser reads as the imaginary unit although I may be another
     quantity.
     """
     both = letters(gold) | letters(answer)

@@ -42,7 +42,7 @@ def only_choice(text: str) -> str | None:
 
 
 def is_letter(letter: str, text: str, any_case: bool = False) -> bool:
-    """Whether a text consists of this letter of a choice, with or without brackets or the word "option"."""
+    """Returns whether a text consists of this letter of a choice, with or without brackets or the word "option"."""
     said = normalize(without_option(text)).strip("().: ")
     return (said.upper() if any_case else said) == letter
 
@@ -79,8 +79,8 @@ def with_index_of(gold: Answer, answer: Answer) -> Answer:
 
 
 def may_have_condition(gold: Answer, answer: Answer) -> bool:
-    """Whether the answer's condition on an index is absent, equals the gold's, or, if the gold has none, only says that an index in
-    the answer is an integer or a natural number."""
+    """Returns whether the answer's condition on an index is absent, equals the gold's, or, if the gold has none, only says that
+    an index in the answer is an integer or a natural number."""
     if answer.condition in ("", gold.condition):
         return True
     index = _INDEX.fullmatch(answer.condition)
@@ -88,7 +88,7 @@ def may_have_condition(gold: Answer, answer: Answer) -> bool:
 
 
 def may_lose_label(gold: Answer) -> bool:
-    """Whether the answer may omit the gold's label, such as "x = " in "x = 5".
+    """Returns whether the answer may omit the gold's label, such as "x = " in "x = 5".
 
     It may if the label names a function, a sequence or a member of a set, if the value has no letters, or if it does not contain x,
     y or z and the label is not y: "y = 2x" without "y =" is no equation.

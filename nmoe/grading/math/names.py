@@ -40,7 +40,7 @@ def names_in(name: str) -> tuple[str, ...]:
 
 
 def names_a_term(name: str) -> bool:
-    """Whether a name is the general term of a sequence: a_n."""
+    """Returns whether a name is the general term of a sequence: a_n."""
     return _TERM.fullmatch(name) is not None
 
 

@@ -203,6 +203,6 @@ def sentence_case(text: str) -> str:
 
 
 def same_words(gold: str, answer: str) -> bool:
-    """Whether two texts of whole words differ only in case. False for "ABC", "abc" and "x", which may be names."""
+    """Returns whether two texts of whole words differ only in case. False for "ABC", "abc" and "x", which may be names."""
     words = gold.split(" ")
     return gold.casefold() == answer.casefold() and all(map(_CASELESS.fullmatch, words))

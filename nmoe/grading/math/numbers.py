@@ -103,7 +103,7 @@ def _ratio(sign: str, numerator: int | str, denominator: str, lowest: bool) -> N
 
 
 def same(gold: Number, answer: Number) -> bool:
-    """Whether the answer's value equals the gold's, exactly or rounded if either is a decimal."""
+    """Returns whether the answer's value equals the gold's, exactly or rounded if either is a decimal."""
     if gold.value == answer.value:
         return True
     if gold.places is None and answer.places is None:
@@ -116,14 +116,13 @@ def same(gold: Number, answer: Number) -> bool:
 
 
 def is_near(difference: Fraction, size: Fraction) -> bool:
-    """Whether a difference from a gold number of this absolute value is within the tolerance."""
+    """Returns whether a difference from a gold number of this absolute value is within the tolerance."""
     return difference <= TOLERANCE * min(Fraction(1), size)
 
 
 def rounds(decimal: Number, value: Fraction) -> bool:
-    """Whether a decimal could be `value` rounded or cut off: it has at least six significant digits, and differs by less than one
-    unit of its last digit.
-    """
+    """Returns whether a decimal could be `value` rounded or cut off: it has at least six significant digits, and differs by
+    less than one unit of its last digit."""
     unit = _unit(decimal)
     return abs(decimal.value / unit) >= 10 ** (_ROUNDED_DIGITS - 1) and abs(decimal.value - value) < unit
 
@@ -160,7 +159,6 @@ _UNMARKED = re.compile(r"[^0-9]*[1-9][0-9]*,[0-9]+[\s$.]*")
 
 
 def is_surely_decimal(text: str) -> bool:
-    """Whether the comma in a text with decimal commas cannot separate a list: the text has a unit, braces around the comma, or a
-    zero before it ("0,5").
-    """
+    """Returns whether the comma in a text with decimal commas cannot separate a list: the text has a unit, braces around the
+    comma, or a zero before it ("0,5")."""
     return _UNMARKED.fullmatch(text) is None

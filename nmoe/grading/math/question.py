@@ -91,12 +91,13 @@ _MAX_QUESTION_CHARS = 20_000
 
 
 def wants_equation(question: str) -> bool:
-    """Whether the answer to a question may be an equation, or a number that stands for one, as 4 for the line x = 4."""
+    """Returns whether the answer to a question may be an equation, or a number that stands for one, as 4 for the line x = 4."""
     return _EQUATION_WORDS.search(question) is not None
 
 
 def repeats(question: str, answer: str, gold: str) -> bool:
-    """Whether an answer, a scalar in normalised text, only repeats an expression of the question that differs from the gold.
+    """Returns whether an answer, a scalar in normalised text, only repeats an expression of the question that differs from the
+    gold.
 
     A number in simplest form repeats the question only where that asks for another form of it, or for its value alone.
     """
@@ -126,7 +127,7 @@ def repeats(question: str, answer: str, gold: str) -> bool:
 
 
 def _asks_form(question: str, number: str) -> bool:
-    """Whether a question asks for another form of its numbers, or for nothing but the value of this number."""
+    """Returns whether a question asks for another form of its numbers, or for nothing but the value of this number."""
     if _CONVERT.search(question):
         return True
     asked = _VALUE_OF.fullmatch(question)
@@ -136,7 +137,8 @@ def _asks_form(question: str, number: str) -> bool:
 
 
 def is_as_asked(question: str, answer: str, gold: str) -> bool:
-    """Whether an answer has the form that the question asks for (factored, expanded, simplified), provided that the gold has it."""
+    """Returns whether an answer has the form that the question asks for (factored, expanded, simplified), provided that the
+    gold has it."""
     written, wanted = shape(answer), shape(gold)
     if written is None or wanted is None or is_atom(written) or written == wanted:
         return True
@@ -158,7 +160,7 @@ def _is_product(one: Shape) -> bool:
 
 
 def _has_brackets(one: Shape) -> bool:
-    """Whether a shape contains a sum that is multiplied or raised to a power."""
+    """Returns whether a shape contains a sum that is multiplied or raised to a power."""
     return any(
         part[0] in ("*", "^") and any(_is(inner, "+") for inner in (part[1:2] if part[0] == "^" else part[1:]))
         for part in parts(one)
@@ -166,7 +168,8 @@ def _has_brackets(one: Shape) -> bool:
 
 
 def repeats_equation(question: str, sides: Sequence[str], gold: Sequence[str]) -> bool:
-    """Whether an equation, given by its sides, repeats one of the question's that differs from the gold."""
+    """Returns whether an equation, given by its two sides, repeats an equation of the question that differs from the
+    gold answer."""
     written = _difference(*sides)
     if written is None or (len(gold) == 2 and written == _difference(*gold)):
         return False

@@ -49,7 +49,7 @@ def shape(text: str) -> Shape | None:
 
 
 def is_atom(one: Shape) -> bool:
-    """Whether a shape is a number or a letter."""
+    """Returns whether a shape is a number or a letter."""
     return not isinstance(one, tuple)
 
 
@@ -308,13 +308,14 @@ class _NoValueError(Exception):
 
 
 def differ(gold: str, answer: str) -> bool:
-    """Whether the values of two normalised texts certainly differ, found numerically at one point."""
+    """Returns whether the values of two normalised texts certainly differ, found numerically at one point."""
     values = _value(gold, 0), _value(answer, 0)
     return values[0] is not None and values[1] is not None and _far(*values)  # type: ignore[arg-type]
 
 
 def equations_differ(gold: tuple[str, str], answer: tuple[str, str]) -> bool:
-    """Whether two equations, given by their sides, are certainly not equivalent: neither is a constant multiple of the other."""
+    """Returns whether two equations, given by their sides, are certainly not equivalent: neither is a constant multiple of the
+    other."""
     found = []
     for point in (0, 1):
         for left, right in (gold, answer):

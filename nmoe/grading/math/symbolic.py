@@ -47,7 +47,7 @@ _POINTS = [
 def equal(
     gold: str, answer: str, answer_order: AnswerOrder = "any", units: Units = "asked", question: str | None = None
 ) -> bool:
-    """Whether two raw answers are equal under a policy. May take any amount of time or memory."""
+    """Returns whether two raw answers are equal under a policy. May take any amount of time or memory."""
     return compare(gold, answer, MathVerify(), Policy(answer_order, units, question)) is True
 
 
@@ -104,7 +104,7 @@ class MathVerify:
         return _holds(lambda: _equal(parsed[0], parsed[1]))
 
     def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool:
-        """Whether left minus right is the same for both equations up to a constant factor, and 0 everywhere for neither."""
+        """Returns whether left minus right is the same for both equations up to a constant factor, and 0 everywhere for neither."""
         if not expressions.comparable("=".join(gold), "=".join(answer)):
             return False
         sources = [expressions.latex(side) for side in (*gold, *answer)]
@@ -159,7 +159,7 @@ def _parse(source: str, is_real: bool) -> Any:
 
 
 def _is_rounded(parsed: list[Any], numbers: list[Number | None]) -> bool:
-    """Whether two values are the same, where at least one is a decimal and may be rounded."""
+    """Returns whether two values are the same, where at least one is a decimal and may be rounded."""
     read = [_exact(value) if number is None else number for value, number in zip(parsed, numbers, strict=True)]
     return read[0] is not None and read[1] is not None and same(read[0], read[1])
 
@@ -198,9 +198,8 @@ def _symbols(*parsed: Any) -> Sequence[Any]:
 
 
 def _same_value(gold: Any, answer: Any) -> bool:
-    """Whether two expressions without variables have the same value: rational ones are compared exactly, others to more digits than
-    any number in them has.
-    """
+    """Returns whether two expressions without variables have the same value: rational ones are compared exactly, others to more
+    digits than any number in them has."""
     if gold.is_Rational and answer.is_Rational:
         return bool(gold == answer)
     reach = max(_reach(gold), _reach(answer))

@@ -119,17 +119,17 @@ def spell_unit(words: str, power: str) -> str:
 
 
 def known_unit(unit: str) -> bool:
-    """Whether a unit, as `spell_unit` writes it, is in the table of known units."""
+    """Returns whether a unit, as `spell_unit` writes it, is in the table of known units."""
     return unit.partition("^")[0] in _UNITS
 
 
 def is_unit(words: str) -> bool:
-    """Whether words after a number may name the thing that is counted."""
+    """Returns whether words after a number may name the thing that is counted."""
     return any(len(word) >= 3 for word in words.split())
 
 
 def changes_number(unit: str) -> bool:
-    """Whether a "unit" multiplies or changes the number before it: "million", "quarters", "squared", "%"."""
+    """Returns whether a "unit" multiplies or changes the number before it: "million", "quarters", "squared", "%"."""
     return unit == "%" or unit.startswith(("^", "*"))
 
 
@@ -187,14 +187,14 @@ def _counted(words: str) -> set[str]:
 
 
 def asks_percent(question: str) -> bool:
-    """Whether a question asks for a percentage and names no other unit."""
+    """Returns whether a question asks for a percentage and names no other unit."""
     named = {spell_unit(words, "") for words, _ in _mentions(question)}
     return named == {"%"} and _PERCENT_ASKED.search(question) is not None
 
 
 @lru_cache(256)
 def asks_cents(question: str) -> bool:
-    """Whether a question asks for an amount in cents: explicitly, or because it names cents and no amount in dollars."""
+    """Returns whether a question asks for an amount in cents: explicitly, or because it names cents and no amount in dollars."""
     asked = set[str]().union(*map(_counted, _COUNTED.findall(question)))
     return "cent" in asked or ("cent" in asked_units(question) and _AMOUNT.search(question) is None)
 
@@ -322,7 +322,7 @@ def percent_value(number: Number) -> Number:
 
 
 def same_amounts(gold: str, answer: str) -> bool:
-    """Whether both are the same amounts of units in the same order: "2 hours 30 minutes" and "2 hours and 30 minutes"."""
+    """Returns whether both are the same amounts of units in the same order: "2 hours 30 minutes" and "2 hours and 30 minutes"."""
     return (amounts := read_amounts(gold)) is not None and amounts == read_amounts(answer)
 
 
@@ -330,9 +330,8 @@ _NUMBER_SET = re.compile(r"\\mathbb\{([A-Z])\}")
 
 
 def same_number_set(gold: str, answer: str) -> bool:
-    r"""Whether two texts denote the same set of numbers, in blackboard or plain letters, or the empty set, which may be written as
-    \phi.
-    """
+    r"""Returns whether two texts denote the same set of numbers, in blackboard or plain letters, or the empty set, which may be
+    written as \phi."""
     if gold == r"\emptyset":
         return answer in (r"\phi", r"\Phi")
     return r"\mathbb" in gold + answer and _NUMBER_SET.sub(r"\1", gold) == _NUMBER_SET.sub(r"\1", answer)

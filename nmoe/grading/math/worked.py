@@ -29,8 +29,8 @@ _MAX_BITS = 4096
 
 
 def is_worked_out(answer: str, *golds: str) -> bool:
-    """Whether a normalised text leaves only such kinds of arithmetic undone as one of the gold's texts leaves undone. A text that
-    is no expression is worked out if no gold is one."""
+    """Returns whether a normalised text leaves only such kinds of arithmetic undone as one of the gold's texts leaves undone. A
+    text that is no expression is worked out if no gold is one."""
     left = _left_to_do(answer)
     if left is None:
         return all(shape(gold) is None for gold in golds)
@@ -179,14 +179,14 @@ def constant(one: Shape) -> Fraction | None:
 
 
 def _is_constant(one: Shape) -> bool:
-    """Whether a shape contains no letters other than e and pi."""
+    """Returns whether a shape contains no letters other than e and pi."""
     if isinstance(one, str):
         return one in _CONSTANTS
     return isinstance(one, Fraction) or (one[0] != "_" and all(map(_is_constant, one[1:])))
 
 
 def _is_rational(base: Fraction, exponent: Fraction) -> bool:
-    """Whether a power of a number is rational and should be worked out; 1/n and large powers of ten should not."""
+    """Returns whether a power of a number is rational and should be worked out; 1/n and large powers of ten should not."""
     if exponent.denominator == 1:
         power_of_ten = base == 10 and not 0 <= exponent < _FIRST_POWER_OF_TEN
         return exponent != -1 and not power_of_ten and _is_small(base, exponent)
@@ -218,7 +218,7 @@ def _integer_root(value: int, degree: int) -> int:
 
 
 def has_square_factor(one: Shape) -> bool:
-    r"""Whether a shape has a root of an integer from which a factor can be taken out, like \sqrt{180}."""
+    r"""Returns whether a shape has a root of an integer from which a factor can be taken out, like \sqrt{180}."""
     for part in parts(one):
         base, degree = (constant(part[1]), constant(part[2])) if part[0] == "^" else (None, None)
         if base is None or degree is None or degree.denominator not in (2, 3):
@@ -233,7 +233,7 @@ _PRIMES = [number for number in range(2, 100) if all(number % smaller for smalle
 
 
 def has_root_below(one: Shape) -> bool:
-    """Whether a shape has a root of a number in a denominator."""
+    """Returns whether a shape has a root of a number in a denominator."""
     for part in parts(one):
         if part[0] != "^" or (degree := constant(part[2])) is None or degree >= 0:
             continue
@@ -320,7 +320,7 @@ def _folded_product(factors: list[Shape]) -> Shape:
 
 
 def _is_positive(one: Shape) -> bool:
-    """Whether a shape is certainly a positive number."""
+    """Returns whether a shape is certainly a positive number."""
     if isinstance(one, Fraction):
         return one > 0
     if isinstance(one, str):

@@ -91,7 +91,7 @@ class Family(Protocol):
         """Yields an entry for every tensor of the checkpoint; together they fill every parameter exactly once."""
 
     def ignores(self, name: str, config: ModelConfig, /) -> bool:
-        """Whether a stored tensor that has no entry may be ignored; any other is an error."""
+        """Returns whether a stored tensor that has no entry may be ignored; any other is an error."""
 
 
 def fill(

@@ -198,7 +198,7 @@ _UNREAD = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale")
 
 
 def ignored_always(name: str, config: ModelConfig) -> bool:
-    """Whether a stored tensor is one that any checkpoint may have and that is ignored: a tied head, which `fill` compares with the
-    embedding, tables of old versions, or the factor by which releases in FP8 quantise a layer's inputs, which are not quantised
-    here."""
+    """Returns whether a stored tensor is one that any checkpoint may have and that is ignored: a tied head, which `fill`
+    compares with the embedding, tables of old versions, or the factor by which releases in FP8 quantise a layer's inputs, which
+    are not quantised here."""
     return (config.tie_embeddings and name == TIED_HEAD) or name.endswith(_UNREAD)

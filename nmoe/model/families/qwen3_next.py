@@ -164,5 +164,5 @@ def _with_groups(conv_WK: Tensor) -> Tensor:
 
 
 def ignores(name: str, config: ModelConfig) -> bool:
-    """Whether the tensor may be ignored: weights of multi-token prediction, or as in `ignored_always`."""
+    """Returns whether the tensor may be ignored: weights of multi-token prediction, or as in `ignored_always`."""
     return name.startswith("mtp.") or decoder.ignored_always(name, config)

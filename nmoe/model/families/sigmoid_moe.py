@@ -89,7 +89,7 @@ def feed_forward(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def ignores(name: str, config: ModelConfig) -> bool:
-    """Whether the tensor may be ignored: layers for multi-token prediction, numbered after the last layer, or as in
+    """Returns whether the tensor may be ignored: layers for multi-token prediction, numbered after the last layer, or as in
     `ignored_always`."""
     layer = _LAYER.match(name)
     return (layer is not None and int(layer[1]) >= config.layers) or decoder.ignored_always(name, config)

@@ -73,7 +73,8 @@ class TorchOps:
         return self.linear_by_group(x_RD, weight_EDF, counts)
 
     def loops_over_experts(self, x_RD: Tensor, longest: int, width: int, hidden: int) -> bool:
-        """Whether one product per expert, of at most `longest` rows by `width` by `hidden`, is faster than a grouped product."""
+        """Returns whether one product per expert, of at most `longest` rows by `width` by `hidden`, is faster than a grouped
+        product."""
         return False
 
     # Norms and rotary turns
@@ -219,7 +220,7 @@ class TorchOps:
         return attention.causal_attention(layer, q_BHLC, k_BJSC, v_BJSU, earlier)
 
     def takes_clusters(self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, longest: int) -> bool:
-        """Whether `attend_in_clusters` can run for this layer and these tensors; `longest` is the length of the longest
+        """Returns whether `attend_in_clusters` can run for this layer and these tensors; `longest` is the length of the longest
         sequence."""
         return False
 
@@ -282,7 +283,7 @@ class TorchOps:
         return self.linear(x_ND.float(), head_weight)
 
     def takes_head(self, x_ND: Tensor, weight_VD: Tensor) -> bool:
-        """Whether `head_forward` and `head_backward` can run for these tensors."""
+        """Returns whether `head_forward` and `head_backward` can run for these tensors."""
         return False
 
     def head_forward(

@@ -48,9 +48,12 @@ class Agent:
     def __init__(
         self, control: socket.socket, workspace: str, readable: list[str], held: int, score: int, fenced: bool
     ) -> None:
-        """`readable` are the paths outside the workspace that calls may read. `held` is the number of processes of the user
-        namespace that belong to no call. `score` is a descriptor of this process's own oom_score_adj. `fenced` says that Landlock
-        already restricts this process; otherwise it restricts the calls, if the kernel has it."""
+        """Makes the agent of a sandbox with the directory `workspace`; `control` is the socket to the host.
+
+        `readable` are the paths outside the workspace that calls may read. `held` is the number of processes of the
+        user namespace that belong to no call. `score` is a descriptor of this process's own oom_score_adj. `fenced`
+        says that Landlock already restricts this process; otherwise it restricts the calls, if the kernel has it.
+        """
         self._control = control
         self._workspace = workspace
         self._cwd = workspace

@@ -1,4 +1,4 @@
-"""The actions of a call's child process: run a command, or Python code in the interpreter's pristine state."""
+"""The actions that a call's child process may run: a command, or Python code in the interpreter's initial state."""
 
 from __future__ import annotations
 
@@ -51,8 +51,11 @@ def end_by(error: BaseException) -> NoReturn:
 
 
 def command(argv: list[str], keeps_status: bool = False) -> Callable[[], None]:
-    """Returns an action that replaces the child by a command. With `keeps_status` the command inherits the status descriptor, to
-    report the directory where it ended."""
+    """Returns a function that replaces this process by a command (exec).
+
+    With `keeps_status`, the command inherits the file descriptor for status lines, to report the directory where it
+    ended.
+    """
 
     def act() -> None:
         for number in (SIGPIPE, SIGXFSZ):

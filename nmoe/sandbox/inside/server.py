@@ -1,11 +1,13 @@
-"""The process that forks launchers, so that the interpreter and this package are loaded once, not for every sandbox.
+"""The process that forks launchers (processes that build a sandbox), so that the interpreter and this package are
+loaded only once.
 
 The host runs it as
 
     PYTHON -S -s -P -c "import sys; sys.path.insert(0, ROOT); from nmoe.sandbox.inside import server; server.main()"
 
-with its socket as standard input. A request is a plan with two descriptors: the control socket and the pipe for errors. The answer
-is a pidfd of the launcher. It has one thread, holds nothing of any sandbox, and ends when the host's end of the socket closes.
+with its socket as standard input. A request is the description of a sandbox (a plan), sent with two file descriptors:
+the sandbox's control socket and a pipe for errors. The answer is a pidfd of the launcher. The process has one thread,
+keeps no resources of any sandbox, and ends when the host's end of the socket closes.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _pids() -> list[str]:
 
 
 def _threads() -> list[str]:
-    """ "PID/task/TID" of every thread."""
+    """Returns the paths "PID/task/TID" of all threads, relative to /proc."""
     found = []
     for pid in _pids():
         try:

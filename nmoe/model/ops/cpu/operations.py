@@ -17,7 +17,7 @@ from nmoe.model.ops.cpu.packing import HALF, PANEL
 
 
 def linear(x_ND: Tensor, packed: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
-    """`F.linear` with a weight arranged by `packed_panels`."""
+    """Computes `F.linear` with a weight arranged by `packed_panels`."""
     x_ND = x_ND.contiguous()
     out_NF = x_ND.new_empty(x_ND.shape[0], outputs)
     call(f"nmoe_linear_{DTYPES[x_ND.dtype]}", x_ND, packed, bias_F, out_NF, *x_ND.shape, outputs)
@@ -25,12 +25,15 @@ def linear(x_ND: Tensor, packed: Tensor, outputs: int, bias_F: Tensor | None) ->
 
 
 def multiplies_bf16() -> bool:
-    """Whether the processor has an instruction that multiplies pairs of bf16 numbers and sums in fp32."""
+    """Returns whether the processor has an instruction that multiplies pairs of bf16 numbers and sums in fp32."""
     return call("nmoe_multiplies_bf16") == 1
 
 
 def linear_in_fp32(x_ND: Tensor, packed: Tensor, outputs: int) -> Tensor:
-    """`F.linear(x.float(), weight.float())` for x and weight in bf16, the weight arranged by `packed_panels`: sums are in fp32."""
+    """Computes `F.linear(x.float(), weight.float())` for x and weight in bf16, with sums in fp32.
+
+    The weight is arranged by `packed_panels`.
+    """
     x_ND = x_ND.contiguous()
     out_NF = x_ND.new_empty(x_ND.shape[0], outputs, dtype=torch.float32)
     call("nmoe_linear_bf16_in_fp32", x_ND, packed, out_NF, *x_ND.shape, outputs)
@@ -38,7 +41,11 @@ def linear_in_fp32(x_ND: Tensor, packed: Tensor, outputs: int) -> Tensor:
 
 
 def linear_by_group(x_RD: Tensor, packed: Tensor, outputs: int, counts: Sequence[int]) -> Tensor:
-    """`x @ weight[e]` for rows sorted by expert, `counts[e]` for expert e; weights are arranged by `packed_panels`."""
+    """Multiplies each row by its expert's weight, `x @ weight[e]`, for rows sorted by expert with `counts[e]` rows for
+    expert e.
+
+    The weights are arranged by `packed_panels`.
+    """
     x_RD = x_RD.contiguous()
     out_RF = x_RD.new_empty(x_RD.shape[0], outputs)
     groups = torch.tensor([0, *accumulate(counts)])
@@ -49,7 +56,7 @@ def linear_by_group(x_RD: Tensor, packed: Tensor, outputs: int, counts: Sequence
 
 
 def swiglu_linear(x_ND: Tensor, packed: Tensor, width: int) -> Tensor:
-    """`swiglu(F.linear(x, gate_up))`, `[N, width]`, with a weight arranged by `packed_gate_up`."""
+    """Computes `swiglu(F.linear(x, gate_up))`, `[N, width]`, with a weight arranged by `packed_gate_up`."""
     x_ND = x_ND.contiguous()
     out_NF = x_ND.new_empty(x_ND.shape[0], width)
     call(f"nmoe_swiglu_linear_{DTYPES[x_ND.dtype]}", x_ND, packed, out_NF, *x_ND.shape, width)
@@ -103,7 +110,7 @@ def route(
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`TorchOps.rms_norm` over rows of any shape."""
+    """Computes `TorchOps.rms_norm` over rows of any shape."""
     x_ND = x_ND.contiguous()
     out_ND, width = torch.empty_like(x_ND), x_ND.shape[-1]
     call(f"nmoe_rms_norm_{DTYPES[x_ND.dtype]}", x_ND, weight_D, float(eps), out_ND, x_ND.numel() // width, width)
@@ -137,9 +144,12 @@ def attention(
     sequence_B: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`TorchOps.paged_attention` of each row's query to its sequence up to the row's position, `[B, H, U]`. Row b belongs to
-    sequence `sequence_B[b]`, or to sequence b if that is None. `new` holds the rows' own keys and values, which are written to the
-    cache first; leave it out if rows see each other's keys. The heads of a row are contiguous; rows need not be."""
+    """Computes `TorchOps.paged_attention` of each row's query to its sequence up to the row's position, `[B, H, U]`.
+
+    Row b belongs to sequence `sequence_B[b]`, or to sequence b if that is None. `new` holds the rows' own keys and
+    values, which are written to the cache first; leave it out if rows see each other's keys. The heads of a row are
+    contiguous; rows need not be.
+    """
     (rows, heads, width), (kv_heads, _, value_width) = q_BHC.shape, values_NJPU.shape[1:]
     out_BHU = q_BHC.new_empty(rows, heads, value_width)
     strided = _by_token(q_BHC, *(new or ()))
@@ -207,7 +217,7 @@ def head_backward(
 
 
 def causal_attention(layer: AttentionLayer, q_HLC: Tensor, k_JSC: Tensor, v_JSU: Tensor) -> Tensor:
-    """`TorchOps.causal_attention` for one sequence, `[H, L, U]`. C is even in bf16."""
+    """Computes `TorchOps.causal_attention` for one sequence, `[H, L, U]`. C is even in bf16."""
     (heads, length, width), (kv_heads, positions, value_width) = q_HLC.shape, v_JSU.shape
     views = [x if x.stride(2) == 1 else x.contiguous() for x in (q_HLC, k_JSC, v_JSU)]
     strided = [part for x in views for part in (x, x.stride(1), x.stride(0))]
@@ -222,8 +232,10 @@ def causal_attention(layer: AttentionLayer, q_HLC: Tensor, k_JSC: Tensor, v_JSU:
 def attend_in_clusters(
     layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, clusters: Clusters
 ) -> tuple[Tensor, Tensor]:
-    """`TorchOps.attend_in_clusters` for layers without window and sinks: returns the output and the logarithms of the softmax's
-    sums."""
+    """Computes `TorchOps.attend_in_clusters` for layers without window and sinks.
+
+    Returns the output and the logarithms of the softmax's sums.
+    """
     (rows, heads, width), (_, kv_heads, value_width) = q_SHC.shape, v_SJU.shape
     out_SHU, log_sums_SH = q_SHC.new_empty(rows, heads, value_width), torch.empty(rows, heads)
     shape = (len(clusters.bounds_G) - 1, heads, kv_heads, width, value_width, clusters.longest)
@@ -243,8 +255,10 @@ def attend_in_clusters_backward(
     log_sums_SH: Tensor,
     grad_SHU: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `attend_in_clusters` for queries, keys and values. Sums over queries and heads are in fp32, and rounded at
-    the end."""
+    """Returns the gradients of `attend_in_clusters` for queries, keys and values.
+
+    Sums over queries and heads are in fp32, and rounded at the end.
+    """
     (_, heads, width), (_, kv_heads, value_width) = q_SHC.shape, v_SJU.shape
     grad_q_SHC = torch.empty(q_SHC.shape, dtype=q_SHC.dtype)
     grad_k_SJC, grad_v_SJU = torch.zeros(k_SJC.shape), torch.zeros(v_SJU.shape)
@@ -282,7 +296,8 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tupl
 
 
 def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
-    """`nmoe.engine.native.sampler.kept_mask` for fp32 logits, without sorting whole rows; equal up to the rounding of sums."""
+    """Computes `nmoe.engine.native.sampler.kept_mask` for fp32 logits without sorting whole rows; equal up to the
+    rounding of sums."""
     logits_BV = logits_BV.contiguous()
     kept_BV = torch.empty(logits_BV.shape, dtype=torch.bool)
     call("nmoe_kept", logits_BV, top_p_B.contiguous(), top_k_B.contiguous(), kept_BV, *logits_BV.shape)

@@ -229,7 +229,7 @@ class KernelOps(CpuOps):
 
 
 def by_onednn(x: Tensor) -> bool:
-    """Whether oneDNN computes the products of this CPU tensor."""
+    """Returns whether oneDNN computes the products of this CPU tensor."""
     # The compiler takes its own products.
     return packing.ONEDNN and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
@@ -243,14 +243,14 @@ def _by_onednn(x_ND: Tensor, weight: Tensor, bias_F: Tensor | None, outputs: int
 
 
 def _multiplies(x: Tensor) -> bool:
-    """Whether the kernels multiply this tensor faster than torch: fp32, or bf16 in pairs if the processor has an instruction for
-    that."""
+    """Returns whether the kernels multiply this tensor faster than torch: fp32, or bf16 in pairs if the processor has an
+    instruction for that."""
     pairs = x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 0 and operations.multiplies_bf16()
     return x.dtype == torch.float32 or pairs
 
 
 def _takes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the kernels can multiply x by these weights: the weights can be packed, and bf16 rows have even length."""
+    """Returns whether the kernels can multiply x by these weights: the weights can be packed, and bf16 rows have even length."""
     even = x.dtype == torch.float32 or x.shape[-1] % 2 == 0  # bf16 is multiplied in pairs
     return even and all(can_pack(x, weight) for weight in weights)
 

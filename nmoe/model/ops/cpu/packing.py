@@ -88,8 +88,9 @@ def kernels_in_use() -> Iterator[None]:
 
 
 def can_pack(x: Tensor, weight: Tensor) -> bool:
-    """Whether x can be multiplied by a cached packed weight: a cache is in force, x is on a CPU in fp32 or bf16, no gradient is
-    recorded, and the weight is a parameter that counts its changes, which a parameter made under `inference_mode` does not."""
+    """Returns whether x can be multiplied by a cached packed weight: a cache is in force, x is on a CPU in fp32 or bf16, no
+    gradient is recorded, and the weight is a parameter that counts its changes, which a parameter made under `inference_mode`
+    does not."""
     return (
         ONEDNN
         and IN_FORCE.packed is not None
@@ -102,7 +103,7 @@ def can_pack(x: Tensor, weight: Tensor) -> bool:
 
 
 def can_pack_for_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether the weight can be cached in oneDNN's packed layout."""
+    """Returns whether the weight can be cached in oneDNN's packed layout."""
     return can_pack(x, weight) and (x.dtype == torch.float32 or ONEDNN_BF16)
 
 

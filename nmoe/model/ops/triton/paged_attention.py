@@ -80,9 +80,11 @@ def _attend(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr,
     JOINED: tl.constexpr,
 ):
-    """Kernel for one row, key-value head and split: writes partial sums `[B, H, S, U]` and their state `[B, H, S, 2]`, which is the
-    largest logit in powers of two and the sum of the weights relative to it. Without JOINED, a row has one split, and the result
-    `[B, H, U]` is written."""
+    """Computes attention for one row, key-value head and split (Triton kernel).
+
+    Writes partial sums `[B, H, S, U]` and their state `[B, H, S, 2]`, which is the largest logit in powers of two and
+    the sum of the weights relative to it. Without JOINED, a row has one split, and the result `[B, H, U]` is written.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -166,7 +168,7 @@ def _join(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     s: tl.constexpr,
 ):
-    """Kernel that joins the partial softmaxes of the splits of one row and query head."""
+    """Joins the partial softmaxes of the splits of one row and query head (Triton kernel)."""
     row = tl.program_id(0)
     _first, _length, splits = _visible(lengths_ptr, row, WINDOW, SPLIT)
     head = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)

@@ -39,7 +39,7 @@ def _spread(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     d: tl.constexpr,
 ):
-    """Kernel of `spread_rows`, with one program per token and chosen expert."""
+    """Computes `spread_rows`, with one program per token and chosen expert (Triton kernel)."""
     pick = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + pick).to(tl.int64)
