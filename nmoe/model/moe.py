@@ -175,7 +175,7 @@ class ExpertComputation(ABC):
 
     @abstractmethod
     def narrow_product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
-        """Does the same as `product`, for the narrow weights of adapters."""
+        """Multiplies each row by its expert's weight, as `product` does, for the narrow weights of adapters."""
 
     def spread(self, bias_EF: Tensor) -> Tensor:
         """Repeats each expert's bias for each of the expert's rows, `[R, F]`."""

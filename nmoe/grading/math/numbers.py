@@ -90,7 +90,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _parts(match: re.Match[str]) -> list[str]:
-    """Returns the sign, which may be empty, and then the groups that matched."""
+    """Returns the texts that the groups of a regular expression's match matched, the sign (which may be empty) first."""
     sign, *rest = match.groups()
     return [sign or "", *(part for part in rest if part is not None)]
 

@@ -138,23 +138,23 @@ class Parser:
         return found if self.token is None else None
 
     def added(self, terms: list[Shape]) -> Shape:
-        """Returns the shape of a sum of these terms, as written."""
+        """Returns the shape of a sum, given its terms in the order in which the text has them."""
         return add(terms)
 
     def multiplied(self, factors: list[Shape]) -> Shape:
-        """Returns the shape of a product of these factors, as written; divisors are powers of -1."""
+        """Returns the shape of a product, given its factors in the order in which the text has them; divisors are powers of -1."""
         return multiply(factors)
 
     def divisor(self, by: Shape) -> Shape:
-        """Returns the factor that stands for a division by this shape, as written."""
+        """Returns the factor that represents a division by this shape: its power of -1."""
         return power(by, Fraction(-1))
 
     def raised(self, base: Shape, exponent: Shape) -> Shape:
-        """Returns the shape of a power or root, as written."""
+        """Returns the shape of a power or root, given its base and its exponent."""
         return power(base, exponent)
 
     def applied(self, function: tuple[Shape, ...]) -> Shape:
-        """Returns the shape of a function's value: its name and its arguments."""
+        """Returns the shape of a function's value, given a tuple of the function's name and its arguments."""
         return function
 
     @property

@@ -134,8 +134,10 @@ class Starvation:
         self._before: dict[str, tuple[int, int]] = {}
 
     def look(self, elapsed_s: float, *, hidden: bool = False) -> None:
-        """Adds the starvation since the last look, `elapsed_s` ago, to `seconds`. `hidden` says that some processes ended since
-        then."""
+        """Adds to `seconds` how long processes waited for a CPU in the last `elapsed_s` seconds, since the last call.
+
+        `hidden` says that some processes ended since then.
+        """
         now: dict[str, tuple[int, int]] = {}
         ran = waited = 0
         for thread in _threads():

@@ -40,8 +40,10 @@ class PackedWeights:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Makes products without gradient use these packed weights inside the context. Only in this thread, because a scorer may
-        run another model beside the engine."""
+        """Makes products without gradient use the packed weights of this cache within the `with` block.
+
+        This applies to the current thread only, because a scorer may run another model beside the engine.
+        """
         outer, IN_FORCE.packed = IN_FORCE.packed, self
         try:
             yield
@@ -67,7 +69,7 @@ class PackedWeights:
 
 
 class _InForce(threading.local):
-    """The packed weights and the kernels in use in this thread."""
+    """The cache of packed weights, and the kernels, that are in use in this thread."""
 
     packed: PackedWeights | None = None
     kernels = False
@@ -88,9 +90,11 @@ def kernels_in_use() -> Iterator[None]:
 
 
 def can_pack(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether x can be multiplied by a cached packed weight: a cache is in force, x is on a CPU in fp32 or bf16, no
-    gradient is recorded, and the weight is a parameter that counts its changes, which a parameter made under `inference_mode`
-    does not."""
+    """Returns whether x can be multiplied by a cached packed weight.
+
+    It can if a cache is in use, x is on a CPU in fp32 or bf16, no gradient is recorded, and the weight is a parameter
+    that counts its changes, which a parameter made under `inference_mode` does not.
+    """
     return (
         ONEDNN
         and IN_FORCE.packed is not None
