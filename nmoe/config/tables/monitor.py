@@ -164,7 +164,7 @@ class FormatSection(RuleSection):
     """share of completions with a box (has_boxed), below which a step shows the symptom, where the environment asks for a box
     and rewards only right answers"""
     drop: float = Field(default=0.2, gt=0, le=1)
-    """drop of that share from the best mean of five steps, beyond which a step shows the symptom"""
+    """drop of the share in the required format from its best mean of five steps, beyond which a step shows the symptom"""
 
 
 class KLSection(AboveSection):

@@ -47,10 +47,11 @@ class DatasetKeys(Section):
         "or one of your own as `module:Name`"
     )
     problem_field: str | None = Field(default=None, min_length=1)
-    """the field with the problem's text or messages; default: the first of problem, question, prompt and input that exists"""
+    """the field with the problem's text or messages; default: the one of problem, question, prompt and input that the first
+    record has; several are refused"""
     answer_field: str | None = Field(default=None, min_length=1)
-    """the field with the gold answer or solution, `a.b` for field b of object a; default: the first of answer, label,
-    reward_spec.ground_truth and reward_model.ground_truth that exists"""
+    """the field with the gold answer or solution, `a.b` for field b of object a; default: the one of answer, label,
+    reward_spec.ground_truth and reward_model.ground_truth that the first record has; several are refused"""
     gold_extractor: GoldExtractor = "none"
     """how the gold answer is found in its field"""
     check_gold: Literal["all", "sample", "off"] = "all"
