@@ -1,4 +1,5 @@
-"""Applies rules to the metrics of each step, and raises an alert once when a rule's symptom lasts."""
+"""Applies rules to the metrics of each step. When a rule's symptom lasts, it raises one alert, and another only after the symptom
+was over."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from nmoe.monitor.update import ClipRule, ExpertsRule, GradNormRiseRule, GradNor
 
 
 def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
-    """Makes the monitor of a run. `experts` is the number of routed experts per layer, 0 for a dense model."""
+    """Makes the monitor of a run. `experts` is the number of routed experts per layer, 0 for a dense model. `directory` is the
+    run's, whose disk is watched."""
     watch = config.monitor
     rules: list[Rule[Any]] = [
         GradNormRule(watch.grad_norm),
