@@ -77,7 +77,7 @@ def ends_in(directory: Path) -> tuple[int, ...]:
 
 
 def sampling_notes(directory: Path, temperature: float, top_p: float = 1.0, top_k: int = 0) -> list[str]:
-    """Returns a line that names the sampling settings in which the checkpoint's authors differ.
+    """Returns a line with the sampling settings that a checkpoint's authors use and that differ from the given ones.
 
     Returns an empty list if none differ, or if the checkpoint has no generation_config.json.
     """

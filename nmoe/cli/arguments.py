@@ -49,7 +49,7 @@ TemperatureOfMode = Annotated[
         metavar="NUMBER",
         min=0.0,
         callback=_finite,
-        help="Sampling temperature; 0 takes the most likely token; default: 0, or the mode's.",
+        help="Sampling temperature; 0 takes the most likely token; default: 0, or as --mode needs.",
         show_default=False,
     ),
 ]

@@ -58,11 +58,11 @@ def evaluate(
 
     Args:
         named: Runs or checkpoints, then environments: TOML files, directories, or packaged names. With --format-check one
-            checkpoint, and the default environment is the run's.
+            checkpoint; its default environment is the one that the run was trained on.
         problems: How many problems; default: 200, with --format-check 20, by likelihood all.
         mode: greedy_pass@1, sampling_pass@N (the majority of N), nondet_proxy_pass@N or, of multiple choice, likelihood_letter or
             likelihood_text; default: from --samples and --temperature.
-        samples: Completions per problem; default: 1, or the mode's.
+        samples: Completions per problem; default: 1, or the number in --mode.
         max_tokens: The most tokens of a completion; default: the rest of the context, with --format-check the run's limit or 256.
         reasoning_effort: Replaces the environment's reasoning effort.
         best_of: A reward model or verifier that chooses among the samples of a problem.

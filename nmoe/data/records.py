@@ -361,7 +361,7 @@ def _spelling(label: object) -> str:
 
 
 def _asked(value: object, column: str) -> Messages:
-    """Parses a prompt: a text of the user's, or messages that the assistant is to answer."""
+    """Parses a prompt: a text by the user, or messages that the assistant is to answer."""
     value = text_or_messages(value, column)
     if isinstance(value, str):
         return (ChatMessage("user", text_of(value, column)),)

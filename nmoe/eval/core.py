@@ -91,8 +91,8 @@ CORE = (
 def find_sets() -> dict[CoreSet, Path]:
     """Returns the data sets of CORE that are on this machine, each with the path of its JSONL file.
 
-    Files are searched at any depth in the subdirectory `core` of the data set directory ($NMOE_DATASETS). Raises
-    UserError if there are none.
+    Files are searched at any depth below `core` in the directory of local datasets ($NMOE_DATASETS, or a default in the
+    user's cache). Raises UserError if there are none.
     """
     directory = kept_datasets() / "core"
     files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}

@@ -169,7 +169,7 @@ def refuse_high_rank(model: Transformer, chosen: Sequence[Site], rank: int) -> N
 
 
 def _shape(model: Transformer, site: Site) -> tuple[int, int]:
-    """Returns the numbers of outputs and inputs of a projection; for experts, of each one's."""
+    """Returns the numbers of outputs and inputs of a projection; of experts, the numbers of a single expert."""
     module, (first, end) = model.get_submodule(site.ours), site.span
     if isinstance(module, MoE):
         return (

@@ -103,7 +103,7 @@ def _with_logprobs(learner: Learner, pairs: Sequence[Pair]) -> Batch:
 def _logprobs(learner: Learner, pairs: Sequence[Pair]) -> Sequence[Tensor]:
     """Computes the log-probabilities of the answers of each pair under the current weights.
 
-    Returns one tensor per pair: the scored tokens of the preferred answer, then of the other.
+    Returns one tensor per pair: the learned tokens of the preferred answer, then of the other answer.
     """
     batch = completion_batch(pairs)
     scored_B = [int(part.sum()) for part in batch.scored_T.split(list(batch.lengths))]

@@ -28,7 +28,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def completion_batch(pairs: Sequence[Pair]) -> Batch:
-    """Makes a batch that scores every learned token of both answers of each pair, for DPO.
+    """Makes a batch of preference pairs for DPO; its loss covers the learned tokens of both answers of each pair.
 
     The weights of tokens are such that every pair has the weight 1 / (number of pairs).
     """
@@ -42,13 +42,16 @@ def completion_batch(pairs: Sequence[Pair]) -> Batch:
 
 
 def reward_batch(pairs: Sequence[Pair]) -> Batch:
-    """Makes a batch that scores only the last token of each answer, for a reward model; weights are as in `completion_batch`."""
+    """Makes a batch of preference pairs for a reward model, whose head reads only the last token of each answer.
+
+    Weights are as in `completion_batch`.
+    """
     sides = [side.ids for pair in pairs for side in pair.sides]
     return _in_pairs(sides, *_last_tokens(sides))
 
 
 def last_token_batch(sequences: Sequence[Sequence[int]]) -> Batch:
-    """Makes a batch of single sequences, not pairs, that scores only the last token of each."""
+    """Makes a batch of single sequences, not pairs, for a reward model, whose head reads only the last token of each."""
     return _batch(sequences, *_last_tokens(sequences))
 
 

@@ -27,10 +27,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def document_batch(documents: Sequence[Document]) -> Batch:
-    """Makes a batch of documents that scores every token except a document's first, or only the tokens after its prompt.
-
-    The loss is the mean over all scored tokens of the batch.
-    """
+    """Makes a batch of documents; its loss is the mean over all tokens but each document's first, or after its prompt."""
     lengths = tuple(document.positions for document in documents)
     scored_T = torch.from_numpy(np.concatenate([document.learned for document in documents]))
     return Batch(

@@ -18,8 +18,8 @@ from nmoe.statistics import Estimate, mean_interval, stratified_mean
 
 @dataclass(frozen=True)
 class SequenceLosses:
-    """The losses of several sequences: each sequence's key, its loss summed over its scored tokens, and the number of
-    these tokens."""
+    """The losses of several sequences, by `keys`: each sequence's loss, summed over the tokens that the loss covers,
+    and their number."""
 
     keys: Sequence[str]
     sums: Sequence[float]
@@ -27,7 +27,7 @@ class SequenceLosses:
 
     @classmethod
     def of(cls, batch: Batch, logprobs_N: Tensor, keys: Sequence[str]) -> SequenceLosses:
-        """Computes the losses of a batch's sequences from the log-probabilities of their scored tokens.
+        """Computes the losses of a batch's sequences from the log-probabilities of the tokens that the loss covers.
 
         `keys` has a name for each sequence.
         """

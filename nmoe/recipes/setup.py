@@ -239,8 +239,7 @@ def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
 
 
 def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
-    """Returns the provenance of a run: everything outside its configuration that its numbers depend on, such as
-    versions and the device."""
+    """Returns the provenance of a run: everything that its numbers depend on, such as versions, device, threads and seed."""
     device = choose_device(config.model.device)
     return provenance(
         config.run.seed, threads, kind_of(device).describe(device), numerics_here(config.model.numerics, device)

@@ -32,7 +32,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) -> Batch:
-    """Makes a batch of tokenized conversations that scores their learned tokens; the loss is the mean over all of these.
+    """Makes a batch of tokenized conversations; its loss is the mean over their learned tokens.
 
     With `share_prefixes`, the common prefix of sequences is computed once.
     """

@@ -41,7 +41,7 @@ def speedrun(
 
 
 def _begun(out: Path | None) -> Kind | None:
-    """Returns the pipeline to resume, because without a network not the default one may have begun; None if there is none."""
+    """Returns the pipeline that was begun in `out`, or in a default directory if `out` is None; None if there is none."""
     if out is None:
         return next((kind for kind in (DEFAULT, *DIRECTORIES) if begun_with(DIRECTORIES[kind]) is not None), None)
     settings = begun_with(out)

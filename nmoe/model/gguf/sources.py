@@ -71,7 +71,7 @@ def check_extent(stored: StoredTensor, file: GGUFFile) -> None:
 
 
 def part_of(stored: StoredTensor, index: int, file: GGUFFile) -> StoredTensor:
-    """Returns one of several tensors that are stacked on a first axis, such as one expert's."""
+    """Returns one of several tensors that are stacked on a first axis, such as the weights of one expert."""
     return replace(stored, shape=stored.shape[1:], offset=stored.offset + index * row_bytes(stored, file))
 
 

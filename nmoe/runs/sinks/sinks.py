@@ -20,11 +20,15 @@ from nmoe.extras import how_to_install
 class Attempt:
     """One start of a run, the first or a resumption, with the data that sinks need.
 
-    directory: the run's. name: run.name. number: 1 for the first start, and one more each time that the run is resumed.
+    directory: the directory of the run.
+    name: run.name.
+    number: 1 for the first start, and one more each time that the run is resumed.
     config: the tables of config.toml.
-    project, wandb_mode: settings of `[sinks]`.
-    rows, alerts: the records of the steps before this start, from metrics.jsonl and alerts.jsonl. A sink writes them first, so
-        that it holds the whole run, whether or not an earlier attempt finished its records.
+    project: the setting of `[sinks]`.
+    wandb_mode: the setting of `[sinks]`.
+    rows: the metrics of the steps before this start, from metrics.jsonl. A sink writes them first, so that it has the
+        whole run, even if an earlier attempt did not finish its records.
+    alerts: the alerts before this start, from alerts.jsonl.
     """
 
     directory: Path
@@ -145,11 +149,10 @@ QUEUE_LIMIT = 1000
 
 
 class Feed:
-    """Feeds one sink from its own thread, so that a slow or failing sink costs the run nothing.
+    """Passes records to one sink from a separate thread, so that a slow or failing sink does not delay the run.
 
-    A record is dropped if the queue is full, and lost if the sink raises; both are counted.
-
-        name: the sink's. connect: opens the sink, on the thread, since that may take seconds. If it raises, nothing is written.
+    A record is dropped if the queue is full, and lost if the sink raises; both are counted. `name` is the name of the
+    sink. `connect` opens it, on the thread, since that may take seconds; if it raises, nothing is written.
     """
 
     def __init__(self, name: str, connect: Callable[[], Sink], limit: int = QUEUE_LIMIT) -> None:
