@@ -35,7 +35,7 @@ from nmoe.engine.remote.wire import (
 )
 from nmoe.engine.server.__main__ import main
 from nmoe.engine.server.weights import digest_of
-from nmoe.model.checkpoint import export_model, fingerprint, load_model
+from nmoe.model.checkpoint import export_model, fingerprint, load_model, save_model
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
@@ -305,6 +305,21 @@ def test_weights_that_come_while_requests_run(
     assert list(map(bits, server.generate(later))) == list(map(bits, expected))
 
 
+def test_weights_under_nmoes_own_names(
+    server: Server, models: list[Transformer], request_of: MakeRequest, tmp_path: Path
+) -> None:
+    """Only these have the biases that balance the router."""
+    model = tiny_family("qwen3_moe", 1, context_tokens=CONTEXT)
+    model.set_numerics("exact")
+    for moe in model.moe_layers():
+        moe.router.bias.copy_(torch.randn(moe.router.bias.shape, generator=torch.Generator().manual_seed(1)))
+    save_model(model, tmp_path)
+    server.publish(tmp_path, 1)
+    request = request_of("own", 5, 1, 20)
+    ((expected,),), ((unbalanced,),) = (local(one, request, version=1) for one in (model, models[1]))
+    assert list(map(bits, server.generate(request))) == [bits(expected)] != [bits(unbalanced)]
+
+
 def flipped(name: str, tensors: dict[str, Tensor]) -> None:
     tensors[name].view(-1).view(torch.uint8)[3] ^= 1
 
@@ -382,6 +397,7 @@ def test_updates_come_in_order(server: Server, checkpoints: list[Path], request_
         ({"path": "/nowhere"}, "/nowhere/model.safetensors: no such file"),
         ({"digests": []}, "digests; each name has one"),
         ({"names": "all"}, "names = 'all': must be list"),
+        ({"names": [NORM, NORM], "digests": ["", ""]}, f"{NORM} is named 2 times"),
         ({"compressed": True}, "update_info has compressed, which this server does not know"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -183,7 +184,7 @@ def _check(tensors: dict[str, Tensor], names: Sequence[str], digests: Sequence[s
         raise UserError(f"update_info has {len(names)} names and {len(digests)} digests; each name has one")
     if not names:
         raise UserError("update_info has no names: an update is a whole set of weights")
-    faults = [f"{name} is named twice" for name in {name for name in names if names.count(name) > 1}]
+    faults = [f"{name} is named {count} times" for name, count in Counter(names).items() if count > 1]
     faults += [f"{name} is missing" for name in sorted(set(names) - set(tensors))]
     faults += [f"{name} is not among the names" for name in sorted(set(tensors) - set(names))]
     if not faults:
