@@ -163,7 +163,7 @@ def reinforcement_learning() -> None:
 
 @data.callback()
 def datasets() -> None:
-    """Look into datasets, and make them: filtered pools, preference pairs, solve rates.
+    """Show and export datasets, and make new ones: filtered pools, preference pairs, solve rates.
 
     \b
     Example:
@@ -203,7 +203,7 @@ def ledger() -> None:
 
 @model.callback()
 def models() -> None:
-    """Make checkpoint directories of released models, and mixtures of experts of dense ones.
+    """Import released models as checkpoints, and make mixtures of experts from dense models.
 
     \b
     Example:
@@ -213,7 +213,7 @@ def models() -> None:
 
 @tokenizer.callback()
 def tokenizers() -> None:
-    """Train a tokenizer, or give a model's tokenizer the control tokens of Harmony.
+    """Train a tokenizer, or add the control tokens of Harmony to a model's tokenizer.
 
     \b
     Example:

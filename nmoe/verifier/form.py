@@ -214,7 +214,7 @@ class GenerativeForm:
 
     @cached_property
     def _after(self) -> list[int]:
-        """Returns the tokens after the content of a prompt's last message."""
+        """The tokens after the content of a prompt's last message."""
         (end,) = self._harmony.render([Message("user", "")])[-1:]
         return [end, *self._harmony.render_prompt([])]
 

@@ -110,7 +110,7 @@ class Contamination:
         return found
 
     def count(self, found: dict[str, Match], source: str) -> None:
-        """Adds the result of `find` for a row of this source to the counts."""
+        """Adds a result of `find` to the counts; `source` names the source of the problem."""
         for name, match in found.items():
             self._counts[name][match] += 1
             self._by_source[name][source] += 1
