@@ -37,7 +37,7 @@ from machine import machine, versions
 from nmoe.api.models import load_model
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.config.tables.pools import GeneratedPool
-from nmoe.envs.pools import Shard, build_pool
+from nmoe.envs.pools import build_pool
 from nmoe.envs.tasks import TASKS
 from nmoe.eval.likelihood import Continuation, likelihoods
 from nmoe.runs.ledger import read_metrics
@@ -187,7 +187,7 @@ def fine_tuned_on(count: int) -> Path:
         return run
     shutil.rmtree(run, ignore_errors=True)
     settings = GeneratedPool(type="generated", task_type="compare", difficulty=(2, 3), seed=1)
-    problems, rng = build_pool("compare", settings, Shard()).take(count), random.Random(0)
+    problems, rng = build_pool("compare", settings).take(count), random.Random(0)
     records = RUNS / f"form_{count}.jsonl"
     with records.open("w") as file:
         for problem in problems:
@@ -396,7 +396,7 @@ def chances(checkpoint: Path, problems: int = 8) -> list[str]:
     kinds = [("shows a solved problem", {"examples": 1})]
     kinds += [(f"ends in `{json.dumps(hint)}`", {"hints": [hint]}) for hint in _MORE_HINTS]
     for label, keys in [*kinds, ("neither shows nor names the form", {})]:
-        pool = build_pool("compare", GeneratedPool.model_validate(compare | keys, strict=False), Shard())
+        pool = build_pool("compare", GeneratedPool.model_validate(compare | keys, strict=False))
         prompts = [renderer.prompt_ids([*one.history, *TASKS["compare"].messages(one)]) for one in pool.take(problems)]
         groups = [[Continuation([*prompt, *named], len(prompt) + 1)] for prompt in prompts]
         found = [math.exp(sum(one.logprobs)) for [one] in likelihoods(model, groups)]

@@ -32,7 +32,7 @@ from result_files import write_results
 import nmoe
 from nmoe.config.tables.pools import GeneratedPool, ReasoningGymPool
 from nmoe.engine.api import Request
-from nmoe.envs.pools import Pool, Shard, build_pool
+from nmoe.envs.pools import Pool, build_pool
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.plain import ChoiceTask, OrderTask, read_number
 from nmoe.text.renderers import make_renderer
@@ -65,11 +65,9 @@ CANDIDATES: dict[str, tuple[int, int]] = {
 def pool_of(name: str) -> Pool:
     """The held-out problems of a candidate."""
     if name not in CANDIDATES:
-        return build_pool(
-            name, ReasoningGymPool(type="reasoning_gym", dataset=name, split="eval", max_examples=400), Shard(0, 1)
-        )
+        return build_pool(name, ReasoningGymPool(type="reasoning_gym", dataset=name, split="eval", max_examples=400))
     settings = GeneratedPool(type="generated", task_type=name, difficulty=CANDIDATES[name], split="eval")
-    return build_pool(name, settings, Shard(0, 1))
+    return build_pool(name, settings)
 
 
 def right(problem: Problem, text: str) -> bool:

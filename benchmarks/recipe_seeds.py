@@ -33,7 +33,7 @@ from speedrun_seeds import as_measured
 
 from nmoe.config.packaged import CONFIGS
 from nmoe.config.tables.pools import GeneratedPool
-from nmoe.envs.pools import Shard, build_pool
+from nmoe.envs.pools import build_pool
 from nmoe.runs.ledger import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +88,7 @@ def write_demonstrations(path: Path) -> None:
     """Worked answers to problems of sorting of the train split, as docs/guides/sft.md writes them."""
     settings = GeneratedPool(type="generated", task_type="sort", difficulty=(4, 6), seed=7)
     with path.open("w") as file:
-        for problem in {one.question: one for one in build_pool("sort", settings, Shard()).take(2000)}.values():
+        for problem in {one.question: one for one in build_pool("sort", settings).take(2000)}.values():
             thought = " ".join(sorted(problem.question.removeprefix("Sort: ")))
             said = {"role": "assistant", "reasoning_content": thought, "content": problem.gold}
             file.write(json.dumps({"messages": [{"role": "user", "content": problem.question}, said]}) + "\n")

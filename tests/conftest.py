@@ -38,7 +38,7 @@ from nmoe.config.locate import Locator, Place
 from nmoe.config.tables.pools import TaskPool
 from nmoe.data.packages import KNOWN, kept_models
 from nmoe.envs.environment import Environment
-from nmoe.envs.pools import Pool, Shard, build_pool
+from nmoe.envs.pools import Pool, build_pool
 from nmoe.envs.pools.generated import split_of
 from nmoe.recipes.pretrain import pretrain
 from nmoe.rl.launch import train
@@ -264,10 +264,10 @@ def harmony(tokenizer: Tokenizer) -> Harmony:
 def environment(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Environment]:
     """Makes the environment "demo" of the rest of its TOML text."""
 
-    def make(text: str, *, rank: int = 0, world_size: int = 1) -> Environment:
+    def make(text: str) -> Environment:
         path = tmp_path / "environment.toml"
         path.write_text(f'env_id = "demo"\n{text}')
-        return Environment.from_toml(path, tokenizer, rank=rank, world_size=world_size)
+        return Environment.from_toml(path, tokenizer)
 
     return make
 
@@ -282,8 +282,8 @@ class PoolHolder(Section):
 def make_pool() -> Callable[..., Pool]:
     """Makes the pool "demo" of a `[task_pool]` table."""
 
-    def make(table: dict[str, Any], rank: int = 0, world_size: int = 1) -> Pool:
+    def make(table: dict[str, Any]) -> Pool:
         settings = parse({"pool": table}, PoolHolder, Locator(Place("test")))
-        return build_pool("demo", settings.pool, Shard(rank, world_size))
+        return build_pool("demo", settings.pool)
 
     return make

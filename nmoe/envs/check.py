@@ -40,7 +40,6 @@ from nmoe.config.tables.rollout import BudgetSettings, SandboxSettings, Workspac
 from nmoe.data.rows import local_copy
 from nmoe.envs.environment import Environment, in_format, renderer_of
 from nmoe.envs.golds import check_golds
-from nmoe.envs.pools import Shard
 from nmoe.envs.pools.records import record_order
 from nmoe.envs.rewards.judge import template_of
 from nmoe.envs.tasks import TASKS
@@ -151,7 +150,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         try:
             # Without its data, an environment's format, system message and rewards can still be checked.
             its_own = unlimited.model_copy(update={"env_id": name, "task_pool": pool if here else _DATALESS})
-            environment = Environment(its_own, tokenizer, Shard(), user_code=False)
+            environment = Environment(its_own, tokenizer, user_code=False)
         except UserError as error:
             yield f"source {name}: cannot be used"
             mistakes.append(_placed(path, error, f"source {name}: "))

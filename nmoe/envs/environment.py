@@ -16,7 +16,7 @@ from nmoe.config.loader import load_environment
 from nmoe.config.tables.pools import task_types
 from nmoe.envs.curriculum import Curriculum
 from nmoe.envs.grade import Grader
-from nmoe.envs.pools import Shard, build_pool
+from nmoe.envs.pools import build_pool
 from nmoe.envs.pools.pool import fingerprint_of, stable_hash
 from nmoe.envs.prompts import PromptBuilder
 from nmoe.envs.rewards.reward import Reward
@@ -34,7 +34,7 @@ from nmoe.types import Exchange, Problem, Turn
 
 
 class Environment:
-    """Problems, prompts, grader, rewards and tools under one name, for one rank.
+    """Problems, prompts, grader, rewards and tools under one name.
 
         >>> import nmoe
         >>> from pathlib import Path
@@ -49,16 +49,14 @@ class Environment:
     leaves both to the tokenizer. `identity` is recorded with every trajectory (`identity_of`).
     """
 
-    def __init__(
-        self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, shard: Shard, *, user_code: bool = True
-    ) -> None:
+    def __init__(self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, *, user_code: bool = True) -> None:
         """Loads pool, tools and rewards. Without `user_code`, the user's own tools and all `[[rewards]]`, also those by services
         and models, are left out, and none of their functions is imported.
 
         Raises UserError if data, tools, rewards or tokenizer do not fit the settings.
         """
         self.settings = settings = in_format(settings, tokenizer)
-        self.pool = build_pool(settings.env_id, settings.task_pool, shard, columns=bool(settings.rewards))
+        self.pool = build_pool(settings.env_id, settings.task_pool, columns=bool(settings.rewards))
         self.rewards: list[Reward] = load_rewards(settings.rewards) if user_code else []
         self.curriculum = None if settings.curriculum is None else Curriculum(settings.curriculum)
         self.tokenizer = tokenizer
@@ -85,19 +83,17 @@ class Environment:
             self.access = Access(settings.tools.read, settings.tools.write)
 
     @classmethod
-    def from_settings(
-        cls, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1
-    ) -> Environment:
+    def from_settings(cls, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer) -> Environment:
         """Builds an environment from checked settings."""
-        return cls(settings, tokenizer, Shard(rank, world_size))
+        return cls(settings, tokenizer)
 
     @classmethod
-    def from_toml(cls, path: Path, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1) -> Environment:
+    def from_toml(cls, path: Path, tokenizer: HarmonyTokenizer) -> Environment:
         """Builds an environment from a TOML file, a directory with environment.toml, or a packaged name.
 
         Raises ConfigError with every mistake in the file and its line.
         """
-        return cls.from_settings(load_environment(path), tokenizer, rank=rank, world_size=world_size)
+        return cls.from_settings(load_environment(path), tokenizer)
 
     def held_out(self, split: Literal["validation", "eval"] = "eval") -> Environment:
         """Returns this environment at the start of a split whose problems never occur in training.
@@ -111,7 +107,7 @@ class Environment:
                 f"environment {self.settings.env_id!r} has no held-out problems: only generated pools with "
                 'split = "train" do; name another environment in [[eval]]'
             )
-        return Environment(settings, self.tokenizer, self.pool.shard)
+        return Environment(settings, self.tokenizer)
 
     @property
     def wants_sandbox(self) -> bool:

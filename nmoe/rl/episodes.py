@@ -8,7 +8,7 @@ and `updates` times as many optimizer steps: the same number where prompts_per_s
 from __future__ import annotations
 
 from nmoe.config.commands import RLConfig
-from nmoe.envs.pools import Shard, build_pool
+from nmoe.envs.pools import build_pool
 from nmoe.errors import UserError
 
 
@@ -29,7 +29,7 @@ def with_steps_of_episodes(config: RLConfig, problems: int | None = None) -> RLC
         return config
     environment = config.environment
     if problems is None:
-        problems = build_pool(environment.env_id, environment.task_pool, Shard()).size
+        problems = build_pool(environment.env_id, environment.task_pool).size
     if problems is None:
         raise UserError(
             f"run.episodes = {episodes:g}: the task pool of {environment.env_id!r} has no end; give run.steps, or max_examples of "

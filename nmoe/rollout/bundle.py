@@ -294,7 +294,7 @@ def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | No
         files[ROUTES] = file.getvalue()
     partial = path.with_name(f".{path.name}.partial")
     with storage_errors(path):
-        remove(partial)
+        _remove(partial)
         partial.mkdir()
         try:
             for name, data in files.items():
@@ -303,11 +303,11 @@ def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | No
                     out.flush()
                     os.fsync(out.fileno())
             _sync(partial)
-            remove(path)
+            _remove(path)
             os.rename(partial, path)
             _sync(path.parent)
         finally:
-            remove(partial)
+            _remove(partial)
 
 
 def read_bundle(path: Path) -> Bundle:
@@ -355,7 +355,7 @@ def read_bundle(path: Path) -> Bundle:
     )
 
 
-def remove(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Removes a directory if it exists."""
     if path.exists():
         shutil.rmtree(path)

@@ -3,7 +3,6 @@ each failure class per step."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.pool import stable_hash
 from nmoe.errors import InfrastructureError
-from nmoe.rollout.bundle import bundle_name, remove, write_bundle
+from nmoe.rollout.bundle import bundle_name, write_bundle
 from nmoe.runs.directory import RunDirectory
+from nmoe.runs.storage import whole_directory
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
 from nmoe.types import Failure
@@ -88,12 +88,10 @@ class ReplayRecorder:
         return path
 
     def _save_tokenizer(self) -> None:
-        final = self._directory / TOKENIZER
-        if not final.exists():
-            partial = final.with_name(f".{TOKENIZER}.partial")
-            remove(partial)
-            self._tokenizer.save(partial)
-            os.rename(partial, final)
+        directory = self._directory / TOKENIZER
+        if not directory.exists():
+            with whole_directory(directory, "choose another --run.directory") as partial:
+                self._tokenizer.save(partial)
 
 
 class FailureRecords:

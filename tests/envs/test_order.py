@@ -75,14 +75,14 @@ WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
 @settings(max_examples=15, deadline=None)
 @given(WEIGHTS, st.integers(0, 2**63 - 1), st.sampled_from([(1, 0, 5), (2, 1, 5), (3, 0, 5), (8, 5, 10)]))
-def test_a_mixture_holds_its_weights_on_every_shard(
-    weights: list[float], seed: int, shard: tuple[int, int, int]
+def test_a_mixture_holds_its_weights_at_every_nth_position(
+    weights: list[float], seed: int, every: tuple[int, int, int]
 ) -> None:
-    world_size, rank, allowed = shard
+    stride, first, allowed = every
     order = mixture(weights, seed)
     counts = [0] * len(weights)
     for taken in range(1, 400):
-        counts[int(order.at(rank + (taken - 1) * world_size).source)] += 1
+        counts[int(order.at(first + (taken - 1) * stride).source)] += 1
         for count, weight in zip(counts, weights, strict=True):
             # Independent draws would stray by 30 (three standard deviations) at an even share.
             assert abs(count - taken * weight / sum(weights)) <= allowed

@@ -13,7 +13,7 @@ import pytest
 from nmoe.config.environment import held_out
 from nmoe.config.loader import load_environment
 from nmoe.config.tables.pools import GeneratedPool
-from nmoe.envs.pools import Pool, Shard, build_pool
+from nmoe.envs.pools import Pool, build_pool
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.plain import ChoiceTask, read_choice, read_letter, read_number, read_order
 from nmoe.types import Problem
@@ -78,7 +78,7 @@ def test_of_three_the_smallest_is_no_answer() -> None:
 @pytest.mark.parametrize("name", ["compare", "longer_word"])
 def test_the_opposite_earns_no_more_than_a_guess(name: str) -> None:
     """Of what is said of the first and of the second option, one is right, and both together are no answer."""
-    pool = build_pool(name, GeneratedPool(type="generated", task_type=name, difficulty=(3, 3)), Shard(0, 1))
+    pool = build_pool(name, GeneratedPool(type="generated", task_type=name, difficulty=(3, 3)))
     word = {"compare": "is smaller than", "longer_word": "has fewer letters than"}[name]
     for place in range(20):
         problem = pool.order.at(place)
@@ -233,7 +233,7 @@ def test_three_words_are_three_different_ones_of_ones_own(answer: str, paid: int
 def test_an_environment_has_enough_held_out_problems(name: str) -> None:
     settings = load_environment(Path(name))
     held, trained = (
-        {problem.question for problem in build_pool(name, one.task_pool, Shard(0, 1)).take(1500)}
+        {problem.question for problem in build_pool(name, one.task_pool).take(1500)}
         for one in (held_out(settings, "eval"), settings)
         if one is not None
     )

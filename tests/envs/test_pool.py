@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nmoe.config.registry import GENERATED_TASKS
-from nmoe.envs.pools import Pool, Shard
+from nmoe.envs.pools import Pool
 from nmoe.envs.pools.generated import split_of
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
@@ -52,28 +52,18 @@ KINDS = st.sampled_from(["endless", "finite", "records", "mixture"])
 
 
 @settings(max_examples=40, deadline=None)
-@given(KINDS, st.integers(1, 5), st.integers(0, 20))
-def test_shards_together_are_the_whole(
-    make_pool: MakePool, pools: dict[str, dict[str, Any]], kind: str, world_size: int, each: int
-) -> None:
-    whole = make_pool(pools[kind]).take(each * world_size)
-    for rank in range(world_size):
-        assert make_pool(pools[kind], rank, world_size).take(each) == whole[rank::world_size]
-
-
-@settings(max_examples=40, deadline=None)
-@given(KINDS, st.integers(1, 3), st.lists(st.integers(0, 9), max_size=5), st.integers(0, 12))
+@given(KINDS, st.lists(st.integers(0, 9), max_size=5), st.integers(0, 12))
 def test_a_resumed_pool_goes_on_exactly(
-    make_pool: MakePool, pools: dict[str, dict[str, Any]], kind: str, world_size: int, takes: list[int], after: int
+    make_pool: MakePool, pools: dict[str, dict[str, Any]], kind: str, takes: list[int], after: int
 ) -> None:
-    pool = make_pool(pools[kind], world_size - 1, world_size)
+    pool = make_pool(pools[kind])
     before = [problem for n in takes for problem in pool.take(n)]
     state = json.loads(json.dumps(pool.state()))
-    resumed = make_pool(pools[kind], world_size - 1, world_size)
+    resumed = make_pool(pools[kind])
     resumed.load_state(state)
     continuation = resumed.take(after)
     assert continuation == pool.take(after)
-    assert before + continuation == make_pool(pools[kind], world_size - 1, world_size).take(sum(takes) + after)
+    assert before + continuation == make_pool(pools[kind]).take(sum(takes) + after)
     assert resumed.state() == pool.state()
 
 
@@ -107,25 +97,17 @@ def test_a_position_that_is_none_is_refused(
         pool.load_state({**pool.state(), "taken": taken})
 
 
-def test_a_drawn_problem_knows_its_position_in_the_order_of_all_shards(
+def test_a_drawn_problem_knows_its_position_in_the_order(make_pool: MakePool, pools: dict[str, dict[str, Any]]) -> None:
+    whole, pool = make_pool(pools["endless"]).take(3), make_pool(pools["endless"])
+    assert pool.draw(1) + pool.draw(2) == [(place, whole[place]) for place in range(3)]
+
+
+def test_a_state_with_the_rank_of_an_older_checkpoint_is_read(
     make_pool: MakePool, pools: dict[str, dict[str, Any]]
 ) -> None:
-    whole = make_pool(pools["endless"]).take(6)
-    for rank in (0, 1):
-        shard = make_pool(pools["endless"], rank, 2)
-        assert shard.draw(1) + shard.draw(2) == [(place, whole[place]) for place in (rank, rank + 2, rank + 4)]
-
-
-def test_the_state_of_another_shard_is_refused(make_pool: MakePool, pools: dict[str, dict[str, Any]]) -> None:
-    state = make_pool(pools["endless"], 0, 2).state()
-    with pytest.raises(UserError, match="belongs to rank 0 of 2, and this is rank 0 of 4"):
-        make_pool(pools["endless"], 0, 4).load_state(state)
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (-1, 2), (0, 0)])
-def test_a_shard_has_a_rank_below_its_world_size(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="rank must lie in"):
-        Shard(rank, world_size)
+    whole, pool = make_pool(pools["endless"]).take(6), make_pool(pools["endless"])
+    pool.load_state({**pool.state(), "rank": 0, "world_size": 1, "taken": 4})
+    assert pool.take(2) == whole[4:]
 
 
 def test_taking_nothing_and_less(make_pool: MakePool, pools: dict[str, dict[str, Any]]) -> None:
@@ -136,24 +118,23 @@ def test_taking_nothing_and_less(make_pool: MakePool, pools: dict[str, dict[str,
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 3), st.integers(0, 12), st.integers(0, 12))
+@given(st.integers(0, 12), st.integers(0, 12))
 def test_problems_that_do_not_fit_are_passed_over(
-    make_pool: MakePool, pools: dict[str, dict[str, Any]], world_size: int, each: int, cut: int
+    make_pool: MakePool, pools: dict[str, dict[str, Any]], each: int, cut: int
 ) -> None:
-    """Each rank's walk without them, wherever it was resumed, and a count of them."""
+    """The walk without them, wherever it was resumed, and a count of them."""
 
     def fits(problem: Problem) -> bool:
         return problem.gold not in ("1", "4")
 
-    for rank in range(world_size):
-        whole = [problem for problem in make_pool(pools["records"], rank, world_size).take(60) if fits(problem)]
-        pool, resumed = (make_pool(pools["records"], rank, world_size) for _ in range(2))
-        for one in (pool, resumed):
-            one.keep(fits)
-        assert pool.take(each) == whole[:each]
-        resumed.load_state(json.loads(json.dumps(pool.state())))
-        assert resumed.take(cut) == whole[each : each + cut] == pool.take(cut)
-        assert pool.passed_over == pool.state()["taken"] - each - cut
+    whole = [problem for problem in make_pool(pools["records"]).take(60) if fits(problem)]
+    pool, resumed = (make_pool(pools["records"]) for _ in range(2))
+    for one in (pool, resumed):
+        one.keep(fits)
+    assert pool.take(each) == whole[:each]
+    resumed.load_state(json.loads(json.dumps(pool.state())))
+    assert resumed.take(cut) == whole[each : each + cut] == pool.take(cut)
+    assert pool.passed_over == pool.state()["taken"] - each - cut
 
 
 def test_a_pool_of_which_nothing_fits_says_so(make_pool: MakePool, pools: dict[str, dict[str, Any]]) -> None:

@@ -379,11 +379,6 @@ def test_the_state_of_another_environment_is_refused(environment: Make) -> None:
         environment(POOL.replace("[5, 5]", "[4, 5]")).load_state(state)
 
 
-def test_ranks_share_the_problems(environment: Make) -> None:
-    whole = environment(POOL).pool.take(6)
-    assert [environment(POOL, rank=rank, world_size=2).pool.take(3) for rank in (0, 1)] == [whole[0::2], whole[1::2]]
-
-
 SOURCE = (
     '[[task_pool.sources]]\nname = "{}"\nweight = 1.0\ntype = "generated"\ntask_type = "sort"\ndifficulty = [2, 3]\n'
 )

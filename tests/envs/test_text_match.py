@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmoe.config.tables.pools import CsvPool, JsonlPool
-from nmoe.envs.pools import Shard, build_pool
+from nmoe.envs.pools import build_pool
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.code_edit import _blocks, _changes
 from nmoe.errors import UserError
@@ -48,7 +48,7 @@ def test_text_is_compared_as_text(gold: str, answer: str, right: bool) -> None:
 def test_a_csv_is_a_pool(tmp_path: Path) -> None:
     path = tmp_path / "capitals.csv"
     path.write_text('question,answer\n"Capital of France, in one word?",Paris\nCapital of Peru?,Lima\n')
-    pool = build_pool("capitals", CsvPool(type="csv", path=str(path), task_type="text_match"), Shard())
+    pool = build_pool("capitals", CsvPool(type="csv", path=str(path), task_type="text_match"))
     assert {(one.question, one.gold) for one in pool.take(2)} == {
         ("Capital of France, in one word?", "Paris"),
         ("Capital of Peru?", "Lima"),
@@ -59,7 +59,7 @@ def test_a_csv_as_jsonl_is_called_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "capitals.csv"
     path.write_text("question,answer\nCapital of Peru?,Lima\n")
     with pytest.raises(UserError, match=r'capitals\.csv: a csv file, and jsonl is wanted here; write type = "csv"'):
-        build_pool("capitals", JsonlPool(type="jsonl", path=str(path), task_type="text_match"), Shard())
+        build_pool("capitals", JsonlPool(type="jsonl", path=str(path), task_type="text_match"))
 
 
 def test_records_without_an_answer_are_told_of_open_problems(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_records_without_an_answer_are_told_of_open_problems(tmp_path: Path) -> 
     with pytest.raises(
         UserError, match='set answer_field to one of them, or task_type = "open" where no answer is the'
     ):
-        build_pool("essays", JsonlPool(type="jsonl", path=str(path), task_type="text_match"), Shard())
+        build_pool("essays", JsonlPool(type="jsonl", path=str(path), task_type="text_match"))
 
 
 # The same by a regular expression, which takes quadratic time.

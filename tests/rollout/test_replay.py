@@ -26,7 +26,7 @@ from nmoe.config.loader import load_environment, parse
 from nmoe.config.locate import Locator, Place
 from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs.environment import Environment, identity_of
-from nmoe.errors import UserError
+from nmoe.errors import StorageError, UserError
 from nmoe.rollout.bundle import FILE, read_bundle
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
@@ -143,6 +143,26 @@ def test_a_bundle_holds_what_the_trajectory_was(
     assert json.loads(json.dumps(trajectory.record(12, tokenizer.decode(ids)))) == again
     assert Tokenizer.load(bundle.parent / "tokenizer").fingerprint == tokenizer.fingerprint
     assert [path.name for path in bundle.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_full_disk_leaves_no_part_of_the_tokenizer(
+    environment: Make, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Tokenizer, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / "tokenizer.json").write_text("{")
+        raise StorageError("no space left")
+
+    demo = environment(ENVIRONMENT)
+    trajectory = trajectory_of(demo, tokenizer.encode("123"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Tokenizer, "save", full)
+        with pytest.raises(StorageError, match="no space left"):
+            recorder(tmp_path / "replay", demo, tokenizer).write(12, [trajectory])
+    assert os.listdir(tmp_path / "replay") == []
+    (path,) = recorder(tmp_path / "replay", demo, tokenizer).write(12, [trajectory])
+    assert differences(path, tokenizer) == {}
+    assert sorted(os.listdir(tmp_path / "replay")) == [path.name, "tokenizer"]
 
 
 def test_every_check_agrees(bundle: Path, tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nmoe.config.tables.pools import JsonlPool
 from nmoe.envs.check import check_environment
-from nmoe.envs.pools import Shard, build_pool
+from nmoe.envs.pools import build_pool
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.grading.code import verify, wire
@@ -531,7 +531,7 @@ def test_records_that_are_wrong_are_named(
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in (RECORDS[task_type], {**RECORDS[task_type], **change})))
     with pytest.raises(UserError, match=message) as caught:
-        build_pool("demo", JsonlPool(type="jsonl", path=str(path), task_type=task_type), Shard())  # type: ignore[arg-type]
+        build_pool("demo", JsonlPool(type="jsonl", path=str(path), task_type=task_type))  # type: ignore[arg-type]
     assert f"{path}:2: " in str(caught.value)
 
 
@@ -539,7 +539,7 @@ def test_records_that_are_wrong_are_named(
 def test_a_pool_of_records(tmp_path: Path, task_type: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(RECORDS[task_type]))
-    pool = build_pool("demo", JsonlPool(type="jsonl", path=str(path), task_type=task_type), Shard())  # type: ignore[arg-type]
+    pool = build_pool("demo", JsonlPool(type="jsonl", path=str(path), task_type=task_type))  # type: ignore[arg-type]
     (problem,) = pool.take(1)
     assert problem.metadata == {"record": 0, **problem_of(task_type, RECORDS[task_type]).metadata}
     hidden = [text for text in ("== 6", "heo", "assertRaises", "8421") if text in problem.question]

@@ -1,4 +1,4 @@
-"""Task pools: sources of verifiable problems, in an order that is deterministic, sharded and resumable."""
+"""Task pools: sources of verifiable problems, in an order that is deterministic and resumable."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from nmoe.config.tables.pools import (
 )
 from nmoe.data.rows import read_rows
 from nmoe.envs.pools.generated import generated_order
-from nmoe.envs.pools.pool import Mixture, Order, Pool, Shard
+from nmoe.envs.pools.pool import Mixture, Order, Pool
 from nmoe.envs.pools.prm import prm_order
 from nmoe.envs.pools.reasoning_gym import reasoning_gym_order
 from nmoe.envs.pools.records import called_rows, columns_of, record_order
 from nmoe.envs.pools.selfplay import open_problems
 
-__all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
+__all__ = ["Order", "Pool", "build_order", "build_pool"]
 
 
-def build_pool(name: str, settings: TaskPool, shard: Shard, *, columns: bool = False) -> Pool:
-    """Builds one rank's pool of problems, after loading and checking all its data. With `columns`, problems keep all fields of
+def build_pool(name: str, settings: TaskPool, *, columns: bool = False) -> Pool:
+    """Builds a pool of problems, after loading and checking all its data. With `columns`, problems keep all fields of
     their records.
 
     Raises UserError for data that cannot be read, is malformed or does not exist.
     """
-    return Pool(build_order(name, settings, columns=columns), shard)
+    return Pool(build_order(name, settings, columns=columns))
 
 
 def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Order:
-    """Builds the endless sequence of problems that all ranks share; raises as `build_pool` does."""
+    """Builds the endless sequence of problems; raises as `build_pool` does."""
     match settings:
         case GeneratedPool():
             return generated_order(name, settings)

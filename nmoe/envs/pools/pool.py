@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
@@ -134,8 +133,8 @@ class Mixture:
 
     The sequence fills every interval in proportion to its length with an error that grows like the logarithm of p; the error of
     independent draws grows like the square root. A million problems match their weights to within a few problems. Unlike in a
-    fixed cycle (ABABAB), every n-th point fills the interval too, so that no shard gets a single source. A source's position is
-    the number of earlier positions of the mixture that went to it.
+    fixed cycle (ABABAB), every n-th point fills the interval too, so that no place in a batch gets a single source. A source's
+    position is the number of earlier positions of the mixture that went to it.
 
     References: H. Weyl, Über die Gleichverteilung von Zahlen mod. Eins (1916); Knuth, TAOCP vol. 3, section 6.4, on the golden
     ratio.
@@ -190,18 +189,6 @@ def floor_sum(n: int, modulus: int, step: int, start: int) -> int:
 _GIVE_UP = 10_000
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One rank's share: rank `rank` of `world_size` gets the positions rank, rank + world_size, ... of the shared order."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must lie in [0, world_size), got rank {self.rank} of {self.world_size}")
-
-
 class Drawn(NamedTuple):
     """A problem and its position in the order: `Drawn(position=128, problem=...)`.
 
@@ -213,14 +200,13 @@ class Drawn(NamedTuple):
 
 
 class Pool:
-    """Hands out the problems of one rank's shard, endlessly. The next problem depends only on the order and on the saved state.
+    """Hands out the problems of an order, endlessly. The next problem depends only on the order and on the saved state.
 
-    `state()` is JSON-able: {"fingerprint": "9c1b...", "rank": 0, "world_size": 1, "taken": 128}.
+    `state()` is JSON-able: {"fingerprint": "9c1b...", "taken": 128}.
     """
 
-    def __init__(self, order: Order, shard: Shard) -> None:
+    def __init__(self, order: Order) -> None:
         self.order = order
-        self.shard = shard
         self.passed_over = 0  # problems skipped since this pool was made, because they did not fit
         self._taken = 0
         self._fits: Callable[[Problem], bool] | None = None
@@ -238,16 +224,15 @@ class Pool:
 
     @property
     def size(self) -> int | None:
-        """The number of problems in all shards before the first one repeats; None for an endless pool."""
+        """The number of problems before the first one repeats; None for an endless pool."""
         return self.order.size
 
     def take(self, n: int) -> list[Problem]:
-        """Returns the next `n` problems of this shard that fit. Raises UserError if none fits."""
+        """Returns the next `n` problems that fit. Raises UserError if none fits."""
         return [drawn.problem for drawn in self.draw(n)]
 
     def draw(self, n: int, admit: Callable[[Drawn], bool] = lambda drawn: True) -> list[Drawn]:
-        """Returns the next `n` problems of this shard that fit and for which `admit` returns True, with their positions in the
-        shared order.
+        """Returns the next `n` problems that fit and for which `admit` returns True, with their positions in the order.
 
         Raises UserError if none fits.
         """
@@ -256,7 +241,7 @@ class Pool:
         found: list[Drawn] = []
         in_a_row = 0
         while len(found) < n:
-            position = self.shard.rank + self._taken * self.shard.world_size
+            position = self._taken
             problem = self.order.at(position)
             self._taken += 1
             if self._fits is None or self._fits(problem):
@@ -271,26 +256,16 @@ class Pool:
         return found
 
     def state(self) -> dict[str, Any]:
-        return {"fingerprint": self.order.fingerprint, **self._shard_state(), "taken": self._taken}
+        return {"fingerprint": self.order.fingerprint, "taken": self._taken}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `state` was saved. Raises UserError for the state of another pool or shard, and then changes nothing."""
+        """Resumes where `state` was saved. Raises UserError for the state of another pool, and then changes nothing."""
         if state.get("fingerprint") != self.order.fingerprint:
             raise UserError(
                 f"the saved position belongs to another pool than {self.name!r}: its settings or its data have changed; "
                 "restore them, or start a new run"
             )
-        saved_shard = {key: state.get(key) for key in self._shard_state()}
-        if saved_shard != self._shard_state():
-            raise UserError(
-                f"the saved position of pool {self.name!r} belongs to rank {saved_shard['rank']} of "
-                f"{saved_shard['world_size']}, and this is rank {self.shard.rank} of {self.shard.world_size}; resume "
-                "with the same number of ranks"
-            )
         taken = state.get("taken")
         if not isinstance(taken, int) or isinstance(taken, bool) or taken < 0:
             raise UserError(f"the saved position of pool {self.name!r} is {taken!r}, which is not a number of problems")
         self._taken = taken
-
-    def _shard_state(self) -> dict[str, int]:
-        return {"rank": self.shard.rank, "world_size": self.shard.world_size}
