@@ -98,8 +98,10 @@ def sampling_notes(directory: Path, temperature: float, top_p: float = 1.0, top_
 
 
 def _sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the sampling settings of generation settings, with transformers' defaults for missing ones; temperature 0
-    for greedy."""
+    """Returns the authors' sampling settings from generation settings, with transformers' defaults for missing ones.
+
+    For greedy decoding this is temperature 0; the result is empty if the settings do not say how to sample.
+    """
     samples = generation.get("do_sample")
     if samples is False:
         return {"temperature": 0.0}

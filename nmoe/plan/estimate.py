@@ -182,7 +182,7 @@ def _written(shape: ModelConfig, size: Size, work: Work) -> int:
 
 
 def profiled_numbers(config: RunConfig, shape: ModelConfig) -> int:
-    """Returns how many numbers a run stores for routed experts in a quantised format, dequantised beside the original weights."""
+    """Returns how many numbers a run stores for dequantised copies of routed experts, if these have a quantised format; else 0."""
     if config.model.expert_profile is None or (
         config.model.expert_profile == "bf16" and config.model.precision == "bfloat16"
     ):

@@ -40,7 +40,7 @@ def memory(config: RunConfig) -> Check:
 
 
 def memory_alone(config: RunConfig) -> Check:
-    """Reports the available memory if the model is unknown, and with it the memory that the run needs."""
+    """Reports the available memory, for a run whose model, and so whose need of memory, is unknown."""
     device = choose_device(config.model.device)
     total, free = memory_of(device)
     there = f"{gib(free)} free of {gib(total)} on {device.type}" if total else "what this machine has is not known"
@@ -150,7 +150,7 @@ def disk(
 
 
 def room(config: RunConfig) -> Check:
-    """Reports the free disk space if the model is unknown, and with it the size of its checkpoints."""
+    """Reports the free disk space, for a run whose model, and so the size of its checkpoints, is unknown."""
     folder = existing(run_path(config))
     free = shutil.disk_usage(folder).free
     said = f"{gib(free)} free on the disk of {folder}; what checkpoints take is not known without the model"

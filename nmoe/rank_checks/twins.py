@@ -96,7 +96,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
 
 
 def batch_of(lengths: tuple[int, ...], seed: int) -> Batch:
-    """Makes a batch of random tokens with random returns; the last two thirds of each sequence are scored."""
+    """Makes a batch of random tokens with random returns; the loss covers the last two thirds of each sequence."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
     inputs_T, targets_T = torch.randint(VOCABULARY, (2, tokens), generator=generator)

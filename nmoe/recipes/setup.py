@@ -326,7 +326,7 @@ def refuse_other_weights(directory: Path, ranks: Ranks) -> None:
 
 
 def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Transformer:
-    """Applies the settings for balancing, numerics, activation checkpointing and compilation to the model, and returns it."""
+    """Applies the settings for balancing, expert format, numerics, activation checkpointing and compilation; returns the model."""
     asked = {"router_bias_rate": settings.router_bias_rate, "router_aux_loss_coef": settings.router_aux_loss_coef}
     changes: dict[str, Any] = {name: value or 0.0 for name, value in asked.items() if value is not None or not balance}
     model.config = model.config.model_copy(update=changes)

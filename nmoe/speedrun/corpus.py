@@ -202,7 +202,7 @@ _OUTPUTS = (1_000, 20_000)  # of as many digits as the sums have
 
 
 def tool_texts(environment: Path, seed: int, count: int) -> Iterator[str]:
-    """Yields `count` tool calls as plain texts, some with the tool's definition, to train the tokenizer on."""
+    """Yields `count` tool calls as plain texts, and after some of them the tool's definition, to train the tokenizer on."""
     settings = load_environment(environment)
     definitions = render_tools([builtin_tools(settings.budget)["python"].definition])
     rng = random.Random(f"tools/{seed}")

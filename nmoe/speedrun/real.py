@@ -125,10 +125,12 @@ class Real(Pipeline):
         return summary
 
     def _mismatch_of_bound(self, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Returns how large the difference between engine and learner was, as a share of the difference that rounding explains.
+        """Returns how far engine and learner differed, as a share of the difference that rounding explains, under
+        "mismatch_of_bound".
 
-        The bound is `nmoe.monitor.mismatch`'s. The result is the largest mean over five successive steps, weighted by
-        tokens, because a single step late in a run may have as few as ten tokens.
+        The bound is `nmoe.monitor.mismatch.highest_mismatch`. The result is the largest mean over five successive
+        steps, weighted by tokens, because a single step late in a run may have as few as ten tokens. It is empty if no
+        step was measured.
         """
         model = self._rl.model
         precision = precision_for(choose_device(model.device), model.precision, model.numerics == "exact")
