@@ -7,7 +7,7 @@ It knows no algorithm. A recipe gives it an objective and a batch, whose weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -34,7 +34,14 @@ from nmoe.learner.passes import (
     joined,
 )
 from nmoe.learner.routing import move_router_bias
-from nmoe.model.checkpoint import export_model, load_weights, refuse_packed, sharded_model, snapshot_model
+from nmoe.model.checkpoint import (
+    checkpoint_tensors,
+    export_model,
+    load_weights,
+    refuse_packed,
+    sharded_model,
+    snapshot_model,
+)
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora
 from nmoe.model.ops.table import make_ready
@@ -285,6 +292,19 @@ class Learner:
             with nullcontext(self.model) if self.lora is None else self.lora.merged() as model:
                 export_model(model, directory)
         self.ranks.wait()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights under their Hugging Face names, an adapter merged into its base, for an engine in another process. One
+        tensor is gathered at a time, by all ranks together: on a controller the other ranks gather while it iterates, which it has
+        to do to the end. Raises UserError as `export_model` does."""
+        release(self.model)
+        tensors = checkpoint_tensors(self.model, self._gather())
+        with gang().meanwhile(self._gather_all):
+            yield from ((name, make()) for name, _, make in tensors)
+
+    def _gather_all(self) -> None:
+        for _ in self.weights():
+            pass
 
     def _gather(self) -> Callable[[str], Tensor]:
         """Returns a function that collects a weight from all ranks by its name and merges the adapter's update. All ranks have to

@@ -220,6 +220,28 @@ def export_model(
     refuse_packed(model, "exported")
     if first and (old := sorted(directory.glob("*.safetensors*"))):
         raise UserError(f"{old[0]}: {directory} already holds a model; export to another directory")
+    family, state = _exported(model)
+    if first:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(state, model.config, model.generation, directory, family, shard_bytes, gather)
+    else:
+        assert gather is not None, "ranks hold parts of the model"
+        for _, _, make in _tensors(state, family, model.config, gather):
+            make()
+
+
+def checkpoint_tensors(model: Transformer, gather: Callable[[str], Tensor] | None = None) -> Iterator[Written]:
+    """Yields the tensors that `export_model` would write, under their Hugging Face names, each with its size in bytes and a function
+    that makes it. Where ranks hold parts of the model, all of them call the functions in this order, with a `gather`. Raises
+    UserError for a model that cannot be exported."""
+    refuse_packed(model, "sent to another engine")
+    family, state = _exported(model)
+    return _tensors(state, family, model.config, gather)
+
+
+def _exported(model: Transformer) -> tuple[Family, dict[str, Tensor]]:
+    """Returns the Hugging Face family that a model is written in, and its weights. Raises UserError if that family cannot store
+    one of them."""
     family = family_of(model.config)
     refuse_stacked(family, model.config)
     state = _own_state(model)
@@ -230,13 +252,7 @@ def export_model(
                 f"{name} is not zero, and {family.MODEL_TYPE} cannot store it: routers of this family choose by score "
                 "alone. Train with router_aux_loss_coef in place of router_bias_rate where export is wanted"
             )
-    if first:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(state, model.config, model.generation, directory, family, shard_bytes, gather)
-    else:
-        assert gather is not None, "ranks hold parts of the model"
-        for _, _, make in _tensors(state, family, model.config, gather):
-            make()
+    return family, state
 
 
 def _own_state(model: Transformer) -> dict[str, Tensor]:

@@ -27,8 +27,8 @@ import time
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -149,6 +149,11 @@ class Gang:
 
     def collect(self, function: Callable[[S], T], shares: Sequence[S]) -> list[T]:
         return [function(share) for share in shares]
+
+    @contextmanager
+    def meanwhile(self, function: Callable[[], Any]) -> Iterator[None]:
+        """Has the members call a function while the block runs on the controller, for collectives that both take part in."""
+        yield
 
 
 class Member(Gang):
@@ -288,6 +293,15 @@ class Controller(Gang):
         The last answer of each rank is the function's result.
         """
         self._send([(function, args, {})] * self.size, "send")
+
+    @contextmanager
+    def meanwhile(self, function: Callable[[], Any]) -> Iterator[None]:
+        if not self.leads:
+            yield
+            return
+        self.begin(function)
+        yield
+        self._answers()
 
     def send(self, rank: int, message: Any) -> None:
         """Sends a message to a rank, on which a function runs that `begin` started."""
