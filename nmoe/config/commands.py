@@ -51,7 +51,7 @@ from nmoe.config.tables.recipes import (
     SFTRecordsSection,
     VerifierSection,
 )
-from nmoe.config.tables.rollout import EngineSection, SamplingSection, SandboxSettings
+from nmoe.config.tables.rollout import EngineSection, RolloutEngineSection, SamplingSection, SandboxSettings
 from nmoe.config.tables.run import (
     CheckpointSection,
     RecordsRunSection,
@@ -282,7 +282,7 @@ class RLConfig(AdaptableConfig):
     """the environment, or its `path`: a TOML file, a directory, or a packaged name"""
     sandbox: SandboxSettings = SandboxSettings()
     """isolation of tools and tests"""
-    engine: EngineSection = EngineSection()
+    engine: RolloutEngineSection = RolloutEngineSection()
     """rollout engine"""
     sampling: SamplingSection = SamplingSection()
     """sampling distribution"""

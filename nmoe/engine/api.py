@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -82,10 +82,6 @@ class Engine(Protocol):
     async def generate(self, request: Request) -> list[Sample]: ...
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]: ...
-
-    def stream(self, request: Request) -> AsyncIterator[Delta]: ...
-
-    def abort(self, request_id: str) -> None: ...
 
     async def update_weights(self, source: Any, version: int) -> None: ...
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from nmoe.engine.api import Delta, Engine, EngineStats, R, Request
+from nmoe.engine.api import Engine, EngineStats, R, Request
 from nmoe.engine.checked import fault_of
 from nmoe.errors import UserError, shown
 from nmoe.model.config import ModelConfig
@@ -54,12 +54,6 @@ class FunctionEngine:
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         return await self._engine.score(token_ids, temperature)
-
-    def stream(self, request: Request) -> AsyncIterator[Delta]:
-        return self._engine.stream(request)
-
-    def abort(self, request_id: str) -> None:
-        self._engine.abort(request_id)
 
     async def update_weights(self, source: Any, version: int) -> None:
         await self._engine.update_weights(source, version)

@@ -9,15 +9,15 @@ its seed derives from the request.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from nmoe.engine.api import Delta, Engine, EngineStats, Request
+from nmoe.engine.api import Engine, EngineStats, Request
+from nmoe.engine.dealing import Dealing
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import new_model
@@ -28,8 +28,6 @@ from nmoe.parallel.ranks import release, whole
 from nmoe.types import Sample
 
 R = TypeVar("R")
-# The expected length is the mean over this many finished samples.
-_RECENT = 512
 
 
 class Trained(Protocol):
@@ -163,8 +161,7 @@ class RanksEngine:
         self._serving = False  # whether members wait for requests
         self._waiting: dict[int, asyncio.Queue[_Sampled]] = {}
         self._outbox: dict[int, list[_Asked | _Aborted]] = {}
-        self._left = [0.0] * controller.size  # tokens that a rank still has to sample, as expected
-        self._lengths: deque[int] = deque(maxlen=_RECENT)
+        self._dealing = Dealing(controller.size)
         self._stats: list[EngineStats] = []
         self._failed: Exception | None = None  # why a member left while it served
 
@@ -214,7 +211,7 @@ class RanksEngine:
             self._stats.append(answer)
         self._waiting.clear()
         self._outbox.clear()
-        self._left = [0.0] * self._gang.size
+        self._dealing.left = [0.0] * self._gang.size
 
     def _take(self, answer: _Sampled) -> None:
         if (waiting := self._waiting.get(answer.number)) is not None:
@@ -225,17 +222,11 @@ class RanksEngine:
         return [samples[index] for index in range(request.samples)]
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
-        rank = min(range(self._gang.size), key=lambda rank: self._left[rank])
-        mean = sum(self._lengths) / len(self._lengths) if self._lengths else request.sampling.max_new_tokens / 2
-        expected = [mean] * request.samples
-        self._left[rank] += sum(expected)
-        try:
+        rank = self._dealing.choose(range(self._gang.size), request)
+        with self._dealing.dealt(rank, request) as finished:
             async for index, sample in self._own.samples(request) if rank == 0 else self._of_member(rank, request):
-                self._left[rank] -= expected.pop()
-                self._lengths.append(len(sample.token_ids))
+                finished(len(sample.token_ids))
                 yield index, sample
-        finally:
-            self._left[rank] -= sum(expected)
 
     async def _of_member(self, rank: int, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
         self._asked += 1
@@ -271,14 +262,6 @@ class RanksEngine:
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         return await self._own.score(token_ids, temperature)
-
-    def stream(self, request: Request) -> AsyncIterator[Delta]:
-        return self._own.stream(request)
-
-    def abort(self, request_id: str) -> None:
-        self._own.abort(request_id)
-        for rank in range(1, self._gang.size) if self._serving else ():
-            self._post(rank, _Aborted(request_id))
 
     async def update_weights(self, source: Transformer | Lora, version: int) -> None:
         """Takes the learner's weights under a new version: each rank gathers them whole. To be called only while no other rank

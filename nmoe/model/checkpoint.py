@@ -231,9 +231,9 @@ def export_model(
 
 
 def checkpoint_tensors(model: Transformer, gather: Callable[[str], Tensor] | None = None) -> Iterator[Written]:
-    """Yields the tensors that `export_model` would write, under their Hugging Face names, each with its size in bytes and a function
-    that makes it. Where ranks hold parts of the model, all of them call the functions in this order, with a `gather`. Raises
-    UserError for a model that cannot be exported."""
+    """Yields the tensors that `export_model` would write, each as Hugging Face name, size in bytes and a function that makes it.
+    Where ranks hold parts of the model, all of them call the functions in this order, with a `gather`. Raises UserError for a model
+    that cannot be exported."""
     refuse_packed(model, "sent to another engine")
     family, state = _exported(model)
     return _tensors(state, family, model.config, gather)

@@ -10,7 +10,6 @@ from nmoe.config.commands import RLConfig
 from nmoe.config.environment import reseeded
 from nmoe.engine.api import Engine
 from nmoe.engine.function import FunctionEngine, GenerateFunction
-from nmoe.engine.rank_sampling import sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tools.runtime import ToolRuntime
@@ -20,6 +19,7 @@ from nmoe.recipes.run_loop import open_run
 from nmoe.recipes.setup import load_tokenizer, settle
 from nmoe.rl.advantages import Advantages
 from nmoe.rl.critic import Critic
+from nmoe.rl.engines import rollout_engine
 from nmoe.rl.episodes import with_steps_of_episodes
 from nmoe.rl.policy import policy_learner
 from nmoe.rl.reference import Reference
@@ -72,7 +72,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
             tools=tools,
         )
         run = stack.enter_context(open_run(config, threads, around=tools.provenance()))
-        engine = sampling_engine(learner, config.engine.max_sequences, config.engine.cache_mb)
+        engine = stack.enter_context(rollout_engine(config.engine, learner, run.directory.path, run.note))
         samples_with: Engine = engine
         if generate_fn is not None:
             samples_with = FunctionEngine(engine, generate_fn, lambda: learner.version, learner.model.config)

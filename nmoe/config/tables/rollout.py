@@ -20,6 +20,47 @@ class EngineSection(Section):
     free memory beside training, or 0.85 without training"""
 
 
+class RolloutEngineSection(EngineSection):
+    """[engine]: how rollouts are generated, in this process or in others."""
+
+    kind: Literal["native", "server", "vllm"] = "native"
+    """`native` samples in this process; `server` is nmoe's engine and `vllm` is vLLM, each in processes of its own"""
+    servers: int = Field(default=1, gt=0)
+    """number of engine servers that the run starts on this machine"""
+    urls: Array[str] = ()
+    """running engine servers to use, such as `http://127.0.0.1:8000`, with the run's model; their key is $NMOE_ENGINE_KEY"""
+    weights: Literal["auto", "disk", "adapter"] = "auto"
+    """weights that a publication sends: `disk` all of them, `adapter` only those of [lora]; `auto`: `adapter` if there is one"""
+    token_s: float = Field(default=1.0, gt=0)
+    """seconds that a server may take for each token of a request before it counts as lost"""
+    python: str | None = None
+    """Python interpreter of an environment with vllm and nmoe's plugin for it; default: nmoe's own environment"""
+    tensor_parallel: int = Field(default=1, gt=0)
+    """GPUs that each vllm server splits the model over"""
+    memory_share: float = Field(default=0.85, gt=0, le=1)
+    """share of a GPU's memory that a vllm server takes"""
+    args: Array[str] = ()
+    """more arguments of the server's command line, such as `--enable-expert-parallel`"""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        for names, kinds in (
+            (("servers", "urls", "weights", "token_s", "args"), ("server", "vllm")),
+            (("python", "tensor_parallel", "memory_share"), ("vllm",)),
+        ):
+            for name in names:
+                if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+                    yield Conflict(
+                        name, f'needs engine.kind = {" or ".join(map(repr, kinds))}, and it is "{self.kind}"'
+                    )
+        if len(set(self.urls)) < len(self.urls):
+            yield Conflict("urls", "names a server twice")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                yield Conflict("urls", f"{url!r} is no URL, such as http://127.0.0.1:8000")
+        if self.urls and self.servers != 1:
+            yield Conflict("servers", "is for servers that the run starts, and engine.urls names running ones")
+
+
 class SamplingSection(Section):
     """[sampling]: the distribution that completions are drawn from."""
 

@@ -1,0 +1,373 @@
+"""A fleet: one `Engine` over engine servers in processes of their own.
+
+A request goes to the server with the fewest tokens left to sample, later turns of a sample to the server that has its prefix. A
+server that is lost, late or wrong is fenced: it gets no requests until it has taken the present weights whole, restarted if need
+be, and has sampled again what the learner computes. A request on which a server was lost is tried once more, with the same seed; on
+which a second one is lost, its samples are failures of the engine, and not trained on, because one token id outside the vocabulary
+ends a whole vLLM server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from nmoe.engine.api import EngineStats, Request
+from nmoe.engine.dealing import Dealing
+from nmoe.engine.remote.server import EngineServer, ServerLostError
+from nmoe.engine.remote.weights import Prepared, Source, Transport, commit, prepared
+from nmoe.errors import InfrastructureError, UserError
+from nmoe.model.config import ModelConfig
+from nmoe.types import Sample, Sampling
+
+if TYPE_CHECKING:
+    import httpx2
+
+R = TypeVar("R")
+# Tokens of a prompt by which the server is chosen that has its prefix.
+_PREFIX_TOKENS = 64
+# Seconds that a request may take beside those of its tokens.
+_DEADLINE_S = 60.0
+
+
+class Address(Protocol):
+    """A server that can be reached. `start` starts it, or starts it again, and returns its URL; a server that this run did not
+    start cannot be restarted."""
+
+    name: str
+    restarts: bool
+
+    def start(self) -> str: ...
+
+    def stop(self) -> None: ...
+
+
+class Canary(Protocol):
+    """The comparison of a server's samples with the learner's log-probabilities, after each publication of weights.
+
+    `prompts` are sampled, `tokens` each. `difference` returns the largest difference of a log-probability and the share of experts
+    that the compared tokens reached; it is called on the thread that trains. `bound` is the largest difference that is rounding.
+    `more_prompts` adds prompts where the last comparison reached too few experts.
+    """
+
+    prompts: list[tuple[int, ...]]
+    tokens: int
+
+    def difference(self, sampled: Sequence[tuple[tuple[int, ...], Sample]]) -> tuple[float, float]: ...
+
+    def bound(self) -> float: ...
+
+    def more_prompts(self) -> bool: ...
+
+
+@dataclass
+class _Slot:
+    """One server's place in the fleet. It is open where it may get requests; `fence` is the reason why it may not."""
+
+    index: int
+    address: Address
+    server: EngineServer
+    open: bool = False
+    initialised: bool = False
+    fence: str | None = None
+    healing: asyncio.Task[None] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Fleet:
+    """An `Engine` over servers.
+
+    `run` runs a coroutine on an event loop that lives as long as the fleet, in a thread beside. The calling thread waits, and does
+    meanwhile what needs it: gathers weights and computes the learner's log-probabilities, as every torch operation is its own.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        source: Source,
+        model: ModelConfig,
+        canary: Canary,
+        *,
+        transport: Transport,
+        token_s: float,
+        key: str,
+        note: Callable[[str], None],
+    ) -> None:
+        """`token_s` are the seconds that a token of a request may take, waiting included. `note` writes a line of the run's log."""
+        self._source, self._model, self._canary = source, model, canary
+        self._transport, self._token_s, self._key, self._note = transport, token_s, key, note
+        self._addresses = addresses
+        self._slots: list[_Slot] = []
+        self._dealing = Dealing(len(addresses))
+        self._holds_prefix: dict[tuple[int, ...], int] = {}
+        self._update: Prepared | None = None
+        self._version = 0
+        self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-fleet", daemon=True)
+        self._changed = asyncio.Condition()
+        self._sampled_tokens = self._retried = self._lost = self._healed = 0
+        self._published: dict[str, float] = {}
+
+    def __enter__(self) -> Fleet:
+        import httpx2
+
+        self._thread.start()
+        try:
+            urls = [address.start() for address in self._addresses]
+            self.run(self._open(urls, httpx2))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    async def _open(self, urls: Sequence[str], httpx: Any) -> None:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        # A server on this machine is not behind the proxy that the environment names.
+        client: httpx2.AsyncClient = httpx.AsyncClient(
+            headers=headers, timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False
+        )
+        self._client = client
+        for index, (address, url) in enumerate(zip(self._addresses, urls, strict=True)):
+            slot = _Slot(index, address, EngineServer(address.name, url, client, self._model))
+            self._slots.append(slot)
+            self._refuse_other_model(slot, await slot.server.info())
+
+    def _refuse_other_model(self, slot: _Slot, info: dict[str, Any] | None) -> None:
+        for name in ("vocab_size", "context_tokens"):
+            found, wanted = (info or {}).get(name), getattr(self._model, name)
+            if found is not None and found != wanted:
+                raise UserError(
+                    f"{slot.server.name} ({slot.server.url}) has another model: its {name} is {found}, and the run's {wanted}; "
+                    "start it with the run's model.path"
+                )
+
+    def __exit__(self, *_: object) -> None:
+        for slot in self._slots:
+            if slot.healing is not None:
+                self._loop.call_soon_threadsafe(slot.healing.cancel)
+        for address in self._addresses:
+            address.stop()
+        if self._thread.is_alive():
+            if hasattr(self, "_client"):
+                asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+        if self._update is not None:
+            self._update.discard()
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Runs a coroutine that uses this engine to its end, and returns its result. Raises what it raises."""
+        outcome = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        outcome.add_done_callback(lambda _: self._actions.put(None))
+        try:
+            while not outcome.done() or not self._actions.empty():
+                if (action := self._actions.get()) is not None:
+                    action()
+            return outcome.result()
+        except BaseException:
+            if outcome.cancel():
+                # What the coroutine opened is closed on the loop.
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(10)
+            raise
+
+    async def _on_caller(self, function: Callable[[], R]) -> R:
+        """Calls a function on the thread that is inside `run`, or the next one that will be."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
+
+        def settle(set_: Callable[..., None], value: Any) -> None:
+            if not future.done():
+                set_(value)
+
+        def action() -> None:
+            try:
+                result = function()
+            except BaseException as error:
+                loop.call_soon_threadsafe(settle, future.set_exception, error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                loop.call_soon_threadsafe(settle, future.set_result, result)
+
+        self._actions.put(action)
+        return await future
+
+    async def generate(self, request: Request) -> list[Sample]:
+        """Returns the request's samples in order of their index, with the finish reason "abort" where two servers were lost."""
+        self._check(request)
+        deadline_s = _DEADLINE_S + self._token_s * request.sampling.max_new_tokens
+        prefix = request.prompt_ids[:_PREFIX_TOKENS]
+        for attempt in (1, 2):
+            slot = await self._choose(request, self._holds_prefix.get(prefix))
+            self._holds_prefix[prefix] = slot.index
+            try:
+                with self._dealing.dealt(slot.index, request) as finished:
+                    samples = await slot.server.generate(request, self._version, attempt, deadline_s)
+                    for sample in samples:
+                        finished(len(sample.token_ids))
+            except ServerLostError as error:
+                self._retried += attempt == 1
+                if slot.open:
+                    self._fence(slot, str(error))
+            else:
+                self._sampled_tokens += sum(len(sample.token_ids) for sample in samples)
+                return samples
+        self._lost += 1
+        return [Sample([], [], [], "abort") for _ in range(request.samples)]
+
+    async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
+        for one in enumerate(await self.generate(request)):
+            yield one
+
+    def _check(self, request: Request) -> None:
+        vocabulary, context = self._model.vocab_size, self._model.context_tokens
+        if not request.prompt_ids or not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+            raise UserError(f"request {request.request_id}: prompt ids must lie in 0..{vocabulary - 1}, the vocabulary")
+        if len(request.prompt_ids) + request.sampling.max_new_tokens > context:
+            raise UserError(f"request {request.request_id}: it exceeds the model's context of {context} tokens")
+
+    async def _choose(self, request: Request, preferred: int | None) -> _Slot:
+        async with self._changed:
+            while not (open_ := [slot.index for slot in self._slots if slot.open]):
+                if all(slot.healing is None and slot.fence is not None for slot in self._slots):
+                    raise self._no_engine()
+                await self._changed.wait()
+        return self._slots[self._dealing.choose(open_, request, preferred)]
+
+    def _no_engine(self) -> InfrastructureError:
+        reasons = "; ".join(f"{slot.server.name}: {slot.fence}" for slot in self._slots)
+        return InfrastructureError(
+            f"no engine is left to sample with: {reasons}. Start the servers again, then go on with --run.resume=true"
+        )
+
+    def _fence(self, slot: _Slot, reason: str) -> None:
+        """Gives a server no more requests, and heals it beside."""
+        slot.open, slot.fence = False, reason
+        self._note(f"engine {slot.server.name} is fenced: {reason}")
+        slot.healing = asyncio.get_running_loop().create_task(self._heal(slot))
+
+    async def _heal(self, slot: _Slot) -> None:
+        """Sends a fenced server all weights once more; restarts it if that does not help."""
+        try:
+            for restart in (False, True)[: 1 + slot.address.restarts]:
+                try:
+                    if restart:
+                        url = await asyncio.get_running_loop().run_in_executor(None, slot.address.start)
+                        slot.server = EngineServer(slot.server.name, url, self._client, self._model)
+                        slot.initialised = False
+                    await self._install(slot)
+                except (ServerLostError, InfrastructureError) as error:
+                    slot.fence = str(error)
+                else:
+                    self._healed += 1
+                    self._note(f"engine {slot.server.name} serves again{' after a restart' if restart else ''}")
+                    return
+            self._note(f"engine {slot.server.name} stays fenced: {slot.fence}")
+        finally:
+            slot.healing = None
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _install(self, slot: _Slot) -> tuple[float, float]:
+        """Has a server take the present weights, and opens it if its samples then agree with the learner. Returns their largest
+        difference and the canary's coverage."""
+        async with slot.lock:
+            slot.open = False
+            assert self._update is not None, "weights are published before anything is sampled"
+            await commit(slot.server, self._update, self._version, not slot.initialised)
+            slot.initialised = True
+            difference, coverage = await self._compare(slot.server)
+            while self._canary.more_prompts():
+                difference, coverage = await self._compare(slot.server)
+            if not difference <= (bound := self._canary.bound()):
+                raise ServerLostError(
+                    f"after version {self._version} its log-probabilities differ from the learner's by up to {difference:.2g}, "
+                    f"where {bound:.2g} is rounding: it does not have the learner's weights"
+                )
+            async with self._changed:
+                slot.open, slot.fence = True, None
+                self._changed.notify_all()
+            return difference, coverage
+
+    async def _compare(self, server: EngineServer) -> tuple[float, float]:
+        version, tokens = self._version, self._canary.tokens
+        requests = [
+            Request(prompt, 1, Sampling(tokens, seed=version), f"canary/{version}/{number}/{time.monotonic_ns()}")
+            for number, prompt in enumerate(self._canary.prompts)
+        ]
+        deadline_s = _DEADLINE_S + self._token_s * tokens
+        replies = await asyncio.gather(*(server.generate(one, version, 1, deadline_s) for one in requests))
+        sampled = [(request.prompt_ids, samples[0]) for request, samples in zip(requests, replies, strict=True)]
+        return await self._on_caller(lambda: self._canary.difference(sampled))
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        """Publishes the learner's weights to every server, fenced ones included. Raises InfrastructureError if none takes them."""
+        began = time.perf_counter()
+        await asyncio.gather(*(slot.healing for slot in self._slots if slot.healing is not None))
+        update = await self._on_caller(lambda: prepared(self._source, self._transport))
+        old, self._update, self._version = self._update, update, version
+        written = time.perf_counter()
+        outcomes = await asyncio.gather(*map(self._install, self._slots), return_exceptions=True)
+        compared: list[tuple[float, float]] = []
+        for slot, outcome in zip(self._slots, outcomes, strict=True):
+            if isinstance(outcome, tuple):
+                compared.append(outcome)
+            elif isinstance(outcome, ServerLostError):
+                self._fence(slot, str(outcome))
+            else:
+                raise outcome
+        stalled_s = time.perf_counter() - written
+        await asyncio.gather(*(slot.healing for slot in self._slots if slot.healing is not None))
+        if old is not None:
+            old.discard()
+        if not any(slot.open for slot in self._slots):
+            raise self._no_engine()
+        self._published = {
+            "time_publish_prepare_s": written - began,
+            "time_publish_commit_s": stalled_s,
+            "publish_bytes": float(update.size),
+        }
+        if compared:
+            differences, coverages = zip(*compared, strict=True)
+            self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the last publication's figures, the number of servers that serve and are fenced, and counts since the start."""
+        serving = sum(slot.open for slot in self._slots)
+        return {
+            **self._published,
+            "engines_serving": float(serving),
+            "engines_fenced": float(len(self._slots) - serving),
+            "engines_healed": float(self._healed),
+            "engine_requests_retried": float(self._retried),
+            "engine_requests_lost": float(self._lost),
+        }
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Returns the log-probability of every token but the first, given those before it. Raises UserError if no server can."""
+        slot = await self._choose(Request(tuple(token_ids), 1, Sampling(len(token_ids)), "score"), None)
+        return await slot.server.score(token_ids, temperature, _DEADLINE_S + self._token_s * len(token_ids))
+
+    def forget_prefixes(self) -> None:
+        self.run(self._forget_prefixes())
+
+    async def _forget_prefixes(self) -> None:
+        for slot in self._slots:
+            if slot.open:
+                try:
+                    await slot.server.control("/reset_prefix_cache")
+                except ServerLostError as error:
+                    self._fence(slot, str(error))
+
+    def sleep(self) -> None:
+        """Does nothing: the servers' memory is not the learner's."""
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self._sampled_tokens, 0, 0, 0, 0, 0, 0, 0.0, 0.0)

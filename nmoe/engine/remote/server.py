@@ -1,0 +1,118 @@
+"""One engine server as its client sees it: nmoe's own (`python -m nmoe.engine.server`) or vLLM with nmoe's plugin."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nmoe.engine.api import Request
+from nmoe.engine.checked import fault_of
+from nmoe.engine.remote.wire import GENERATE, WireError, decode_samples, encode_request, error_of
+from nmoe.errors import InfrastructureError, UserError
+from nmoe.model.config import ModelConfig
+from nmoe.parsing import json_of
+from nmoe.types import Sample
+
+if TYPE_CHECKING:
+    import httpx2
+
+# Seconds that a call of control may take: it copies no weights, or waits for a step of the engine.
+CONTROL_S = 60.0
+# Bytes of weights that a server takes in a second, at least.
+_BYTES_PER_S = 20e6
+
+
+class ServerLostError(InfrastructureError):
+    """A server does not answer, or answered with an error of its own or with samples that cannot be right."""
+
+
+class EngineServer:
+    """The routes of one server. Every call has a deadline. Raises ServerLostError where the server is at fault, and WireError with
+    HTTP's status where it refuses what it was asked."""
+
+    def __init__(self, name: str, url: str, client: httpx2.AsyncClient, model: ModelConfig) -> None:
+        """`name` is for messages. `client` carries the key and belongs to the event loop that calls."""
+        self.name, self.url = name, url.rstrip("/")
+        self._client, self._model = client, model
+
+    async def generate(self, request: Request, version: int, attempt: int, deadline_s: float) -> list[Sample]:
+        """Returns a request's samples, every one of them checked. `version` is the last one that was published here: tokens of
+        any other have the wrong weights."""
+        # A server refuses a second request of the same id, which may still run where its client gave up.
+        named = Request(request.prompt_ids, request.samples, request.sampling, f"{request.request_id}#{attempt}")
+        body = encode_request(named) | {"cache_salt": str(version)}
+        status, reply = await self._call(GENERATE, deadline_s, body)
+        if status >= 500:
+            raise ServerLostError(f"{self.name} answered with status {status}: {error_of(reply)}")
+        try:
+            samples = decode_samples(status, reply, named)
+        except WireError as error:
+            if error.status != 200:
+                raise
+            raise ServerLostError(f"{self.name}: {error}") from None
+        for index, sample in enumerate(samples):
+            fault = fault_of(sample, request, self._model)
+            if fault is None and set(sample.versions) != {version}:
+                fault = f"has tokens of the weight versions {sorted(set(sample.versions))}, and {version} was published"
+            if fault is not None:
+                raise ServerLostError(f"{self.name}: sample {index} of request {request.request_id!r} {fault}")
+        return samples
+
+    async def control(
+        self, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None, size: int = 0
+    ) -> None:
+        """Calls a route of control, with `size` bytes of weights behind it."""
+        status, reply = await self._call(path, CONTROL_S + size / _BYTES_PER_S, body or {}, params)
+        if status != 200:
+            raise ServerLostError(f"{self.name}{path} answered with status {status}: {error_of(reply)}")
+
+    async def info(self) -> dict[str, Any] | None:
+        """Returns what nmoe's own server says of itself; None for another server that is healthy."""
+        status, reply = await self._call("/nmoe/info", CONTROL_S)
+        if status == 404:
+            status, reply = await self._call("/health", CONTROL_S)
+            reply = b"null"
+        if status != 200:
+            raise ServerLostError(f"{self.name} answered with status {status}: {error_of(reply)}")
+        try:
+            described: dict[str, Any] | None = json_of(reply)
+        except ValueError:
+            raise ServerLostError(f"{self.name} is no engine server: it answered {reply[:80]!r}") from None
+        return described
+
+    async def score(self, token_ids: Sequence[int], temperature: float, deadline_s: float) -> list[float]:
+        """Returns the log-probability of every token but the first. Raises UserError for a server without this route."""
+        status, reply = await self._call(
+            "/score", deadline_s, {"token_ids": list(token_ids), "temperature": temperature}
+        )
+        if status == 404:
+            raise UserError(f"{self.name} cannot score given tokens, which only nmoe's own server can: start that one")
+        if status != 200:
+            raise ServerLostError(f"{self.name} answered with status {status}: {error_of(reply)}")
+        scores: list[float] = json_of(reply)["logprobs"]
+        return scores
+
+    async def _call(
+        self,
+        path: str,
+        deadline_s: float,
+        body: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        import httpx2
+
+        method = "GET" if body is None else "POST"
+        try:
+            # The client's own limits count from the last byte: a server that trickles would never be late.
+            async with asyncio.timeout(deadline_s):
+                reply = await self._client.request(method, self.url + path, json=body, params=params)
+        except TimeoutError:
+            raise ServerLostError(f"{self.name}{path} gave no answer within {deadline_s:.0f} s") from None
+        except httpx2.HTTPError as error:
+            raise ServerLostError(f"{self.name}{path}: {type(error).__name__} {error}") from None
+        if reply.status_code in (401, 403):
+            raise ServerLostError(
+                f"{self.name} refused the key; set NMOE_ENGINE_KEY to the key that it was started with"
+            )
+        return reply.status_code, reply.content
