@@ -277,33 +277,40 @@ class Learner:
             self._files.start(directory)
 
     @command
-    def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:
+    def export(self, directory: Path, format: Literal["hf", "nmoe", "peft"] = "hf") -> None:
         """Writes the weights for other software into an existing, empty directory. Format "hf" is a Hugging Face checkpoint of the
-        model family that fits, with an adapter merged into its base; "peft" is the adapter without the base. The tokenizer is not
-        included: `tokenizer.save(directory)` adds it. Raises UserError as `export_model` does."""
+        model family that fits, with an adapter merged into its base; "nmoe" is the same for nmoe alone, which stores every model;
+        "peft" is the adapter without the base. The tokenizer is not included: `tokenizer.save(directory)` adds it. Raises UserError
+        as `export_model` does."""
         if format == "peft":
             if self.ranks.rank == 0:
                 assert self.lora is not None, "a learner of the whole model has no adapter"
                 save_adapter(self.lora, directory)
         elif self.ranks.size > 1:
             release(self.model)
-            export_model(self.model, directory, gather=self._gather(), first=self.ranks.rank == 0)
+            export_model(
+                self.model,
+                directory,
+                gather=self._gather(),
+                first=self.ranks.rank == 0,
+                own_format=format == "nmoe",
+            )
         else:
             with nullcontext(self.model) if self.lora is None else self.lora.merged() as model:
-                export_model(model, directory)
+                export_model(model, directory, own_format=format == "nmoe")
         self.ranks.wait()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights under their Hugging Face names, an adapter merged into its base, for an engine in another process. One
-        tensor is gathered at a time, by all ranks together: on a controller the other ranks gather while it iterates, which it has
-        to do to the end. Raises UserError as `export_model` does."""
+    def weights(self, format: Literal["hf", "nmoe"] = "hf") -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors that `export` would write, with their names, for an engine in another process. One tensor is gathered
+        at a time, by all ranks together: on a controller the other ranks gather while it iterates, which it has to do to the end.
+        Raises UserError as `export_model` does."""
         release(self.model)
-        tensors = checkpoint_tensors(self.model, self._gather())
-        with gang().meanwhile(self._gather_all):
+        tensors = checkpoint_tensors(self.model, self._gather(), own_format=format == "nmoe")
+        with gang().meanwhile(partial(self._gather_all, format)):
             yield from ((name, make()) for name, _, make in tensors)
 
-    def _gather_all(self) -> None:
-        for _ in self.weights():
+    def _gather_all(self, format: Literal["hf", "nmoe"]) -> None:
+        for _ in self.weights(format):
             pass
 
     def _gather(self) -> Callable[[str], Tensor]:

@@ -207,20 +207,21 @@ def export_model(
     shard_bytes: int = SHARD_BYTES,
     gather: Callable[[str], Tensor] | None = None,
     first: bool = True,
+    own_format: bool = False,
 ) -> None:
     """Writes a checkpoint that transformers loads, in the dtype of the parameters; experts with a quantisation profile are written
     in that profile, as compressed-tensors stores them. Creates the directory if needed.
 
     Chooses the Hugging Face family that has all features of the model; a loaded model returns to its own family. Where ranks hold
     parts of the model, every rank calls this function with a `gather`, which returns the whole tensor of a name once all ranks ask
-    for it; only the `first` rank writes. Raises UserError if no family has all features, for experts in MXFP4, for a profile if the
-    family stores a layer's experts in one tensor, for weights that are not zero and that the family cannot store, such as a
-    router's bias, and if the directory already holds a model, since shards of both would be mixed.
-    """
+    for it; only the `first` rank writes. With `own_format` it is a checkpoint that only nmoe loads. Raises UserError if no family
+    has all features, for experts in MXFP4, for a profile if the family stores a layer's experts in one tensor, for weights that are
+    not zero and that the family cannot store, such as a router's bias, and if the directory already holds a model, since shards of
+    both would be mixed."""
     refuse_packed(model, "exported")
     if first and (old := sorted(directory.glob("*.safetensors*"))):
         raise UserError(f"{old[0]}: {directory} already holds a model; export to another directory")
-    family, state = _exported(model)
+    family, state = _exported(model, own_format)
     if first:
         directory.mkdir(parents=True, exist_ok=True)
         write_checkpoint(state, model.config, model.generation, directory, family, shard_bytes, gather)
@@ -230,18 +231,22 @@ def export_model(
             make()
 
 
-def checkpoint_tensors(model: Transformer, gather: Callable[[str], Tensor] | None = None) -> Iterator[Written]:
-    """Yields the tensors that `export_model` would write, each as Hugging Face name, size in bytes and a function that makes it.
-    Where ranks hold parts of the model, all of them call the functions in this order, with a `gather`. Raises UserError for a model
-    that cannot be exported."""
+def checkpoint_tensors(
+    model: Transformer, gather: Callable[[str], Tensor] | None = None, own_format: bool = False
+) -> Iterator[Written]:
+    """Yields the tensors that `export_model` would write, each as name, size in bytes and a function that makes it. Where ranks
+    hold parts of the model, all of them call the functions in this order, with a `gather`. Raises UserError for a model that cannot
+    be exported."""
     refuse_packed(model, "sent to another engine")
-    family, state = _exported(model)
+    family, state = _exported(model, own_format)
     return _tensors(state, family, model.config, gather)
 
 
-def _exported(model: Transformer) -> tuple[Family, dict[str, Tensor]]:
-    """Returns the Hugging Face family that a model is written in, and its weights. Raises UserError if that family cannot store
-    one of them."""
+def _exported(model: Transformer, own_format: bool) -> tuple[Family, dict[str, Tensor]]:
+    """Returns the family that a model is written in, Hugging Face's or nmoe's own, and its weights. Raises UserError if that family
+    cannot store one of them."""
+    if own_format:
+        return native, _own_state(model)
     family = family_of(model.config)
     refuse_stacked(family, model.config)
     state = _own_state(model)

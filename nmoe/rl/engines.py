@@ -28,16 +28,17 @@ def rollout_engine(
         return
     from nmoe.engine.remote.fleet import Fleet
     from nmoe.engine.remote.process import KEY, addresses
-    from nmoe.engine.remote.weights import Transport
+    from nmoe.engine.remote.weights import Format, Transport
 
     key = os.environ.get(KEY, "") if section.urls else secrets.token_hex(16)
     transport: Transport = (
         "adapter" if section.weights == "adapter" or (section.weights == "auto" and learner.lora) else "disk"
     )
+    format_: Format = "nmoe" if section.kind == "server" else "hf"
     base = Path(tempfile.mkdtemp(prefix="nmoe_base_"))
     try:
         if not section.urls:
-            learner.export(base)
+            learner.export(base, format_)
         model = learner.model
         servers = addresses(
             section,
@@ -53,6 +54,7 @@ def rollout_engine(
             model.config,
             LearnerCanary(learner),
             transport=transport,
+            format=format_,
             token_s=section.token_s,
             key=key,
             note=note,

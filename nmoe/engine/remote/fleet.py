@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.dealing import Dealing
 from nmoe.engine.remote.server import EngineServer, ServerLostError
-from nmoe.engine.remote.weights import Prepared, Source, Transport, commit, prepared
+from nmoe.engine.remote.weights import Format, Prepared, Source, Transport, commit, prepared
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.types import Sample, Sampling
@@ -94,13 +94,14 @@ class Fleet:
         canary: Canary,
         *,
         transport: Transport,
+        format: Format,
         token_s: float,
         key: str,
         note: Callable[[str], None],
     ) -> None:
         """`token_s` are the seconds that a token of a request may take, waiting included. `note` writes a line of the run's log."""
         self._source, self._model, self._canary = source, model, canary
-        self._transport, self._token_s, self._key, self._note = transport, token_s, key, note
+        self._transport, self._format, self._token_s, self._key, self._note = transport, format, token_s, key, note
         self._addresses = addresses
         self._slots: list[_Slot] = []
         self._dealing = Dealing(len(addresses))
@@ -311,7 +312,7 @@ class Fleet:
         """Publishes the learner's weights to every server, fenced ones included. Raises InfrastructureError if none takes them."""
         began = time.perf_counter()
         await asyncio.gather(*(slot.healing for slot in self._slots if slot.healing is not None))
-        update = await self._on_caller(lambda: prepared(self._source, self._transport))
+        update = await self._on_caller(lambda: prepared(self._source, self._transport, self._format))
         old, self._update, self._version = self._update, update, version
         written = time.perf_counter()
         outcomes = await asyncio.gather(*map(self._install, self._slots), return_exceptions=True)

@@ -19,6 +19,8 @@ from nmoe.model.shards import SINGLE
 
 Transport = Literal["disk", "adapter"]
 """What a publication sends: all weights, or those of an adapter."""
+Format = Literal["hf", "nmoe"]
+"""The names of tensors: Hugging Face's for vLLM, nmoe's for its own server, which stores every model."""
 # Memory that looks like a directory: weights that both processes see without a disk between.
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -28,7 +30,7 @@ class Source(Protocol):
 
     lora: Lora | None
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self, format: Format) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @dataclass
@@ -43,9 +45,9 @@ class Prepared:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def prepared(source: Source, kind: Transport) -> Prepared:
-    """Writes the present weights, or with `adapter` only the adapter's, into a new directory. All ranks gather them, on the thread
-    that trains."""
+def prepared(source: Source, kind: Transport, format: Format) -> Prepared:
+    """Writes the present weights in a format, or with `adapter` only the adapter's in PEFT's, into a new directory. All ranks
+    gather them, on the thread that trains."""
     from safetensors.torch import save_file
 
     directory = Path(tempfile.mkdtemp(prefix="nmoe_weights_", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
@@ -54,7 +56,7 @@ def prepared(source: Source, kind: Transport) -> Prepared:
         held = {name: tensor.detach().cpu() for name, tensor in adapter_tensors(source.lora).items()}
         save_adapter(source.lora, directory)
     else:
-        held = dict(source.weights())
+        held = dict(source.weights(format))
         save_file(held, directory / SINGLE, metadata={"format": "pt"})
     digests = list(map(digest_of, held.values()))
     info = {"transport": kind, "path": str(directory), "names": list(held), "digests": digests}
