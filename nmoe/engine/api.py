@@ -62,9 +62,8 @@ class Engine(Protocol):
     finishes, so that none waits for a longer one. `score` returns the log-probability of every token but the first, given those
     before it, at this temperature.
 
-    `stream` yields the tokens of a request with one sample as they are sampled. `abort` ends a request, whose callers get the
-    tokens sampled so far. `run` runs a coroutine that awaits the other methods, and returns its result; an engine of this process
-    computes on the calling thread meanwhile.
+    `run` runs a coroutine that awaits the other methods, and returns its result; an engine of this process computes on the calling
+    thread meanwhile. Cancelling a caller of `samples` or `generate` ends its request.
 
     `update_weights` takes the weights that `Learner.publish` hands over; tokens sampled from then on carry `version`. The source is
     the learner's model with all its weights, or a `nmoe.model.lora.Lora`: then the engine keeps its base, and only
@@ -72,7 +71,8 @@ class Engine(Protocol):
 
     `forget_prefixes` forgets the keys and values of earlier prompts. With fast numerics a cached prefix can give other bits than
     one that is computed, so that a run which has to repeat starts each step without any. `sleep` frees memory that the learner can
-    use while nothing is sampled. Both are called between two calls of `run`.
+    use while nothing is sampled. Both are called between two calls of `run`. `metrics` returns figures for the run's metrics, of
+    the last publication of weights and of engines that were lost; an engine of this process has none.
     """
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...
@@ -88,5 +88,7 @@ class Engine(Protocol):
     def forget_prefixes(self) -> None: ...
 
     def sleep(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
 
     def stats(self) -> EngineStats: ...

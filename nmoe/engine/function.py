@@ -64,6 +64,9 @@ class FunctionEngine:
     def sleep(self) -> None:
         self._engine.sleep()
 
+    def metrics(self) -> dict[str, float]:
+        return self._engine.metrics()
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 

@@ -278,6 +278,9 @@ class RanksEngine:
         """Frees the packed forms of each rank's weights, which its next forward pass makes again."""
         self._sampler.sleep()
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def stats(self) -> EngineStats:
         """Returns the totals over all ranks, of the other ranks as of their last service; `cache_use` is the mean."""
         ranks = [self._own.stats(), *self._stats]

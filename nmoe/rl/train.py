@@ -94,7 +94,7 @@ class PolicyGradient(Recipe):
         metrics |= routing_metrics(shares)
         metrics["skipped"] = float(not updated)
         metrics |= self._advance_curriculum(step, metrics)
-        metrics |= {**rollouts.times(), **times, "time_step_s": time.perf_counter() - began}
+        metrics |= {**rollouts.times(), **times, **self.engine.metrics(), "time_step_s": time.perf_counter() - began}
         self._record(step, rollouts, metrics)
         self._record_routing(step, shares)
         return Step(metrics, shown(metrics))

@@ -233,6 +233,9 @@ class NativeEngine:
         if self._running and threading.get_ident() != self._stepping:
             raise RuntimeError(f"the engine is running a coroutine; {what} before or after, or inside `between_steps`")
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
