@@ -31,14 +31,13 @@ def rollout_engine(
     from nmoe.engine.remote.weights import Format, Transport
 
     key = os.environ.get(KEY, "") if section.urls else secrets.token_hex(16)
-    transport: Transport = (
-        "adapter" if section.weights == "adapter" or (section.weights == "auto" and learner.lora) else "disk"
-    )
+    adapter = section.weights == "auto" and section.kind == "server" and learner.lora is not None
+    transport: Transport = "adapter" if adapter else "disk" if section.weights == "auto" else section.weights
     format_: Format = "nmoe" if section.kind == "server" else "hf"
     base = Path(tempfile.mkdtemp(prefix="nmoe_base_"))
     try:
         if not section.urls:
-            learner.export(base, format_)
+            learner.export(base, "peft" if transport == "adapter" and section.kind == "server" else format_)
         model = learner.model
         servers = addresses(
             section,
@@ -55,6 +54,7 @@ def rollout_engine(
             LearnerCanary(learner),
             transport=transport,
             format=format_,
+            backend=section.group_backend,
             token_s=section.token_s,
             key=key,
             note=note,

@@ -29,8 +29,11 @@ class RolloutEngineSection(EngineSection):
     """number of engine servers that the run starts on this machine"""
     urls: Array[str] = ()
     """running engine servers to use, such as `http://127.0.0.1:8000`, with the run's model; their key is $NMOE_ENGINE_KEY"""
-    weights: Literal["auto", "disk", "adapter"] = "auto"
-    """weights that a publication sends: `disk` all of them, `adapter` only those of [lora]; `auto`: `adapter` if there is one"""
+    weights: Literal["auto", "disk", "group", "adapter"] = "auto"
+    """way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` sends those of
+    [lora] alone; `auto`: `adapter` if there is one and kind is `server`, else `disk`"""
+    group_backend: Literal["gloo", "nccl"] = "gloo"
+    """what broadcasts with weights = `group`: `nccl` between GPUs"""
     token_s: float = Field(default=1.0, gt=0)
     """seconds that a server may take for each token of a request before it counts as lost"""
     python: str | None = None
@@ -44,7 +47,7 @@ class RolloutEngineSection(EngineSection):
 
     def conflicts(self) -> Iterator[Conflict]:
         for names, kinds in (
-            (("servers", "urls", "weights", "token_s", "args"), ("server", "vllm")),
+            (("servers", "urls", "weights", "group_backend", "token_s", "args"), ("server", "vllm")),
             (("python", "tensor_parallel", "memory_share"), ("vllm",)),
         ):
             for name in names:

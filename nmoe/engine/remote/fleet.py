@@ -14,13 +14,13 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.dealing import Dealing
 from nmoe.engine.remote.server import EngineServer, ServerLostError
-from nmoe.engine.remote.weights import Format, Prepared, Source, Transport, commit, prepared
+from nmoe.engine.remote.weights import Format, Publisher, Source, Transport, Update, prepared
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.types import Sample, Sampling
@@ -73,10 +73,8 @@ class _Slot:
     address: Address
     server: EngineServer
     open: bool = False
-    initialised: bool = False
     fence: str | None = None
     healing: asyncio.Task[None] | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Fleet:
@@ -95,6 +93,7 @@ class Fleet:
         *,
         transport: Transport,
         format: Format,
+        backend: Literal["gloo", "nccl"] = "gloo",
         token_s: float,
         key: str,
         note: Callable[[str], None],
@@ -106,7 +105,8 @@ class Fleet:
         self._slots: list[_Slot] = []
         self._dealing = Dealing(len(addresses))
         self._holds_prefix: dict[tuple[int, ...], int] = {}
-        self._update: Prepared | None = None
+        self._update: Update | None = None
+        self._publisher = Publisher(source, format, backend, self._on_caller)
         self._version = 0
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -137,7 +137,11 @@ class Fleet:
         for index, (address, url) in enumerate(zip(self._addresses, urls, strict=True)):
             slot = _Slot(index, address, EngineServer(address.name, url, client, self._model))
             self._slots.append(slot)
-            self._refuse_other_model(slot, await slot.server.info())
+            try:
+                info = await slot.server.info()
+            except ServerLostError as error:
+                raise UserError(f"engine.urls: {error}; start the server, or name another") from None
+            self._refuse_other_model(slot, info)
 
     def _refuse_other_model(self, slot: _Slot, info: dict[str, Any] | None) -> None:
         for name in ("vocab_size", "context_tokens"):
@@ -262,9 +266,8 @@ class Fleet:
                     if restart:
                         url = await asyncio.get_running_loop().run_in_executor(None, slot.address.start)
                         slot.server = EngineServer(slot.server.name, url, self._client, self._model)
-                        slot.initialised = False
-                    await self._install(slot)
-                except (ServerLostError, InfrastructureError) as error:
+                    await self._install(slot, (await self._send([slot])).get(slot.server))
+                except InfrastructureError as error:
                     slot.fence = str(error)
                 else:
                     self._healed += 1
@@ -276,26 +279,29 @@ class Fleet:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _install(self, slot: _Slot) -> tuple[float, float]:
-        """Has a server take the present weights, and opens it if its samples then agree with the learner. Returns their largest
-        difference and the canary's coverage."""
-        async with slot.lock:
+    async def _send(self, slots: Sequence[_Slot]) -> dict[EngineServer, ServerLostError]:
+        assert self._update is not None, "weights are published before anything is sampled"
+        for slot in slots:
             slot.open = False
-            assert self._update is not None, "weights are published before anything is sampled"
-            await commit(slot.server, self._update, self._version, not slot.initialised)
-            slot.initialised = True
+        return await self._publisher.send(self._update, [slot.server for slot in slots])
+
+    async def _install(self, slot: _Slot, failed: ServerLostError | None) -> tuple[float, float]:
+        """Opens a server that was sent the present weights, if its samples agree with the learner. Returns their largest difference
+        and the canary's coverage. Raises ServerLostError if they do not, or if it did not take the weights."""
+        if failed is not None:
+            raise failed
+        difference, coverage = await self._compare(slot.server)
+        while self._canary.more_prompts():
             difference, coverage = await self._compare(slot.server)
-            while self._canary.more_prompts():
-                difference, coverage = await self._compare(slot.server)
-            if not difference <= (bound := self._canary.bound()):
-                raise ServerLostError(
-                    f"after version {self._version} its log-probabilities differ from the learner's by up to {difference:.2g}, "
-                    f"where {bound:.2g} is rounding: it does not have the learner's weights"
-                )
-            async with self._changed:
-                slot.open, slot.fence = True, None
-                self._changed.notify_all()
-            return difference, coverage
+        if not difference <= (bound := self._canary.bound()):
+            raise ServerLostError(
+                f"after version {self._version} its log-probabilities differ from the learner's by up to {difference:.2g}, where "
+                f"{bound:.2g} is rounding: it does not have the learner's weights"
+            )
+        async with self._changed:
+            slot.open, slot.fence = True, None
+            self._changed.notify_all()
+        return difference, coverage
 
     async def _compare(self, server: EngineServer) -> tuple[float, float]:
         version, tokens = self._version, self._canary.tokens
@@ -312,10 +318,12 @@ class Fleet:
         """Publishes the learner's weights to every server, fenced ones included. Raises InfrastructureError if none takes them."""
         began = time.perf_counter()
         await asyncio.gather(*(slot.healing for slot in self._slots if slot.healing is not None))
-        update = await self._on_caller(lambda: prepared(self._source, self._transport, self._format))
+        update = await self._on_caller(lambda: prepared(self._source, self._transport, self._format, version))
         old, self._update, self._version = self._update, update, version
         written = time.perf_counter()
-        outcomes = await asyncio.gather(*map(self._install, self._slots), return_exceptions=True)
+        failed = await self._send(self._slots)
+        installed = (self._install(slot, failed.get(slot.server)) for slot in self._slots)
+        outcomes = await asyncio.gather(*installed, return_exceptions=True)
         compared: list[tuple[float, float]] = []
         for slot, outcome in zip(self._slots, outcomes, strict=True):
             if isinstance(outcome, tuple):

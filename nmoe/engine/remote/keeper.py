@@ -6,6 +6,7 @@ The process that holds the other end of the pipe is its parent. The kernel close
 engine server outlives its run and keeps a GPU. It imports nothing of nmoe, which would take a second.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,10 +15,19 @@ import threading
 from contextlib import suppress
 
 _GRACE_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_the_keeper() -> None:
+    """Has the kernel kill this process when the keeper itself is killed; on Linux alone."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> int:
-    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_the_keeper
+    )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
 

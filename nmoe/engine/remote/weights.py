@@ -1,28 +1,38 @@
-"""How a learner's weights reach engine servers: through files that both see, as whole weights or as an adapter."""
+"""How a learner's weights reach engine servers: through files that both see, or by a broadcast; whole, or only an adapter's."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from nmoe.engine.remote.server import EngineServer
+from nmoe.engine.remote.server import EngineServer, ServerLostError
 from nmoe.model.lora import Lora
 from nmoe.model.peft_format import adapter_tensors, save_adapter
 from nmoe.model.shards import SINGLE
 
-Transport = Literal["disk", "adapter"]
-"""What a publication sends: all weights, or those of an adapter."""
+Transport = Literal["disk", "group", "adapter"]
+"""The way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` writes those of
+an adapter."""
 Format = Literal["hf", "nmoe"]
 """The names of tensors: Hugging Face's for vLLM, nmoe's for its own server, which stores every model."""
+OnCaller = Callable[[Callable[[], Any]], Awaitable[Any]]
+
 # Memory that looks like a directory: weights that both processes see without a disk between.
 _SHARED_MEMORY = Path("/dev/shm")
+_GROUP_TIMEOUT = timedelta(minutes=5)
 
 
 class Source(Protocol):
@@ -34,49 +44,173 @@ class Source(Protocol):
 
 
 @dataclass
-class Prepared:
-    """One version's weights, written where servers read them. `info` is the body of an update."""
+class Update:
+    """One version's weights. `info` is the body that announces them to a server. They lie in a directory, or the source still has
+    them and broadcasts them."""
 
+    version: int
     info: dict[str, Any]
     size: int
-    directory: Path
+    directory: Path | None
 
     def discard(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def prepared(source: Source, kind: Transport, format: Format) -> Prepared:
-    """Writes the present weights in a format, or with `adapter` only the adapter's in PEFT's, into a new directory. All ranks
-    gather them, on the thread that trains."""
-    from safetensors.torch import save_file
-
-    directory = Path(tempfile.mkdtemp(prefix="nmoe_weights_", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
-    if kind == "adapter":
+def prepared(source: Source, transport: Transport, format: Format, version: int) -> Update:
+    """Makes ready what can be before servers pause: writes the files, or computes the digests of what will be broadcast. All ranks
+    gather the weights, on the thread that trains."""
+    names, digests, size = [], [], 0
+    dtypes, shapes = [], []
+    held: dict[str, Tensor] = {}
+    if transport == "adapter":
         assert source.lora is not None, "a run without [lora] has no adapter"
-        held = {name: tensor.detach().cpu() for name, tensor in adapter_tensors(source.lora).items()}
+        tensors: Iterator[tuple[str, Tensor]] = iter(adapter_tensors(source.lora).items())
+    else:
+        tensors = source.weights(format)
+    for name, tensor in tensors:
+        names.append(name)
+        digests.append(digest_of(tensor))
+        dtypes.append(str(tensor.dtype).removeprefix("torch."))
+        shapes.append(list(tensor.shape))
+        size += tensor.nbytes
+        if transport == "disk":
+            held[name] = tensor
+    info: dict[str, Any] = {"transport": transport, "names": names, "digests": digests}
+    if transport == "group":
+        return Update(version, info | {"dtypes": dtypes, "shapes": shapes}, size, None)
+    directory = Path(tempfile.mkdtemp(prefix="nmoe_weights_", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
+    if transport == "adapter":
+        assert source.lora is not None, "a run without [lora] has no adapter"
         save_adapter(source.lora, directory)
     else:
-        held = dict(source.weights(format))
+        from safetensors.torch import save_file
+
         save_file(held, directory / SINGLE, metadata={"format": "pt"})
-    digests = list(map(digest_of, held.values()))
-    info = {"transport": kind, "path": str(directory), "names": list(held), "digests": digests}
-    return Prepared(info, sum(tensor.nbytes for tensor in held.values()), directory)
+    return Update(version, info | {"path": str(directory)}, size, directory)
 
 
 def digest_of(tensor: Tensor) -> str:
     """Returns the SHA-256 of a tensor's bytes, in hexadecimal."""
-    import torch
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()
 
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+
+class Publisher:
+    """Sends an update to servers, and knows which of them form its process group."""
+
+    def __init__(self, source: Source, format: Format, backend: Literal["gloo", "nccl"], on_caller: OnCaller) -> None:
+        """`on_caller` calls a function on the thread that trains, where collectives run."""
+        self._source, self._format, self._backend, self._on_caller = source, format, backend, on_caller
+        self._members: list[EngineServer] = []
+        self._group: Any = None
+        self._ready: set[int] = set()  # ids of servers that were told of a transfer
+
+    async def send(self, update: Update, servers: Sequence[EngineServer]) -> dict[EngineServer, ServerLostError]:
+        """Has servers take the weights of an update. Returns those that did not, with the reason. The others answer again, so that
+        their samples can be compared with the learner's: vLLM answers nothing while it is paused, and an update without a pause
+        ends its engine."""
+        failed: dict[EngineServer, ServerLostError] = {}
+
+        async def each(act: Callable[[EngineServer], Awaitable[None]]) -> None:
+            left = [server for server in servers if server not in failed]
+            for server, outcome in zip(
+                left, await asyncio.gather(*map(act, left), return_exceptions=True), strict=True
+            ):
+                if isinstance(outcome, ServerLostError):
+                    failed[server] = outcome
+                elif isinstance(outcome, BaseException):
+                    raise outcome
+
+        await each(self._begin)
+        if update.info["transport"] == "group":
+            await self._broadcast(update, [server for server in servers if server not in failed], failed)
+        else:
+            await each(lambda server: server.control("/update_weights", {"update_info": update.info}, size=update.size))
+        await each(lambda server: server.control("/finish_weight_update", {"weight_version": str(update.version)}))
+        await each(lambda server: server.control("/resume"))
+        return failed
+
+    async def _begin(self, server: EngineServer) -> None:
+        await server.control("/pause", params={"mode": "keep", "clear_cache": "true"})
+        if id(server) not in self._ready:
+            await server.control("/init_weight_transfer_engine", {"init_info": {}})
+            self._ready.add(id(server))
+        await server.control("/start_weight_update")
+
+    async def _broadcast(
+        self, update: Update, servers: list[EngineServer], failed: dict[EngineServer, ServerLostError]
+    ) -> None:
+        if not servers:
+            return
+        try:
+            if self._members != servers:
+                await self._join(servers)
+            posts = [
+                server.control("/update_weights", {"update_info": update.info}, size=update.size) for server in servers
+            ]
+            outcomes = await asyncio.gather(self._on_caller(self._send_all), *posts, return_exceptions=True)
+        except (RuntimeError, ServerLostError) as error:
+            outcomes = [None, *(ServerLostError(f"no process group with the engines: {error}") for _ in servers)]
+        sent, *answers = outcomes
+        if isinstance(sent, BaseException) and not isinstance(sent, RuntimeError):
+            raise sent
+        for server, answer in zip(servers, answers, strict=True):
+            if isinstance(answer, ServerLostError):
+                failed[server] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+        if failed or isinstance(sent, RuntimeError):
+            self._members, self._group = [], None  # a group that lost a member hangs
+
+    def _send_all(self) -> None:
+        for _, tensor in self._source.weights(self._format):
+            self._group.broadcast(tensor.detach().contiguous().to(self._device), 0).wait()
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda" if self._backend == "nccl" else "cpu")
+
+    async def _join(self, servers: list[EngineServer]) -> None:
+        """Forms a process group of the learner, rank 0, and these servers."""
+        host = _address_towards(servers[0].url)
+        store = dist.TCPStore(host, 0, len(servers) + 1, True, _GROUP_TIMEOUT, wait_for_workers=False)
+        posts = [
+            server.control(
+                "/init_weight_transfer_engine",
+                {
+                    "init_info": {
+                        "host": host,
+                        "port": store.port,
+                        "rank": rank,
+                        "world_size": len(servers) + 1,
+                        "timeout_s": _GROUP_TIMEOUT.total_seconds(),
+                    }
+                },
+            )
+            for rank, server in enumerate(servers, 1)
+        ]
+        self._group, *_ = await asyncio.gather(
+            self._on_caller(lambda: self._new_group(store, len(servers) + 1)), *posts
+        )
+        self._members = servers
+
+    def _new_group(self, store: dist.TCPStore, size: int) -> Any:
+        prefixed = dist.PrefixStore("nmoe", store)
+        if self._backend == "gloo":
+            return dist.ProcessGroupGloo(prefixed, 0, size, _GROUP_TIMEOUT)
+        # NCCL hangs where kernels of another stream are under way while a communicator is made.
+        torch.cuda.synchronize()
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _GROUP_TIMEOUT
+        return dist.ProcessGroupNCCL(prefixed, 0, size, options)
 
 
-async def commit(server: EngineServer, update: Prepared, version: int, initialise: bool) -> None:
-    """Has a server take weights under a version. It answers again when this returns, so that its samples can be compared with the
-    learner's: vLLM answers nothing while it is paused, and an update without a pause ends its engine."""
-    await server.control("/pause", params={"mode": "keep", "clear_cache": "true"})
-    if initialise:
-        await server.control("/init_weight_transfer_engine", {"init_info": {}})
-    await server.control("/start_weight_update")
-    await server.control("/update_weights", {"update_info": update.info}, size=update.size)
-    await server.control("/finish_weight_update", {"weight_version": str(version)})
-    await server.control("/resume")
+def _address_towards(url: str) -> str:
+    """Returns this machine's address on the way to a server."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname, parts.port or 80))
+        address: str = probe.getsockname()[0]
+        return address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -55,9 +56,22 @@ def test_a_server_and_its_own_processes_end_with_a_parent_that_was_killed(tmp_pa
     assert until(lambda: not any(map(alive, pids)))
 
 
+def test_a_server_ends_with_a_keeper_that_was_killed(tmp_path: Path) -> None:
+    ids = tmp_path / "ids"
+    command = [sys.executable, "-S", "-E", keeper.__file__, sys.executable, "-c", SERVER, str(ids)]
+    kept = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert until(ids.exists)
+    server, own = map(int, ids.read_text().split())
+    kept.kill()
+    assert until(lambda: not alive(server))
+    os.kill(own, signal.SIGKILL)
+
+
 def test_the_keeper_ends_with_its_command_and_passes_its_exit_code_on(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-E", keeper.__file__, sys.executable, "-c", "raise SystemExit(7)"]
     kept = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert kept.wait(20) == 7
-    kept = subprocess.Popen([*command[:-1], "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], stdin=subprocess.PIPE)
+    kept = subprocess.Popen(
+        [*command[:-1], "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], stdin=subprocess.PIPE
+    )
     assert kept.wait(20) == 128 + signal.SIGKILL
