@@ -1,4 +1,4 @@
-"""The canary of an engine in another process: what it samples after each publication of weights is compared with the learner.
+"""The canary of an engine in another process: after each publication of weights its samples are compared with the learner.
 
 Checksums, names and status 200 did not reveal weights that vLLM had not packed again, nor an output head that kept its old values;
 log-probabilities do.

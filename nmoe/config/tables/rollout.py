@@ -24,14 +24,14 @@ class RolloutEngineSection(EngineSection):
     """[engine]: how rollouts are generated, in this process or in others."""
 
     kind: Literal["native", "server", "vllm"] = "native"
-    """`native` samples in this process; `server` is nmoe's engine and `vllm` is vLLM, each in processes of its own"""
+    """`native` samples in this process; `server` is nmoe's engine and `vllm` is vLLM, in other processes"""
     servers: int = Field(default=1, gt=0)
     """number of engine servers that the run starts on this machine"""
     urls: Array[str] = ()
     """running engine servers to use, such as `http://127.0.0.1:8000`, with the run's model; their key is $NMOE_ENGINE_KEY"""
     weights: Literal["auto", "disk", "group", "adapter"] = "auto"
-    """way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` sends those of
-    [lora] alone; `auto`: `adapter` if there is one and kind is `server`, else `disk`"""
+    """way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` sends the
+    adapter of [lora] alone; `auto`: `adapter` if there is one and kind is `server`, else `disk`"""
     group_backend: Literal["gloo", "nccl"] = "gloo"
     """what broadcasts with weights = `group`: `nccl` between GPUs"""
     token_s: float = Field(default=1.0, gt=0)

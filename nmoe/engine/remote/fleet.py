@@ -1,4 +1,4 @@
-"""A fleet: one `Engine` over engine servers in processes of their own.
+"""A fleet: one `Engine` over several engine servers.
 
 A request goes to the server with the fewest tokens left to sample, later turns of a sample to the server that has its prefix. A
 server that is lost, late or wrong is fenced: it gets no requests until it has taken the present weights whole, restarted if need
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 # Tokens of a prompt by which the server is chosen that has its prefix.
 _PREFIX_TOKENS = 64
-# Seconds that a request may take beside those of its tokens.
+# Seconds that a request may take beyond the time for its tokens.
 _DEADLINE_S = 60.0
 
 
@@ -168,7 +168,7 @@ class Fleet:
             self._update.discard()
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Runs a coroutine that uses this engine to its end, and returns its result. Raises what it raises."""
+        """Runs a coroutine that uses this engine to its end, and returns its result. Raises its exceptions."""
         outcome = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         outcome.add_done_callback(lambda _: self._actions.put(None))
         try:

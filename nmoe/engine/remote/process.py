@@ -95,8 +95,8 @@ class ServerProcess:
 def addresses(
     section: RolloutEngineSection, checkpoint: Path, numerics: str, dtype: str, key: str, logs: Path
 ) -> list[RunningServer | ServerProcess]:
-    """Returns the servers that [engine] asks for: those of its `urls`, or as many as `servers` that this run starts, which load the
-    checkpoint."""
+    """Returns the servers that [engine] asks for: the running ones at its `urls`, or as many as `servers` that this run starts and
+    that load the checkpoint."""
     if section.urls:
         return [RunningServer(url) for url in section.urls]
     environment = {KEY: key, "VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -24,12 +24,12 @@ _BYTES_PER_S = 20e6
 
 
 class ServerLostError(InfrastructureError):
-    """A server does not answer, or answered with an error of its own or with samples that cannot be right."""
+    """A server does not answer, or answered with an internal error, or with samples that cannot be right."""
 
 
 class EngineServer:
     """The routes of one server. Every call has a deadline. Raises ServerLostError where the server is at fault, and WireError with
-    HTTP's status where it refuses what it was asked."""
+    HTTP's status where it refuses the request."""
 
     def __init__(self, name: str, url: str, client: httpx2.AsyncClient, model: ModelConfig) -> None:
         """`name` is for messages. `client` carries the key and belongs to the event loop that calls."""

@@ -24,8 +24,8 @@ from nmoe.model.peft_format import adapter_tensors, save_adapter
 from nmoe.model.shards import SINGLE
 
 Transport = Literal["disk", "group", "adapter"]
-"""The way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` writes those of
-an adapter."""
+"""The way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` writes an
+adapter alone."""
 Format = Literal["hf", "nmoe"]
 """The names of tensors: Hugging Face's for vLLM, nmoe's for its own server, which stores every model."""
 OnCaller = Callable[[Callable[[], Any]], Awaitable[Any]]
