@@ -271,8 +271,10 @@ def _multiple_choice(question: object, choices: object, answer: object) -> tuple
 
 
 def _plain_text(value: object, column: str) -> str:
-    """Returns a column that becomes part of the prompt. Raises UserError if it is no text, since the question would be
-    incomplete."""
+    """Returns the text of a column that becomes part of the prompt.
+
+    Raises UserError if it is not a text, since the question would be incomplete.
+    """
     if not isinstance(value, str):
         raise UserError(f"{column!r} has to be a text, and is {value!r}")
     return value

@@ -26,12 +26,16 @@ from nmoe.grading.code.wire import WireError, decode, encode, receive, send
 
 
 class LostError(BaseException):
-    """The candidate process ended or sent a malformed message. Not an Exception, so that no test can catch it as an outcome."""
+    """Raised if the candidate process (which runs the solution) ended or sent a malformed message.
+
+    It is not an Exception, so that no test can catch it as an outcome.
+    """
 
 
 class Channel:
-    """Sends calls to the candidate process. `lost` is the reason why no more calls are possible, or empty; `calls` counts the
-    answered ones.
+    """Sends calls to the candidate process, which runs the solution.
+
+    `lost` is the reason why no more calls are possible, or empty; `calls` counts the answered ones.
     """
 
     def __init__(self, connection: socket.socket, methods: Sequence[str]) -> None:
@@ -96,9 +100,8 @@ class Channel:
         return None, self._exception(message["raised"], str(message["message"]))
 
     def _object(self, kind: str, body: Any) -> Any:
-        """Returns the proxy for an object that stays with the candidate: a handle, or for an exception class a class of the same
-        name.
-        """
+        """Returns a local proxy for an object that exists in the candidate process: a handle or, for an exception
+        class, a class of the same name."""
         if kind == "handle":
             return Handle(self, int(body))
         if kind == "exception" and type(body) is list and all(type(name) is str for name in body):
@@ -106,11 +109,12 @@ class Channel:
         raise WireError("no object")
 
     def exception_class(self, kinds: list[str]) -> type[Exception]:
-        """Returns the class that stands here for the solution's exception class named `kinds[0]`; the other names are its base
-        classes.
+        """Returns a local class in place of the solution's exception class named `kinds[0]`; the other names are its
+        base classes.
 
-        A builtin class such as TypeError is replaced by a new class of the same name. The builtin itself, in a test's `except`,
-        would also catch and so hide what the tests raise, and what this process raises to refuse a comparison.
+        A builtin class such as TypeError is replaced by a new class of the same name. The builtin itself, in a test's
+        `except`, would also catch and so hide what the tests raise, and what this process raises to refuse a
+        comparison.
         """
         if not kinds or not kinds[0].isidentifier():
             raise WireError("no class of exceptions")
@@ -162,7 +166,7 @@ def _operator(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any]
 
 
 class Handle:
-    """A proxy for an object that stays with the candidate."""
+    """A local proxy for an object that exists in the candidate process."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         self.__dict__["_channel"] = channel
