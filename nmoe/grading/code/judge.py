@@ -109,7 +109,7 @@ class Channel:
         raise WireError("no object")
 
     def exception_class(self, kinds: list[str]) -> type[Exception]:
-        """Returns a local class in place of the solution's exception class named `kinds[0]`; the other names are its
+        """Returns a local class for the solution's exception class named `kinds[0]`; the other names are its
         base classes.
 
         A builtin class such as TypeError is replaced by a new class of the same name. The builtin itself, in a test's
