@@ -392,10 +392,12 @@ def test_updates_come_in_order(server: Server, checkpoints: list[Path], request_
     server.ask("/update_weights", info)
     assert "must be a whole number as text" in server.refusal("/finish_weight_update", {"weight_version": "v1"})
     assert "must be str" in server.refusal("/finish_weight_update", {"weight_version": 1})
-    server.ask("/finish_weight_update", {"weight_version": "1"})
-    server.ask("/resume")
-    (sample,) = server.generate(request_of("a", 5, 1, 2))
-    assert sample.versions == [1, 1]
+    assert "has not finished" in server.refusal("/resume", status=409)
+    with background(lambda: server.generate(request_of("early", 5, 1, 2))) as answer:
+        time.sleep(0.05)
+        server.ask("/finish_weight_update", {"weight_version": "1"})
+        server.ask("/resume")
+        assert answer.result(30)[0].versions == [1, 1], "it has waited for the weights"
 
 
 @pytest.mark.parametrize(

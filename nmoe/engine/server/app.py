@@ -133,7 +133,7 @@ class Service:
 
     async def resume(self, asked: Asked) -> Response:
         async with self._control:
-            self._weights.check_usable()
+            self._weights.check_complete()
             await self._engine.resume()
             self._paused = False
         return _json({"status": "resumed"})

@@ -42,7 +42,7 @@ class StateError(UserError):
 
 
 class Weights:
-    """The weights of a served model, and their version. `unusable` says why nothing can be sampled by them, or is empty."""
+    """The weights of a served model, and their version. `unusable` says why the last update failed, or is empty."""
 
     def __init__(self, engine: NativeEngine, model: Transformer, lora: Lora | None) -> None:
         self._engine, self._model, self._lora = engine, model, lora
@@ -51,8 +51,15 @@ class Weights:
         self._group: Any = None
 
     def check_usable(self) -> None:
+        """Raises StateError after an update that failed. While one is under way requests wait, as under any pause."""
         if self.unusable:
             raise StateError(f"the weights cannot be used: {self.unusable}")
+
+    def check_complete(self) -> None:
+        """Raises StateError, too, while an update is under way."""
+        self.check_usable()
+        if self._started:
+            raise StateError("an update has begun and has not finished; call /finish_weight_update first")
 
     async def join(self, info: Any) -> None:
         """Joins the sender's process group, for the transport "group"; other transports need none, and no `host`."""
@@ -69,7 +76,6 @@ class Weights:
 
     def start(self) -> None:
         self._started, self._arrived = True, False
-        self.unusable = "an update has begun and has not finished"
 
     async def update(self, info: Any) -> None:
         """Takes a whole set of tensors into the model. The engine must be paused."""
