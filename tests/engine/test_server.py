@@ -4,12 +4,13 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -562,9 +563,9 @@ def test_an_adapter_comes_alone_and_the_server_ends_when_its_parent_is_killed(
     code = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); time.sleep(600)"
     command = [sys.executable, "-S", "-c", code, *COMMAND, str(directory), "--numerics", "exact", "--with-parent"]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    line = json.loads(parent.stdout.readline())
     try:
-        assert parent.stdout is not None
-        line = json.loads(parent.stdout.readline())
         with httpx2.Client(base_url=f"http://127.0.0.1:{line['port']}", timeout=60, trust_env=False) as http:
             server = Server(http, line["pid"])
             assert "adapter" in server.info()["features"]
@@ -599,6 +600,8 @@ def test_an_adapter_comes_alone_and_the_server_ends_when_its_parent_is_killed(
     finally:
         parent.kill()
         parent.wait()
+        with suppress(ProcessLookupError):
+            os.kill(line["pid"], signal.SIGKILL)
 
 
 def _lives(pid: int) -> bool:
