@@ -91,8 +91,9 @@ class Receiver(WeightTransferEngine[Init, Update]):
             check_tensors(adapter, info.names, info.digests)
             tensors = merged(self._stored, adapter, json.loads((Path(info.path) / "adapter_config.json").read_text()))
         else:
-            check_names(info.names, set(self._stored), self._optional)
+            # A broadcast is taken to its end before anything is refused, so that the learner's does not wait for ever.
             tensors = self._broadcast(info) if info.transport == "group" else self._read(info)
+            check_names(info.names, set(self._stored), self._optional)
             check_tensors(tensors, info.names, info.digests)
             check_shapes(tensors, self._stored)
         load(self.model, self.model_config, tensors, self.device.type == "cpu")
