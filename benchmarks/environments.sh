@@ -38,7 +38,7 @@ prepare_vllm() { # root
         echo "vLLM compiles its model and needs g++; install it, or leave vLLM out" >&2
         exit 2
     }
-    wanted="$(echo "$VLLM" | cat - "$root/constraints.txt" | cksum)"
+    wanted="$(echo "$VLLM" | cat - "$root/constraints.txt" "$root/plugins/vllm/pyproject.toml" | cksum)"
     if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
         [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
         torch="$(grep '^torch==' "$root/constraints.txt")"
@@ -47,6 +47,7 @@ prepare_vllm() { # root
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch" "$VLLM"
         # They come with vLLM, built for another torch: importing them fails.
         "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -e "$root/plugins/vllm"
         echo "$wanted" >"$venv/.installed"
     fi
 }

@@ -23,6 +23,8 @@ def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], config: Ma
     """
     if config.get("peft_type") != "LORA" or config.get("use_dora"):
         raise ValueError("adapter refused: it is not a plain LoRA")
+    if not adapter:
+        raise ValueError("adapter refused: it has no tensors")
     total = dict(base)
     for name, a in adapter.items():
         if name.endswith(_B) and name.removesuffix(_B) + _A in adapter:
@@ -43,9 +45,10 @@ def _updates(
     experts = module.removesuffix(".base_layer")
     if not experts.endswith(".experts"):
         return [(f"{module}.weight", _scale(module, len(a), config) * (b @ a))]
-    count = 1 + max(
-        (int(name[len(experts) + 1 :].split(".")[0]) for name in base if name.startswith(f"{experts}.")), default=0
-    )
+    below = (name.removeprefix(f"{experts}.").split(".")[0] for name in base if name.startswith(f"{experts}."))
+    count = len({number for number in below if number.isdigit()})
+    if not count:
+        raise ValueError(f"adapter refused: the base has no weights of the name {experts}.0.gate_proj.weight")
     down = module == experts and any(name.endswith("down_proj") for name in config.get("target_parameters") or [])
     rank = len(a) // count
     scale = _scale(f"{experts}.{'down_proj' if down else 'gate_up_proj'}", rank, config)

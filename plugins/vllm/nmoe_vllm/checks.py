@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,23 +17,29 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
-def check_names(names: Sequence[str], wanted: set[str], optional: set[str] = frozenset()) -> None:
-    """Raises ValueError unless `names` holds each wanted name once, and nothing else but optional names."""
+def check_names(names: Sequence[str], wanted: set[str], optional: set[str]) -> None:
+    """Raises ValueError unless `names` holds each wanted name once, and nothing else. Optional ones may
+    be left out."""
+    twice = {name for name, count in Counter(names).items() if count > 1}
     problems = {
-        "came twice": {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set(),
-        "missing": wanted - optional - set(names),
-        "not of this model": set(names) - wanted - optional,
+        "came twice": twice,
+        "is missing": wanted - optional - set(names),
+        "is not of this model": set(names) - wanted,
     }
-    _raise([f"{name} is {problem}" for problem, found in problems.items() for name in sorted(found)], len(names))
+    _raise([f"{name} {problem}" for problem, found in problems.items() for name in sorted(found)], len(names))
 
 
 def check_tensors(tensors: Mapping[str, Tensor], names: Sequence[str], digests: Sequence[str]) -> None:
     """Raises ValueError unless there is a tensor of each name and no other, and each has its digest."""
     if len(names) != len(digests):
         raise ValueError(f"weights refused: {len(names)} names, but {len(digests)} digests")
-    check_names(names, set(tensors))
-    wrong = [name for name, sent in zip(names, digests, strict=True) if digest(tensors[name]) != sent]
-    _raise([f"{name} has another digest than was sent" for name in wrong], len(names))
+    problems = [f"{name} is named, but did not come" for name in sorted(set(names) - set(tensors))]
+    problems += [f"{name} came, but is not named" for name in sorted(set(tensors) - set(names))]
+    sent = [(name, sha) for name, sha in zip(names, digests, strict=True) if name in tensors]
+    _raise(
+        problems + [f"{name} has another digest than was sent" for name, sha in sent if digest(tensors[name]) != sha],
+        len(names),
+    )
 
 
 def check_shapes(tensors: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:

@@ -92,8 +92,9 @@ class Receiver(WeightTransferEngine[Init, Update]):
             tensors = merged(self._stored, adapter, json.loads((Path(info.path) / "adapter_config.json").read_text()))
         else:
             # A broadcast is taken to its end before anything is refused, so that the learner's does not wait for ever.
-            tensors = self._broadcast(info) if info.transport == "group" else self._read(info)
+            tensors = self._broadcast(info) if info.transport == "group" else {}
             check_names(info.names, set(self._stored), self._optional)
+            tensors = tensors or self._read(info)
             check_tensors(tensors, info.names, info.digests)
             check_shapes(tensors, self._stored)
         load(self.model, self.model_config, tensors, self.device.type == "cpu")
