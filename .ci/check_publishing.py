@@ -53,7 +53,14 @@ SHAPE = {
     "head_dim": 32,
     "context_tokens": 256,
 }
-BLOCKS = {"dense": {"intermediate_size": 128}, "moe": {"experts": 4, "experts_per_token": 2, "expert_width": 40}}
+DENSE, MOE = {"intermediate_size": 128}, {"experts": 4, "experts_per_token": 2, "expert_width": 40}
+# Name, blocks, whether the output head is tied to the embedding, and workers, each of which holds a part of every tensor.
+MODELS = [
+    ("dense, tied", DENSE, True, 1),
+    ("dense, untied", DENSE, False, 1),
+    ("experts, tied", MOE, True, 1),
+    ("experts, untied, two workers", MOE, False, 2),
+]
 PROMPTS = [[5, 17, 33, 91, 200, 7, 44, 301], [9, 9, 1, 400], [77] * 20]
 SAMPLES, NEW_TOKENS, PUBLISHES = 4, 24, 3
 TIMEOUT = timedelta(seconds=60)
@@ -109,13 +116,14 @@ def differences(model: Transformer, found: list[tuple[list[int], list[int], Tens
 class Publisher:
     """Publishes to one server, as a learner does."""
 
-    def __init__(self, server: Server, place: Path) -> None:
+    def __init__(self, server: Server, place: Path, workers: int) -> None:
         self.server, self.place, self.version = server, place, 0
-        self.store = dist.TCPStore("127.0.0.1", 0, 2, True, TIMEOUT, wait_for_workers=False)
-        where = {"host": "127.0.0.1", "port": self.store.port, "rank": 1, "world_size": 2}
+        world = 1 + workers
+        self.store = dist.TCPStore("127.0.0.1", 0, world, True, TIMEOUT, wait_for_workers=False)
+        where = {"host": "127.0.0.1", "port": self.store.port, "rank": 1, "world_size": world}
         asked = threading.Thread(target=server.ask, args=("/init_weight_transfer_engine", {"init_info": where}))
         asked.start()
-        self.group = dist.ProcessGroupGloo(dist.PrefixStore("nmoe", self.store), 0, 2, TIMEOUT)
+        self.group = dist.ProcessGroupGloo(dist.PrefixStore("nmoe", self.store), 0, world, TIMEOUT)
         asked.join()
 
     def publish(self, transport: str, tensors: dict[str, Tensor], **changed: Any) -> list[tuple[int, Any]]:
@@ -206,16 +214,13 @@ def refusals(name: str, publisher: Publisher, model: Transformer) -> dict[str, t
 
 def in_flight(name: str, publisher: Publisher, model: Transformer) -> dict[str, tuple[float, float, float]]:
     """Publishes while a sequence is sampled; returns the difference of the tokens that the new weights sampled."""
-    got: list[Any] = []
-    asked = threading.Thread(
-        target=lambda: got.append(
-            publisher.server.ask("/inference/v1/generate", request(PROMPTS[0], 3, n=1, max_tokens=240))
-        )
-    )
-    asked.start()
-    time.sleep(0.3)
+    body, got = request(PROMPTS[0], 3, n=1, max_tokens=240), []
     change(list(model.parameters()), 78)
-    publisher.publish("disk", whole(publisher, model))
+    tensors = whole(publisher, model)
+    asked = threading.Thread(target=lambda: got.append(publisher.server.ask("/inference/v1/generate", body)))
+    asked.start()
+    time.sleep(0.05)
+    publisher.publish("disk", tensors)
     asked.join()
     (choice,) = got[0]["choices"]
     spans = choice["weight_versions"]
@@ -225,14 +230,15 @@ def in_flight(name: str, publisher: Publisher, model: Transformer) -> dict[str, 
     return {f"{name}: largest after a swap in flight": (float(found.max()), 0.0, LARGEST)}
 
 
-def exchanges(publisher: Publisher, model: Transformer) -> list[dict[str, Any]]:
+def exchanges(publisher: Publisher) -> list[dict[str, Any]]:
     """Makes the requests that a client makes, the faulty ones too; returns them with their replies."""
-    server, recorded = publisher.server, []
+    server = publisher.server
+    recorded: list[dict[str, Any]] = []
 
     def exchange(about: str, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> None:
-        status, reply = server.answered(path, body, method)
-        entry = {"about": about, "method": method, "path": path, "body": body, "status": status, "reply": reply}
-        recorded.append(entry)
+        entry: dict[str, Any] = {"about": about, "method": method, "path": path, "body": body}
+        recorded.append(entry)  # in the order of the requests
+        entry["status"], entry["reply"] = server.answered(path, body, method)
 
     def generate(about: str, entries: dict[str, Any] | None = None, **sampling: Any) -> None:
         params = {"n": 1, "max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 11, "logprobs": 0}
@@ -240,8 +246,6 @@ def exchanges(publisher: Publisher, model: Transformer) -> list[dict[str, Any]]:
         body = {"request_id": "7-3", "token_ids": PROMPTS[0], "sampling_params": params, "cache_salt": "7"}
         exchange(about, "/inference/v1/generate", body | {"return_token_ids": True} | (entries or {}))
 
-    tensors = whole(publisher, model)
-    update = {"transport": "disk", "names": list(tensors), "digests": ["0" * 64 for _ in tensors], "path": "/nowhere"}
     generate("two samples; the second is that of seed + 1", n=2)
     generate("the first seed after it", seed=12)
     first = recorded[0]["reply"]["choices"][0]["token_ids"]
@@ -256,16 +260,14 @@ def exchanges(publisher: Publisher, model: Transformer) -> list[dict[str, Any]]:
     generate("another model", {"model": "other"})
     exchange("pause", "/pause?mode=keep&clear_cache=true")
     exchange("is paused", "/is_paused", None, "GET")
+    empty = {"transport": "disk", "names": [], "digests": [], "path": "/published"}
     exchange("finish without start", "/finish_weight_update", {"weight_version": "9"})
-    exchange("update without start", "/update_weights", {"update_info": update | {"names": [], "digests": []}})
+    exchange("update without start", "/update_weights", {"update_info": empty})
     exchange("start", "/start_weight_update")
-    exchange("start again, as after a client that ended: go on with the update", "/start_weight_update")
+    exchange("start again, as after a client that ended", "/start_weight_update")
     exchange("finish without update", "/finish_weight_update", {"weight_version": "9"})
-    exchange(
-        "update without a name: refused, the update has to be started again",
-        "/update_weights",
-        {"update_info": update | {"names": [], "digests": []}},
-    )
+    exchange("start after a refusal", "/start_weight_update")
+    exchange("update without a name", "/update_weights", {"update_info": empty})
     exchange("resume", "/resume")
     asked = threading.Thread(
         target=lambda: generate("aborted: it has the tokens until then", {"request_id": "7-4"}, max_tokens=200)
@@ -290,16 +292,16 @@ def form(value: Any) -> Any:
 
 
 def check(
-    python: str, name: str, config: ModelConfig, scratch: Path, record: bool
+    python: str, name: str, config: ModelConfig, workers: int, scratch: Path, record: bool
 ) -> dict[str, tuple[float, float, float]]:
     model, adapted = drawn(config), drawn(config)
     export_model(model, scratch / name)
     targets = tuple(dict.fromkeys(site.target for site in sites(adapted)))
     lora = Lora(adapted, LoraSettings(4, 8.0, True, targets), choose(adapted, targets), name, "").initialize(0)
     figures = {}
-    with serving(python, scratch / name, scratch / f"{name}.log", *OPTIONS) as server:
+    with serving(python, scratch / name, scratch / f"{name}.log", *OPTIONS, "-tp", str(workers)) as server:
         figures[f"{name}: CPU seconds of the start"] = (server.cpu_s, 0.0, 300.0)
-        publisher = Publisher(server, scratch / "published")
+        publisher = Publisher(server, scratch / "published", workers)
         figures |= publishes(name, publisher, "adapter", adapted, lora.parameters(), lambda: adapter(publisher, lora))
         publisher.publish("disk", whole(publisher, model))
         for transport in ("disk", "group"):
@@ -307,26 +309,20 @@ def check(
             figures |= publishes(name, publisher, transport, model, parts, lambda: whole(publisher, model))
         figures |= refusals(name, publisher, model)
         figures |= in_flight(name, publisher, model)
-        found = exchanges(publisher, model)
+        found = exchanges(publisher)
     if record:
         RECORD.parent.mkdir(exist_ok=True)
         lines = ",\n".join(json.dumps(entry) for entry in found)
         RECORD.write_text(f'{{"vllm": "{found[-1]["reply"]["version"]}", "exchanges": [\n{lines}\n]}}\n')
     recorded = json.loads(RECORD.read_text())["exchanges"]
     for now, then in zip(found, recorded, strict=True):
-        assert (now["about"], now["status"], form(now["reply"])) == (
-            then["about"],
-            then["status"],
-            form(then["reply"]),
-        ), now
+        assert form(now) == form(then) and now["status"] == then["status"], (now, then)
     return figures
 
 
 with tempfile.TemporaryDirectory() as scratch:
     figures: dict[str, tuple[float, float, float]] = {}
-    for blocks, widths in BLOCKS.items():
-        for tied in (True, False):
-            name = f"{blocks}_{'tied' if tied else 'untied'}"
-            config = ModelConfig(**SHAPE, **widths, tie_embeddings=tied)
-            figures |= check(sys.argv[1], name, config, Path(scratch), sys.argv[2:] == ["record"])
+    for name, blocks, tied, workers in MODELS:
+        config = ModelConfig(**SHAPE, **blocks, tie_embeddings=tied)
+        figures |= check(sys.argv[1], name, config, workers, Path(scratch), sys.argv[2:] == ["record"] and not figures)
 hold(figures, [])

@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from nmoe_vllm.adapters import merged
 from nmoe_vllm.checks import check_names, check_shapes, check_tensors
 from nmoe_vllm.loading import load, stored_weights, tied_names
+from nmoe_vllm.workers import agree
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Receiver(WeightTransferEngine[Init, Update]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        agree()
         self._group: Any = None
         self._came = False
         self._stored = stored_weights(self.vllm_config, self.model)
