@@ -42,7 +42,13 @@ sys.path.append(str(Path(__file__).parents[1] / "plugins/vllm"))
 from nmoe_vllm.checks import digest
 
 RECORD = Path(__file__).parents[1] / "tests/engine/vllm_wire/exchanges.json"
-OPTIONS = ["--skip-tokenizer-init", "--enable-scale-out", "--weight-transfer-config", '{"backend": "nmoe"}']
+OPTIONS = [
+    "--skip-tokenizer-init",
+    "--no-enable-chunked-prefill",
+    "--enable-scale-out",
+    "--weight-transfer-config",
+    '{"backend": "nmoe"}',
+]
 # Neither the vocabulary nor the experts' width fills the blocks that vLLM pads them to.
 SHAPE = {
     "vocab_size": 500,

@@ -50,6 +50,17 @@ class Update(WeightTransferUpdateInfo):
     shapes: list[list[int]] = field(default_factory=list)
 
 
+def _refuse(config: Any) -> None:
+    """Raises ValueError for settings with which vLLM 0.32.0 fails on a CPU."""
+    if config.model_config.quantization is not None:
+        raise ValueError("a quantised model on a CPU is refused: its packed weights would silently stay as they are")
+    if config.scheduler_config.enable_chunked_prefill:
+        raise ValueError(
+            "start with --no-enable-chunked-prefill: on a CPU a request with a seed whose prefill is split ends the server "
+            "('CPU Generator does not use offset')"
+        )
+
+
 class Receiver(WeightTransferEngine[Init, Update]):
     """Takes one whole set of weights with each update. Nothing of the model is touched before the set was checked."""
 
@@ -58,6 +69,8 @@ class Receiver(WeightTransferEngine[Init, Update]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self.device.type == "cpu":
+            _refuse(self.vllm_config)
         agree()
         self._group: Any = None
         self._came = False
