@@ -1,5 +1,7 @@
-"""The parts of the vLLM plugin that need no vLLM: what is refused, and adapters added to a base. `.ci/check_publishing.py` holds the
-rest against a server."""
+"""The parts of the vLLM plugin that need no vLLM: what is refused, and adapters added to a base.
+
+`.ci/check_publishing.py` holds the rest against a server.
+"""
 
 from __future__ import annotations
 
