@@ -565,6 +565,7 @@ def test_an_adapter_comes_alone_and_the_server_ends_when_its_parent_is_killed(
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     line = json.loads(parent.stdout.readline())
+    process = os.pidfd_open(line["pid"])
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{line['port']}", timeout=60, trust_env=False) as http:
             server = Server(http, line["pid"])
@@ -601,7 +602,8 @@ def test_an_adapter_comes_alone_and_the_server_ends_when_its_parent_is_killed(
         parent.kill()
         parent.wait()
         with suppress(ProcessLookupError):
-            os.kill(line["pid"], signal.SIGKILL)
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
 
 
 def _lives(pid: int) -> bool:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -144,10 +145,10 @@ def changed(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes
     return sent(reply)
 
 
-def npy(array: Any) -> str:
+def npy(array: Any, old: bytes = b"", new: bytes = b"") -> str:
     file = io.BytesIO()
     np.save(file, array)
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(file.getvalue().replace(old, new) if old else file.getvalue()).decode()
 
 
 @pytest.mark.parametrize(
@@ -170,17 +171,54 @@ def npy(array: Any) -> str:
         (lambda _, choice: choice["weight_versions"][1].update(end=1), "versions for the tokens 1 to 1"),
         (lambda _, choice: choice["weight_versions"][0].update(version="default"), "'default' is not a whole number"),
         (lambda _, choice: choice.update(finish_reason="error"), "finish reason is 'error'"),
-        (lambda _, choice: choice.update(routed_experts="@@"), "base64"),
-        (lambda _, choice: choice.update(routed_experts=npy(ROUTES)[:-8]), "the reply"),
+        (lambda _, choice: choice.update(routed_experts="@@"), "its routes are torn: .*base64"),
+        (lambda _, choice: choice.update(routed_experts=""), "its routes are torn"),
+        (lambda _, choice: choice.update(routed_experts=npy(ROUTES, b"(3, ", b"(3(,")), "its routes are torn"),
+        (lambda _, choice: choice.update(routed_experts=npy(ROUTES)[:-8]), "its routes are torn"),
         (lambda _, choice: choice.update(routed_experts=npy(ROUTES + 0.5)), "float64"),
         (lambda _, choice: choice.update(routed_experts=npy(ROUTES.astype(np.int32) + 65536)), "15 bits"),
-        (lambda _, choice: choice.update(routed_experts=npy(np.array([{}]))), "pickle"),
+        (lambda _, choice: choice.update(routed_experts=npy(np.array([{}]))), "its routes are torn"),
     ],
 )
 def test_a_reply_that_does_not_fit_is_refused(change: Any, fault: str) -> None:
     with pytest.raises(WireError, match=fault) as raised:
         decode_samples(200, changed(change), REQUEST)
     assert raised.value.status == 200
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+values = st.recursive(
+    scalars, lambda one: st.lists(one, max_size=3) | st.dictionaries(st.text(max_size=3), one, max_size=2)
+)
+
+
+def with_one_value_replaced(data: st.DataObject, body: Any) -> Any:
+    """A body with any JSON value in one place of it, which is drawn."""
+    place, copy = None, json.loads(json.dumps(body))
+    inside = copy
+    while isinstance(inside, dict | list) and inside and (place is None or data.draw(st.booleans())):
+        keys = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
+        place = inside, data.draw(st.sampled_from(keys))
+        inside = inside[place[1]]
+    assert place is not None, "the body is a table with something in it"
+    place[0][place[1]] = data.draw(values)
+    return copy
+
+
+@given(st.data())
+def test_no_reply_raises_anything_but_the_one_error(data: st.DataObject) -> None:
+    reply = with_one_value_replaced(data, encode_samples(REQUEST, [SAMPLE]))
+    with suppress(WireError):
+        (sample,) = decode_samples(200, sent(reply), REQUEST)
+        assert len(sample.token_ids) == len(sample.logprobs) == len(sample.versions)
+    with suppress(WireError):
+        decode_deltas(event(reply).decode(), REQUEST)
+
+
+@given(st.data())
+def test_no_body_raises_anything_but_the_users_error(data: st.DataObject) -> None:
+    with suppress(UserError):
+        decode_request(with_one_value_replaced(data, encode_request(REQUEST)))
 
 
 @pytest.mark.parametrize(
