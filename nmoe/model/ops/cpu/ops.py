@@ -34,6 +34,12 @@ _LONG_ROW = 2**14
 _LONG_SEQUENCE = 1024
 
 
+# Rows from which oneDNN's products of bf16 by AMX are faster than the kernels, which multiply in vectors: 576 to 1536, one core of a
+# Sapphire Rapids, GFLOP/s of the kernels and of oneDNN: 26 and 13 with one row, 75 and 166 with 16, 27 and 113 with 128, 26 and 193
+# with 512.
+_AMX_ROWS = 16
+
+
 class CpuOps(TorchOps):
     """Operations on a CPU, with gradients: torch's, but fp32 products by oneDNN, and C++ kernels for packed attention, the head
     over a wide vocabulary, and top-k and top-p."""
@@ -135,7 +141,7 @@ class KernelOps(CpuOps):
     attends_in_blocks = True
 
     def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        if not _takes(x_ND, weight_FD):
+        if _by_amx(x_ND) or not _takes(x_ND, weight_FD):
             return super().linear(x_ND, weight_FD, bias_F)
         return operations.linear(x_ND, packed(weight_FD, packing.panels)[0], weight_FD.shape[0], bias_F)
 
@@ -159,7 +165,7 @@ class KernelOps(CpuOps):
         return qkv_TNC[:, : heads + kv_heads]
 
     def swiglu_linear(self, x_ND: Tensor, gate_up_FD: Tensor) -> Tensor:
-        if not _takes(x_ND, gate_up_FD):
+        if _by_amx(x_ND) or not _takes(x_ND, gate_up_FD):
             return super().swiglu_linear(x_ND, gate_up_FD)
         width = gate_up_FD.shape[0] // 2
         return operations.swiglu_linear(x_ND, packed(gate_up_FD, packing.gate_up_panels)[0], width)
@@ -240,6 +246,11 @@ def _by_onednn(x_ND: Tensor, weight: Tensor, bias_F: Tensor | None, outputs: int
         return x_ND.new_zeros(x_ND.shape[0], outputs)
     out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, weight, bias_F, "none", [], "")
     return out_NF
+
+
+def _by_amx(x_ND: Tensor) -> bool:
+    """Returns whether torch multiplies this tensor in the processor's tiles, faster than the kernels."""
+    return x_ND.dtype == torch.bfloat16 and len(x_ND) >= _AMX_ROWS and torch.cpu._is_amx_tile_supported()
 
 
 def _multiplies(x: Tensor) -> bool:
