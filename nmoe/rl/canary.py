@@ -9,18 +9,20 @@ log-probabilities do.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nmoe.learner.batch import Batch
-from nmoe.learner.learner import Learner
 from nmoe.learner.passes import MicroBatches, score
 from nmoe.model.moe import RouterTrace
+from nmoe.model.transformer import Transformer
 from nmoe.types import Sample
 
+R = TypeVar("R")
 # The largest difference of a log-probability in fp32: kernels that sum in other orders give some 1e-5.
 _BOUND = 1e-4
 # In other precisions, the multiple of the difference at the first publication.
@@ -28,6 +30,14 @@ _TIMES_FIRST = 3.0
 # The share of (layer, expert) that the compared tokens are to reach, and the most prompts that are sampled for it.
 _COVERAGE, _MOST_PROMPTS = 0.99, 256
 _PROMPTS, _PROMPT_TOKENS, _TOKENS = 8, 4, 32
+
+
+class Compared(Protocol):
+    """A learner, as the canary uses it."""
+
+    model: Transformer
+
+    def on_each_rank(self, function: Callable[[MicroBatches], R], batch: Batch) -> list[R]: ...
 
 
 class LearnerCanary:
@@ -39,7 +49,7 @@ class LearnerCanary:
 
     tokens = _TOKENS
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Compared) -> None:
         self._learner = learner
         self._first: float | None = None
         self._reached = 0.0

@@ -6,15 +6,69 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.api import Engine
 from nmoe.engine.rank_sampling import sampling_engine
+from nmoe.engine.remote.weights import Format, Transport
+from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
+from nmoe.learner.passes import MicroBatches, deal
+from nmoe.model.checkpoint import checkpoint_tensors
+from nmoe.model.lora import Lora
+from nmoe.model.policy import load_policy
+from nmoe.model.transformer import Transformer
 from nmoe.rl.canary import LearnerCanary
+from nmoe.runs.resolve import resolve_checkpoint
+
+R = TypeVar("R")
+
+
+class Frozen:
+    """A checkpoint's model in the role of a learner that publishes it."""
+
+    def __init__(self, model: Transformer, lora: Lora | None) -> None:
+        self.model, self.lora = model, lora
+
+    def on_each_rank(self, function: Callable[[MicroBatches], R], batch: Batch) -> list[R]:
+        (micros,) = deal(batch, batch.tokens, 1)
+        return [function(micros)]
+
+    def weights(self, format: Format) -> Iterator[tuple[str, Tensor]]:
+        for name, _, make in checkpoint_tensors(self.model, own_format=format == "nmoe"):
+            yield name, make()
+
+
+def publish_checkpoint(checkpoint: Path, urls: Sequence[str], note: Callable[[str], None]) -> dict[str, float]:
+    """Sends a checkpoint's weights to running engine servers, an adapter's alone if it is one, under the version after their
+    latest, and compares their samples with the model here. Returns the figures of the publication. Raises UserError for a
+    checkpoint or servers that cannot be used, and InfrastructureError if no server takes the weights."""
+    from nmoe.engine.remote.fleet import Fleet
+    from nmoe.engine.remote.process import KEY, RunningServer
+
+    model, lora = load_policy(resolve_checkpoint(checkpoint), torch.float32, torch.device("cpu"))
+    source = Frozen(model.requires_grad_(False), lora)
+    fleet = Fleet(
+        [RunningServer(url) for url in urls],
+        source,
+        model.config,
+        LearnerCanary(source),
+        transport="disk" if lora is None else "adapter",
+        format=None,
+        token_s=1.0,
+        key=os.environ.get(KEY, ""),
+        note=note,
+    )
+    with fleet:
+        fleet.run(fleet.update_weights(model, 1 + max(fleet.versions(), default=0)))
+        return fleet.metrics()
 
 
 @contextmanager
@@ -28,7 +82,6 @@ def rollout_engine(
         return
     from nmoe.engine.remote.fleet import Fleet
     from nmoe.engine.remote.process import KEY, addresses
-    from nmoe.engine.remote.weights import Format, Transport
 
     key = os.environ.get(KEY, "") if section.urls else secrets.token_hex(16)
     adapter = section.weights == "auto" and section.kind == "server" and learner.lora is not None

@@ -73,6 +73,7 @@ class _Slot:
     address: Address
     server: EngineServer
     open: bool = False
+    version: int = 0
     fence: str | None = None
     healing: asyncio.Task[None] | None = None
 
@@ -92,21 +93,22 @@ class Fleet:
         canary: Canary,
         *,
         transport: Transport,
-        format: Format,
+        format: Format | None,
         backend: Literal["gloo", "nccl"] = "gloo",
         token_s: float,
         key: str,
         note: Callable[[str], None],
     ) -> None:
-        """`token_s` are the seconds that a token of a request may take, waiting included. `note` writes a line of the run's log."""
+        """`format` None is the format of the servers at hand. `token_s` are the seconds that a token of a request may take, waiting
+        included. `note` writes a line of the run's log."""
         self._source, self._model, self._canary = source, model, canary
-        self._transport, self._format, self._token_s, self._key, self._note = transport, format, token_s, key, note
+        self._transport, self._format, self._backend = transport, format, backend
+        self._token_s, self._key, self._note = token_s, key, note
         self._addresses = addresses
         self._slots: list[_Slot] = []
         self._dealing = Dealing(len(addresses))
         self._holds_prefix: dict[tuple[int, ...], int] = {}
         self._update: Update | None = None
-        self._publisher = Publisher(source, format, backend, self._on_caller)
         self._version = 0
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -142,6 +144,14 @@ class Fleet:
             except ServerLostError as error:
                 raise UserError(f"engine.urls: {error}; start the server, or name another") from None
             self._refuse_other_model(slot, info)
+            slot.version = int((info or {}).get("weight_version", 0))
+            format: Format = "hf" if info is None else "nmoe"
+            if format != (self._format or format):
+                raise UserError(
+                    f"{url} is {'not ' * (info is None)}nmoe's engine server; name servers of one kind, and that kind"
+                )
+            self._format = format
+        self._publisher = Publisher(self._source, self._format or "hf", self._backend, self._on_caller)
 
     def _refuse_other_model(self, slot: _Slot, info: dict[str, Any] | None) -> None:
         for name in ("vocab_size", "context_tokens"):
@@ -318,7 +328,9 @@ class Fleet:
         """Publishes the learner's weights to every server, fenced ones included. Raises InfrastructureError if none takes them."""
         began = time.perf_counter()
         await asyncio.gather(*(slot.healing for slot in self._slots if slot.healing is not None))
-        update = await self._on_caller(lambda: prepared(self._source, self._transport, self._format, version))
+        assert self._format is not None, "servers that were opened have one"
+        format = self._format
+        update = await self._on_caller(lambda: prepared(self._source, self._transport, format, version))
         old, self._update, self._version = self._update, update, version
         written = time.perf_counter()
         failed = await self._send(self._slots)
@@ -346,6 +358,10 @@ class Fleet:
         if compared:
             differences, coverages = zip(*compared, strict=True)
             self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}
+
+    def versions(self) -> list[int]:
+        """Returns the version of each server's weights when it was opened."""
+        return [slot.version for slot in self._slots]
 
     def metrics(self) -> dict[str, float]:
         """Returns the last publication's figures, the number of servers that serve and are fenced, and counts since the start."""

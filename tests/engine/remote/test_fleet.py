@@ -17,7 +17,9 @@ import pytest
 import torch
 from faulty_proxy import FAULTS, Fault, FaultyProxy
 from tiny_models import MOE, peaked_model
+from typer.testing import CliRunner
 
+from nmoe.cli.command import app
 from nmoe.config.tables.model import OptimizerSection
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.api import Request
@@ -286,3 +288,29 @@ def test_a_server_that_cannot_be_used_is_named_before_the_run(server: str, key: 
     with pytest.raises(UserError, match=message) as caught, fleet:
         pass
     assert caught.value.exit_code == 2
+
+
+def test_a_checkpoint_is_published_without_a_run(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMOE_ENGINE_KEY", KEY)
+    learner = new_learner()
+    with torch.no_grad():
+        learner.model.embedding.weight.mul_(1.3)
+    learner.export(tmp_path / "other", "nmoe")
+    url = FaultyProxy(server, no_fault).start()
+    before = command(["engines", url])
+    assert command(["publish", str(tmp_path / "other"), "--to", url])[0] == 0
+    code, out = command(["engines", url])
+    assert (before[0], code) == (0, 0)
+    version = int(out.split("version ")[1].split(",")[0])
+    assert version == int(before[1].split("version ")[1].split(",")[0]) + 1
+    learner.version = version
+    with fleet_of(learner, [FaultyProxy(server, no_fault)]) as (fleet, _):
+        assert fleet.versions() == [version]
+    assert command(["engines", url, "http://127.0.0.1:9"])[0] == 1
+    monkeypatch.setenv("NMOE_ENGINE_KEY", "another")
+    assert "wrong key; set NMOE_ENGINE_KEY" in command(["engines", url])[1]
+
+
+def command(arguments: list[str]) -> tuple[int, str]:
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.output

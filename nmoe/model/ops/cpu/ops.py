@@ -34,9 +34,9 @@ _LONG_ROW = 2**14
 _LONG_SEQUENCE = 1024
 
 
-# Rows from which oneDNN's products of bf16 by AMX are faster than the kernels, which multiply in vectors: 576 to 1536, one core of a
-# Sapphire Rapids, GFLOP/s of the kernels and of oneDNN: 26 and 13 with one row, 75 and 166 with 16, 27 and 113 with 128, 26 and 193
-# with 512.
+# Rows from which oneDNN's products of bf16 by AMX are faster than the kernels, which multiply in vectors. 576 to 1536 on one core
+# of a Sapphire Rapids, GFLOP/s of the kernels and of oneDNN: 26 and 13 with one row, 75 and 166 with 16, 27 and 113 with 128,
+# 26 and 193 with 512.
 _AMX_ROWS = 16
 
 
