@@ -97,6 +97,7 @@ def rollout_engine(
             base,
             "exact" if model.exact else "fast",
             str(model.embedding.weight.dtype).removeprefix("torch."),
+            model.device.type == "cpu",
             key,
             directory / "engines",
         )

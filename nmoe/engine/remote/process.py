@@ -88,18 +88,25 @@ class ServerProcess:
         self._process = None
 
     def _failed(self, how: str) -> InfrastructureError:
-        lines = self._log.read_text(errors="replace").strip().splitlines()[-3:]
-        return InfrastructureError(f"engine {self.name} {how}; {self._log} ends with: {cut(' / '.join(lines), 400)}")
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        # vLLM's own processes report the cause, and its last lines that one of them failed.
+        shown = [line for line in lines if "Error: " in line][:2] or lines[-3:]
+        return InfrastructureError(f"engine {self.name} {how}; {self._log} says: {cut(' / '.join(shown), 400)}")
 
 
 def addresses(
-    section: RolloutEngineSection, checkpoint: Path, numerics: str, dtype: str, key: str, logs: Path
+    section: RolloutEngineSection, checkpoint: Path, numerics: str, dtype: str, on_cpu: bool, key: str, logs: Path
 ) -> list[RunningServer | ServerProcess]:
     """Returns the servers that [engine] asks for: the running ones at its `urls`, or as many as `servers` that this run starts and
     that load the checkpoint."""
     if section.urls:
         return [RunningServer(url) for url in section.urls]
-    environment = {KEY: key, "VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = {
+        KEY: key,
+        "VLLM_API_KEY": key,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    } | ({"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")} if on_cpu else {})
     if section.kind == "server":
         command = [
             *(sys.executable, "-m", "nmoe.engine.server", str(checkpoint), "--port", "{port}", "--numerics", numerics),
@@ -117,6 +124,8 @@ def addresses(
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             *("--max-num-seqs", str(section.max_sequences), "--tensor-parallel-size", str(section.tensor_parallel)),
             *("--gpu-memory-utilization", str(section.memory_share)),
+            # On a CPU a request with a seed ends the server if its prefill is split.
+            *(["--no-enable-chunked-prefill"] if on_cpu else []),
         ]
     command += section.args
     return [

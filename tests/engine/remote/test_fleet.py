@@ -49,7 +49,7 @@ def servers_of(learner: Learner, directory: Path, count: int) -> list[ServerProc
     if not base.exists():
         learner.export(base, "nmoe")
     section = RolloutEngineSection(kind="server", servers=count, max_sequences=8)
-    found = addresses(section, base, "exact", "float32", KEY, directory / "engines")
+    found = addresses(section, base, "exact", "float32", True, KEY, directory / "engines")
     return [one for one in found if isinstance(one, ServerProcess)]
 
 
