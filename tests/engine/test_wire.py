@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.remote.wire import (
+    GENERATE,
     WireError,
     decode_deltas,
     decode_samples,
@@ -131,6 +133,29 @@ def test_a_reply_as_vllm_0_32_writes_it_is_read() -> None:
     reply = {"request_id": f"generate-tokens-{REQUEST.request_id}", "usage": {}, "choices": [choice]}
     (sample,) = decode_samples(200, sent(reply), REQUEST)
     assert same(sample, Sample([7, 9], [-0.5, -0.25], [4, 4], "stop", None, ROUTES))
+
+
+def test_what_a_real_vllm_answered_is_read_or_refused() -> None:
+    recorded = json.loads((Path(__file__).parent / "vllm_wire/exchanges.json").read_text())["exchanges"]
+    read = refused = 0
+    for one in recorded:
+        if one["path"] != GENERATE or "prompt_logprobs" in one["body"]["sampling_params"]:
+            continue
+        request, reply = decode_request(one["body"])[0], sent(one["reply"])
+        if one["status"] == 200:
+            for choice, sample in zip(one["reply"]["choices"], decode_samples(200, reply, request), strict=True):
+                logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                versions = [int(span["version"]) for span in choice["weight_versions"] or ()]
+                assert (sample.token_ids, sample.logprobs) == (choice["token_ids"], logprobs)
+                assert (sample.versions[:1], sample.finish_reason) == (versions, choice["finish_reason"])
+                read += 1
+        else:
+            with pytest.raises(WireError) as raised:
+                decode_samples(one["status"], reply, request)
+            assert raised.value.status == one["status"]
+            assert one["reply"]["error"]["message"] in str(raised.value)
+            refused += 1
+    assert min(read, refused) >= 4
 
 
 def test_a_sample_that_was_aborted_before_its_first_token_is_read() -> None:
