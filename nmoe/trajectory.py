@@ -161,7 +161,8 @@ class Trajectory(Columns):
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The origins of all tokens, as consecutive spans that together cover `token_ids`."""
+        """The origin of every token (the policy, a tool, a user, a new prompt or a given form), as consecutive spans that together
+        cover `token_ids`."""
         spans: list[Span] = []
         end = 0
         for index, turn in enumerate(self.turns):

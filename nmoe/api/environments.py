@@ -89,7 +89,8 @@ def _has_gold(pool: Mapping[str, Any]) -> bool:
 
 
 def _names(table: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the task, rewards and tools in a table, which no other part may have."""
+    """Returns the names of the task, the rewards and the tools that an environment's settings contain. A function that is added to
+    the environment must have another name."""
     rewards = {reward.get("call") for reward in table.get("rewards", ()) if isinstance(reward, Mapping)}
     return {str(name) for name in {table.get("task"), *rewards, *table.get("tools", {}).get("use", ())}}
 

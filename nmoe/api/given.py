@@ -1,4 +1,4 @@
-"""Checks the arguments of nmoe's Python functions, and converts them to the form that a run reads."""
+"""Checks the arguments of nmoe's Python functions, and converts them to the tables of a configuration."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Place:
 
 @dataclass
 class Locator:
-    """The place of every value of a document, by key path. A value without a known place gets the place of its table."""
+    """The file and line of every value of a document, by key path. A value without a known line gets its table's."""
 
     root: Place
     places: dict[KeyPath, Place] = field(default_factory=dict)

@@ -177,7 +177,8 @@ def packaged_configurations() -> list[Packaged]:
 
 
 def packaged_preparations() -> list[Packaged]:
-    """Returns all packaged data preparations, sorted by name: first nmoe's, then other packages'."""
+    """Returns the files of all packaged data preparations (recipes that make a data set): nmoe's own by name, then the files that
+    other packages offer."""
     return _PREPARATION.all()
 
 

@@ -205,8 +205,9 @@ def _as_written(place: Place, path: KeyPath, key: tuple[str, ...]) -> str:
 def _from_elsewhere(
     place: Place, path: KeyPath, below: Sequence[KeyPath], schema: type[Section], commands: Mapping[str, type[Section]]
 ) -> str | None:
-    """Returns the message that suggests nmoe's key for another framework's, or for each known key `below` another framework's
-    table. None if no key is known."""
+    """Returns a message for a key that another framework has, such as `num_generations`: it names nmoe's key for this setting. If
+    the key at `path` is a table of another framework, the message covers its keys `below`. Returns None for keys that the table of
+    other frameworks' names does not have."""
     said = {}
     whole = tuple(map(str, path))
     leaves = [leaf for leaf in (tuple(map(str, one)) for one in below) if keys_meant(leaf)]

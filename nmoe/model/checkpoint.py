@@ -270,7 +270,7 @@ def _own_state(model: Transformer) -> dict[str, Tensor]:
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """Returns the dtype of a checkpoint's stored embedding, which stands for all of its weights; fp32 if nmoe does not support that
-    dtype. Raises UserError."""
+    dtype. Raises UserError for a checkpoint that cannot be read."""
     family, config = read_config(directory)
     shards = open_tensors(directory)
     name = next(entry.theirs for entry in family.entries(config) if entry.ours == "embedding.weight")

@@ -116,7 +116,8 @@ class Dispatcher:
         return weight_E[self.rank * each : (self.rank + 1) * each]
 
     def sent(self) -> Traffic:
-        """Returns the traffic of this rank, forward and backward, since the last call."""
+        """Returns the bytes that this rank has sent to others, forward and backward, and the seconds that this took, since
+        `sent` was last called."""
         return self._meter.taken()
 
     def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Handle]:

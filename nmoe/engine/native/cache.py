@@ -309,8 +309,8 @@ def _attention(config: ModelConfig) -> type[KeyValueCache]:
 
 
 class PagedCache:
-    """The caches of all layers of a model, with this number of blocks and state slots. Decode attention computes in the cache's
-    `dtype`."""
+    """The caches of all layers of a model: `blocks` of keys and values for attention, and `state_slots`, one for each running
+    sequence, for the states of recurrent layers. Decode attention computes in the cache's `dtype`."""
 
     def __init__(
         self, config: ModelConfig, blocks: int, state_slots: int, device: torch.device, dtype: torch.dtype

@@ -62,7 +62,8 @@ class EngineServer:
     async def control(
         self, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None, size: int = 0
     ) -> None:
-        """Calls a route of control, with `size` bytes of weights behind it."""
+        """Posts to a route that controls the engine, such as `/pause`. The deadline grows with `size`, the bytes of weights that
+        the engine reads before it answers."""
         status, reply = await self._call(path, CONTROL_S + size / _BYTES_PER_S, body or {}, params)
         if status != 200:
             raise ServerLostError(f"{self.name}{path} answered with status {status}: {error_of(reply)}")

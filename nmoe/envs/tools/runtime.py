@@ -1,4 +1,5 @@
-"""The runtime of an environment's tools: its sandboxes, within its budget, and the workspaces that provide their files.
+"""The runtime of an environment's tools: sandboxes with the environment's limits on time, memory and processes, and the
+workspaces that provide their files.
 
 It also grades the environment's gold answers once, before anything else is graded.
 """

@@ -22,7 +22,7 @@ class FaultyProxy:
 
     name, restarts = "proxy", False
 
-    def __init__(self, upstream: str, fault: Callable[[str, int], Fault | None], late_s: float = 3.0) -> None:
+    def __init__(self, upstream: str, fault: Callable[[str, int], Fault | None], late_s: float = 7.0) -> None:
         self.upstream, self.fault, self.late_s = upstream, fault, late_s
         self.seen: dict[str, int] = {}
         self.done: list[Fault] = []

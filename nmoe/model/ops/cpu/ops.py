@@ -267,9 +267,13 @@ def _takes(x: Tensor, *weights: Tensor) -> bool:
 
 
 class AttentionInClusters(torch.autograd.Function):
-    """Attention of packed sequences that share leading rows, with gradients. With weights w = exp(s - log sum), o = w v:  dv = w'
-    do,  ds = w (do v' - sum of do o),  dq = ds k, dk = ds' q, where s = scale q k' (Dao et al. 2022, arXiv:2205.14135, section
-    3.1)."""
+    """Causal attention of packed sequences with gradients, where the keys and values of a prefix that several sequences share are
+    read once (a cluster is such a set of sequences, see `Clusters`).
+
+    With x' the transpose of x, s = scale q k' and weights w = exp(s - log sum exp s), the output is o = w v, and the gradients are
+    dv = w' do,  ds = w (do v' - sum of do o),  dq = scale ds k,  dk = scale ds' q  (Dao et al. 2022, arXiv:2205.14135, section
+    3.1).
+    """
 
     @staticmethod
     def forward(
