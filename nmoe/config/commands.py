@@ -361,6 +361,11 @@ class RLConfig(AdaptableConfig):
             yield Conflict(
                 "algorithm.overlong_buffer", f"is more than sampling.max_new_tokens = {self.sampling.max_new_tokens}"
             )
+        if self.lora is not None and self.lora.path and (self.engine.kind, self.engine.weights) == ("vllm", "adapter"):
+            yield Conflict(
+                "engine.weights",
+                'vLLM would add the adapter to a base that has it already, because lora.path names a trained one; use "disk"',
+            )
         if algorithm.reference_every_steps and self.lora is not None:
             yield Conflict(
                 "algorithm.reference_every_steps", "with a [lora] the reference is always the initial model; set 0"

@@ -27,6 +27,9 @@ R = TypeVar("R")
 _BOUND = 1e-4
 # In other precisions, the multiple of the difference at the first publication.
 _TIMES_FIRST = 3.0
+# And the largest that any comparison passes with: a healthy run of a 135M model in bfloat16 has up to 0.9 in 10,000 tokens, and
+# experts that were not packed again 5 in the mean.
+_MOST = 1.5
 # The share of (layer, expert) that the compared tokens are to reach, and the most prompts that are sampled for it.
 _COVERAGE, _MOST_PROMPTS = 0.99, 256
 _PROMPTS, _PROMPT_TOKENS, _TOKENS = 8, 4, 32
@@ -92,10 +95,10 @@ class LearnerCanary:
         return largest, self._reached
 
     def bound(self) -> float:
-        """Returns the largest difference that is rounding: 1e-4 in fp32, else three times the first comparison's."""
+        """Returns the largest difference that is rounding: 1e-4 in fp32, else three times the first comparison's, at most 1.5."""
         if self._learner.model.embedding.weight.dtype == torch.float32 or self._first is None:
             return _BOUND
-        return _TIMES_FIRST * self._first
+        return min(_TIMES_FIRST * self._first, _MOST)
 
     @torch.no_grad()
     def _compare(self, micros: MicroBatches) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:

@@ -14,16 +14,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nmoe.config.tables.rollout import RolloutEngineSection
+from nmoe.config.tables.rollout import RolloutEngineSection, fault_of_url
 from nmoe.engine.api import Engine
 from nmoe.engine.rank_sampling import sampling_engine
 from nmoe.engine.remote.weights import Format, Transport
+from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.passes import MicroBatches, deal
 from nmoe.model.checkpoint import checkpoint_tensors
+from nmoe.model.device import dtype_for
 from nmoe.model.lora import Lora
-from nmoe.model.policy import load_policy
+from nmoe.model.policy import load_policy, sampling_precision
 from nmoe.model.transformer import Transformer
 from nmoe.rl.canary import LearnerCanary
 from nmoe.runs.resolve import resolve_checkpoint
@@ -50,10 +52,16 @@ def publish_checkpoint(checkpoint: Path, urls: Sequence[str], note: Callable[[st
     """Sends a checkpoint's weights to running engine servers, an adapter's alone if it is one, under the version after their
     latest, and compares their samples with the model here. Returns the figures of the publication. Raises UserError for a
     checkpoint or servers that cannot be used, and InfrastructureError if no server takes the weights."""
+    from nmoe.engine.remote.described import precision_of
     from nmoe.engine.remote.fleet import Fleet
     from nmoe.engine.remote.process import KEY, RunningServer
 
-    model, lora = load_policy(resolve_checkpoint(checkpoint), torch.float32, torch.device("cpu"))
+    for url in urls:
+        if (problem := fault_of_url(url)) is not None:
+            raise UserError(problem)
+    directory, device = resolve_checkpoint(checkpoint), torch.device("cpu")
+    precision = precision_of(urls[0]) or sampling_precision(directory, device, None)
+    model, lora = load_policy(directory, dtype_for(device, precision), device)
     source = Frozen(model.requires_grad_(False), lora)
     fleet = Fleet(
         [RunningServer(url) for url in urls],
@@ -62,6 +70,7 @@ def publish_checkpoint(checkpoint: Path, urls: Sequence[str], note: Callable[[st
         LearnerCanary(source),
         transport="disk" if lora is None else "adapter",
         format=None,
+        precision=precision,
         token_s=1.0,
         key=os.environ.get(KEY, ""),
         note=note,
@@ -109,6 +118,7 @@ def rollout_engine(
             transport=transport,
             format=format_,
             backend=section.group_backend,
+            precision=str(model.embedding.weight.dtype).removeprefix("torch."),
             token_s=section.token_s,
             key=key,
             note=note,

@@ -161,3 +161,10 @@ def test_the_bound_of_other_precisions_is_the_first_comparisons() -> None:
     assert canary.bound() == 1e-4
     largest, _ = canary.difference(sampled(model, canary))
     assert canary.bound() == 3 * largest
+    # A first comparison that is far off does not pass by its own measure.
+    wrong = deepcopy(model)
+    with torch.no_grad():
+        wrong.embedding.weight.mul_(-1)
+    canary = LearnerCanary(learner)
+    largest, _ = canary.difference(sampled(wrong, canary))
+    assert largest > canary.bound() == 1.5

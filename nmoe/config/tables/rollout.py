@@ -3,6 +3,7 @@ executed."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -18,6 +19,17 @@ class EngineSection(Section):
     cache_mb: int = Field(default=0, ge=0)
     """megabytes of the key-value cache; 0: enough for max_sequences, at most 4096 MB on a CPU, and on a GPU at most 0.4 of the
     free memory beside training, or 0.85 without training"""
+
+
+def fault_of_url(url: str) -> str | None:
+    """Returns the message for a text that is no address of a server; None for an address."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0:
+            return None
+    except ValueError:
+        pass
+    return f"{url!r} is no URL of a server, such as http://127.0.0.1:8000"
 
 
 class RolloutEngineSection(EngineSection):
@@ -58,8 +70,8 @@ class RolloutEngineSection(EngineSection):
         if len(set(self.urls)) < len(self.urls):
             yield Conflict("urls", "names a server twice")
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                yield Conflict("urls", f"{url!r} is no URL, such as http://127.0.0.1:8000")
+            if (problem := fault_of_url(url)) is not None:
+                yield Conflict("urls", problem)
         if self.urls and self.servers != 1:
             yield Conflict("servers", "is for servers that the run starts, and engine.urls names running ones")
 

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 # Tokens of a prompt by which the server is chosen that has its prefix.
 _PREFIX_TOKENS = 64
+# Seconds that a coroutine has to close its tools and sandboxes.
+_ENDING_S = 30.0
 # Seconds that a request may take beyond the time for its tokens.
 _DEADLINE_S = 60.0
 
@@ -74,6 +77,7 @@ class _Slot:
     server: EngineServer
     open: bool = False
     version: int = 0
+    compared: tuple[float, float] = (0.0, 0.0)  # the last canary's difference and coverage
     fence: str | None = None
     healing: asyncio.Task[None] | None = None
 
@@ -95,6 +99,7 @@ class Fleet:
         transport: Transport,
         format: Format | None,
         backend: Literal["gloo", "nccl"] = "gloo",
+        precision: str,
         token_s: float,
         key: str,
         note: Callable[[str], None],
@@ -103,7 +108,9 @@ class Fleet:
         included. `note` writes a line of the run's log."""
         self._source, self._model, self._canary = source, model, canary
         self._transport, self._format, self._backend = transport, format, backend
-        self._token_s, self._key, self._note = token_s, key, note
+        self._precision, self._token_s, self._key, self._note = precision, token_s, key, note
+        if not key.isascii():
+            raise UserError("NMOE_ENGINE_KEY: a key is ASCII text, because it travels in a header of HTTP")
         self._addresses = addresses
         self._slots: list[_Slot] = []
         self._dealing = Dealing(len(addresses))
@@ -113,7 +120,7 @@ class Fleet:
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-fleet", daemon=True)
-        self._changed = asyncio.Condition()
+        self._changed, self._settling, self._settled = asyncio.Condition(), asyncio.Lock(), False
         self._sampled_tokens = self._retried = self._lost = self._healed = 0
         self._published: dict[str, float] = {}
 
@@ -143,7 +150,7 @@ class Fleet:
                 info = await slot.server.info()
             except ServerLostError as error:
                 raise UserError(f"engine.urls: {error}; start the server, or name another") from None
-            self._refuse_other_model(slot, info)
+            self._refuse_other_model(slot, info or {})
             slot.version = int((info or {}).get("weight_version", 0))
             format: Format = "hf" if info is None else "nmoe"
             if format != (self._format or format):
@@ -153,33 +160,47 @@ class Fleet:
             self._format = format
         self._publisher = Publisher(self._source, self._format or "hf", self._backend, self._on_caller)
 
-    def _refuse_other_model(self, slot: _Slot, info: dict[str, Any] | None) -> None:
-        for name in ("vocab_size", "context_tokens"):
-            found, wanted = (info or {}).get(name), getattr(self._model, name)
-            if found is not None and found != wanted:
+    def _refuse_other_model(self, slot: _Slot, info: dict[str, Any]) -> None:
+        expected = {
+            "vocab_size": self._model.vocab_size,
+            "context_tokens": self._model.context_tokens,
+            "precision": self._precision,
+        }
+        for name, wanted in expected.items():
+            if (found := info.get(name, wanted)) != wanted:
                 raise UserError(
-                    f"{slot.server.name} ({slot.server.url}) has another model: its {name} is {found}, and the run's {wanted}; "
-                    "start it with the run's model.path"
+                    f"{slot.server.name} ({slot.server.url}) has another model: its {name} is {found}, and {wanted} is wanted; "
+                    "start it with the run's model.path and --precision"
                 )
 
     def __exit__(self, *_: object) -> None:
         for slot in self._slots:
             if slot.healing is not None:
                 self._loop.call_soon_threadsafe(slot.healing.cancel)
-        for address in self._addresses:
-            address.stop()
-        if self._thread.is_alive():
-            if hasattr(self, "_client"):
-                asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(10)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        self._loop.close()
-        if self._update is not None:
-            self._update.discard()
+        try:
+            for address in self._addresses:
+                address.stop()
+            if self._thread.is_alive():
+                if hasattr(self, "_client"):
+                    asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(10)
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+            self._loop.close()
+        finally:
+            if self._update is not None:
+                self._update.discard()
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Runs a coroutine that uses this engine to its end, and returns its result. Raises its exceptions."""
-        outcome = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        ended = threading.Event()
+
+        async def watched() -> R:
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        outcome = asyncio.run_coroutine_threadsafe(watched(), self._loop)
         outcome.add_done_callback(lambda _: self._actions.put(None))
         try:
             while not outcome.done() or not self._actions.empty():
@@ -188,8 +209,10 @@ class Fleet:
             return outcome.result()
         except BaseException:
             if outcome.cancel():
-                # What the coroutine opened is closed on the loop.
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(10)
+                ended.wait(_ENDING_S)  # the coroutine closes its tools and sandboxes
+            with suppress(queue.Empty):
+                while True:
+                    self._actions.get_nowait()
             raise
 
     async def _on_caller(self, function: Callable[[], R]) -> R:
@@ -202,12 +225,13 @@ class Fleet:
                 set_(value)
 
         def action() -> None:
+            if future.done():  # its caller was cancelled
+                return
+            # An interrupt is not passed on, because it would end the event loop: `run` cancels the coroutine.
             try:
                 result = function()
-            except BaseException as error:
+            except Exception as error:
                 loop.call_soon_threadsafe(settle, future.set_exception, error)
-                if not isinstance(error, Exception):
-                    raise
             else:
                 loop.call_soon_threadsafe(settle, future.set_result, result)
 
@@ -274,8 +298,7 @@ class Fleet:
             for restart in (False, True)[: 1 + slot.address.restarts]:
                 try:
                     if restart:
-                        url = await asyncio.get_running_loop().run_in_executor(None, slot.address.start)
-                        slot.server = EngineServer(slot.server.name, url, self._client, self._model)
+                        await self._restart(slot)
                     await self._install(slot, (await self._send([slot])).get(slot.server))
                 except InfrastructureError as error:
                     slot.fence = str(error)
@@ -289,29 +312,45 @@ class Fleet:
             async with self._changed:
                 self._changed.notify_all()
 
+    async def _restart(self, slot: _Slot) -> None:
+        starting = asyncio.get_running_loop().run_in_executor(None, slot.address.start)
+        try:
+            url = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The thread starts it all the same, and the next publication reaches it.
+            with suppress(InfrastructureError):
+                slot.server = EngineServer(slot.server.name, await starting, self._client, self._model)
+            raise
+        slot.server = EngineServer(slot.server.name, url, self._client, self._model)
+
     async def _send(self, slots: Sequence[_Slot]) -> dict[EngineServer, ServerLostError]:
         assert self._update is not None, "weights are published before anything is sampled"
         for slot in slots:
             slot.open = False
         return await self._publisher.send(self._update, [slot.server for slot in slots])
 
-    async def _install(self, slot: _Slot, failed: ServerLostError | None) -> tuple[float, float]:
-        """Opens a server that was sent the present weights, if its samples agree with the learner. Returns their largest difference
-        and the canary's coverage. Raises ServerLostError if they do not, or if it did not take the weights."""
+    async def _install(self, slot: _Slot, failed: ServerLostError | None) -> None:
+        """Opens a server that was sent the present weights, if its samples agree with the learner. Raises ServerLostError if they
+        do not, or if it did not take the weights."""
         if failed is not None:
             raise failed
-        difference, coverage = await self._compare(slot.server)
-        while self._canary.more_prompts():
+        if self._settled:
             difference, coverage = await self._compare(slot.server)
+        else:
+            async with self._settling:  # one server at a time while the number of prompts is open
+                difference, coverage = await self._compare(slot.server)
+                while self._canary.more_prompts():
+                    difference, coverage = await self._compare(slot.server)
+                self._settled = True
         if not difference <= (bound := self._canary.bound()):
             raise ServerLostError(
                 f"after version {self._version} its log-probabilities differ from the learner's by up to {difference:.2g}, where "
                 f"{bound:.2g} is rounding: it does not have the learner's weights"
             )
+        slot.compared = difference, coverage
         async with self._changed:
             slot.open, slot.fence = True, None
             self._changed.notify_all()
-        return difference, coverage
 
     async def _compare(self, server: EngineServer) -> tuple[float, float]:
         version, tokens = self._version, self._canary.tokens
@@ -327,7 +366,12 @@ class Fleet:
     async def update_weights(self, source: Any, version: int) -> None:
         """Publishes the learner's weights to every server, fenced ones included. Raises InfrastructureError if none takes them."""
         began = time.perf_counter()
-        await asyncio.gather(*(slot.healing for slot in self._slots if slot.healing is not None))
+        # A heal that went on would compare the old weights with a learner that has stepped.
+        healing = [slot.healing for slot in self._slots if slot.healing is not None]
+        for task in healing:
+            task.cancel()
+        await asyncio.gather(*healing, return_exceptions=True)
+        self._holds_prefix.clear()
         assert self._format is not None, "servers that were opened have one"
         format = self._format
         update = await self._on_caller(lambda: prepared(self._source, self._transport, format, version))
@@ -336,18 +380,15 @@ class Fleet:
         failed = await self._send(self._slots)
         installed = (self._install(slot, failed.get(slot.server)) for slot in self._slots)
         outcomes = await asyncio.gather(*installed, return_exceptions=True)
-        compared: list[tuple[float, float]] = []
+        if old is not None:
+            old.discard()
         for slot, outcome in zip(self._slots, outcomes, strict=True):
-            if isinstance(outcome, tuple):
-                compared.append(outcome)
-            elif isinstance(outcome, ServerLostError):
+            if isinstance(outcome, ServerLostError):
                 self._fence(slot, str(outcome))
-            else:
+            elif outcome is not None:
                 raise outcome
         stalled_s = time.perf_counter() - written
         await asyncio.gather(*(slot.healing for slot in self._slots if slot.healing is not None))
-        if old is not None:
-            old.discard()
         if not any(slot.open for slot in self._slots):
             raise self._no_engine()
         self._published = {
@@ -355,9 +396,8 @@ class Fleet:
             "time_publish_commit_s": stalled_s,
             "publish_bytes": float(update.size),
         }
-        if compared:
-            differences, coverages = zip(*compared, strict=True)
-            self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}
+        differences, coverages = zip(*(slot.compared for slot in self._slots if slot.open), strict=True)
+        self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}
 
     def versions(self) -> list[int]:
         """Returns the version of each server's weights when it was opened."""

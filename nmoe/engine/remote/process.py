@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.errors import InfrastructureError, UserError, cut
+from nmoe.parallel.gang import gang
 
 KEY = "NMOE_ENGINE_KEY"
 """The environment variable with the key that a server asks for."""
@@ -48,16 +53,29 @@ class ServerProcess:
         """`command` has `{port}` where the port belongs."""
         self.name, self._command, self._environment, self._log = name, command, environment, log
         self._process: subprocess.Popen[bytes] | None = None
+        self._began, self._closed, self._lock = 0, False, threading.Lock()  # a heal starts it on another thread
 
     def start(self) -> str:
         """Starts the server, after ending an earlier one, and returns its URL once it answers. Raises InfrastructureError with the
         end of its log if it does not."""
-        self.stop()
+        with self._lock:
+            return self._start()
+
+    def _start(self) -> str:
+        self._refuse_after_the_end()
+        self._end()
         port = _free_port()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
+            self._began = os.fstat(log.fileno()).st_size
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-E", str(_KEEPER), *(part.format(port=port) for part in self._command)],
+                [
+                    sys.executable,
+                    "-S",
+                    "-E",
+                    str(_KEEPER),
+                    *(part.replace("{port}", str(port)) for part in self._command),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -69,13 +87,25 @@ class ServerProcess:
             if self._process.poll() is not None:
                 raise self._failed(f"ended with exit code {self._process.returncode} before it answered")
             if time.monotonic() > until:
-                self.stop()
+                self._end()
                 raise self._failed(f"did not answer within {_START_S:.0f} s")
+            if self._closed:
+                self._end()
+            self._refuse_after_the_end()
             time.sleep(0.1)
         return url
 
+    def _refuse_after_the_end(self) -> None:
+        if self._closed:
+            raise InfrastructureError(f"engine {self.name} is not started: the run has ended")
+
     def stop(self) -> None:
-        """Ends the server and all processes that it started."""
+        """Ends the server and all processes that it started, for good."""
+        self._closed = True
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -88,7 +118,7 @@ class ServerProcess:
         self._process = None
 
     def _failed(self, how: str) -> InfrastructureError:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        lines = self._log.read_bytes()[self._began :].decode("utf-8", "replace").strip().splitlines()
         # vLLM's own processes report the cause, and its last lines that one of them failed.
         shown = [line for line in lines if "Error: " in line][:2] or lines[-3:]
         return InfrastructureError(f"engine {self.name} {how}; {self._log} says: {cut(' / '.join(shown), 400)}")
@@ -111,6 +141,7 @@ def addresses(
         command = [
             *(sys.executable, "-m", "nmoe.engine.server", str(checkpoint), "--port", "{port}", "--numerics", numerics),
             *("--max-sequences", str(section.max_sequences), "--cache-mb", str(section.cache_mb)),
+            *("--precision", dtype, "--device", "cpu" if on_cpu else "cuda"),
         ]
     else:
         command = [
@@ -119,7 +150,7 @@ def addresses(
             *(
                 "--enable-scale-out",
                 "--weight-transfer-config",
-                json.dumps({"backend": "nmoe"}).replace("{", "{{").replace("}", "}}"),
+                json.dumps({"backend": "nmoe"}),
             ),
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             *("--max-num-seqs", str(section.max_sequences), "--tensor-parallel-size", str(section.tensor_parallel)),
@@ -129,9 +160,28 @@ def addresses(
         ]
     command += section.args
     return [
-        ServerProcess(f"{section.kind}_{number}", command, environment, logs / f"{section.kind}_{number}.log")
+        ServerProcess(
+            f"{section.kind}_{number}",
+            command,
+            environment | ({} if on_cpu else _gpus(number, section.tensor_parallel)),
+            logs / f"{section.kind}_{number}.log",
+        )
         for number in range(section.servers)
     ]
+
+
+def _gpus(number: int, each: int) -> dict[str, str]:
+    """Returns the environment by which a server sees its GPUs: the next ones after the learner's ranks and the servers before it.
+    Raises UserError if there are too few."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
+    first = gang().local_size + number * each
+    if first + each > len(visible):
+        raise UserError(
+            f"engine.servers: server {number} needs {each} of this machine's GPUs after the first {first}, and there are "
+            f"{len(visible)}; name fewer servers, or running ones in engine.urls"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + each])}
 
 
 def _vllm(python: str | None) -> str:
@@ -160,7 +210,7 @@ def _answers(url: str, key: str) -> bool:
     try:
         with opener.open(request, timeout=5) as reply:
             return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, OSError, http.client.HTTPException):
         return False
 
 

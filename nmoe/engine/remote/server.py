@@ -77,7 +77,9 @@ class EngineServer:
         if status != 200:
             raise ServerLostError(f"{self.name} answered with status {status}: {error_of(reply)}")
         try:
-            described: dict[str, Any] | None = json_of(reply)
+            described = json_of(reply)
+            if not isinstance(described, dict | None):
+                raise ValueError("no object")
         except ValueError:
             raise ServerLostError(f"{self.name} is no engine server: it answered {reply[:80]!r}") from None
         return described

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import shutil
 import socket
 import tempfile
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nmoe.engine.remote.server import EngineServer, ServerLostError
+from nmoe.engine.remote.server import CONTROL_S, EngineServer, ServerLostError
 from nmoe.model.lora import Lora
 from nmoe.model.peft_format import adapter_tensors, save_adapter
 from nmoe.model.shards import SINGLE
@@ -32,7 +33,8 @@ OnCaller = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 # Memory that looks like a directory: weights that both processes see without a disk between.
 _SHARED_MEMORY = Path("/dev/shm")
-_GROUP_TIMEOUT = timedelta(minutes=5)
+# Of one exchange. Shorter than the deadline of a call of control, which waits for the group to form.
+_GROUP_TIMEOUT = timedelta(seconds=CONTROL_S - 10)
 
 
 class Source(Protocol):
@@ -80,14 +82,19 @@ def prepared(source: Source, transport: Transport, format: Format, version: int)
     info: dict[str, Any] = {"transport": transport, "names": names, "digests": digests}
     if transport == "group":
         return Update(version, info | {"dtypes": dtypes, "shapes": shapes}, size, None)
-    directory = Path(tempfile.mkdtemp(prefix="nmoe_weights_", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
-    if transport == "adapter":
-        assert source.lora is not None, "a run without [lora] has no adapter"
-        save_adapter(source.lora, directory)
-    else:
-        from safetensors.torch import save_file
+    shared = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size else None
+    directory = Path(tempfile.mkdtemp(prefix=f"nmoe_weights_{os.getpid()}_", dir=shared))
+    try:
+        if transport == "adapter":
+            assert source.lora is not None, "a run without [lora] has no adapter"
+            save_adapter(source.lora, directory)
+        else:
+            from safetensors.torch import save_file
 
-        save_file(held, directory / SINGLE, metadata={"format": "pt"})
+            save_file(held, directory / SINGLE, metadata={"format": "pt"})
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     return Update(version, info | {"path": str(directory)}, size, directory)
 
 
@@ -105,12 +112,17 @@ class Publisher:
         self._source, self._format, self._backend, self._on_caller = source, format, backend, on_caller
         self._members: list[EngineServer] = []
         self._group: Any = None
-        self._ready: set[int] = set()  # ids of servers that were told of a transfer
+        self._ready: set[EngineServer] = set()  # servers that were prepared for updates
+        self._sending = asyncio.Lock()  # two heals would share the group
 
     async def send(self, update: Update, servers: Sequence[EngineServer]) -> dict[EngineServer, ServerLostError]:
         """Has servers take the weights of an update. Returns those that did not, with the reason. The others answer again, so that
         their samples can be compared with the learner's: vLLM answers nothing while it is paused, and an update without a pause
         ends its engine."""
+        async with self._sending:
+            return await self._send(update, servers)
+
+    async def _send(self, update: Update, servers: Sequence[EngineServer]) -> dict[EngineServer, ServerLostError]:
         failed: dict[EngineServer, ServerLostError] = {}
 
         async def each(act: Callable[[EngineServer], Awaitable[None]]) -> None:
@@ -134,9 +146,9 @@ class Publisher:
 
     async def _begin(self, server: EngineServer) -> None:
         await server.control("/pause", params={"mode": "keep", "clear_cache": "true"})
-        if id(server) not in self._ready:
+        if server not in self._ready:
             await server.control("/init_weight_transfer_engine", {"init_info": {}})
-            self._ready.add(id(server))
+            self._ready.add(server)
         await server.control("/start_weight_update")
 
     async def _broadcast(

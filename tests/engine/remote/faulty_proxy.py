@@ -63,7 +63,7 @@ class FaultyProxy:
                 body = await reader.readexactly(length)
                 if not await self._answer(first.split(" ")[0], first.split(" ")[1], headers, body, writer):
                     break
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         writer.close()
 

@@ -54,11 +54,17 @@ def servers_of(learner: Learner, directory: Path, count: int) -> list[ServerProc
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that all tests of this file share, behind proxies of their own."""
-    (process,) = servers_of(new_learner(), tmp_path_factory.mktemp("server"), 1)
-    yield process.start()
-    process.stop()
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Three servers that all tests of this file share, behind proxies of their own."""
+    processes = servers_of(new_learner(), tmp_path_factory.mktemp("server"), 3)
+    yield [process.start() for process in processes]
+    for process in processes:
+        process.stop()
+
+
+@pytest.fixture(scope="module")
+def server(trio: list[str]) -> str:
+    return trio[0]
 
 
 def requests(count: int, tokens: int = 12) -> list[Request]:
@@ -83,6 +89,7 @@ def fleet_of(
         canary,
         transport=transport,
         format="nmoe",
+        precision="float32",
         token_s=token_s,
         key=KEY,
         note=notes.append,
@@ -139,20 +146,20 @@ def no_fault(path: str, number: int) -> Fault | None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_request_on_a_faulty_server_is_sampled_again_and_the_server_healed(
-    server: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    trio: list[str], fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(2):
-        survives(server, fault, seed, monkeypatch)
+        survives(trio, fault, seed, monkeypatch)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
-def test_twenty_moments_of_each_fault(server: str, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twenty_moments_of_each_fault(trio: list[str], fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(2, 22):
-        survives(server, fault, seed, monkeypatch)
+        survives(trio, fault, seed, monkeypatch)
 
 
-def survives(server: str, fault: Fault, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def survives(trio: list[str], fault: Fault, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault at a moment drawn at random: every sample is there once, and the server serves after the next publication."""
     monkeypatch.setattr("nmoe.engine.remote.fleet._DEADLINE_S", 5.0)  # a busy machine answers within it
     learner, asked = new_learner(), requests(6)
@@ -164,7 +171,7 @@ def survives(server: str, fault: Fault, seed: int, monkeypatch: pytest.MonkeyPat
     def at(path: str, number: int) -> Fault | None:
         return fault if path == GENERATE and began and number == began + moment else None
 
-    proxies = [FaultyProxy(server, at), FaultyProxy(server, no_fault)]
+    proxies = [FaultyProxy(trio[0], at), FaultyProxy(trio[1], no_fault)]
     with fleet_of(learner, list(proxies), token_s=0.01) as (fleet, notes):
         began = proxies[0].seen[GENERATE] + 1
         started = time.monotonic()
@@ -185,7 +192,7 @@ def survives(server: str, fault: Fault, seed: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_request_on_which_two_servers_are_lost_is_a_failure_of_the_engine(
-    server: str, monkeypatch: pytest.MonkeyPatch
+    trio: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that ends every server it reaches would otherwise end all of them."""
     monkeypatch.setattr("nmoe.engine.remote.fleet._DEADLINE_S", 5.0)
@@ -198,7 +205,7 @@ def test_a_request_on_which_two_servers_are_lost_is_a_failure_of_the_engine(
         return "drop" if poisoned and path == GENERATE and tries <= 2 else None
 
     learner = new_learner()
-    with fleet_of(learner, [FaultyProxy(server, at), FaultyProxy(server, at), FaultyProxy(server, at)]) as (fleet, _):
+    with fleet_of(learner, [FaultyProxy(url, at) for url in trio]) as (fleet, _):
         poisoned = True
         ((one, *others),) = fleet.run(gathered(fleet, requests(1)))
         assert (one.token_ids, one.finish_reason, len(others)) == ([], "abort", 2)
@@ -250,6 +257,45 @@ def test_wrong_weights_are_found_and_sent_again(server: str) -> None:
             learner.publish(fleet).result()
 
 
+def test_a_publication_ends_heals_that_would_compare_older_weights(trio: list[str]) -> None:
+    learner, faults = new_learner(), dict[str, Fault]()
+    # A request is lost, and the heal that follows is still sending when the next publication comes.
+    slow = FaultyProxy(trio[0], lambda path, number: faults.pop(path, None), late_s=6.0)
+    with fleet_of(learner, [slow, FaultyProxy(trio[1], no_fault)]) as (fleet, notes):
+        faults |= {GENERATE: "drop", "/update_weights": "late"}
+        assert same(fleet.run(gathered(fleet, requests(4))), in_process(learner.model, 1, requests(4)))
+        assert faults == {} or list(faults) == ["/update_weights"]
+        faults.clear()
+        with torch.no_grad():
+            learner.model.embedding.weight.mul_(1.1)
+        learner.publish(fleet).result()
+        assert fleet.metrics()["engines_serving"] == 2
+        assert [note.split(":")[0] for note in notes] == ["engine proxy is fenced"]
+
+
+def test_an_interrupt_leaves_the_fleet_usable_and_nothing_behind(server: str) -> None:
+    learner, closed = new_learner(), []
+
+    async def interrupted(fleet: Fleet) -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        try:
+            await fleet._on_caller(interrupt)
+        finally:
+            await asyncio.sleep(0.2)
+            closed.append(True)
+
+    before = set(Path("/dev/shm").glob("nmoe_weights_*"))
+    with fleet_of(learner, [FaultyProxy(server, no_fault)]) as (fleet, _):
+        with pytest.raises(KeyboardInterrupt):
+            fleet.run(interrupted(fleet))
+        assert closed == [True]
+        assert same(fleet.run(gathered(fleet, requests(2))), in_process(learner.model, 1, requests(2)))
+        assert len(set(Path("/dev/shm").glob(f"nmoe_weights_{os.getpid()}_*")) - before) == 1
+    assert set(Path("/dev/shm").glob(f"nmoe_weights_{os.getpid()}_*")) <= before
+
+
 def test_a_killed_server_is_started_again_with_the_present_weights(tmp_path: Path) -> None:
     learner = new_learner()
     (process,) = servers_of(learner, tmp_path, 1)
@@ -282,7 +328,7 @@ def test_requests_that_no_server_may_see_are_refused(server: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "message"),
-    [("another", "refused the key; set NMOE_ENGINE_KEY"), (KEY, "its vocab_size is 48, and the run's 50")],
+    [("another", "refused the key; set NMOE_ENGINE_KEY"), (KEY, "its vocab_size is 48, and 50 is wanted")],
 )
 def test_a_server_that_cannot_be_used_is_named_before_the_run(server: str, key: str, message: str) -> None:
     learner = new_learner()
@@ -294,6 +340,7 @@ def test_a_server_that_cannot_be_used_is_named_before_the_run(server: str, key: 
         LearnerCanary(learner),
         transport="disk",
         format="nmoe",
+        precision="float32",
         token_s=1.0,
         key=key,
         note=print,
