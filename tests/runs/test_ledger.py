@@ -136,13 +136,13 @@ def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, 
     assert read_metrics(run) == [{"step": 7} | values]
 
 
-def test_the_best_step_is_no_worse_than_any_before(tmp_path: Path) -> None:
+def test_the_best_step_is_the_latest_of_the_best_results(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     ledger = Ledger(tmp_path)
     for step, value in [(0, 0.9), (10, 0.2), (20, 0.5), (30, 0.4), (40, 0.5)]:
         result = {"mode": "greedy_pass@1", "dataset": "d", "problems": 1, "value": value, "low": 0.0, "high": 1.0}
         ledger.evaluation(step, {"results": [result]})
-    assert [step for step in (10, 20, 25, 30, 40) if ledger.is_best(step)] == [10, 20, 40]
+    assert [ledger.best_step(step) for step in (0, 10, 20, 25, 30, 40)] == [None, 10, 20, 20, 20, 40]
 
 
 def graded(right: Sequence[float], **more: Any) -> dict[str, Any]:
