@@ -55,7 +55,8 @@ class Locator:
         return self.places.get(path) or next(below, self.place(path))
 
     def adopt(self, path: KeyPath, other: "Locator") -> None:
-        """Replaces the places at and below `path` by those in `other`, because the value there now comes from `other`."""
+        """Takes the file and line of the value at `path`, and of all values below it, from `other`: the locator of the document
+        from which the value now comes."""
         self.places = {known: place for known, place in self.places.items() if known[: len(path)] != path}
         self.places[path] = other.place(path)
         self.places |= {known: place for known, place in other.places.items() if known[: len(path)] == path}

@@ -46,7 +46,7 @@ class Curriculum:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The current weight of each component of a grade."""
+        """The weight of each reward component (format, correctness, ...) in the current stage, by the component's name."""
         return self._settings.stages[self._index].weights.model_dump()
 
     def observe(self, metrics: Mapping[str, float]) -> None:

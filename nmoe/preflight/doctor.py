@@ -218,7 +218,7 @@ def gpu() -> Finding:
 
 
 def kernels() -> Finding:
-    """Examines the CPU kernels that sampling, training and exact numerics would use."""
+    """Returns which CPU kernels sampling, training and numerics = "exact" would use, and whether the C++ ones could be compiled."""
     import torch
 
     from nmoe.model.exactness import numerics_here

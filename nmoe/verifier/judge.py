@@ -65,7 +65,8 @@ class Description:
         return described
 
     def form(self, tokenizer: HarmonyTokenizer) -> Form:
-        """Makes the renderer of this verifier's questions. Raises UserError for a tokenizer that does not suit it."""
+        """Returns the renderer of the prompts by which this verifier is asked to judge a solution. Raises UserError for a tokenizer
+        that cannot write them."""
         return make_form(tokenizer, self.head, self.mode, self.neutral, self.reads)
 
 

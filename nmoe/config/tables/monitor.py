@@ -1,4 +1,4 @@
-"""[monitor]: the rules that watch a run's metrics, one table each, and which rollouts are kept as replay bundles.
+"""[monitor]: the rules that watch a run's metrics, one table each, and which rollouts are kept to be replayed.
 
 docs/playbook.md says what each rule means and what to try when it fires.
 """

@@ -87,8 +87,9 @@ def priority(hashed: bytes, seed: int) -> int:
 
 
 class Survivors:
-    """The rows that pass all filters, by their index in the source, with their priority and whether their solution ends in a box.
-    The texts are not kept: a row takes less than two hundred bytes.
+    r"""The rows of a data source that pass all filters. For each row it keeps three numbers: the index in the source, the priority
+    (files draw rows in its order, see `priority`), and whether the solution ends in a `\boxed{}` answer. The texts are not kept: a
+    row takes less than two hundred bytes.
 
     `stages` count the rows that each filter leaves.
     """

@@ -36,7 +36,7 @@ class BlockManager:
 
     @property
     def available_state_slots(self) -> int:
-        """The number of state slots that can be taken."""
+        """The number of free state slots. A slot holds the states of all recurrent layers for one sequence."""
         return len(self._free_state_slots)
 
     def take_state_slot(self) -> int:

@@ -51,7 +51,8 @@ class ToolRuntime:
         return {"settings": self._settings.model_dump(mode="json"), "in_force": self.sandboxes.describe()}
 
     def provenance(self) -> dict[str, str]:
-        """Returns the isolation of the policy's code, for a run's provenance; empty if no such code runs."""
+        """Returns a description of the sandbox that runs code which the policy writes, as {"sandbox": TEXT} for a run's provenance;
+        empty if the environment runs no such code."""
         return {} if self.sandboxes is None else {"sandbox": self.sandboxes.describe()}
 
     def close(self) -> None:

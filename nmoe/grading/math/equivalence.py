@@ -179,8 +179,8 @@ def _is_decimal(form: Form) -> bool:
 
 
 def _is_final(question: str, gold_text: str, answer_text: str, gold: Number, answer: Number) -> bool:
-    """Returns whether a number equal to the gold may answer the question: in simplest form (unless the gold is not), and not
-    just another spelling that the question contains."""
+    """Returns whether an answer that equals the gold number counts as an answer. It has to be in simplest form, unless the gold is
+    not; and it must not merely repeat an expression that is written in the question, such as "1/2 + 1/3" in "compute 1/2 + 1/3"."""
     if answer.places is None and answer.value.denominator == 1 and answer.simplest:
         return True  # an integer has one spelling
     return (answer.simplest or not gold.simplest) and not repeats(question, answer_text, gold_text)

@@ -267,8 +267,10 @@ def _alternatives(parts: list[tuple[str, str]], level: int) -> Form:
 
 
 def _list(parts: list[tuple[str, str]], level: int) -> Form:
-    r"""Returns the form of a list: a record if each item has its own name, a set if an item has a plus-minus sign, as in "0, \pm 1"
-    (three items).
+    r"""Returns the parsed form of items that separators divide: a record if each item assigns to another name, as in "x=1, y=2";
+    a set if an item has a plus-minus sign, as in "0, \pm 1" (three items), else a list in order.
+
+    `parts` are pairs of an item's text and the separator before it; `level` is the depth of nesting, which is limited.
     """
     forms: list[Form] = []
     kind: Kind = "list"

@@ -203,6 +203,7 @@ def sentence_case(text: str) -> str:
 
 
 def same_words(gold: str, answer: str) -> bool:
-    """Returns whether two texts of whole words differ only in case. False for "ABC", "abc" and "x", which may be names."""
+    """Returns whether two texts of ordinary words are equal but for upper and lower case, as "Paris" and "paris" are. Returns False
+    for golds such as "ABC", "abc" or "x", which may be names of variables or points, where case has a meaning."""
     words = gold.split(" ")
     return gold.casefold() == answer.casefold() and all(map(_CASELESS.fullmatch, words))

@@ -160,7 +160,7 @@ def _is_product(one: Shape) -> bool:
 
 
 def _has_brackets(one: Shape) -> bool:
-    """Returns whether a shape contains a sum that is multiplied or raised to a power."""
+    """Returns whether an expression, given as a tree of operations, contains a sum that is multiplied or raised to a power."""
     return any(
         part[0] in ("*", "^") and any(_is(inner, "+") for inner in (part[1:2] if part[0] == "^" else part[1:]))
         for part in parts(one)

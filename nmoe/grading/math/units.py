@@ -5,10 +5,11 @@ r"""Parses single values (scalars) with the unit, currency, percent sign or base
     "$5"             5 with "$"
     "101_2"          the digits 101 with the base "2"
 
-Before `normalize` removes the braces, `forms` marks letters in braces whose command declares them to be words (`UNIT_OPEN`,
-`UNIT_CLOSE`): they are the unit of the value before them.
+LaTeX commands such as `\text` declare letters to be words. Before `normalize` removes their braces, nmoe.grading.math.forms puts
+the marks `UNIT_OPEN` and `UNIT_CLOSE` around such letters: they are the unit of the value before them.
 
-A unit has one spelling. Some words stand after a number and are no units. A question may name the unit that it asks for.
+Every unit is reduced to one spelling (`spell_unit`). Some words can follow a number without being its unit, such as "factorial".
+The units that a question asks for, as in "in centimeters", are found by `asked_units`.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def feed_forward(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def ignores(name: str, config: ModelConfig) -> bool:
-    """Returns whether the tensor may be ignored: layers for multi-token prediction, numbered after the last layer, or as in
-    `ignored_always`."""
+    """Returns whether a checkpoint's tensor is left out: it belongs to a layer for multi-token prediction (these have numbers after
+    the last layer of the model), or to the tensors that every family leaves out (`ignored_always`)."""
     layer = _LAYER.match(name)
     return (layer is not None and int(layer[1]) >= config.layers) or decoder.ignored_always(name, config)
