@@ -361,6 +361,15 @@ class RLConfig(AdaptableConfig):
             yield Conflict(
                 "algorithm.overlong_buffer", f"is more than sampling.max_new_tokens = {self.sampling.max_new_tokens}"
             )
+        if self.engine.weights == "adapter" and self.lora is None:
+            yield Conflict(
+                "engine.weights", 'is "adapter", and the run trains all weights; add [lora], or leave it out'
+            )
+        if self.engine.kind == "vllm" and self.batch.group_size > self.engine.max_sequences:
+            yield Conflict(
+                "engine.max_sequences",
+                f"vLLM refuses a group of batch.group_size = {self.batch.group_size} samples with fewer sequences at once",
+            )
         if self.lora is not None and self.lora.path and (self.engine.kind, self.engine.weights) == ("vllm", "adapter"):
             yield Conflict(
                 "engine.weights",
