@@ -509,6 +509,31 @@ def test_what_needs_the_kernels_has_them_compiled_as_it_is_made(
     assert asked
 
 
+@needs_kernels
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [15, 16])
+def test_tiles_multiply_many_rows_of_bf16(
+    tiles: bool, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_kernels: list[str] = []
+    for name in ("linear", "swiglu_linear"):
+        kernel = getattr(operations, name)
+        monkeypatch.setattr(
+            operations, name, lambda *a, name=name, kernel=kernel: by_kernels.append(name) or kernel(*a)
+        )
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    x_ND = draw(rows, 64, dtype=dtype)
+    weight_FD, gate_up_FD = (nn.Parameter(draw(outputs, 64, dtype=dtype) / 8) for outputs in (48, 96))
+    with in_use():
+        out_NF, inner_NF = ops_for(x_ND).linear(x_ND, weight_FD), ops_for(x_ND).swiglu_linear(x_ND, gate_up_FD)
+    torches = tiles and dtype == torch.bfloat16 and rows == 16
+    assert by_kernels == ([] if torches else ["linear", "swiglu_linear"])
+    with torch.no_grad():
+        close(out_NF, OPS.linear(x_ND, weight_FD))
+        close(inner_NF, OPS.swiglu_linear(x_ND, gate_up_FD))
+
+
 def test_compiled_once_per_cache(compiler_runs: list[list[str]], tmp_path: Path) -> None:
     first = library._compiled(["g++"], "AVX512")
     assert first.parent == tmp_path / "nmoe" / "kernels"
