@@ -534,6 +534,24 @@ def test_tiles_multiply_many_rows_of_bf16(
         close(inner_NF, OPS.swiglu_linear(x_ND, gate_up_FD))
 
 
+@needs_kernels
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize(("width", "tokens"), [(1024, 31), (1024, 32), (1000, 32)])
+def test_tiles_multiply_large_experts_with_many_rows(
+    tiles: bool, width: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 rows for each of four experts of 256 x 1024 are the least that pay for the calls."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    gate_up_EDF = nn.Parameter(draw(4, 256, 2 * width, dtype=torch.bfloat16))
+    down_EFD = nn.Parameter(draw(4, width, 256, dtype=torch.bfloat16))
+    x_TD = draw(tokens, 256, dtype=torch.bfloat16)
+    chosen_TK = torch.arange(2 * tokens).view(tokens, 2) % 4
+    weights_TK = torch.full(chosen_TK.shape, 0.5)
+    with in_use():
+        found = ops_for(x_TD).experts(x_TD, chosen_TK, weights_TK, gate_up_EDF, down_EFD, None, None, 0.0)
+    assert (found is None) == (tiles and width == 1024 and tokens == 32)
+
+
 def test_compiled_once_per_cache(compiler_runs: list[list[str]], tmp_path: Path) -> None:
     first = library._compiled(["g++"], "AVX512")
     assert first.parent == tmp_path / "nmoe" / "kernels"
