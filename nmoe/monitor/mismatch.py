@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from nmoe.config.tables.monitor import MismatchSection
 from nmoe.monitor.monitor import Metrics, Rule
 
@@ -26,7 +24,7 @@ def highest_mismatch(precision: str, entropy: float) -> float:
 
 
 class MismatchRule(Rule[MismatchSection]):
-    """Fires when the metric mismatch_abs_mean is not finite, exceeds a bound, or grows.
+    """Fires when the metric mismatch_abs_mean exceeds a bound, or grows.
 
     The metric is the mean difference between engine and learner in the log-probability of a token. Growth is measured
     against a baseline: the lowest mean over five steps of the metric divided by the square root of the entropy. Since
@@ -75,9 +73,6 @@ class MismatchRule(Rule[MismatchSection]):
         if mean is None:  # a step without an update measures nothing, and does not break a row of steps
             return None
         entropy = metrics.get("entropy_mean", 1.0)
-        if not (math.isfinite(mean) and math.isfinite(entropy)):
-            # No rounding does this: it is reported at once, and the level ignores this step.
-            return f"engine and learner differ by {mean:.2g} a token at an entropy of {entropy:.2g}"
         said = self._excess(mean, entropy)
         self._bad = 0 if said is None else self._bad + 1
         if said is None or self._bad < self.settings.steps:

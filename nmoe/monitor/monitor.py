@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from nmoe.config.tables.monitor import Level, RuleSection
+from nmoe.errors import DivergenceError
 
 S = TypeVar("S", bound=RuleSection)
 
@@ -45,7 +46,7 @@ class Rule(ABC, Generic[S]):
     @abstractmethod
     def symptom(self, metrics: Metrics) -> str | None:
         """Returns the symptom in this step's metrics, as the beginning of a sentence; None if there is none, or the metric is
-        missing."""
+        missing. All metrics are finite: `Monitor.observe` refuses others, with which any comparison would be false."""
 
 
 class Recent:
@@ -56,11 +57,9 @@ class Recent:
         self._values: list[float] = []
 
     def mean(self, value: float) -> float | None:
-        """Returns the mean of the first values once they are complete. Before that, adds `value` if it is finite, and returns
-        None."""
+        """Returns the mean of the first values once they are complete. Before that, adds `value`, and returns None."""
         if len(self._values) < self._count:
-            if math.isfinite(value):
-                self._values.append(value)
+            self._values.append(value)
             return None
         return sum(self._values) / self._count
 
@@ -119,7 +118,17 @@ class Monitor:
 
     def observe(self, metrics: Mapping[str, Any], probe: Mapping[str, float] | None = None) -> list[Alert]:
         """Returns the alerts of a step. `probe` holds the metrics of the evaluation after the step, if there was one
-        (`Ledger.probed`)."""
+        (`Ledger.probed`). Raises DivergenceError naming the metrics that are NaN or infinite, at any level of the rules."""
+        broken = [
+            f"{name} is {value}"
+            for name, value in {**metrics, **(probe or {})}.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
+        if broken:
+            raise DivergenceError(
+                f"step {self._steps + 1}: {', '.join(broken)}; the step is not recorded. Training diverged: resume from the last "
+                "checkpoint with a lower optimizer.learning_rate"
+            )
         return self._alerts(self._watched, metrics, probe)
 
     def recall(self, metrics: Mapping[str, Any], probe: Mapping[str, float] | None = None) -> None:

@@ -116,7 +116,7 @@ class ReferenceRule(Rule[ReferenceSection]):
 
 
 class GradNormRule(Rule[GradNormSection]):
-    """Fires when the gradient's norm is 0, not a number, or too large."""
+    """Fires when the gradient's norm is 0 or too large."""
 
     name = "grad_norm"
     smoke = True
@@ -133,8 +133,7 @@ class GradNormRule(Rule[GradNormSection]):
             return None
         if norm == 0:
             return "the gradient is 0, so that no weight moves"
-        # Turned round, so that a norm that is not a number is beyond the limit.
-        return None if norm <= self.settings.above else f"the gradient's norm is {norm:.3g}"
+        return f"the gradient's norm is {norm:.3g}" if norm > self.settings.above else None
 
 
 class GradNormRiseRule(Rule[GradNormRiseSection]):
@@ -217,7 +216,7 @@ _SPIKE_DIVERGENCES = ("ppo_kl", "update_kl")
 
 
 def spikes_in(metrics: Metrics, kl_above: float) -> list[str]:
-    """Returns the names of a step's metrics whose magnitude exceeds its limit: `["grad_norm", "update_kl"]`. `kl_above` is the
-    setting `above` of [monitor.kl]."""
+    """Returns the names of a step's metrics whose magnitude exceeds its limit, or is NaN: `["grad_norm", "update_kl"]`. `kl_above`
+    is the setting `above` of [monitor.kl]."""
     limits = _SPIKE_LIMITS | dict.fromkeys(_SPIKE_DIVERGENCES, kl_above)
-    return [name for name, limit in limits.items() if abs(metrics.get(name, 0.0)) > limit]
+    return [name for name, limit in limits.items() if not abs(metrics.get(name, 0.0)) <= limit]

@@ -182,10 +182,11 @@ class Run:
                     if not last and evaluated and (reason := recipe.reason_to_end()) is not None:
                         self.note(f"step {step}: ends here, since {reason}")
                         last = True
+                alerts = monitor.observe(metrics, probe)  # refuses metrics that are not finite
                 self.ledger.metrics(step, metrics)
                 sinks.write(step, metrics)
                 self._last_step = step
-                stopped = self._raise(step, monitor.observe(metrics, probe), sinks)
+                stopped = self._raise(step, alerts, sinks)
                 self._progress.step(step, done.shown)
                 self._note_contention(step)
                 best = self.ledger.best_step(step) == step

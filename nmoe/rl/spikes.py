@@ -6,6 +6,7 @@ Samples are ranked by the effect of the update: the distance of the learner's lo
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def spike_record(
 
     A prompt is named by its problem and by `prompt_hash` of its question. The worst samples are those with the largest log ratio,
     of the learner after the update to the sampler, in either direction; at most four are kept. Log ratios are clamped to +-20, and
-    NaN counts as 20.
+    NaN counts as 20. Metrics that are no finite numbers are named in "spikes" alone.
     """
     batch = policy_batch(samples, None, "token", 0)
     assert batch.behaviour_logprobs_T is not None, "a policy's batch has behaviour logprobs"
@@ -79,7 +80,7 @@ def spike_record(
         )
     worst.sort(key=lambda one: -max(one["log_ratio_max"], -one["log_ratio_min"]))
     prompts = {sample.problem.id: prompt_hash(sample.problem.question) for sample in samples}
-    tails = {name: metrics[name] for name in _TAILS if name in metrics}
+    tails = {name: metrics[name] for name in _TAILS if name in metrics and math.isfinite(metrics[name])}
     return {"step": step, "spikes": list(spikes), **tails, "prompts": prompts, "worst": worst[:_WORST]}
 
 

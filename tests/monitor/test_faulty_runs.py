@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 import nmoe
 from nmoe.engine.api import Engine, Request
-from nmoe.errors import RunStoppedError
+from nmoe.errors import DivergenceError, RunStoppedError
+from nmoe.rl import update
 from nmoe.types import Sample
 
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64}
@@ -88,6 +90,17 @@ def test_an_engine_that_samples_at_another_temperature_than_the_learner_thinks(p
     assert alerts(run.path) == {"mismatch": 2}
     record = json.loads((run.path / "alerts.jsonl").read_text().splitlines()[0])
     assert not any("route_flips" in remedy for remedy in record["remedies"]), "the model is dense"
+
+
+def test_a_metric_that_is_not_finite_ends_the_run_and_leaves_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = update.effect
+    monkeypatch.setattr(update, "effect", lambda *of: found(*of) | ({"update_kl": math.nan} if of[-1] == 2 else {}))
+    with pytest.raises(DivergenceError, match=r"^step 2: update_kl is nan; the step is not recorded"):
+        nmoe.train_rl(TINY, PROMPTS, [vowels], config=SETTINGS | {"run.name": "broken"})
+    rows, spikes = (Path("runs/broken", name).read_text().splitlines() for name in ("metrics.jsonl", "spikes.jsonl"))
+    assert (len(rows), json.loads(rows[0])["step"], DivergenceError.exit_code) == (1, 1, 1)
+    (record,) = map(json.loads, spikes)
+    assert (record["step"], record["spikes"], len(record["worst"])) == (2, ["update_kl"], 4)
 
 
 def test_a_level_of_stop_saves_the_run_and_ends_it() -> None:

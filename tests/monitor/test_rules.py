@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import threading
 import time
@@ -30,7 +31,7 @@ from nmoe.config.tables.monitor import (
     StalledSection,
     TruncationSection,
 )
-from nmoe.errors import UserError
+from nmoe.errors import DivergenceError, UserError
 from nmoe.monitor import machine
 from nmoe.monitor.machine import DiskRule, IdleRule, MemoryRule, Pauses, SlowDiskRule, StalledRule, Suspension
 from nmoe.monitor.mismatch import MismatchRule
@@ -208,34 +209,51 @@ def test_a_step_that_measures_no_mismatch_breaks_no_row() -> None:
     assert [rule.symptom(row) is None for row in (far, {"skipped": 1.0}, far)] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    "broken", [{"mismatch_abs_mean": math.nan}, {"entropy_mean": math.nan}, {"entropy_mean": math.inf}]
-)
-@pytest.mark.parametrize("at", [0, 7])
-def test_a_mismatch_that_is_not_a_number_is_reported_once_and_the_level_stays(
-    broken: dict[str, float], at: int
-) -> None:
-    quiet, loud = ({"mismatch_abs_mean": mean, "entropy_mean": 1.0} for mean in (0.003, 0.03))
-    monitor = Monitor([MismatchRule(MismatchSection(), "bfloat16")])
-    calm = [quiet] * (CALM_STEPS + 5)
-    alerts = [monitor.observe(row) for row in [quiet] * at + [quiet | broken] * 6 + calm + [loud] * 2]
-    said = {step: alert.message for step, found in enumerate(alerts) for alert in found}
-    first, over, last = at, at + 6 + CALM_STEPS - 1, at + 6 + len(calm) + 1
-    assert list(said) == [first, over, last]
-    assert said[first].startswith("engine and learner differ by ")
-    assert "nan" in said[first] or "inf" in said[first]
-    assert said[last].endswith("2 steps in a row, 10.0 times as much as before at the same entropy")
+class Noting(dict[str, float]):
+    """A step's metrics that note the names that a rule asks for."""
+
+    asked: set[str]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> float:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
 
 
-def test_a_start_that_is_not_a_number_is_not_the_level_of_a_run() -> None:
-    """The first values that are numbers are the level, so that a later fault is seen, and health is none."""
-    broken = rows(3, response_length_mean=math.nan, reward_mean=math.nan)
-    assert fired([*rows(3, entropy_mean=math.nan), *rows(40)]) == [(1, "mismatch")], "once; the entropy has a start"
-    assert fired([*broken, *rows(40)]) == []
-    assert fired([*broken, *rows(20), *rows(10, response_length_mean=301.0)]) == [(28, "length")]
-    assert fired([*rows(20), *rows(10, grad_norm=math.nan)]) == [(23, "grad_norm")]
-    level = [{**HEALTHY, "reward_mean": 0.5}] * 12
-    assert fired([*level, *rows(3, reward_mean=math.nan), *level * 4])[0] == (53, "flat"), "50 steps with a reward"
+def test_no_rule_passes_over_a_metric_that_is_not_finite() -> None:
+    """For each rule: the metrics that it asks for in healthy steps, each of them broken. A comparison with NaN is false, so that
+    the rule itself would see health."""
+    evaluated = {"probe": 0.5, "probe_before": 0.5, "time_save_s": 1.0, "weight/correctness": 1.0, "has_boxed": 1.0}
+    healthy = {**HEALTHY, **evaluated, **collapse(0.5)}
+    config = load_run_with(Path("speedrun"), RLConfig, {"monitor": {"experts": {"warmup_steps": 0}}}, "mine.toml", "rl")
+    for rule in [one.rule for one in monitor_of(config, 8, Path())._watched]:
+        steps = Noting(healthy)
+        steps.asked = set()
+        for _ in range(12):
+            rule.symptom(steps)
+        assert steps.asked or rule.looks_around, rule.name
+        for name in steps.asked:
+            for value in (math.nan, math.inf, -math.inf):
+                with pytest.raises(
+                    DivergenceError, match=rf"^step 1: {re.escape(name)} is {value}; the step is not recorded"
+                ):
+                    Monitor([rule]).observe(healthy | {name: value})
+
+
+def test_what_is_not_finite_is_named_at_any_level_and_in_an_evaluation() -> None:
+    monitor = Monitor([TruncationRule(TruncationSection(level="off"))])
+    monitor.recall({"reward_mean": 0.5})
+    with pytest.raises(
+        DivergenceError, match=r"^step 2: update_kl is nan, probe is inf; .* lower optimizer.learning_rate"
+    ):
+        monitor.observe({"update_kl": math.nan, "reward_mean": 0.5, "expert_load": [0.5, 0.5]}, {"probe": math.inf})
 
 
 def test_exact_numerics_leave_no_mismatch() -> None:

@@ -217,6 +217,8 @@ def test_what_is_beyond_its_limit() -> None:
     assert spikes_in({**calm, "update_log_ratio_min": -5.1}, kl_above=0.1) == ["update_log_ratio_min"], "in one update"
     assert spikes_in({**calm, "update_kl": 0.11, "update_ratio_max": 11.0}, 0.1) == ["update_ratio_max", "update_kl"]
     assert spikes_in({"skipped": 1.0}, kl_above=0.1) == []
+    for name in (*calm, "update_kl", "update_log_ratio_max", "update_log_ratio_min", "update_ratio_max"):
+        assert spikes_in({**calm, name: math.nan}, kl_above=0.1) == [name], "a comparison with NaN is false"
 
 
 def named(groups: list[Group]) -> list[Group]:
@@ -272,8 +274,10 @@ def test_weights_that_are_no_numbers_can_be_recorded(tiny_model: Any) -> None:
     learner = Learner(tiny_model(), OptimizerSection(), 10, 4096)
     with torch.no_grad():
         next(learner.model.parameters()).fill_(math.nan)
-    record = spike_record(1, ["grad_norm"], {}, named(random_groups(1, 2))[0].trajectories, learner, str)
+    metrics = {"grad_norm": 60.0, "update_kl": math.nan, "update_log_ratio_max": math.inf}
+    record = spike_record(1, [*metrics], metrics, named(random_groups(1, 2))[0].trajectories, learner, str)
     assert json.dumps(record, allow_nan=False)
+    assert (record["spikes"], record["grad_norm"], "update_kl" in record) == ([*metrics], 60.0, False)
     assert record["worst"][0]["log_ratio_max"] == 20.0
 
 
