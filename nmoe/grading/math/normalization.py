@@ -21,6 +21,7 @@ comma
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 # Longer than any gold of the known datasets; a longer gold is refused when its pool loads. It bounds the work that a hostile
 # answer can cause.
@@ -123,6 +124,7 @@ _GROUPED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?:
 _PLAIN = re.compile(r"\+?(-?)(?:0+(?=[0-9]))?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
+@lru_cache(64)  # one comparison normalises the same texts several times
 def normalize(text: str) -> str:
     """Removes an answer's typesetting. Idempotent. For nested typesetting the time is quadratic in the length."""
     previous = None
