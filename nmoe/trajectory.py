@@ -63,6 +63,13 @@ class Columns:
         return self._per_token(lambda turn: turn.sample.versions, NOT_SAMPLED_VERSION)
 
     @property
+    def engines(self) -> list[int] | None:
+        """The number of the engine server that sampled each of `token_ids`; -1 for given tokens, None without several servers."""
+        if any(turn.sample.engine is None for turn in self.turns):
+            return None
+        return self._per_token(lambda turn: [turn.sample.engine] * len(turn.sample.token_ids), -1)
+
+    @property
     def kept_ids(self) -> list[list[int]] | None:
         """For each of `token_ids`, the ids from which top-k or top-p drew it; empty for given tokens, None if sampling
         was never truncated."""
@@ -217,6 +224,7 @@ class Trajectory(Columns):
             "kept_ids": self.kept_ids,
             "spans": [span._asdict() for span in self.spans],
             "finish_reasons": self.finish_reasons,
+            "engines": [turn.sample.engine for turn in self.turns],
             "tool_events": [event.record() for event in self.tool_events],
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
             "text": text,

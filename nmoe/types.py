@@ -62,7 +62,8 @@ class Sample:
     `logprobs` are each token's log-probability under the distribution that it was drawn from, after temperature, top-k and top-p
     (so 0.0 under greedy). `versions` holds the weight version of each token. `kept_ids` holds, for each token, the ids that top-k
     or top-p left to draw from; None if neither cut any. `routes` holds the experts that the router picked, int16 `[prompt +
-    completion - 1, layers, experts per token]`; None if the engine records none.
+    completion - 1, layers, experts per token]`; None if the engine records none. `engine` is the number of the server that
+    sampled it, of several.
     """
 
     token_ids: list[int]
@@ -71,6 +72,7 @@ class Sample:
     finish_reason: FinishReason
     kept_ids: list[list[int]] | None = None
     routes: Any | None = None
+    engine: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Batch:
     `old_logprobs_T` and `old_values_T` come from the learner before the first of several updates on the same samples. `returns_T`
     and `labels_T` are the targets of a value or classification head. Where the head judges reasoning steps of several tokens,
     `steps_T` numbers the step of each judged token, and `label_weights_T` is the loss weight of the step's label, separate from the
-    token's weight in `weights_T`.
+    token's weight in `weights_T`. `engines_T` is the number of the engine server that sampled a token, of several.
     """
 
     lengths: tuple[int, ...]
@@ -65,6 +65,7 @@ class Batch:
     labels_T: Tensor | None = None
     label_weights_T: Tensor | None = None
     steps_T: Tensor | None = None
+    engines_T: Tensor | None = None
     routes_TYK: Tensor | None = None
     kept_TM: Tensor | None = None
     prefixes: tuple[tuple[int, int], ...] | None = None

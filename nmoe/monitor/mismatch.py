@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass, field
+
 from nmoe.config.tables.monitor import MismatchSection
 from nmoe.monitor.monitor import Metrics, Rule
 
@@ -23,8 +26,20 @@ def highest_mismatch(precision: str, entropy: float) -> float:
     return _ABOVE.get(precision, _ABOVE_IN_HALF_PRECISION) * max(entropy, 1.0) ** 0.5
 
 
+_EACH = "mismatch_abs_mean/"
+
+
+@dataclass
+class _History:
+    """The last steps of one metric, scaled by the entropy; the lowest mean of five; and the steps in a row with the symptom."""
+
+    recent: list[float] = field(default_factory=list)
+    level: float | None = None
+    bad: int = 0
+
+
 class MismatchRule(Rule[MismatchSection]):
-    """Fires when the metric mismatch_abs_mean exceeds a bound, or grows.
+    """Fires when the metric mismatch_abs_mean exceeds a bound, or grows; of several engine servers, when the metric of one does.
 
     The metric is the mean difference between engine and learner in the log-probability of a token. Growth is measured
     against a baseline: the lowest mean over five steps of the metric divided by the square root of the entropy. Since
@@ -45,23 +60,23 @@ class MismatchRule(Rule[MismatchSection]):
         routes: bool = False,
         truncates: bool = False,
         corrects: bool = False,
+        servers: bool = False,
     ) -> None:
         """Makes the rule for a run. `exact` says that numerics are exact on this machine, so that any difference is a symptom.
 
         The other arguments select remedies: `routes` if the model has routed experts, `truncates` if top-p or top-k is
-        on, and `corrects` if algorithm.correction is on.
+        on, `corrects` if algorithm.correction is on, and `servers` if engine servers sample.
         """
         super().__init__(settings)
         self._precision, self._exact = precision, exact
-        self._recent: list[float] = []
-        self._level: float | None = None
-        self._bad = 0
+        self._histories: defaultdict[str, _History] = defaultdict(_History)
         first = (
             "report it"
             if exact
             else 'set [model] numerics = "exact": rounding then makes no difference, a fault still does'
         )
         hints = {
+            "start that server again, or leave it out of engine.urls; its log is in engines/": servers,
             'correct for it: algorithm.correction = "tis"': not corrects,
             "look at route_flips": routes,
             "look at what top-p and top-k keep": truncates,
@@ -69,28 +84,34 @@ class MismatchRule(Rule[MismatchSection]):
         self.remedies = (first, *(hint for hint, applies in hints.items() if applies))
 
     def symptom(self, metrics: Metrics) -> str | None:
-        mean = metrics.get("mismatch_abs_mean")
-        if mean is None:  # a step without an update measures nothing, and does not break a row of steps
-            return None
-        entropy = metrics.get("entropy_mean", 1.0)
-        said = self._excess(mean, entropy)
-        self._bad = 0 if said is None else self._bad + 1
-        if said is None or self._bad < self.settings.steps:
-            return None
-        return f"engine and learner differ by {mean:.2g} a token, {self.settings.steps} steps in a row, {said}"
+        # The mean over all would hide one engine of eight. A step without an update measures nothing, and does not break a row.
+        engines = {name.removeprefix(_EACH): mean for name, mean in metrics.items() if name.startswith(_EACH)}
+        if not engines and "mismatch_abs_mean" in metrics:
+            engines = {"engine": metrics["mismatch_abs_mean"]}
+        entropy, found = metrics.get("entropy_mean", 1.0), []
+        for name, mean in engines.items():
+            history = self._histories[name]
+            said = self._excess(history, mean, entropy)
+            history.bad = 0 if said is None else history.bad + 1
+            if said is not None and history.bad >= self.settings.steps:
+                of = f" of {len(engines)}" if len(engines) > 1 else ""
+                found.append(
+                    f"{name}{of} and learner differ by {mean:.2g} a token, {self.settings.steps} steps in a row, {said}"
+                )
+        return "; ".join(found) or None
 
-    def _excess(self, mean: float, entropy: float) -> str | None:
+    def _excess(self, history: _History, mean: float, entropy: float) -> str | None:
         """Returns a description of the bound that the mismatch exceeds; None if it exceeds none."""
         if self._exact and not self.settings.above:
             return "and with exact numerics by nothing" if mean > 0 else None
         bound = highest_mismatch(self._precision, entropy)
         if self.settings.above:
             bound *= self.settings.above / highest_mismatch(self._precision, 0.0)
-        level, scaled = self._level, mean / max(entropy, 1e-3) ** 0.5
-        self._recent = [*self._recent[1 - _LEVEL_STEPS :], scaled]
-        if len(self._recent) == _LEVEL_STEPS:
-            recent = sum(self._recent) / _LEVEL_STEPS
-            self._level = recent if level is None else min(level, recent)
+        level, scaled = history.level, mean / max(entropy, 1e-3) ** 0.5
+        history.recent = [*history.recent[1 - _LEVEL_STEPS :], scaled]
+        if len(history.recent) == _LEVEL_STEPS:
+            recent = sum(history.recent) / _LEVEL_STEPS
+            history.level = recent if level is None else min(level, recent)
         if mean > bound:
             return f"and {bound:.2g} is the most that rounding explains"
         # Far below the bound a difference is rounding, which comes and goes.

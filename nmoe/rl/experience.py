@@ -89,6 +89,7 @@ def policy_batch(
         advantages_T=None if advantages_B is None else advantages_T,
         behaviour_logprobs_T=torch.from_numpy(behaviour_T).float(),
         routes_TYK=_routes(branches),
+        engines_T=_engines(branches),
         kept_TM=_kept(branches),
         prefixes=_prefixes(branches),
         samples=several,
@@ -118,6 +119,14 @@ def _routes(branches: Sequence[Branch]) -> Tensor | None:
     if len(routes) < len(branches):
         return None
     return torch.from_numpy(np.concatenate(routes))
+
+
+def _engines(branches: Sequence[Branch]) -> Tensor | None:
+    engines = [one.engines for one in branches]
+    if None in engines:
+        return None
+    columns = zip(branches, engines, strict=True)
+    return torch.tensor([n for one, own in columns for n in (*[-1] * (len(one.prompt_ids) - 1), *(own or ()))])
 
 
 def _kept(branches: Sequence[Branch]) -> Tensor | None:

@@ -96,7 +96,9 @@ class PolicyUpdate:
                     self.critic.observe_policy(minibatch, passes[-1])
         if trains_policy:
             result, last = joined_passes(passes), joined_steps(steps)
-            metrics |= update_metrics(result, last, experience.advantages, experience.mismatch)
+            engines_T = experience.batch.engines_T
+            engines_N = None if engines_T is None else engines_T[experience.batch.scored_positions]
+            metrics |= update_metrics(result, last, experience.advantages, experience.mismatch, engines_N)
             # Of a single update its own pass has them.
             batch, before_T = experience.batch, experience.batch.old_logprobs_T
             before_N = result.tokens["logprobs"] if before_T is None else before_T[batch.scored_positions]
@@ -134,10 +136,15 @@ def joined_steps(steps: Sequence[StepResult]) -> StepResult:
 
 
 def update_metrics(
-    result: PassResult, step: StepResult, advantages: Tensor, mismatch_N: Tensor | None = None
+    result: PassResult,
+    step: StepResult,
+    advantages: Tensor,
+    mismatch_N: Tensor | None = None,
+    engines_N: Tensor | None = None,
 ) -> dict[str, float]:
     """Computes the metrics of a training step's updates. `mismatch_N` is the log ratio of learner to sampler at the same weights,
-    measured before the updates; None for a single update on fresh samples, where it equals the update's own log ratio."""
+    measured before the updates; None for a single update on fresh samples, where it equals the update's own log ratio. `engines_N`
+    is the number of the engine server that sampled each token, of several."""
     log_ratio_N = result.tokens["log_ratio"].double()
     advantages = advantages.double()
     clamped_N = log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -165,6 +172,8 @@ def update_metrics(
         # KL(sampler || learner) at the sampler's tokens: k3 with d = log sampler - log learner.
         "mismatch_kl": float(kl_estimate(-mismatch_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), "k3").mean()),
     }
+    for engine in () if engines_N is None else engines_N.unique().tolist():
+        metrics[f"mismatch_abs_mean/engine_{engine}"] = float(mismatch_N[engines_N == engine].abs().mean())
     if "reference_kl" in result.tokens:
         metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
     return metrics | step.metrics() | result.routing_metrics()

@@ -141,6 +141,7 @@ class _Record(_Strict):
     kept_ids: list[list[int]] | None
     spans: list[_Span]
     finish_reasons: list[FinishReason]
+    engines: list[int | None] = []
     tool_events: list[_ToolEvent]
     exchanges: list[_Exchange] = []
     text: str

@@ -256,6 +256,29 @@ def test_what_is_not_finite_is_named_at_any_level_and_in_an_evaluation() -> None
         monitor.observe({"update_kl": math.nan, "reward_mean": 0.5, "expert_load": [0.5, 0.5]}, {"probe": math.inf})
 
 
+def test_one_engine_of_eight_is_named() -> None:
+    """The mean over all, 0.06, is a bf16 engine's rounding at an entropy of 2; that of the one is not."""
+    rule = MismatchRule(MismatchSection(), "bfloat16", servers=True)
+    each = {f"mismatch_abs_mean/engine_{number}": 0.4 if number == 3 else 0.01 for number in range(8)}
+    row = {"mismatch_abs_mean": 0.06, "entropy_mean": 2.0} | each
+    skipped = {"skipped": 1.0}
+    assert [rule.symptom(one) is None for one in (row, skipped, row)] == [True, True, False]
+    bound = 0.05 * 2**0.5
+    said = (
+        f"engine_3 of 8 and learner differ by 0.4 a token, 2 steps in a row, and {bound:.2g} is the most that rounding"
+    )
+    assert rule.symptom(row) == f"{said} explains"
+    assert rule.remedies[1].startswith("start that server again")
+    # Another one grows beyond its own level of five steps, below the bound.
+    for _ in range(5):
+        assert rule.symptom(row | {"mismatch_abs_mean/engine_3": 0.01}) is None
+    grown = row | {"mismatch_abs_mean/engine_3": 0.01, "mismatch_abs_mean/engine_5": 0.05}
+    assert rule.symptom(grown) is None
+    assert rule.symptom(grown) == (
+        "engine_5 of 8 and learner differ by 0.05 a token, 2 steps in a row, 5.0 times as much as before at the same entropy"
+    )
+
+
 def test_exact_numerics_leave_no_mismatch() -> None:
     rule = MismatchRule(MismatchSection(), exact=True)
     assert differing(rule, *[(0.0, 1.0)] * 9, (1e-9, 1.0), (1e-9, 1.0)) == [False] * 10 + [True]

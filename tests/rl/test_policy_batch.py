@@ -71,6 +71,22 @@ def test_routes_stand_where_their_token_is_read() -> None:
     assert policy_batch(trajectories, ADVANTAGES_B, "token", 4).routes_TYK is None
 
 
+def test_each_token_has_the_engine_that_sampled_it() -> None:
+    """A trajectory of two turns on two servers, with a tool's answer of two tokens between, and one of another server."""
+    turns = (
+        Turn((), Sample([7, 8], [-0.5, -0.25], [3, 3], "stop", engine=1)),
+        Turn((3, 4), Sample([6, 2], [-2.0, -3.0], [3, 3], "stop", engine=0)),
+    )
+    first = Trajectory(PROBLEM, 0, (5, 6), turns, GRADE, Sampling(4))
+    other = trajectory((5, 6), Sample([9], [-1.0], [3], "length", engine=2))
+    batch = policy_batch([first, other], None, "token", 8)
+    assert batch.engines_T is not None
+    # Prompt (5, 6): the position of its last token predicts the first sampled one.
+    assert batch.engines_T.tolist() == [-1, 1, 1, -1, -1, 0, 0, -1, 2]
+    assert batch.engines_T[batch.scored_positions].tolist() == [1, 1, 0, 0, 2]
+    assert (first.record(1, "")["engines"], policy_batch(two(), None, "token", 8).engines_T) == ([1, 0], None)
+
+
 def test_samples_of_one_prompt_share_it() -> None:
     prompts = [(5, 6), (9,), (5, 6), (5, 6), (9,)]
     tokens = [[7, 2], [8], [], [4], [3]]

@@ -138,6 +138,16 @@ PASS = PassResult(
 STEP = StepResult(grad_norm=2.5, learning_rate=1e-3)
 
 
+def test_the_mismatch_of_each_engine_is_over_its_own_tokens() -> None:
+    found = update_metrics(PASS, STEP, torch.ones(3), None, torch.tensor([2, 0, 2]))
+    assert {name: value for name, value in found.items() if "engine" in name} == {
+        "mismatch_abs_mean/engine_0": pytest.approx(0.3),
+        "mismatch_abs_mean/engine_2": pytest.approx((0.1 + 25) / 2),
+    }
+    measured = update_metrics(PASS, STEP, torch.ones(3), torch.tensor([0.5, -1.0, 0.0]), torch.tensor([2, 0, 2]))
+    assert measured["mismatch_abs_mean/engine_2"] == 0.25, "before several updates, not in them"
+
+
 def test_update_metrics() -> None:
     metrics = update_metrics(PASS, STEP, torch.tensor([1.0, -1.0, 0.5, -0.5]))
     k3 = [math.exp(c) - 1 - c for c in (0.1, -0.3, 20.0)]  # the log ratio is clamped to 20

@@ -236,6 +236,7 @@ def test_a_record_holds_what_is_needed_to_sample_again(environment: Make, harmon
         "kept_ids": None,
         "spans": [{"kind": "sampled", "turn": 0, "start": 0, "end": length}],
         "finish_reasons": ["stop"],
+        "engines": [None],
         "tool_events": [],
         "exchanges": [],
         "text": "hm 9",

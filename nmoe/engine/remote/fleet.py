@@ -250,6 +250,7 @@ class Fleet:
                 with self._dealing.dealt(slot.index, request) as finished:
                     samples = await slot.server.generate(request, self._version, attempt, deadline_s)
                     for sample in samples:
+                        sample.engine = slot.index if len(self._slots) > 1 else None
                         finished(len(sample.token_ids))
             except ServerLostError as error:
                 self._retried += attempt == 1
