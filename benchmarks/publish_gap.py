@@ -1,7 +1,7 @@
 """The gap that a publication of weights leaves in a stream, and that of an empty pause: python benchmarks/publish_gap.py CHECKPOINT
 
 A client streams the tokens of one request from an engine server, while another has it pause and resume, or publishes weights to it:
-pause, transfer by files, commit, resume, and a canary of 8 requests of 32 tokens. The gap is the largest time between two tokens of
+transfer by files, commit, and a canary of 8 requests of 32 tokens. The gap is the largest time between two tokens of
 the stream less the median one. The two take turns, nine times after one that warms up. Prints medians and their ratio; the last
 line is one JSON object. At most three times the empty pause is wanted, and at most 0.5 s on a quiet machine.
 """
@@ -60,11 +60,9 @@ class Client:
 
     def publish(self, info: dict[str, Any]) -> None:
         self.version += 1
-        self.post("/pause", mode="keep", clear_cache="true")
         self.post("/start_weight_update")
         self.post("/update_weights", {"update_info": info})
         self.post("/finish_weight_update", {"weight_version": str(self.version)})
-        self.post("/resume")
         asked = [encode_request(self.request(CANARY_TOKENS, seed)) for seed in range(CANARIES)]
         with ThreadPoolExecutor(CANARIES) as pool:
             list(pool.map(lambda body: self.post(GENERATE, body), asked))

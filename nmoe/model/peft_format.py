@@ -171,13 +171,13 @@ def read_settings(directory: Path) -> tuple[LoraSettings, str, dict[str, Any]]:
     return settings, raw.get("base_model_name_or_path") or "", raw
 
 
-def read_adapter(model: Transformer, directory: Path) -> Adapter:
-    """Reads an adapter for this model. Raises UserError, naming file and tensor, for missing or damaged files, an adapter made
-    for another base, and values that are not finite."""
+def read_adapter(model: Transformer, directory: Path, tensors: dict[str, Tensor] | None = None) -> Adapter:
+    """Reads an adapter for this model; `tensors` is its file's content, if that has been read. Raises UserError, naming file and
+    tensor, for missing or damaged files, an adapter made for another base, and values that are not finite."""
     settings, base, raw = read_settings(directory)
     file = directory / WEIGHTS
     try:
-        tensors = load_file(file)
+        tensors = load_file(file) if tensors is None else dict(tensors)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; an adapter is {CONFIG} and {WEIGHTS}") from None
     except (OSError, SafetensorError) as error:
@@ -222,16 +222,16 @@ def base_notes(directory: Path, base: str, fingerprint: str) -> list[str]:
     return [f"{directory}: trained beside another base, {name}, than {base}"] if other else []
 
 
-def resume_adapter(lora: Lora, directory: Path) -> None:
-    """Loads into `lora` the tensors that `save_adapter` wrote. Raises UserError if the base or the settings have changed or a file
-    is damaged; `lora` is then unchanged."""
+def resume_adapter(lora: Lora, directory: Path, tensors: dict[str, Tensor] | None = None) -> None:
+    """Loads into `lora` the tensors that `save_adapter` wrote; `tensors` are they, if they have been read. Raises UserError if the
+    base or the settings have changed or a file is damaged; `lora` is then unchanged."""
     path, fingerprint = read_base(directory)
     if fingerprint != lora.fingerprint:
         raise UserError(
             f"{directory}: trained beside the base {path} when that had the fingerprint {fingerprint}; {lora.base} now holds "
             f"another configuration or other weights ({lora.fingerprint}). Put the base back, or start a new run"
         )
-    adapter = read_adapter(lora.model, directory)
+    adapter = read_adapter(lora.model, directory, tensors)
     if {site: adapter.settings.of(site) for site in adapter.parts} != {
         site: lora.settings.of(site) for site in lora.sites
     }:

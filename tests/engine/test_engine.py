@@ -588,3 +588,22 @@ def test_an_interrupt_while_the_loop_starts_ends_the_coroutine_there(
     assert cancelled == [True]
     assert capfd.readouterr().err == ""
     assert len(engine.run(heard(engine, request))) == 20
+
+
+def test_versions_that_come_fast_let_a_request_end(model: Transformer, request_of: MakeRequest) -> None:
+    """Each version has 30 tokens or more computed again, 8 in a step; a token is sampled before the next one."""
+    engine, versions = NativeEngine(model, 4), 0
+    engine._engine.scheduler.prefill_tokens = 8
+
+    async def replaced() -> list[Sample]:
+        nonlocal versions
+        answer = asyncio.ensure_future(engine.generate(request_of("old", 30, 1, 12)))
+        while not answer.done():
+            versions += 1
+            await engine.replace_weights(lambda: None, versions)
+        return await answer
+
+    ((sample,)) = engine.run(asyncio.wait_for(replaced(), 30))
+    assert sample.versions == sorted(sample.versions)
+    assert len(set(sample.versions)) >= 6
+    assert versions <= 2 + len(sample.token_ids)

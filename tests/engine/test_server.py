@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.remote.weights import digest_of
 from nmoe.engine.remote.wire import (
     GENERATE,
     WireError,
@@ -35,12 +36,11 @@ from nmoe.engine.remote.wire import (
     error_of,
 )
 from nmoe.engine.server.__main__ import main
-from nmoe.engine.server.weights import digest_of
 from nmoe.model.checkpoint import export_model, fingerprint, load_model, save_model
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
-from nmoe.model.peft_format import adapter_tensors, save_adapter
+from nmoe.model.peft_format import WEIGHTS, adapter_tensors, save_adapter
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sample, Sampling
 
@@ -86,11 +86,9 @@ class Server:
             time.sleep(0.002)
 
     def publish(self, directory: Path, version: int, tensors: dict[str, Tensor] | None = None) -> None:
-        self.ask("/pause", mode="keep")
         self.ask("/start_weight_update")
         self.ask("/update_weights", {"update_info": from_disk(directory, tensors)})
         self.ask("/finish_weight_update", {"weight_version": str(version)})
-        self.ask("/resume")
 
 
 def from_disk(directory: Path, tensors: dict[str, Tensor] | None = None) -> dict[str, Any]:
@@ -346,7 +344,6 @@ NORM = "model.norm.weight"
         (lambda tensors: tensors.pop(NORM), "as it is", f"update: not a checkpoint .*{NORM} is missing"),
         (lambda tensors: tensors.update(more=torch.ones(1)), "as it is", "more is not part of this architecture"),
         (lambda tensors: tensors.update({NORM: torch.ones(3)}), "as it is", rf"{NORM} has shape \[3\]"),
-        (lambda tensors: tensors[NORM].fill_(torch.nan), "as it is", f"{NORM} holds NaN"),
         (lambda tensors: tensors.clear(), "as it is", "an update is a whole set of weights"),
     ],
 )
@@ -365,14 +362,12 @@ def test_a_broken_update_is_refused_until_a_whole_one_comes(
     save_file(tensors, tmp_path / "model.safetensors")
     info = from_disk(tmp_path, tensors if sent else load_file(checkpoints[1] / "model.safetensors"))
     info["path"] = str(tmp_path)
-    server.ask("/pause", mode="keep")
     server.ask("/start_weight_update")
     refused = server.refusal("/update_weights", {"update_info": info})
     assert re.search(message, refused), refused
     request = request_of("after", 5, 1, 4)
     for path, body in (
         ("/finish_weight_update", {"weight_version": "3"}),
-        ("/resume", {}),
         (GENERATE, encode_request(request)),
     ):
         assert "/start_weight_update, /update_weights, /finish_weight_update" in server.refusal(path, body, 409)
@@ -383,22 +378,40 @@ def test_a_broken_update_is_refused_until_a_whole_one_comes(
 
 def test_updates_come_in_order(server: Server, checkpoints: list[Path], request_of: MakeRequest) -> None:
     info = {"update_info": from_disk(checkpoints[1])}
-    assert "call /pause first" in server.refusal("/start_weight_update", status=409)
-    server.ask("/pause", mode="keep")
     assert "no update has begun" in server.refusal("/update_weights", info, 409)
     assert "no weights have arrived" in server.refusal("/finish_weight_update", {"weight_version": "1"}, 409)
     server.ask("/start_weight_update")
-    assert "has not finished" in server.refusal("/resume", status=409)
     assert "no weights have arrived" in server.refusal("/finish_weight_update", {"weight_version": "1"}, 409)
     server.ask("/update_weights", info)
     assert "must be a whole number as text" in server.refusal("/finish_weight_update", {"weight_version": "v1"})
     assert "must be str" in server.refusal("/finish_weight_update", {"weight_version": 1})
-    assert "has not finished" in server.refusal("/resume", status=409)
+    assert server.generate(request_of("before", 5, 1, 2))[0].versions == [0, 0], "the old weights sample until then"
+    server.ask("/pause", mode="keep")
     with background(lambda: server.generate(request_of("early", 5, 1, 2))) as answer:
         time.sleep(0.05)
         server.ask("/finish_weight_update", {"weight_version": "1"})
         server.ask("/resume")
         assert answer.result(30)[0].versions == [1, 1], "it has waited for the weights"
+
+
+def test_weights_that_hold_nan_end_what_runs(
+    server: Server, checkpoints: list[Path], models: list[Transformer], request_of: MakeRequest, tmp_path: Path
+) -> None:
+    """It is seen while they are copied, so that the model may hold a mixture, by which no token may be sampled."""
+    tensors = load_file(checkpoints[1] / "model.safetensors")
+    tensors[NORM].fill_(torch.nan)
+    save_file(tensors, tmp_path / "model.safetensors")
+    request = request_of("runs", 5, 1, LONG)
+    with background(lambda: server.generate(request)) as answer:
+        server.wait_for(10)
+        server.ask("/start_weight_update")
+        server.ask("/update_weights", {"update_info": from_disk(tmp_path, tensors)})
+        assert f"{NORM} holds NaN" in server.refusal("/finish_weight_update", {"weight_version": "3"})
+        (sample,) = answer.result(30)
+    assert sample.finish_reason == "abort"
+    assert set(sample.versions) == {0}
+    starts_as(sample, request, models[0], len(sample.token_ids))
+    assert "holds NaN" in server.refusal(GENERATE, encode_request(request), 409)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +429,6 @@ def test_updates_come_in_order(server: Server, checkpoints: list[Path], request_
 def test_an_update_that_is_none_is_refused(
     server: Server, checkpoints: list[Path], change: dict[str, Any], message: str
 ) -> None:
-    server.ask("/pause", mode="keep")
     server.ask("/start_weight_update")
     assert message in server.refusal("/update_weights", {"update_info": from_disk(checkpoints[0]) | change})
 
@@ -437,7 +449,6 @@ def test_weights_that_are_broadcast(
         "shapes": [list(tensor.shape) for tensor in tensors.values()],
     }
     del info["path"]
-    server.ask("/pause", mode="keep")
     for broken in (True, False):
         server.ask("/start_weight_update")
         with background(lambda: server.post("/update_weights", {"update_info": info})) as answer:
@@ -447,7 +458,6 @@ def test_weights_that_are_broadcast(
         assert reply.status_code == (400 if broken else 200)
         assert not broken or f"{NORM} has another digest" in error_of(reply.content)
     server.ask("/finish_weight_update", {"weight_version": "5"})
-    server.ask("/resume")
     request = request_of("after", 5, 1, 9)
     ((expected,),) = local(models[1], request, version=5)
     assert list(map(bits, server.generate(request))) == [bits(expected)]
@@ -580,15 +590,14 @@ def test_an_adapter_comes_alone_and_the_server_ends_when_its_parent_is_killed(
             save_adapter(lora, newer)
             tensors = adapter_tensors(lora)
             info = from_disk(newer, tensors) | {"transport": "adapter"}
-            server.ask("/pause", mode="keep")
             server.ask("/start_weight_update")
             assert "started on an adapter" in server.refusal(
                 "/update_weights", {"update_info": from_disk(checkpoints[0])}
             )
             server.ask("/start_weight_update")
             server.ask("/update_weights", {"update_info": info})
+            (newer / WEIGHTS).unlink()  # what was checked is used, and not read a second time
             server.ask("/finish_weight_update", {"weight_version": "2"})
-            server.ask("/resume")
             ((expected,),) = local(lora.model, request, version=2)
             assert list(map(bits, server.generate(request))) == [bits(expected)]
             assert expected.token_ids

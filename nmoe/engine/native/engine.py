@@ -180,14 +180,32 @@ class NativeEngine:
         # Requests from earlier in this turn of the event loop go first.
         self._flush(end)
 
-    async def update_weights(self, source: Transformer | Lora, version: int, recompute: bool = False) -> None:
+    async def update_weights(self, source: Transformer | Lora, version: int) -> None:
         """Takes a new version of the weights. The engine runs the learner's own module, adapter included, so that nothing is
-        copied; tokens sampled from now on carry the version. With `recompute`, running sequences compute their keys again by the
-        new weights before they sample on. Raises ValueError for another module."""
+        copied; tokens sampled from now on carry the version. Raises ValueError for another module."""
         model = source.model if isinstance(source, Lora) else source
         if model is not self._engine.model:
             raise ValueError("the native engine runs the learner's own module; it takes weights from no other")
-        await self.between_steps(lambda: self._engine.commit(version, recompute))
+        await self.between_steps(lambda: self._engine.commit(version))
+
+    async def replace_weights(self, put: Callable[[], None], version: int) -> None:
+        """Has `put` copy new weights into the module between two steps. Running sequences compute their keys again by them before
+        they sample on. One request at least goes on before weights are replaced once more: else versions that come fast would let
+        none go on. Where `put` raises, every request ends with the tokens that it has, since the module may hold a mixture."""
+
+        def act() -> None:
+            try:
+                put()
+            except BaseException:
+                for request_id in list(self._engine.scheduler.groups):
+                    for group in self._engine.abort(request_id):
+                        self._finish(group)
+                raise
+            self._engine.commit(version, recompute=True)
+
+        while await self.between_steps(lambda: self._has_work and self._engine.recomputing):
+            pass
+        await self.between_steps(act)
 
     async def between_steps(self, action: Callable[[], R]) -> R:
         """Calls a function on the engine's thread between two steps, and passes on its result or exception. The

@@ -66,6 +66,9 @@ class LLMEngine:
         self.runner = Runner(model, self.cache, self.running, graphs)
         self._generated_tokens = self._prefilled_tokens = 0
         self._busy_s = 0.0
+        self.recomputing = (
+            False  # whether there are requests, and none has gone on since a commit had all of them computed again
+        )
 
     def _manager(self, blocks: int, state_slots: int) -> BlockManager:
         return BlockManager(blocks, BLOCK_TOKENS, state_slots, self.cache.shares_prefixes)
@@ -154,6 +157,7 @@ class LLMEngine:
         except BaseException:
             self._reset()
             raise
+        self.recomputing &= slots is None and not finished
         for group in finished:
             del scheduler.groups[group.request.request_id]
         scheduler.steps += 1
@@ -226,6 +230,7 @@ class LLMEngine:
         their keys, with the routes by which their tokens were sampled."""
         self.runner.weights_changed(version)
         if recompute:
+            self.recomputing = not self.idle
             self.scheduler.preempt_all()
         self.scheduler.drop_prefixes()
 

@@ -116,9 +116,9 @@ class Publisher:
         self._sending = asyncio.Lock()  # two heals would share the group
 
     async def send(self, update: Update, servers: Sequence[EngineServer]) -> dict[EngineServer, ServerLostError]:
-        """Has servers take the weights of an update. Returns those that did not, with the reason. The others answer again, so that
-        their samples can be compared with the learner's: vLLM answers nothing while it is paused, and an update without a pause
-        ends its engine."""
+        """Has servers take the weights of an update. Returns those that did not, with the reason. The others answer, so that their
+        samples can be compared with the learner's. nmoe's servers sample until all tensors have come, and on; vLLM is paused
+        meanwhile, since an update without a pause ends its engine."""
         async with self._sending:
             return await self._send(update, servers)
 
@@ -141,11 +141,13 @@ class Publisher:
         else:
             await each(lambda server: server.control("/update_weights", {"update_info": update.info}, size=update.size))
         await each(lambda server: server.control("/finish_weight_update", {"weight_version": str(update.version)}))
-        await each(lambda server: server.control("/resume"))
+        if self._format == "hf":
+            await each(lambda server: server.control("/resume"))
         return failed
 
     async def _begin(self, server: EngineServer) -> None:
-        await server.control("/pause", params={"mode": "keep", "clear_cache": "true"})
+        if self._format == "hf":
+            await server.control("/pause", params={"mode": "keep", "clear_cache": "true"})
         if server not in self._ready:
             await server.control("/init_weight_transfer_engine", {"init_info": {}})
             self._ready.add(server)

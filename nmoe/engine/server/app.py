@@ -133,7 +133,6 @@ class Service:
 
     async def resume(self, asked: Asked) -> Response:
         async with self._control:
-            self._weights.check_complete()
             await self._engine.resume()
             self._paused = False
         return _json({"status": "resumed"})
@@ -150,14 +149,12 @@ class Service:
 
     async def start_update(self, asked: Asked) -> Response:
         async with self._control:
-            self._check_paused()
             self._weights.start()
         return _json({"message": "an update has begun"})
 
     async def update(self, asked: Asked) -> Response:
         info = take(await _body(asked), "update_info", dict)
         async with self._control:
-            self._check_paused()
             await self._weights.update(info)
         return _json({"message": "the weights have arrived"})
 
@@ -183,10 +180,6 @@ class Service:
             "unusable": self._weights.unusable,
         }
         return _json(self._described | state | {"stats": asdict(self._engine.stats())})
-
-    def _check_paused(self) -> None:
-        if not self._paused:
-            raise StateError("weights change only while the engine is paused; call /pause first")
 
     async def _admit(self) -> None:
         await self._open.wait()

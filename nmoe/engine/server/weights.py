@@ -1,15 +1,15 @@
 """Takes new weights for a served model: from files, by broadcast, or as an adapter.
 
-An update is one whole set of tensors, under the names of a checkpoint, with the SHA-256 of each. Nothing of the model changes
-before all of them have arrived as they were sent. After an update that failed, the engine samples nothing until one has succeeded.
+An update is one whole set of tensors, under the names of a checkpoint, with the SHA-256 of each. The engine samples on while they
+arrive and are checked; all of them are then copied between two of its steps. After an update that failed, it takes no request until
+one has succeeded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.remote.weights import digest_of
 from nmoe.engine.server.requests import check_names, take
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.families import family_of, native
-from nmoe.model.families.base import fill
+from nmoe.model.families.base import filling
 from nmoe.model.lora import Lora
 from nmoe.model.peft_format import WEIGHTS, resume_adapter
 from nmoe.model.shards import open_tensors
@@ -47,19 +48,14 @@ class Weights:
     def __init__(self, engine: NativeEngine, model: Transformer, lora: Lora | None) -> None:
         self._engine, self._model, self._lora = engine, model, lora
         self.version, self.unusable = 0, ""
-        self._started = self._arrived = False
+        self._started = False
+        self._put: Callable[[], None] | None = None  # copies what has arrived
         self._group: Any = None
 
     def check_usable(self) -> None:
-        """Raises StateError after an update that failed. While one is under way requests wait, as under any pause."""
+        """Raises StateError after an update that failed."""
         if self.unusable:
             raise StateError(f"the weights cannot be used: {self.unusable}")
-
-    def check_complete(self) -> None:
-        """Raises StateError, too, while an update is under way."""
-        self.check_usable()
-        if self._started:
-            raise StateError("an update has begun and has not finished; call /finish_weight_update first")
 
     async def join(self, info: Any) -> None:
         """Joins the sender's process group, for the transport "group"; other transports need none, and no `host`."""
@@ -70,39 +66,47 @@ class Weights:
         port, rank, size = (take(info, name, int) for name in ("port", "rank", "world_size"))
         timeout = timedelta(seconds=take(info, "timeout_s", (int, float), 300.0))
         try:
-            self._group = await asyncio.to_thread(_joined, host, port, rank, size, timeout, self._device)
+            self._group = await self._engine.between_steps(
+                partial(_joined, host, port, rank, size, timeout, self._device)
+            )
         except (RuntimeError, ValueError) as error:
             raise InfrastructureError(f"no process group with {host}:{port}: {_first_line(error)}") from None
 
     def start(self) -> None:
-        self._started, self._arrived = True, False
+        self._started, self._put = True, None
 
     async def update(self, info: Any) -> None:
-        """Takes a whole set of tensors into the model. The engine must be paused."""
+        """Receives a whole set of tensors, which `finish` copies into the model."""
         if not self._started:
             raise StateError("no update has begun; call /start_weight_update first")
-        self._arrived = False
+        self._put = None
         try:
             check_names(info, "update_info", _UPDATE)
             transport, names, digests = take(info, "transport", str), _texts(info, "names"), _texts(info, "digests")
             tensors = await asyncio.to_thread(self._received, transport, info, names)
             await asyncio.to_thread(_check, tensors, names, digests)
-            await self._engine.between_steps(partial(self._put, transport, info, tensors))
+            self._put = self._copier(transport, info, tensors)
         except Exception as error:
-            self._started = False
-            self.unusable = f"the last update failed ({_first_line(error)}); {_HOW}"
+            self._fail(error)
             raise
-        self._arrived = True
 
     async def finish(self, version: str) -> None:
         """Makes the engine sample by the weights that have arrived, under their version."""
-        if not self._arrived:
+        if (put := self._put) is None:
             raise StateError(f"no weights have arrived since an update began; {_HOW}")
         if not (version.isascii() and version.isdecimal()):
             raise UserError(f"weight_version = {version!r}: must be a whole number as text, such as '7'")
-        await self._engine.update_weights(self._model, int(version), recompute=True)
-        self._started = self._arrived = False
+        try:
+            await self._engine.replace_weights(put, int(version))
+        except Exception as error:
+            self._fail(error)
+            raise
+        self._started, self._put = False, None
         self.version, self.unusable = int(version), ""
+
+    def _fail(self, error: Exception) -> None:
+        self._started, self._put = False, None
+        self.unusable = f"the last update failed ({_first_line(error)}); {_HOW}"
 
     @property
     def _device(self) -> torch.device:
@@ -140,20 +144,18 @@ class Weights:
             raise UserError(f"update_info: dtypes or shapes do not fit the names: {error}") from None
         return tensors
 
-    def _put(self, transport: str, info: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def _copier(self, transport: str, info: dict[str, Any], tensors: dict[str, Tensor]) -> Callable[[], None]:
         if (transport == "adapter") != (self._lora is not None):
             of = "an adapter on its base" if self._lora is not None else "a whole model"
             raise UserError(
                 f"transport = {transport!r}: this server was started on {of}, and takes weights of this kind"
             )
         if self._lora is not None:
-            resume_adapter(self._lora, Path(info["path"]))
-            return
+            return partial(resume_adapter, self._lora, Path(info["path"]), tensors)
         config = self._model.config
         family = native if "embedding.weight" in tensors else family_of(config)
         buffers = [name for name, _ in self._model.named_buffers()]
-        with torch.no_grad():
-            fill(self._model.state_dict(), family, config, _Received(tensors), buffers)
+        return filling(self._model.state_dict(), family, config, _Received(tensors), buffers)
 
 
 class _Received:
@@ -179,11 +181,6 @@ class _Received:
         return self._tensors[name] if rows is None else self._tensors[name][rows]
 
 
-def digest_of(tensor: Tensor) -> str:
-    """Returns the SHA-256 of a tensor's bytes, in hexadecimal."""
-    return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-
-
 def _check(tensors: dict[str, Tensor], names: Sequence[str], digests: Sequence[str]) -> None:
     """Raises UserError unless each name was sent once and has arrived with its digest."""
     if len(names) != len(digests):
@@ -206,6 +203,7 @@ def _check(tensors: dict[str, Tensor], names: Sequence[str], digests: Sequence[s
 def _joined(host: str, port: int, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
     store = dist.PrefixStore("nmoe", dist.TCPStore(host, port, size, False, timeout))
     if device.type == "cuda":
+        torch.cuda.synchronize()  # NCCL hangs where kernels of another stream are under way
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)

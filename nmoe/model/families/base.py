@@ -108,20 +108,37 @@ def fill(
     Names, shapes and dtypes are all compared before anything is copied; values are checked to be finite while copying. Raises
     UserError naming file and tensor.
     """
+    filling(state, family, config, shards, buffers, entries)()
+
+
+def filling(
+    state: dict[str, Tensor],
+    family: Family,
+    config: ModelConfig,
+    shards: StoredTensors,
+    buffers: Collection[str],
+    entries: Iterable[Entry] | None = None,
+) -> Callable[[], None]:
+    """Does what `fill` does before it copies anything, and returns a function that copies."""
     entries = list(family.entries(config) if entries is None else entries)
     stored = _compare(entries, family, config, shards)
-    for name in _unfilled(state, entries, buffers):
-        state[name].zero_()
+    unfilled = _unfilled(state, entries, buffers)
     by_weight: dict[str, list[Entry]] = {}
     for entry in entries:
         by_weight.setdefault(entry.ours, []).append(entry)
-    for name, parts in by_weight.items():
-        with to_fill(state[name]) as weight:
-            for entry in parts:
-                _fill_entry(weight[entry.index], entry, *stored[entry.theirs], shards)
-    if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):
-        embedding = state["embedding.weight"]
-        _compare_tied_head(embedding.full_tensor() if is_sharded(embedding) else embedding, shards)
+
+    def copy() -> None:
+        for name in unfilled:
+            state[name].zero_()
+        for name, parts in by_weight.items():
+            with to_fill(state[name]) as weight:
+                for entry in parts:
+                    _fill_entry(weight[entry.index], entry, *stored[entry.theirs], shards)
+        if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):
+            embedding = state["embedding.weight"]
+            _compare_tied_head(embedding.full_tensor() if is_sharded(embedding) else embedding, shards)
+
+    return copy
 
 
 def check_names(family: Family, config: ModelConfig, shards: StoredTensors) -> None:
