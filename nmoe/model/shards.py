@@ -166,6 +166,25 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, int, Callable[[],
     write_index(directory, files, sizes)
 
 
+def write_as_they_come(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Writes tensors as `write_shards` does, where no size is known before a tensor is there."""
+    files: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    held: dict[str, Tensor] = {}
+
+    def write(file: str) -> None:
+        save_file(held, directory / file, metadata={"format": "pt"})
+        files[file] = list(held)
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(sizes[one] for one in held) + tensor.nbytes > shard_bytes:
+            write(f"model-{len(files) + 1:05}.safetensors")
+        held[name], sizes[name] = tensor, tensor.nbytes
+    write(f"model-{len(files) + 1:05}.safetensors" if files else SINGLE)
+    write_index(directory, files, sizes)
+
+
 def files_of(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
     """Distributes tensors over files, in order: returns the tensors' names by file. A file has at most `shard_bytes`, or a single
     larger tensor."""

@@ -68,6 +68,14 @@ class EngineServer:
         if status != 200:
             raise ServerLostError(f"{self.name}{path} answered with status {status}: {error_of(reply)}")
 
+    async def refuse_sleep(self) -> None:
+        """Raises ServerLostError for a vLLM that sleeps. A server without the route has no sleep."""
+        status, reply = await self._call("/is_sleeping", CONTROL_S)
+        if status == 200 and b"true" in reply:
+            raise ServerLostError(
+                f"{self.name} sleeps, and weights that come now are lost when it wakes; post /wake_up to it"
+            )
+
     async def info(self) -> dict[str, Any] | None:
         """Returns what nmoe's own server says of itself; None for another server that is healthy."""
         status, reply = await self._call("/nmoe/info", CONTROL_S)

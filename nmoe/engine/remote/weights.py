@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,8 @@ from torch import Tensor
 from nmoe.engine.remote.server import CONTROL_S, EngineServer, ServerLostError
 from nmoe.model.lora import Lora
 from nmoe.model.peft_format import adapter_tensors, save_adapter
-from nmoe.model.shards import SINGLE
+from nmoe.model.shards import write_as_they_come
+from nmoe.model.transformer import Transformer
 
 Transport = Literal["disk", "group", "adapter"]
 """The way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` writes an
@@ -33,6 +35,8 @@ OnCaller = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 # Memory that looks like a directory: weights that both processes see without a disk between.
 _SHARED_MEMORY = Path("/dev/shm")
+# Of a file of weights: so much of them is in memory a second time while they are written.
+_SHARD_BYTES = 2**30
 # Of one exchange. Shorter than the deadline of a call of control, which waits for the group to form.
 _GROUP_TIMEOUT = timedelta(seconds=CONTROL_S - 10)
 
@@ -40,6 +44,7 @@ _GROUP_TIMEOUT = timedelta(seconds=CONTROL_S - 10)
 class Source(Protocol):
     """A learner, as its weights are published."""
 
+    model: Transformer
     lora: Lora | None
 
     def weights(self, format: Format) -> Iterator[tuple[str, Tensor]]: ...
@@ -63,39 +68,40 @@ class Update:
 def prepared(source: Source, transport: Transport, format: Format, version: int) -> Update:
     """Makes ready what can be before servers pause: writes the files, or computes the digests of what will be broadcast. All ranks
     gather the weights, on the thread that trains."""
-    names, digests, size = [], [], 0
-    dtypes, shapes = [], []
-    held: dict[str, Tensor] = {}
+    names, digests, dtypes, shapes, sizes = [], [], [], [], []
     if transport == "adapter":
         assert source.lora is not None, "a run without [lora] has no adapter"
         tensors: Iterator[tuple[str, Tensor]] = iter(adapter_tensors(source.lora).items())
     else:
         tensors = source.weights(format)
-    for name, tensor in tensors:
-        names.append(name)
-        digests.append(digest_of(tensor))
-        dtypes.append(str(tensor.dtype).removeprefix("torch."))
-        shapes.append(list(tensor.shape))
-        size += tensor.nbytes
-        if transport == "disk":
-            held[name] = tensor
+
+    def described() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            names.append(name)
+            digests.append(digest_of(tensor))
+            dtypes.append(str(tensor.dtype).removeprefix("torch."))
+            shapes.append(list(tensor.shape))
+            sizes.append(tensor.nbytes)
+            yield name, tensor
+
     info: dict[str, Any] = {"transport": transport, "names": names, "digests": digests}
     if transport == "group":
-        return Update(version, info | {"dtypes": dtypes, "shapes": shapes}, size, None)
-    shared = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size else None
+        deque(described(), maxlen=0)
+        return Update(version, info | {"dtypes": dtypes, "shapes": shapes}, sum(sizes), None)
+    whole = sum(tensor.nbytes for tensor in source.model.state_dict().values())
+    shared = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * whole else None
     directory = Path(tempfile.mkdtemp(prefix=f"nmoe_weights_{os.getpid()}_", dir=shared))
     try:
-        if transport == "adapter":
-            assert source.lora is not None, "a run without [lora] has no adapter"
+        if source.lora is not None and transport == "adapter":
+            deque(described(), maxlen=0)
             save_adapter(source.lora, directory)
         else:
-            from safetensors.torch import save_file
-
-            save_file(held, directory / SINGLE, metadata={"format": "pt"})
+            write_as_they_come(directory, described(), _SHARD_BYTES)
     except BaseException:
+        deque(tensors, maxlen=0)  # other ranks gather every tensor
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    return Update(version, info | {"path": str(directory)}, size, directory)
+    return Update(version, info | {"path": str(directory)}, sum(sizes), directory)
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -147,6 +153,7 @@ class Publisher:
 
     async def _begin(self, server: EngineServer) -> None:
         if self._format == "hf":
+            await server.refuse_sleep()
             await server.control("/pause", params={"mode": "keep", "clear_cache": "true"})
         if server not in self._ready:
             await server.control("/init_weight_transfer_engine", {"init_info": {}})

@@ -39,7 +39,7 @@ class Init(WeightTransferInitInfo):
 @dataclass
 class Update(WeightTransferUpdateInfo):
     """One whole set of weights: names and digests of all tensors, and where they are. `path` is a directory with
-    `model.safetensors` (`disk`) or with an adapter in PEFT's format (`adapter`); `dtypes` and `shapes` are those of what is
+    `model*.safetensors` (`disk`) or with an adapter in PEFT's format (`adapter`); `dtypes` and `shapes` are those of what is
     broadcast (`group`)."""
 
     transport: str
@@ -125,7 +125,10 @@ class Receiver(WeightTransferEngine[Init, Update]):
     def _read(self, info: Update) -> dict[str, Tensor]:
         if info.transport != "disk":
             raise ValueError(f"transport = {info.transport!r} is none of disk, group, adapter")
-        return load_file(Path(info.path) / "model.safetensors")
+        tensors: dict[str, Tensor] = {}
+        for file in Path(info.path).glob("model*.safetensors"):
+            tensors |= load_file(file)
+        return tensors
 
     def _broadcast(self, info: Update) -> dict[str, Tensor]:
         if self._group is None:

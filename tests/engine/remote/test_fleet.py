@@ -144,6 +144,16 @@ def no_fault(path: str, number: int) -> Fault | None:
     return None
 
 
+def test_weights_of_many_files_arrive(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nmoe.engine.remote.weights._SHARD_BYTES", 4000)
+    learner = new_learner()
+    with fleet_of(learner, [FaultyProxy(server, no_fault)]) as (fleet, _):
+        assert fleet._update is not None
+        assert fleet._update.directory is not None
+        assert len(list(fleet._update.directory.glob("*.safetensors"))) >= 10
+        assert same(fleet.run(gathered(fleet, requests(2))), in_process(learner.model, 1, requests(2)))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_request_on_a_faulty_server_is_sampled_again_and_the_server_healed(
     trio: list[str], fault: Fault, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,113 @@
+"""What a publication asks of servers, in which order, and the files that it writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import MOE, peaked_model
+from torch import Tensor
+
+from nmoe.engine.remote.server import EngineServer, ServerLostError
+from nmoe.engine.remote.weights import Format, Publisher, Update, digest_of, prepared
+from nmoe.model.config import ModelConfig
+from nmoe.model.shards import INDEX, open_tensors
+from nmoe.rl.engines import Frozen
+
+COMMIT = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+
+
+def source() -> Frozen:
+    return Frozen(peaked_model(ModelConfig(**MOE), 0), None)
+
+
+def asked_of(format: Format, sleeping: bool) -> tuple[list[str], ServerLostError | None]:
+    """Returns what a server is asked for in one publication, and why it failed."""
+    asked: list[str] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request.url.path)
+        return httpx2.Response(200, json={"is_sleeping": sleeping})
+
+    async def on_caller(function: Callable[[], Any]) -> Any:
+        return function()
+
+    async def publish() -> ServerLostError | None:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
+            server = EngineServer("one", "http://one", client, ModelConfig(**MOE))
+            update = Update(3, {"transport": "disk"}, 0, None)
+            return (await Publisher(source(), format, "gloo", on_caller).send(update, [server])).get(server)
+
+    failed = asyncio.run(publish())
+    return asked, failed
+
+
+def test_vllm_pauses_for_an_update_and_nmoes_server_samples_on() -> None:
+    assert asked_of("hf", False) == (["/is_sleeping", "/pause", *COMMIT, "/resume"], None)
+    assert asked_of("nmoe", False) == (COMMIT, None)
+
+
+def test_an_engine_that_sleeps_gets_no_weights() -> None:
+    asked, failed = asked_of("hf", True)
+    assert asked == ["/is_sleeping"]
+    assert str(failed) == "one sleeps, and weights that come now are lost when it wakes; post /wake_up to it"
+
+
+@pytest.mark.parametrize("limit", [4000, 10**9])
+def test_files_are_written_while_tensors_are_gathered(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nmoe.engine.remote.weights._SHARD_BYTES", limit)
+    learner, files = source(), set[int]()
+    weights = learner.weights
+
+    def watched(format: Format) -> Iterator[tuple[str, Tensor]]:
+        for one in weights(format):
+            yield one
+            files.add(len(list(directories()[-1].glob("*.safetensors"))))
+
+    def directories() -> list[Path]:
+        found = [*Path("/dev/shm").glob("nmoe_weights_*")]
+        return sorted(found, key=lambda path: path.stat().st_ctime_ns)
+
+    monkeypatch.setattr(learner, "weights", watched)
+    update = prepared(learner, "disk", "nmoe", 1)
+    assert update.directory is not None
+    try:
+        sizes = [
+            sum(tensor.nbytes for tensor in one.values())
+            for one in map(load_file, sorted(update.directory.glob("*.safetensors")))
+            if len(one) > 1
+        ]
+        assert max(sizes) <= limit
+        assert (update.directory / INDEX).exists() == (limit == 4000)
+        assert files == {0} if limit > 4000 else {*range(10)} <= files
+        stored, sent = open_tensors(update.directory), dict(weights("nmoe"))
+        assert list(sent) == update.info["names"]
+        assert set(stored.files) == set(sent)
+        for (name, tensor), digest in zip(sent.items(), update.info["digests"], strict=True):
+            assert torch.equal(stored.read(name), tensor)
+            assert digest_of(tensor) == digest
+        assert update.size == sum(tensor.nbytes for tensor in sent.values())
+    finally:
+        update.discard()
+
+
+def test_a_full_disk_leaves_nothing_behind_and_the_other_ranks_gather_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    gathered, learner = [], source()
+    weights = learner.weights
+    monkeypatch.setattr(learner, "weights", lambda format: (gathered.append(one) or one for one in weights(format)))
+    monkeypatch.setattr("nmoe.model.shards.save_file", full)
+    monkeypatch.setattr("nmoe.engine.remote.weights._SHARD_BYTES", 1)
+    before = set(Path("/dev/shm").glob("nmoe_weights_*"))
+    with pytest.raises(OSError, match="No space left"):
+        prepared(learner, "disk", "nmoe", 1)
+    assert len(gathered) == len(list(weights("nmoe")))
+    assert set(Path("/dev/shm").glob("nmoe_weights_*")) <= before
