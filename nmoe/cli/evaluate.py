@@ -1,6 +1,8 @@
 """The commands `nmoe eval`, `nmoe grade` and `nmoe chat`: evaluate a checkpoint, grade answers, talk with a model."""
 
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +17,7 @@ from nmoe.cli.arguments import (
     Temperature,
     TemperatureOfMode,
 )
+from nmoe.config.modes import LIKELIHOOD_MODES
 from nmoe.errors import UserError
 
 
@@ -31,6 +34,7 @@ def evaluate(
     precision: PrecisionOfWeights = None,
     expert_weights: ExpertWeights = "dequantized",
     best_of: Annotated[Path | None, typer.Option(metavar="RUN_OR_CHECKPOINT")] = None,
+    engine: Annotated[list[str] | None, typer.Option(metavar="URL", show_default=False)] = None,
     allow_trained_on: Annotated[bool, typer.Option("--allow-trained-on")] = False,
     format_check: Annotated[bool, typer.Option("--format-check")] = False,
     results: Annotated[Path, typer.Option(metavar="DIRECTORY")] = Path("evals"),
@@ -53,6 +57,8 @@ def evaluate(
       nmoe eval runs/base arc_easy arc_challenge --mode likelihood_text
     Example, the CORE score, set by set:
       nmoe eval runs/base core
+    Example, what a running engine server samples, nmoe's or vLLM:
+      nmoe eval runs/base sort --engine http://127.0.0.1:8000
     Example, whether a model is ready for reinforcement learning:
       nmoe eval runs/base math --format-check
 
@@ -66,12 +72,21 @@ def evaluate(
         max_tokens: The most tokens of a completion; default: the rest of the context, with --format-check the run's limit or 256.
         reasoning_effort: Replaces the environment's reasoning effort.
         best_of: A reward model or verifier that chooses among the samples of a problem.
+        engine: Running engine server that samples, with the weights that it has; repeat it for several, which share the problems.
+            The checkpoint is a directory with its tokenizer and config.json. The key is $NMOE_ENGINE_KEY.
         allow_trained_on: Evaluate although the model was trained on some of the problems, which is refused otherwise; the results
             then say so.
         format_check: Report whether the model is ready for reinforcement learning on the environment, or what to do first.
         results: Where the outcome of every problem is kept, so that the same command continues after an interruption.
         out: Write the results here as JSON; of one checkpoint on one benchmark with the answers to every problem.
     """
+    if engine:
+        if format_check or named[-1] == Path("core") or mode in LIKELIHOOD_MODES:
+            raise UserError("--engine samples; leave out --format-check, core and the modes by likelihood")
+        if device != "auto" or precision or expert_weights != "dequantized":
+            raise UserError(
+                "--engine: its server decides about --device, --precision and --expert-weights; leave them out"
+            )
     if format_check:
         if samples or temperature or mode is not None or best_of is not None:
             raise UserError(
@@ -94,8 +109,6 @@ def evaluate(
 
         core_command(named[:-1], problems, device, out, precision)
         return
-    from nmoe.config.modes import LIKELIHOOD_MODES, mode_of
-
     if mode in LIKELIHOOD_MODES:
         if samples or temperature or max_tokens or reasoning_effort or best_of is not None:
             raise UserError(f"{mode} samples nothing; leave out the settings of sampling")
@@ -103,6 +116,8 @@ def evaluate(
 
         choices_command(named, mode, problems, device, out, allow_trained_on=allow_trained_on, precision=precision)
         return
+    from nmoe.config.modes import mode_of
+
     chosen = mode_of(mode, samples, temperature)
     from nmoe.eval.evaluate import Asked, models_and_benchmarks
     from nmoe.eval.sweep import sweep_command
@@ -122,7 +137,16 @@ def evaluate(
         allow_trained_on,
         precision,
     )
-    sweep_command(checkpoints, benchmarks, asked, results, out, load_scorer)
+    with ExitStack() as stack:
+        if engine:
+            from nmoe.engine.remote.served import served_engine
+            from nmoe.runs.resolve import resolve_checkpoint
+
+            if len(checkpoints) > 1:
+                raise UserError("--engine is of one checkpoint: the one that the servers have loaded")
+            fleet = stack.enter_context(served_engine(engine, resolve_checkpoint(checkpoints[0]), typer.echo))
+            asked = replace(asked, engine=fleet)
+        sweep_command(checkpoints, benchmarks, asked, results, out, load_scorer)
 
 
 def grade(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.modes import Mode, mode_of
@@ -25,6 +25,9 @@ from nmoe.runs.samples import how_ended
 from nmoe.statistics import binomial_interval, pass_at_k, share_interval
 from nmoe.trajectory import Group
 from nmoe.types import FAILURES, ExpertWeightsForm, Precision, Problem, Sampling
+
+if TYPE_CHECKING:
+    from nmoe.engine.remote.fleet import Fleet
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ class Asked:
 
     `max_tokens` limits a completion, by default to the rest of the context, and `reasoning_effort` replaces the
     environment's. `best_of` is the path of a scorer that chooses among the samples. `allow_trained_on` permits problems
-    that the model was trained on.
+    that the model was trained on. `engine` has servers that sample in place of the checkpoint's own weights.
     """
 
     mode: Mode
@@ -255,6 +258,7 @@ class Asked:
     best_of: Path | None = None
     allow_trained_on: bool = False
     precision: Precision | None = None
+    engine: Fleet | None = None
 
 
 def sampling_record(mode: Mode, max_tokens: int | None, effort: str | None) -> dict[str, Any]:

@@ -74,10 +74,19 @@ class Pair:
             "seed": self.asked.seed,
             "precision": self.precision,
             "best_of": None if self.asked.best_of is None else str(self.asked.best_of),
-        } | ({"allow_trained_on": True} if self.asked.allow_trained_on else {})
+            **({"allow_trained_on": True} if self.asked.allow_trained_on else {}),
+            **({} if self.asked.engine is None else {"served": asdict(self.asked.engine.served()[0])}),
+        }
 
     @property
-    def precision(self) -> Precision:
+    def servers(self) -> dict[str, Any]:
+        """The addresses of the servers that sample, if any do. Another address is no reason to sample again."""
+        return {} if self.asked.engine is None else {"servers": self.asked.engine.urls()}
+
+    @property
+    def precision(self) -> Precision | None:
+        if self.asked.engine is not None:
+            return None
         return sampling_precision(self.directory, choose_device(self.asked.device, "--device"), self.asked.precision)
 
     def records(self) -> list[dict[str, Any]]:
@@ -143,6 +152,7 @@ class Pair:
             expert_weights=self.asked.expert_weights,
             max_tokens=self.asked.max_tokens,
             precision=self.asked.precision,
+            engine=self.asked.engine,
         ) as subject:
             refuse_open_problems(subject.environment)
             if not self.file.exists():
@@ -150,7 +160,7 @@ class Pair:
                     subject.environment, self.asked.problems, trained, allowed=self.asked.allow_trained_on
                 )
                 common = {} if overlap is None or not overlap.common else {"trained_on": overlap.common}
-                write_atomically(self.file, _line(self.header() | common))
+                write_atomically(self.file, _line(self.header() | self.servers | common))
             try:
                 subject.collect(self.asked.problems, mode, self.asked.seed, on_group, {one.key for one in done})
             except KeyboardInterrupt as error:

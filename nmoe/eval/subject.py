@@ -15,13 +15,15 @@ from nmoe.config.loader import load_environment
 from nmoe.config.modes import Mode
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads
+from nmoe.engine.api import Engine
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.remote.fleet import Fleet
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import distinct_problems, sample_problems, say_if_fewer
 from nmoe.generation import sampling_notes
-from nmoe.model.policy import load_policy_on
+from nmoe.model.policy import config_of, load_policy_on
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
@@ -52,7 +54,7 @@ class Subject:
 
     directory: Path
     environment: Environment
-    engine: NativeEngine
+    engine: Engine
     context_tokens: int
     max_new_tokens: int
     runtime: ToolRuntime
@@ -115,13 +117,15 @@ def open_subject(
     expert_weights: ExpertWeightsForm = "dequantized",
     max_tokens: int | None = None,
     precision: Precision | None = None,
+    engine: Fleet | None = None,
 ) -> Iterator[Subject]:
     """Loads the model of a run or checkpoint, and an environment, for a `with` block.
 
     `on_held_out` selects the environment's evaluation split, if it has one. `prepare` may remove problems from the
     environment. `max_tokens` limits a completion. Prints a warning if there are fewer than `problems` distinct
-    problems. Raises UserError if the model or the environment cannot be loaded, if the device is missing, and if one of
-    the first `problems` prompts fills the model's context.
+    problems. `engine` has servers that sample in place of the checkpoint's weights, which are not loaded then. Raises
+    UserError if the model or the environment cannot be loaded, if the device is missing, if one of the first `problems`
+    prompts fills the model's context, and if the servers' context is too short for what may be sampled.
     """
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
@@ -131,17 +135,30 @@ def open_subject(
         loaded = loaded.held_out()
         print("on the eval split, which training never meets")
     prepare(loaded)
-    model = load_policy_on(directory, device, expert_weights, precision).requires_grad_(False)
+    samples_with: Engine
+    if engine is None:
+        samples_with = NativeEngine(
+            load_policy_on(directory, device, expert_weights, precision).requires_grad_(False), 256
+        )
+    else:
+        samples_with = engine
+    context = config_of(directory).context_tokens
     start = loaded.state()
     first = distinct_problems(loaded, problems)
     say_if_fewer(loaded, problems, len(first))
     longest = max(len(loaded.prompts.ids(problem)) for problem in first)
-    if longest >= model.config.context_tokens:
+    if longest >= context:
         raise UserError(
             f"environment {settings.env_id}: a prompt of {longest} tokens leaves no room in the model's context of "
-            f"{model.config.context_tokens}"
+            f"{context}"
+        )
+    new_tokens = min(context - longest, max_tokens or context)
+    theirs = context if engine is None else engine.served()[0].context_tokens
+    if longest + new_tokens > theirs:
+        raise UserError(
+            f"environment {settings.env_id}: prompts of up to {longest} tokens and completions of {new_tokens} do not fit the "
+            f"servers' context of {theirs}; set --max-tokens to {max(theirs - longest, 0)} or less, or start them with a longer "
+            "context"
         )
     with ToolRuntime(loaded, SandboxSettings()) as runtime:
-        engine = NativeEngine(model, max_sequences=256)
-        context = model.config.context_tokens
-        yield Subject(directory, loaded, engine, context, min(context - longest, max_tokens or context), runtime, start)
+        yield Subject(directory, loaded, samples_with, min(context, theirs), new_tokens, runtime, start)

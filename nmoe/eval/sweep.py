@@ -220,6 +220,7 @@ def _single(pair: Pair, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     answers = sorted(pair.records(), key=lambda record: record["key"])
     return {
         **pair.header(),
+        **pair.servers,
         "samples": pair.asked.mode.samples,
         "evaluations": [replace(one, outcomes=None).record() for one in evaluations],
         "answers": [{key: record[key] for key in shown} for record in answers],

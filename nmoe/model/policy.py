@@ -8,7 +8,8 @@ import torch
 
 from nmoe.errors import UserError
 from nmoe.gguf_file import is_gguf
-from nmoe.model.checkpoint import fingerprint, load_model, stored_dtype
+from nmoe.model.checkpoint import fingerprint, load_model, read_config, stored_dtype
+from nmoe.model.config import ModelConfig
 from nmoe.model.device import choose_device, dtype_for, kind_of
 from nmoe.model.lora import Lora
 from nmoe.model.peft_format import BASE, base_notes, is_adapter, read_adapter, read_base
@@ -71,6 +72,11 @@ def sampling_precision(directory: Path, device: torch.device, asked: Precision |
     if asked is not None:
         return asked
     return kind_of(device).sampling_precision(stored_dtype(base_of(directory) if is_adapter(directory) else directory))
+
+
+def config_of(directory: Path) -> ModelConfig:
+    """Returns the configuration of a checkpoint's model, or of an adapter's base. Raises UserError for a broken checkpoint."""
+    return read_config(base_of(directory) if is_adapter(directory) else directory)[1]
 
 
 def base_of(directory: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nmoe.config.tables.rollout import RolloutEngineSection, fault_of_url
+from nmoe.config.tables.rollout import RolloutEngineSection, fault_of_urls
 from nmoe.engine.api import Engine
 from nmoe.engine.rank_sampling import sampling_engine
 from nmoe.engine.remote.weights import Format, Transport
@@ -56,9 +56,8 @@ def publish_checkpoint(checkpoint: Path, urls: Sequence[str], note: Callable[[st
     from nmoe.engine.remote.fleet import Fleet
     from nmoe.engine.remote.process import KEY, RunningServer
 
-    for url in urls:
-        if (problem := fault_of_url(url)) is not None:
-            raise UserError(problem)
+    if (problem := fault_of_urls(urls)) is not None:
+        raise UserError(problem)
     directory, device = resolve_checkpoint(checkpoint), torch.device("cpu")
     precision = precision_of(urls[0]) or sampling_precision(directory, device, None)
     model, lora = load_policy(directory, dtype_for(device, precision), device)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.remote.wire import (
     GENERATE,
+    UNPUBLISHED,
     WireError,
     decode_deltas,
     decode_samples,
@@ -158,6 +159,15 @@ def test_what_a_real_vllm_answered_is_read_or_refused() -> None:
     assert min(read, refused) >= 4
 
 
+def test_weights_that_nobody_has_published_have_no_version() -> None:
+    recorded = json.loads((Path(__file__).parent / "vllm_wire/exchanges.json").read_text())["exchanges"][1]
+    request = decode_request(recorded["body"])[0]
+    for spans in ([{"version": "default", "start": 0, "end": 3}], None):
+        recorded["reply"]["choices"][0]["weight_versions"] = spans
+        (sample,) = decode_samples(200, sent(recorded["reply"]), request)
+        assert sample.versions == [UNPUBLISHED] * 3 == [-1, -1, -1]
+
+
 def test_a_sample_that_was_aborted_before_its_first_token_is_read() -> None:
     choice = {"index": 0, "finish_reason": "abort", "token_ids": [], "logprobs": None, "weight_versions": None}
     (sample,) = decode_samples(200, sent({"request_id": REQUEST.request_id, "choices": [choice]}), REQUEST)
@@ -194,7 +204,7 @@ def npy(array: Any, old: bytes = b"", new: bytes = b"") -> str:
         (lambda _, choice: choice["weight_versions"].pop(0), "versions for the tokens 1 to 2"),
         (lambda _, choice: choice["weight_versions"][1].update(end=10**15), f"versions for the tokens 1 to {10**15}"),
         (lambda _, choice: choice["weight_versions"][1].update(end=1), "versions for the tokens 1 to 1"),
-        (lambda _, choice: choice["weight_versions"][0].update(version="default"), "'default' is not a whole number"),
+        (lambda _, choice: choice["weight_versions"][0].update(version="newest"), "'newest' is not a whole number"),
         (lambda _, choice: choice.update(finish_reason="error"), "finish reason is 'error'"),
         (lambda _, choice: choice.update(routed_experts="@@"), "its routes are torn: .*base64"),
         (lambda _, choice: choice.update(routed_experts=""), "its routes are torn"),

@@ -1,7 +1,7 @@
 """[engine] and [sampling], and an environment's [tools], [budget], [workspace] and [sandbox]: how rollouts are sampled and
 executed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -21,15 +21,18 @@ class EngineSection(Section):
     free memory beside training, or 0.85 without training"""
 
 
-def fault_of_url(url: str) -> str | None:
-    """Returns the message for a text that is no address of a server; None for an address."""
-    try:
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0:
-            return None
-    except ValueError:
-        pass
-    return f"{url!r} is no URL of a server, such as http://127.0.0.1:8000"
+def fault_of_urls(urls: Sequence[str]) -> str | None:
+    """Returns the message for texts that are no addresses of servers, or that repeat; None for addresses."""
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
+        except ValueError:
+            is_address = False
+        if not is_address:
+            return f"{url!r} is no URL of a server, such as http://127.0.0.1:8000"
+    repeats = [url for index, url in enumerate(urls) if url.rstrip("/") in [one.rstrip("/") for one in urls[:index]]]
+    return f"{repeats[0]} names a server twice" if repeats else None
 
 
 class RolloutEngineSection(EngineSection):
@@ -67,11 +70,8 @@ class RolloutEngineSection(EngineSection):
                     yield Conflict(
                         name, f'needs engine.kind = {" or ".join(map(repr, kinds))}, and it is "{self.kind}"'
                     )
-        if len(set(self.urls)) < len(self.urls):
-            yield Conflict("urls", "names a server twice")
-        for url in self.urls:
-            if (problem := fault_of_url(url)) is not None:
-                yield Conflict("urls", problem)
+        if (problem := fault_of_urls(self.urls)) is not None:
+            yield Conflict("urls", problem)
         if self.urls and self.servers != 1:
             yield Conflict("servers", "is for servers that the run starts, and engine.urls names running ones")
 

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
-from nmoe.config.tables.rollout import fault_of_url
+from nmoe.config.tables.rollout import fault_of_urls
 from nmoe.engine.remote.process import KEY
 from nmoe.errors import UserError
 from nmoe.types import Precision
@@ -18,9 +18,9 @@ from nmoe.types import Precision
 def described(urls: Sequence[str]) -> tuple[list[str], bool]:
     """Returns a line for each server, and whether all of them answer. Raises UserError for an address that is no URL."""
     lines, all_answer = [], True
+    if (problem := fault_of_urls(urls)) is not None:
+        raise UserError(problem)
     for url in urls:
-        if (problem := fault_of_url(url)) is not None:
-            raise UserError(problem)
         try:
             lines.append(f"{url}  {_line(url.rstrip('/'))}")
         except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.dealing import Dealing
-from nmoe.engine.remote.server import EngineServer, ServerLostError
+from nmoe.engine.remote.server import EngineServer, Served, ServerLostError
 from nmoe.engine.remote.weights import Format, Publisher, Source, Transport, Update, prepared
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
@@ -77,6 +77,7 @@ class _Slot:
     server: EngineServer
     open: bool = False
     version: int = 0
+    served: Served | None = None  # where nothing is published
     compared: tuple[float, float] = (0.0, 0.0)  # the last canary's difference and coverage
     fence: str | None = None
     healing: asyncio.Task[None] | None = None
@@ -92,19 +93,20 @@ class Fleet:
     def __init__(
         self,
         addresses: Sequence[Address],
-        source: Source,
+        source: Source | None,
         model: ModelConfig,
-        canary: Canary,
+        canary: Canary | None,
         *,
-        transport: Transport,
-        format: Format | None,
+        transport: Transport = "disk",
+        format: Format | None = None,
         backend: Literal["gloo", "nccl"] = "gloo",
-        precision: str,
+        precision: str = "",
         token_s: float,
         key: str,
         note: Callable[[str], None],
     ) -> None:
-        """`format` None is the format of the servers at hand. `token_s` are the seconds that a token of a request may take, waiting
+        """Without a source and a canary the servers keep the weights that they have, which have to be the same on all of them.
+        `format` None is the format of the servers at hand. `token_s` are the seconds that a token of a request may take, waiting
         included. `note` writes a line of the run's log."""
         self._source, self._model, self._canary = source, model, canary
         self._transport, self._format, self._backend = transport, format, backend
@@ -147,9 +149,13 @@ class Fleet:
             slot = _Slot(index, address, EngineServer(address.name, url, client, self._model))
             self._slots.append(slot)
             try:
+                if self._source is None:
+                    await self._adopt(slot)
+                    continue
                 info = await slot.server.info()
-            except ServerLostError as error:
-                raise UserError(f"engine.urls: {error}; start the server, or name another") from None
+            except InfrastructureError as error:
+                key = "" if self._source is None else "engine.urls: "
+                raise UserError(f"{key}{error}; start the server, or name another") from None
             self._refuse_other_model(slot, info or {})
             slot.version = int((info or {}).get("weight_version", 0))
             format: Format = "hf" if info is None else "nmoe"
@@ -158,7 +164,23 @@ class Fleet:
                     f"{url} is {'not ' * (info is None)}nmoe's engine server; name servers of one kind, and that kind"
                 )
             self._format = format
-        self._publisher = Publisher(self._source, self._format or "hf", self._backend, self._on_caller)
+        if self._source is not None:
+            self._publisher = Publisher(self._source, self._format or "hf", self._backend, self._on_caller)
+
+    async def _adopt(self, slot: _Slot) -> None:
+        """Opens a server with the weights that it has. Raises WireError and ServerLostError for one that cannot be used."""
+        served = await slot.server.served()
+        if served.vocab_size not in (None, self._model.vocab_size):
+            raise ServerLostError(
+                f"{slot.server.name} has another model: its vocabulary has {served.vocab_size:,} tokens, and the checkpoint's "
+                f"{self._model.vocab_size:,}"
+            )
+        if served != (first := self._slots[0].served or served):
+            raise ServerLostError(
+                f"{slot.server.name} serves {served}, and {self._slots[0].server.name} began with {first}: these are not the same"
+            )
+        slot.served, slot.version = served, served.version
+        await self._open_slot(slot)
 
     def _refuse_other_model(self, slot: _Slot, info: dict[str, Any]) -> None:
         expected = {
@@ -242,25 +264,42 @@ class Fleet:
         """Returns the request's samples in order of their index, with the finish reason "abort" where two servers were lost."""
         self._check(request)
         deadline_s = _DEADLINE_S + self._token_s * request.sampling.max_new_tokens
+
+        async def sampled(slot: _Slot, attempt: int, finished: Callable[[int], None]) -> list[Sample]:
+            samples = await slot.server.generate(request, slot.version, attempt, deadline_s)
+            for sample in samples:
+                sample.engine = slot.index if len(self._slots) > 1 else None
+                finished(len(sample.token_ids))
+            return samples
+
+        try:
+            samples = await self._tried(request, sampled)
+        except ServerLostError:
+            if self._source is None:  # an evaluation would count them as wrong answers
+                raise
+            return [Sample([], [], [], "abort") for _ in range(request.samples)]
+        self._sampled_tokens += sum(len(sample.token_ids) for sample in samples)
+        return samples
+
+    async def _tried(
+        self, request: Request, call: Callable[[_Slot, int, Callable[[int], None]], Coroutine[Any, Any, R]]
+    ) -> R:
+        """Returns what a server answers to a request, or a second one where the first is lost on it. Raises ServerLostError where
+        both are."""
         prefix = request.prompt_ids[:_PREFIX_TOKENS]
         for attempt in (1, 2):
             slot = await self._choose(request, self._holds_prefix.get(prefix))
             self._holds_prefix[prefix] = slot.index
             try:
                 with self._dealing.dealt(slot.index, request) as finished:
-                    samples = await slot.server.generate(request, self._version, attempt, deadline_s)
-                    for sample in samples:
-                        sample.engine = slot.index if len(self._slots) > 1 else None
-                        finished(len(sample.token_ids))
+                    return await call(slot, attempt, finished)
             except ServerLostError as error:
                 self._retried += attempt == 1
                 if slot.open:
                     self._fence(slot, str(error))
-            else:
-                self._sampled_tokens += sum(len(sample.token_ids) for sample in samples)
-                return samples
+                lost = error
         self._lost += 1
-        return [Sample([], [], [], "abort") for _ in range(request.samples)]
+        raise lost
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
         for one in enumerate(await self.generate(request)):
@@ -284,7 +323,8 @@ class Fleet:
     def _no_engine(self) -> InfrastructureError:
         reasons = "; ".join(f"{slot.server.name}: {slot.fence}" for slot in self._slots)
         return InfrastructureError(
-            f"no engine is left to sample with: {reasons}. Start the servers again, then go on with --run.resume=true"
+            f"no engine is left to sample with: {reasons}. Start the servers again; the same command goes on, a run's with "
+            "--run.resume=true"
         )
 
     def _fence(self, slot: _Slot, reason: str) -> None:
@@ -300,7 +340,10 @@ class Fleet:
                 try:
                     if restart:
                         await self._restart(slot)
-                    await self._install(slot, (await self._send([slot])).get(slot.server))
+                    if self._source is None:
+                        await self._adopt(slot)
+                    else:
+                        await self._install(slot, (await self._send([slot])).get(slot.server))
                 except InfrastructureError as error:
                     slot.fence = str(error)
                 else:
@@ -335,6 +378,7 @@ class Fleet:
         do not, or if it did not take the weights."""
         if failed is not None:
             raise failed
+        assert self._canary is not None, "what is published is compared"
         if self._settled:
             difference, coverage = await self._compare(slot.server)
         else:
@@ -348,21 +392,26 @@ class Fleet:
                 f"after version {self._version} its log-probabilities differ from the learner's by up to {difference:.2g}, where "
                 f"{bound:.2g} is rounding: it does not have the learner's weights"
             )
-        slot.compared = difference, coverage
+        slot.compared, slot.version = (difference, coverage), self._version
+        await self._open_slot(slot)
+
+    async def _open_slot(self, slot: _Slot) -> None:
         async with self._changed:
             slot.open, slot.fence = True, None
             self._changed.notify_all()
 
     async def _compare(self, server: EngineServer) -> tuple[float, float]:
-        version, tokens = self._version, self._canary.tokens
+        canary = self._canary
+        assert canary is not None, "what is published is compared"
+        version, tokens = self._version, canary.tokens
         requests = [
             Request(prompt, 1, Sampling(tokens, seed=version), f"canary/{version}/{number}/{time.monotonic_ns()}")
-            for number, prompt in enumerate(self._canary.prompts)
+            for number, prompt in enumerate(canary.prompts)
         ]
         deadline_s = _DEADLINE_S + self._token_s * tokens
         replies = await asyncio.gather(*(server.generate(one, version, 1, deadline_s) for one in requests))
         sampled = [(request.prompt_ids, samples[0]) for request, samples in zip(requests, replies, strict=True)]
-        return await self._on_caller(lambda: self._canary.difference(sampled))
+        return await self._on_caller(lambda: canary.difference(sampled))
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Publishes the learner's weights to every server, fenced ones included. Raises InfrastructureError if none takes them."""
@@ -374,8 +423,9 @@ class Fleet:
         await asyncio.gather(*healing, return_exceptions=True)
         self._holds_prefix.clear()
         assert self._format is not None, "servers that were opened have one"
-        format = self._format
-        update = await self._on_caller(lambda: prepared(self._source, self._transport, format, version))
+        format, learner = self._format, self._source
+        assert learner is not None, "there is something to publish"
+        update = await self._on_caller(lambda: prepared(learner, self._transport, format, version))
         old, self._update, self._version = self._update, update, version
         written = time.perf_counter()
         failed = await self._send(self._slots)
@@ -401,8 +451,16 @@ class Fleet:
         self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}
 
     def versions(self) -> list[int]:
-        """Returns the version of each server's weights when it was opened."""
+        """Returns the version of each server's weights."""
         return [slot.version for slot in self._slots]
+
+    def urls(self) -> list[str]:
+        """Returns the servers' addresses."""
+        return [slot.server.url for slot in self._slots]
+
+    def served(self) -> list[Served]:
+        """Returns what each server has served since it was opened, where nothing is published."""
+        return [slot.served for slot in self._slots if slot.served is not None]
 
     def metrics(self) -> dict[str, float]:
         """Returns the last publication's figures, the number of servers that serve and are fenced, and counts since the start."""
@@ -418,8 +476,9 @@ class Fleet:
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Returns the log-probability of every token but the first, given those before it. Raises UserError if no server can."""
-        slot = await self._choose(Request(tuple(token_ids), 1, Sampling(len(token_ids)), "score"), None)
-        return await slot.server.score(token_ids, temperature, _DEADLINE_S + self._token_s * len(token_ids))
+        request = Request(tuple(token_ids), 1, Sampling(len(token_ids)), "score")
+        deadline_s = _DEADLINE_S + self._token_s * len(token_ids)
+        return await self._tried(request, lambda slot, *_: slot.server.score(token_ids, temperature, deadline_s))
 
     def forget_prefixes(self) -> None:
         self.run(self._forget_prefixes())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nmoe.engine.api import Request
@@ -12,7 +15,7 @@ from nmoe.engine.remote.wire import GENERATE, WireError, decode_samples, encode_
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.parsing import json_of
-from nmoe.types import Sample
+from nmoe.types import Sample, Sampling
 
 if TYPE_CHECKING:
     import httpx2
@@ -21,10 +24,27 @@ if TYPE_CHECKING:
 CONTROL_S = 60.0
 # Bytes of weights that a server takes in a second, at least.
 _BYTES_PER_S = 20e6
+# Tokens by which the weights of a server are known again.
+_PROBED = 8
 
 
 class ServerLostError(InfrastructureError):
     """A server does not answer, or answered with an internal error, or with samples that cannot be right."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of a server that nothing is published to. `model` is the fingerprint of the checkpoint that nmoe's server was
+    started with, or the path from which another server loaded its model, whose vocabulary it does not say. `version` is the
+    weights', and `weights` a digest of what they sample after one token: other weights have another one, and a busy server can
+    round differently."""
+
+    engine: str
+    model: str
+    vocab_size: int | None
+    context_tokens: int
+    version: int
+    weights: str = field(compare=False)
 
 
 class EngineServer:
@@ -36,9 +56,9 @@ class EngineServer:
         self.name, self.url = name, url.rstrip("/")
         self._client, self._model = client, model
 
-    async def generate(self, request: Request, version: int, attempt: int, deadline_s: float) -> list[Sample]:
+    async def generate(self, request: Request, version: int | None, attempt: int, deadline_s: float) -> list[Sample]:
         """Returns a request's samples, every one of them checked. `version` is the last one that was published here: tokens of
-        any other have the wrong weights."""
+        any other have the wrong weights. None takes any."""
         # A server refuses a second request of the same id, which may still run where its client gave up.
         named = Request(request.prompt_ids, request.samples, request.sampling, f"{request.request_id}#{attempt}")
         body = encode_request(named) | {"cache_salt": str(version)}
@@ -53,7 +73,7 @@ class EngineServer:
             raise ServerLostError(f"{self.name}: {error}") from None
         for index, sample in enumerate(samples):
             fault = fault_of(sample, request, self._model)
-            if fault is None and set(sample.versions) != {version}:
+            if fault is None and version is not None and set(sample.versions) != {version}:
                 fault = f"has tokens of the weight versions {sorted(set(sample.versions))}, and {version} was published"
             if fault is not None:
                 raise ServerLostError(f"{self.name}: sample {index} of request {request.request_id!r} {fault}")
@@ -92,6 +112,27 @@ class EngineServer:
             raise ServerLostError(f"{self.name} is no engine server: it answered {reply[:80]!r}") from None
         return described
 
+    async def served(self) -> Served:
+        """Returns what this server serves. Raises WireError and ServerLostError for one that does not sample."""
+        if (info := await self.info()) is None:
+            status, reply = await self._call("/v1/models", CONTROL_S)
+            try:
+                card = json_of(reply)["data"][0]
+                info = {
+                    "engine": card["owned_by"],
+                    "fingerprint": card["root"],
+                    "context_tokens": card["max_model_len"],
+                }
+            except (ValueError, TypeError, LookupError):
+                raise ServerLostError(
+                    f"{self.name}/v1/models names no model: status {status}: {error_of(reply)}"
+                ) from None
+        probe = Request((0,), 1, Sampling(_PROBED), f"probe/{time.monotonic_ns()}")
+        (sample,) = await self.generate(probe, None, 1, CONTROL_S)
+        digest = hashlib.blake2b(repr((sample.token_ids, sample.logprobs)).encode(), digest_size=8).hexdigest()
+        named = info["engine"], info["fingerprint"], info.get("vocab_size"), info["context_tokens"]
+        return Served(*named, sample.versions[0], digest)
+
     async def score(self, token_ids: Sequence[int], temperature: float, deadline_s: float) -> list[float]:
         """Returns the log-probability of every token but the first. Raises UserError for a server without this route."""
         status, reply = await self._call(
@@ -122,8 +163,10 @@ class EngineServer:
             raise ServerLostError(f"{self.name}{path} gave no answer within {deadline_s:.0f} s") from None
         except httpx2.HTTPError as error:
             raise ServerLostError(f"{self.name}{path}: {type(error).__name__} {error}") from None
-        if reply.status_code in (401, 403):
+        if reply.status_code == 401:
             raise ServerLostError(
                 f"{self.name} refused the key; set NMOE_ENGINE_KEY to the key that it was started with"
             )
+        if reply.status_code == 403:
+            raise ServerLostError(f"{self.name}{path} is closed: {error_of(reply.content)}")
         return reply.status_code, reply.content

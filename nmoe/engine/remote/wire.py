@@ -24,6 +24,8 @@ GENERATE = "/inference/v1/generate"
 
 _PREFIX = "generate-tokens-"  # of request ids in vLLM's replies
 _NO_LOGPROB = -9999.0  # vLLM sends it for NaN
+UNPUBLISHED = -1
+"""The version of weights that a vLLM has loaded by itself, which it calls "default" or not at all."""
 # What reading a value that is not of the expected form raises.
 _TORN = (ValueError, TypeError, KeyError, AttributeError)
 
@@ -106,12 +108,13 @@ def decode_samples(status: int, body: bytes, request: Request) -> list[Sample]:
 
 def _decode_sample(choice: dict[str, Any]) -> Sample:
     tokens, logprobs = _decode_logprobs(choice)
-    versions: list[int] = []
-    for span in choice["weight_versions"] or []:
+    spans = choice["weight_versions"]
+    versions = [UNPUBLISHED] * len(tokens) if spans is None else []
+    for span in spans or []:
         version, start, end = span["version"], span["start"], span["end"]
         _expect(start == len(versions) < end <= len(tokens), f"it has versions for the tokens {start} to {end}")
-        _expect(version.isdecimal(), f"its version {shown(version)} is not a whole number")
-        versions += [int(version)] * (end - start)
+        _expect(version.isdecimal() or version == "default", f"its version {shown(version)} is not a whole number")
+        versions += [UNPUBLISHED if version == "default" else int(version)] * (end - start)
     _expect(len(versions) == len(tokens), f"it has {len(tokens)} tokens and {len(versions)} versions")
     reason, routes = choice["finish_reason"], choice.get("routed_experts")
     _expect(reason in get_args(FinishReason), f"its finish reason is {shown(reason)}")
