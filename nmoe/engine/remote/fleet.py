@@ -77,7 +77,7 @@ class _Slot:
     server: EngineServer
     open: bool = False
     version: int = 0
-    served: Served | None = None  # where nothing is published
+    served: Served | None = None  # of servers that keep their weights
     compared: tuple[float, float] = (0.0, 0.0)  # the last canary's difference and coverage
     fence: str | None = None
     healing: asyncio.Task[None] | None = None
@@ -378,7 +378,7 @@ class Fleet:
         do not, or if it did not take the weights."""
         if failed is not None:
             raise failed
-        assert self._canary is not None, "what is published is compared"
+        assert self._canary is not None, "every publication is compared"
         if self._settled:
             difference, coverage = await self._compare(slot.server)
         else:
@@ -402,7 +402,7 @@ class Fleet:
 
     async def _compare(self, server: EngineServer) -> tuple[float, float]:
         canary = self._canary
-        assert canary is not None, "what is published is compared"
+        assert canary is not None, "every publication is compared"
         version, tokens = self._version, canary.tokens
         requests = [
             Request(prompt, 1, Sampling(tokens, seed=version), f"canary/{version}/{number}/{time.monotonic_ns()}")
