@@ -29,6 +29,7 @@ PACKAGED = Path(__file__).parents[1] / "packaged"
 ENVIRONMENTS = PACKAGED / "environments"
 CONFIGS = PACKAGED / "configs"
 PREPARATIONS = PACKAGED / "preparations"
+MODELS = PACKAGED / "models"
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.\d[A-Za-z0-9_-]*)*")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(?=/)")

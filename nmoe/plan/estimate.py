@@ -156,7 +156,8 @@ def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[st
     if isinstance(config, RLConfig | SelfplayConfig) and on_host:
         drawn = config.batch.prompts_per_step * config.batch.group_size
         parts["sampled tokens"] = drawn * config.sampling.max_new_tokens * _SAMPLED_TOKEN
-    if isinstance(config, RLConfig | SelfplayConfig) or (isinstance(config, ProbedConfig) and config.probes):
+    if samples_here(config) or (isinstance(config, ProbedConfig) and config.probes):
+        assert isinstance(config, RLConfig | SelfplayConfig | ProbedConfig), "these have an engine"
         most = kind_of(size.device).cache_bytes(size.device, sum(parts.values()), trains=True)
         engine = config.engine
         cache = cache_size(shape, size.dtype, engine.max_sequences, engine.cache_mb * 2**20, most).bytes
@@ -165,6 +166,11 @@ def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[st
         if on_host and size.weights <= PACKED_BYTES:
             parts["weights packed to sample"] = size.weights
     return {name: part for name, part in parts.items() if part}
+
+
+def samples_here(config: RunConfig) -> bool:
+    """Returns whether the run's own processes sample in its steps, and not engine servers."""
+    return isinstance(config, SelfplayConfig) or (isinstance(config, RLConfig) and config.engine.kind == "native")
 
 
 def _evaluates(config: RunConfig) -> bool:

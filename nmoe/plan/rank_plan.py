@@ -20,7 +20,7 @@ from nmoe.model.device import kind_of
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.axes import Axes, expert_axis
 from nmoe.parallel.ranks import axes_here
-from nmoe.plan.estimate import Size, activation_bytes, estimate, profiled_numbers, size_of
+from nmoe.plan.estimate import Size, activation_bytes, estimate, profiled_numbers, samples_here, size_of
 from nmoe.plan.work import Prompts, work_of
 
 C = TypeVar("C", bound=RunConfig)
@@ -151,7 +151,7 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
     # Ranks quantise what they gather, which lives until the backward pass; a recomputed block needs its own alone.
     layers = len(size.shape.moe_layers) if world > 1 and config.model.checkpoint_activations else 1
     held["experts in their profile"] = profiled * width // (axes.ep * max(1, layers))
-    if world > 1 and isinstance(config, RLConfig | SelfplayConfig):
+    if world > 1 and samples_here(config):
         held["whole weights to sample"] = (size.parameters + profiled) * width
     held = {name: count for name, count in held.items() if count}
     host = {}
@@ -195,7 +195,8 @@ def _sent(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -
         # To the experts and back, forward and backward, and forward again where activations are recomputed.
         "rows to experts": int(rows * shape.hidden_size * width * 2 * gathers * ring(axes.ep)),
     }
-    if isinstance(config, RLConfig | SelfplayConfig):
+    moves_adapter = isinstance(config, RLConfig) and config.engine.transport(size.adapts) == "adapter"
+    if isinstance(config, RLConfig | SelfplayConfig) and not moves_adapter:
         sent["weights to sample"] = int(size.parameters * width * ring(axes.dp_shard))
     return {name: count for name, count in sent.items() if count}
 
@@ -222,8 +223,9 @@ def _remedies(config: RunConfig, size: Size, axes: Axes) -> list[str]:
     if not config.model.checkpoint_activations:
         found.append("model.checkpoint_activations = true")
     found.append(f"batch.tokens_per_microbatch below {config.batch.tokens_per_microbatch:,}")
-    if isinstance(config, RLConfig | SelfplayConfig):
+    if samples_here(config):
         found.append("engine.cache_mb, lower")
+        found.append('engine.kind = "vllm", on other GPUs')
     if not size.adapts:
         found.append("an adapter, by [lora]")
     if config.parallel.offload != "cpu":

@@ -93,12 +93,8 @@ def work_of(config: RunConfig, context: int, prompts: Prompts | None = None, ran
     if isinstance(config, SelfplayConfig):
         # Its prompts are proofs and judgements that the model writes itself.
         return Work(budget, budget, budget, samples, samples * context)
-    batch, new = config.batch, config.sampling.max_new_tokens
-    environment, known = config.environment, None if prompts is None else prompts.training
-    new = min(new, environment.budget.completion_tokens or new)
-    prompt = _prompt(environment, context, new, known)
-    # What tools say is part of a sequence, and is not known.
-    longest = context if environment.tools is not None else min(context, prompt + new)
+    batch = config.batch
+    prompt, longest = lengths(config, context, None if prompts is None else prompts.training)
     of_update = math.ceil(samples / batch.updates_per_step / ranks)
     together = max(1, min(of_update, budget // longest))
     groups = math.ceil(together / batch.group_size)
@@ -107,6 +103,15 @@ def work_of(config: RunConfig, context: int, prompts: Prompts | None = None, ran
     rows = groups * prompt + together * (longest - prompt)
     sampled = max(asked, _asked(config, context, prompts), key=lambda one: one[1])
     return Work(together * longest, rows, together * (longest - prompt), *sampled)
+
+
+def lengths(config: RLConfig, context: int, known: int | None = None) -> tuple[int, int]:
+    """Returns the tokens of the longest prompt, `known` or as long as it may be, and of the longest sequence."""
+    environment, new = config.environment, config.sampling.max_new_tokens
+    new = min(new, environment.budget.completion_tokens or new)
+    prompt = _prompt(environment, context, new, known)
+    # What tools say is part of a sequence, and is not known.
+    return prompt, context if environment.tools is not None else min(context, prompt + new)
 
 
 def _prompt(environment: EnvironmentSettings, context: int, new: int, known: int | None) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nmoe.config.tables.rollout import RolloutEngineSection, fault_of_urls
 from nmoe.engine.api import Engine
 from nmoe.engine.rank_sampling import sampling_engine
-from nmoe.engine.remote.weights import Format, Transport
+from nmoe.engine.remote.weights import Format
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
@@ -92,8 +92,7 @@ def rollout_engine(
     from nmoe.engine.remote.process import KEY, addresses
 
     key = os.environ.get(KEY, "") if section.urls else secrets.token_hex(16)
-    adapter = section.weights == "auto" and section.kind == "server" and learner.lora is not None
-    transport: Transport = "adapter" if adapter else "disk" if section.weights == "auto" else section.weights
+    transport = section.transport(learner.lora is not None)
     format_: Format = "nmoe" if section.kind == "server" else "hf"
     base = Path(tempfile.mkdtemp(prefix="nmoe_base_"))
     try:

@@ -11,6 +11,7 @@ from typing import Any
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.loader import parse
 from nmoe.config.locate import Locator, Place
+from nmoe.config.packaged import MODELS
 from nmoe.config.tables.recipes import DatasetSettings, SFTRecordsSection
 from nmoe.data.hub import hub_or_cache
 from nmoe.errors import MissingInputError, UserError
@@ -52,8 +53,9 @@ def resolve_checkpoint(path: Path) -> Path:
 
 def resolve_shape(path: Path) -> Path:
     """Returns the same directory as `resolve_checkpoint`, for a caller that reads only `config.json`: of a model on the hub only
-    this file is fetched."""
-    return _resolved(path, ["config.json"])
+    this file is fetched, unless it is in `nmoe/packaged/models`."""
+    packaged = MODELS / path
+    return packaged if is_hub_name(path) and packaged.is_dir() else _resolved(path, ["config.json"])
 
 
 def _resolved(path: Path, files: list[str], neither: str = "neither a checkpoint (no config.json in it)") -> Path:

@@ -60,6 +60,12 @@ class RolloutEngineSection(EngineSection):
     args: Array[str] = ()
     """more arguments of the server's command line, such as `--enable-expert-parallel`"""
 
+    def transport(self, adapts: bool) -> Literal["disk", "group", "adapter"]:
+        """Returns the way of a publication. `adapts` says whether the run trains an adapter."""
+        if self.weights == "auto":
+            return "adapter" if adapts and self.kind == "server" else "disk"
+        return self.weights
+
     def conflicts(self) -> Iterator[Conflict]:
         for names, kinds in (
             (("servers", "urls", "weights", "group_backend", "token_s", "args"), ("server", "vllm")),
