@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -138,7 +139,7 @@ def _cut(diff: str) -> str:
 def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fast") -> dict[str, Any]:
     """Returns a record of the present process that can be written as JSON, made when a run starts:
 
-        {"started_utc": "2026-01-02T03:04:05Z", "nmoe": "0.1.0", "git_commit": "9f2c...", "git_dirty": false,
+        {"started_utc": "2026-01-02T03:04:05Z", "run_id": "5d1c3b...", "nmoe": "0.1.0", "git_commit": "9f2c...", "git_dirty": false,
          "python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6", "transformers": "5.14.1",
          "platform": "Linux-6.18-x86_64-with-glibc2.36", "cpu": "AMD EPYC 9B14", "cores": 2, "threads": 2,
          "device": "cpu", "numerics": "exact", "seed": 0, "argv": ["nmoe", "rl", "arithmetic.toml"]}
@@ -146,10 +147,12 @@ def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fa
     The git entries are None unless the package runs from its own checkout. If the command runs in another repository,
     `directory_commit` and `directory_dirty` describe it. With uncommitted changes, `git_diff` is the diff and `git_untracked` the
     files that it does not include (`RunDirectory` keeps the diff as code.diff). `device` is the description by `nmoe.model.device`:
-    for a GPU its name and the CUDA version. In `argv` the home directory is written `~`.
+    for a GPU its name and the CUDA version. In `argv` the home directory is written `~`. `run_id` is drawn at random, because two
+    runs may start in the same second.
     """
     return {
         "started_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "run_id": secrets.token_hex(8),
         "nmoe": _version("nmoe"),
         **_git(),
         "python": platform.python_version(),

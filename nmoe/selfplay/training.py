@@ -132,7 +132,8 @@ class RoundTraining:
         batch = policy_batch(trajectories, None, "sequence", 1)
         result = learner.forward_backward(batch, cross_entropy).result()
         step = learner.optim_step().result()
-        values = {"loss": result.loss, "tokens_in_batch": float(batch.scored_T.sum()), **step.metrics()}
+        values = {"loss": result.loss, "tokens_in_batch": float(batch.scored_T.sum())}
+        values |= step.metrics() | result.routing_metrics()
         return {f"verifier_{name}": value for name, value in values.items()}
 
     def generator_update(

@@ -10,6 +10,7 @@ import pytest
 from nmoe.config.tables.run import RunSection
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
+from nmoe.runs.provenance import provenance
 from nmoe.runs.record import read_run
 from nmoe.runs.record_links import VARIABLES, claim_exports, link_records
 
@@ -166,6 +167,17 @@ def test_a_place_that_a_variable_chose_names_the_variable(tmp_path: Path) -> Non
         )
     with pytest.raises(UserError, match=f"run.toml: {other}; choose another --run.spikes_file"):
         started(tmp_path / "x", RunSection(name="x", steps=2, spikes_file=str(tmp_path / "run.toml")), {})
+
+
+def test_runs_that_start_in_the_same_second_are_two(tmp_path: Path) -> None:
+    for place in ("a", "b"):
+        started = provenance(seed=0, threads=1) | {"started_utc": "2026-01-02T03:04:05Z"}
+        RunDirectory.create(tmp_path / place, CONFIG, started, resume=False).close()
+    claim_exports(tmp_path / "a", tmp_path / "exports")
+    (tmp_path / "exports" / "step_000001").mkdir()
+    claim_exports(tmp_path / "a", tmp_path / "exports")
+    with pytest.raises(UserError, match="holds the exported checkpoints of another run"):
+        claim_exports(tmp_path / "b", tmp_path / "exports")
 
 
 def test_exported_checkpoints_are_of_one_run(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from fake_sandbox import FakeSandbox, FakeSandboxes
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
+from tiny_models import MOE, peaked_model
 
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.loader import parse
 from nmoe.config.locate import Locator, Place
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.config.tables.pools import SelfplayPool
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
@@ -27,12 +29,18 @@ from nmoe.envs.pools.selfplay import open_problems
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.proofs import CLOSING, OPENING, Proof, WrittenEvaluation, read_evaluation, read_proof
 from nmoe.errors import UserError
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import cross_entropy
+from nmoe.model.config import ModelConfig
+from nmoe.rl.experience import policy_batch
 from nmoe.rollout.collector import Collector
 from nmoe.selfplay.acceptance import Acceptance, Analysis, accept, generator_reward, meta_score, verifier_reward
 from nmoe.selfplay.play import Attempted, Judges, SelfPlay
+from nmoe.selfplay.training import RoundTraining
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Grade, Message, Problem, Sampling
+from nmoe.trajectory import Trajectory
+from nmoe.types import Grade, Message, Problem, Sample, Sampling, Turn
 
 NONE, HALF, ALL = Fraction(0), Fraction(1, 2), Fraction(1)
 
@@ -570,3 +578,36 @@ def test_a_proof_too_long_to_be_verified_is_left_out(tmp_path: Path, tokenizer: 
     assert [attempt.outcome for attempt in attempts] == ["overlong"] * 2
     assert [attempt.generator_reward() for attempt in attempts] == [None] * 2
     assert len(asked) == 2
+
+
+def test_the_experts_of_the_verifier_are_recorded_beside_its_loss() -> None:
+    """An update on two of three verifications, against the same pass of a twin; without verifications there is none."""
+
+    def learner() -> Learner:
+        return Learner(peaked_model(ModelConfig(**MOE), 0), OptimizerSection(learning_rate=1e-3), 10, 4096)
+
+    def verification(tokens: list[int]) -> Trajectory:
+        sample = Sample(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop")
+        return Trajectory(
+            Problem("p", "", "", "", ""), 0, (5, 6), (Turn((), sample),), Grade(1.0, {}, "ok", {}, None), Sampling(8)
+        )
+
+    evidence = [verification(tokens) for tokens in ([7, 2], [8, 9, 2], [4, 2])]
+    training = RoundTraining(evidence, [], [[0, 2], []], [])
+    found = training.verifier_update(learner(), 0)
+    batch = policy_batch([evidence[0], evidence[2]], None, "sequence", 1)
+    result = learner().forward_backward(batch, cross_entropy).result()
+    twin = result.routing_metrics()
+    assert found["verifier_tokens_in_batch"] == 4
+    assert found["verifier_loss"] == result.loss
+    assert {name: value for name, value in found.items() if "expert" in name} == {
+        f"verifier_{name}": value for name, value in twin.items() if "expert" in name
+    }
+    for layer in range(len(ModelConfig(**MOE).moe_layers)):
+        load = found[f"verifier_expert_load/{layer}"]
+        assert isinstance(load, list)
+        assert found[f"verifier_expert_load_max_violation/{layer}"] == pytest.approx(
+            max(load) * len(load) - 1, abs=1e-4
+        )
+        assert found[f"verifier_dead_experts/{layer}"] == load.count(0)
+    assert training.verifier_update(learner(), 1) == {}
