@@ -1,6 +1,7 @@
 """Holds a run or recorded results against promises: `python .ci/check.py NAME ARGUMENTS`; exits with 1 if one is broken.
 
     python .ci/check.py run RUN 'first:correctness <= 0.4' 'last:correctness >= 0.9' [OTHER_RUN ...]
+    python .ci/check.py same runs/speedrun/here runs/speedrun/one_server runs/speedrun/three_servers
     python .ci/check.py sort runs/speedrun/base runs/speedrun/sort_grpo runs/speedrun/sort_ppo
     python .ci/check.py summary runs/speedrun/summary.json
     python .ci/check.py full runs/full
@@ -122,6 +123,32 @@ def check_run(arguments: Sequence[str]) -> NoReturn:
         else:
             others.append(Path(argument))
     hold(figures, [*others, run])
+
+
+def check_same(arguments: Sequence[str]) -> NoReturn:
+    """Runs against the first one: each has the same metrics and evaluations, number for number, apart from times and the figures of
+    engine servers."""
+    first, *others = map(Path, arguments)
+    wanted = _numbers(first)
+    figures: dict[str, tuple[float, float, float]] = {f"{first.name}: numbers": (len(wanted), 1, inf)}
+    for other in others:
+        found = _numbers(other)
+        differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        print("\n".join(f"{other.name}, {name}: {found.get(name)} for {wanted.get(name)}" for name in differing[:8]))
+        figures[f"{other.name}: numbers that differ"] = (len(differing), 0, 0)
+    hold(figures, [])
+
+
+def _numbers(run: Path) -> dict[str, Any]:
+    """Returns all figures of a run that other times and other engines do not change, by step and name."""
+    changed = ("time_", "tokens_per_second", "publish_", "canary_", "engine")
+    rows = _lines(run / "metrics.jsonl")
+    numbers = {f"step {row['step']}, {name}": row[name] for row in rows for name in row if not name.startswith(changed)}
+    for file in (run / "eval").glob("*.json"):
+        for result in json.loads(file.read_text())["results"]:
+            place = f"{file.stem}, {result['mode']} on {result['dataset']}"
+            numbers |= {f"{place}: {name}": value for name, value in result.items() if not name.startswith(changed)}
+    return numbers
 
 
 def sampled_correctness(run: Path) -> float:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import struct
@@ -27,7 +28,8 @@ from nmoe.model.transformer import Transformer
 sys.path.append(str(Path(__file__).parents[2] / "plugins/vllm"))
 
 from nmoe_vllm.adapters import merged
-from nmoe_vllm.checks import check_names, check_shapes, check_tensors, digest
+from nmoe_vllm.checks import check, digest
+from nmoe_vllm.guard import Guard
 
 MOE = DENSE | {"experts": 3, "experts_per_token": 2, "expert_width": 16}
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -41,56 +43,100 @@ def test_a_digest_is_that_of_the_bytes_in_order() -> None:
     assert digest(turned) == hashlib.sha256(bytes([1, 3, 2, 4])).hexdigest()
 
 
+MODEL = {"a": torch.zeros(2), "b": torch.ones(2), "head": torch.ones(3)}
+
+
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        (["a"], "1 names came: b is missing"),
-        ([], "0 names came: a is missing; b is missing"),
-        (["a", "b", "c"], "3 names came: c is not of this model"),
-        (["a", "b", "a"], "3 names came: a came twice"),
+        (["a"], "1 names came: b is missing."),
+        ([], "0 names came: a is missing; b is missing."),
+        (["a", "b", "c"], "3 names came: c is not of this model."),
+        (["a", "b", "a"], "3 names came: a came twice."),
     ],
 )
 def test_a_set_of_names_that_is_not_the_models_is_refused(names: list[str], problem: str) -> None:
+    tensors = {name: MODEL.get(name, torch.zeros(1)) for name in names}
     with pytest.raises(ValueError, match="weights refused") as refused:
-        check_names(names, {"a", "b", "head"}, {"head"})
+        check(tensors, names, [digest(tensors[name]) for name in names], MODEL, {"head"})
     assert problem in str(refused.value)
 
 
 @pytest.mark.parametrize("names", [["a", "b"], ["head", "b", "a"]])
 def test_a_tied_head_may_come_or_be_left_out(names: list[str]) -> None:
-    check_names(names, {"a", "b", "head"}, {"head"})
+    check({name: MODEL[name] for name in names}, names, [digest(MODEL[name]) for name in names], MODEL, {"head"})
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda names, sums: sums.reverse(), "a has another digest than was sent; b has another digest than was sent"),
-        (lambda names, sums: sums.pop(), "2 names, but 1 digests"),
-        (lambda names, sums: (names.append("c"), sums.append("")), "c is named, but did not come"),
-        (lambda names, sums: (names.pop(), sums.pop()), "b came, but is not named"),
+        (lambda names, sums: sums.reverse(), "a has another digest than was sent; b has another digest than was sent."),
+        (lambda names, sums: sums.pop(), "b came without a digest."),
+        (lambda names, sums: (names.append("head"), sums.append("")), "head is named, but did not come."),
+        (lambda names, sums: (names.pop(), sums.pop()), "b is missing; b came, but is not named."),
     ],
 )
 def test_tensors_that_are_not_those_that_were_sent_are_refused(change: Any, problem: str) -> None:
     tensors = {"a": torch.zeros(2), "b": torch.ones(2)}
     names, sums = list(tensors), [digest(tensor) for tensor in tensors.values()]
-    check_tensors(tensors, names, sums)
+    check(tensors, names, sums, MODEL, {"head"})
     change(names, sums)
-    with pytest.raises(ValueError, match=problem):
-        check_tensors(tensors, names, sums)
+    with pytest.raises(ValueError, match="weights refused") as refused:
+        check(tensors, names, sums, MODEL, {"head"})
+    assert f": {problem}" in str(refused.value)
+
+
+def test_an_adapter_is_compared_with_what_was_sent_alone() -> None:
+    adapter = {"a": torch.zeros(2)}
+    check(adapter, ["a"], [digest(adapter["a"])], adapter)
+    with pytest.raises(ValueError, match="1 names came: a is missing; b is not of this model; b is named, but did not"):
+        check(adapter, ["b"], [digest(adapter["a"])], adapter)
 
 
 def test_one_flipped_bit_is_refused() -> None:
     sent = torch.arange(64, dtype=torch.float32)
     came = sent.clone()
     came.view(torch.int32)[17] ^= 1
-    with pytest.raises(ValueError, match="w has another digest"):
-        check_tensors({"w": came}, ["w"], [digest(sent)])
+    with pytest.raises(ValueError, match=r": w has another digest than was sent\."):
+        check({"w": came}, ["w"], [digest(sent)], {"w": sent})
 
 
 def test_another_shape_is_refused() -> None:
-    check_shapes({"a": torch.zeros(2, 3)}, {"a": torch.ones(2, 3)})
-    with pytest.raises(ValueError, match=r"a has shape \[3, 2\], the model \[2, 3\]"):
-        check_shapes({"a": torch.zeros(3, 2)}, {"a": torch.ones(2, 3)})
+    turned = torch.zeros(3, 2)
+    with pytest.raises(ValueError, match=r": a has another shape: \[3, 2\], and the model \[2, 3\]\."):
+        check({"a": turned}, ["a"], [digest(turned)], {"a": torch.ones(2, 3)})
+
+
+def request_of(guard: Guard, path: str, headers: list[tuple[bytes, bytes]]) -> int:
+    """Returns the status of the reply to a request."""
+    replies: list[Any] = []
+
+    async def send(message: Any) -> None:
+        replies.append(message)
+
+    asyncio.run(guard({"type": "http", "path": path, "headers": headers}, None, send))  # type: ignore[arg-type]
+    return int(replies[0]["status"])
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/collective_rpc", "/v1/completions", "/health/../pause"])
+def test_every_route_but_health_asks_for_the_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(KeyError):
+        Guard(app)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    guard = Guard(app)
+    assert request_of(guard, "/health", []) == 200
+    assert request_of(guard, path, [(b"authorization", b"Bearer secret")]) == 200
+    for wrong in (
+        [],
+        [(b"authorization", b"Bearer secre")],
+        [(b"authorization", b"secret")],
+        [(b"cookie", b"Bearer secret")],
+    ):
+        assert request_of(guard, path, wrong) == 401
 
 
 def adapted(shape: dict[str, Any], settings: LoraSettings, place: Path) -> tuple[dict[str, Tensor], Lora, Path]:

@@ -153,6 +153,8 @@ def addresses(
                 json.dumps({"backend": "nmoe"}),
             ),
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+            # vLLM's own check of the key leaves out the routes that take weights.
+            *("--middleware", "nmoe_vllm.guard.Guard"),
             *("--max-num-seqs", str(section.max_sequences), "--tensor-parallel-size", str(section.tensor_parallel)),
             *("--gpu-memory-utilization", str(section.memory_share)),
             # On a CPU a request with a seed ends the server if its prefill is split.

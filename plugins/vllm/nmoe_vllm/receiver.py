@@ -12,14 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from nmoe_vllm.adapters import merged
-from nmoe_vllm.checks import check_names, check_shapes, check_tensors
+from nmoe_vllm.checks import check
 from nmoe_vllm.loading import load, stored_weights, tied_names
 from nmoe_vllm.workers import agree
 
@@ -101,17 +97,15 @@ class Receiver(WeightTransferEngine[Init, Update]):
 
     def receive_weights(self, info: Update) -> None:
         self._came = False
+        path = Path(info.path)
         if info.transport == "adapter":
-            adapter = load_file(Path(info.path) / "adapter_model.safetensors")
-            check_tensors(adapter, info.names, info.digests)
-            tensors = merged(self._stored, adapter, json.loads((Path(info.path) / "adapter_config.json").read_text()))
+            adapter = load_file(path / "adapter_model.safetensors")
+            check(adapter, info.names, info.digests, adapter)
+            tensors = merged(self._stored, adapter, json.loads((path / "adapter_config.json").read_text()))
         else:
             # A broadcast is taken to its end before anything is refused, so that the learner's does not wait for ever.
-            tensors = self._broadcast(info) if info.transport == "group" else {}
-            check_names(info.names, set(self._stored), self._optional)
-            tensors = tensors or self._read(info)
-            check_tensors(tensors, info.names, info.digests)
-            check_shapes(tensors, self._stored)
+            tensors = self._broadcast(info) if info.transport == "group" else _read(path)
+            check(tensors, info.names, info.digests, self._stored, self._optional)
         load(self.model, self.model_config, tensors, self.device.type == "cpu")
         self._came = True
 
@@ -121,14 +115,6 @@ class Receiver(WeightTransferEngine[Init, Update]):
 
     def shutdown(self) -> None:
         self._group = None
-
-    def _read(self, info: Update) -> dict[str, Tensor]:
-        if info.transport != "disk":
-            raise ValueError(f"transport = {info.transport!r} is none of disk, group, adapter")
-        tensors: dict[str, Tensor] = {}
-        for file in Path(info.path).glob("model*.safetensors"):
-            tensors |= load_file(file)
-        return tensors
 
     def _broadcast(self, info: Update) -> dict[str, Tensor]:
         if self._group is None:
@@ -141,3 +127,7 @@ class Receiver(WeightTransferEngine[Init, Update]):
             self._group.broadcast(tensor, 0).wait()
             tensors[name] = tensor.cpu()
         return tensors
+
+
+def _read(place: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in place.glob("model*.safetensors") for name, tensor in load_file(file).items()}

@@ -163,6 +163,7 @@ def test_a_request_on_a_faulty_server_is_sampled_again_and_the_server_healed(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # some faults are noticed at a deadline alone
 @pytest.mark.parametrize("fault", FAULTS)
 def test_twenty_moments_of_each_fault(trio: list[str], fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(2, 22):
