@@ -42,12 +42,12 @@ from nmoe.runs.ledger import read_metrics
 from nmoe.trajectory import Trajectory
 
 MOMENTS = 3
-KINDS = ("core killed", "server killed", "hung", "killed in a transfer", "late", "twice", "torn")
+KINDS = ("killed", "hung", "killed in a transfer", "late", "twice", "torn")
 TRANSFER = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 PROMPTS, GROUP, NEW_TOKENS = 4, 16, 48
 # Seconds: of a request and of each of its tokens, of a call of control, of a start, of the grace before a server is ended by force,
 # and what a busy machine may add.
-REQUEST_S, TOKEN_S, CONTROL_S, START_S, GRACE_S, SLACK_S = 10.0, 0.1, 20.0, 240.0, 15.0, 15.0
+REQUEST_S, TOKEN_S, CONTROL_S, START_S, GRACE_S, SLACK_S = 10.0, 0.1, 20.0, 400.0, 15.0, 15.0
 DEADLINE_S = REQUEST_S + TOKEN_S * NEW_TOKENS
 
 
@@ -80,13 +80,12 @@ def drawn(seed: int) -> list[Planned]:
     for kind in KINDS:
         for number in range(MOMENTS):
             one = Planned(kind, moment=draw.randrange(PROMPTS), delay_s=draw.uniform(0, 0.2))
-            if kind == "killed in a transfer":
-                one.path, one.moment = TRANSFER[number], 0
-                one.whose = draw.choice(("core", "server"))
+            if kind == "killed":
+                one.whose = ("core", "server", "core")[number]
+            elif kind == "killed in a transfer":
+                one.path, one.moment, one.whose = TRANSFER[number], 0, ("server", "core", "server")[number]
             elif kind == "hung":
-                one.whose, one.goes_on = (("core", False), ("server", False), ("both", True))[number]
-            elif kind == "server killed":
-                one.whose = "server"
+                one.whose, one.goes_on = (("core", False), ("server", True), ("both", True))[number]
             faults.append(one)
     draw.shuffle(faults)
     return faults
@@ -144,26 +143,8 @@ def children(pid: int) -> list[int]:
     return [int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()]
 
 
-class Proxied(FaultyProxy):
-    """A server of the run, behind a proxy."""
-
-    restarts = True
-
-    def __init__(self, server: ServerProcess, observed: Observed) -> None:
-        super().__init__("", lambda path, number: observed.answer(server, path), late_s=DEADLINE_S + 5)
-        self.name, self.server = server.name, server
-
-    def start(self) -> str:
-        self.upstream = self.server.start()
-        return super().start()
-
-    def stop(self) -> None:
-        super().stop()
-        self.server.stop()
-
-
 def keys(step: int, samples: Sequence[Trajectory]) -> list[tuple[int, str, int]]:
-    return [(step, one.problem.problem_id, one.index) for one in samples]
+    return [(step, one.problem.id, one.index) for one in samples]
 
 
 def watched(observed: Observed, config: RLConfig) -> Path:
@@ -178,8 +159,10 @@ def watched(observed: Observed, config: RLConfig) -> Path:
 
             super().__init__(*args, note=both, **kwargs)
 
-    def proxied(*args: Any) -> list[Proxied]:
-        return [Proxied(one, observed) for one in addresses(*args) if isinstance(one, ServerProcess)]
+    def proxied(*args: Any) -> list[FaultyProxy]:
+        (server,) = addresses(*args)
+        assert isinstance(server, ServerProcess)
+        return [FaultyProxy(server, lambda path, _: observed.answer(server, path), late_s=DEADLINE_S + 5)]
 
     def sampled(self: RolloutSampler, step: int) -> Rollouts:
         observed.step = step

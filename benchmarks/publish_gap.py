@@ -1,9 +1,12 @@
-"""The gap that a publication of weights leaves in a stream, and that of an empty pause: python benchmarks/publish_gap.py CHECKPOINT
+"""The gap that a publication of weights leaves in a stream, and that of an empty pause:
+
+    python benchmarks/publish_gap.py CHECKPOINT
+    python benchmarks/publish_gap.py CHECKPOINT --vllm PYTHON    # of vLLM, in fp32, in the environment of this interpreter
 
 A client streams the tokens of one request from an engine server, while another has it pause and resume, or publishes weights to it:
 transfer by files, commit, and a canary of 8 requests of 32 tokens. The gap is the largest time between two tokens of
 the stream less the median one. The two take turns, nine times after one that warms up. Prints medians and their ratio; the last
-line is one JSON object. At most three times the empty pause is wanted, and at most 0.5 s on a quiet machine.
+line is one JSON object. At most three times the empty pause is wanted, and at most 0.5 s on a quiet machine, of vLLM 1.0 s.
 """
 
 from __future__ import annotations
@@ -11,10 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,23 +26,27 @@ from typing import Any
 import httpx2
 from machine import machine, versions
 
+from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.api import Request
+from nmoe.engine.remote.process import addresses
 from nmoe.engine.remote.weights import digest_of
 from nmoe.engine.remote.wire import GENERATE, decode_deltas, encode_request
-from nmoe.model.checkpoint import read_config
+from nmoe.model.checkpoint import export_model
+from nmoe.model.policy import load_policy
 from nmoe.model.shards import open_tensors
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.types import Sampling
 
+ACCESS = "of this measurement"
 ROUNDS, TOKENS, BEFORE = 9, 400, 60
 CANARIES, CANARY_TOKENS = 8, 32
 
 
 class Client:
     def __init__(self, url: str, vocabulary: int) -> None:
-        self.http = httpx2.Client(
-            base_url=url, timeout=120, trust_env=False, limits=httpx2.Limits(max_connections=None)
-        )
+        headers = {"Authorization": f"Bearer {ACCESS}"}
+        limits = httpx2.Limits(max_connections=None)
+        self.http = httpx2.Client(base_url=url, headers=headers, timeout=120, trust_env=False, limits=limits)
         self.vocabulary, self.version, self.number = vocabulary, 0, 0
 
     def post(self, path: str, body: dict[str, Any] | None = None, **params: str) -> None:
@@ -90,31 +94,35 @@ class Client:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path)
-    checkpoint = resolve_checkpoint(parser.parse_args().checkpoint)
-    _, config = read_config(checkpoint)
-    command = [sys.executable, "-m", "nmoe.engine.server", str(checkpoint), "--with-parent", "--threads", "1"]
+    parser.add_argument("--vllm", metavar="PYTHON", help="measure vLLM, installed with the plugin for this interpreter")
+    options = parser.parse_args()
+    model, _ = load_policy(resolve_checkpoint(options.checkpoint))
+    config = model.config
+    kind = "server" if options.vllm is None else "vllm"
+    section = RolloutEngineSection(kind=kind, python=options.vllm, max_sequences=2 * CANARIES)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        for file in checkpoint.glob("*.safetensors*"):
-            shutil.copy(file, directory)
-        stored = open_tensors(Path(directory))
+        served, sent = Path(directory) / "served", Path(directory) / "sent"
+        for place in (served, sent):
+            export_model(model, place, own_format=options.vllm is None)
+        stored = open_tensors(sent)
         digests = [digest_of(stored.read(name)) for name in stored.files]
-        info = {"transport": "disk", "path": directory, "names": list(stored.files), "digests": digests}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        client = Client(f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}", config.vocab_size)
+        info = {"transport": "disk", "path": str(sent), "names": list(stored.files), "digests": digests}
+        (server,) = addresses(section, served, "fast", "float32", True, ACCESS, Path(directory) / "logs")
+        client = Client(server.start(), config.vocab_size)
+        client.post("/init_weight_transfer_engine", {"init_info": {}})
         gaps: dict[str, list[float]] = {"pause": [], "publish": []}
         for round_ in range(ROUNDS + 1):
             for name, act in (("pause", client.pause), ("publish", lambda: client.publish(info))):
                 gap = client.gap(act, round_, config.context_tokens)
                 if round_:
                     gaps[name].append(gap)
-        process.kill()
+        server.stop()
     medians = {name: statistics.median(values) for name, values in gaps.items()}
     for name, values in gaps.items():
         print(f"{name:8} median {medians[name]:.3f} s, largest {max(values):.3f} s")
     ratio = medians["publish"] / medians["pause"]
     print(f"ratio {ratio:.1f}")
-    print(json.dumps({"gaps_s": gaps, "ratio": ratio, "machine": machine(), "versions": versions()}))
+    print(json.dumps({"gaps_s": gaps, "ratio": ratio, "engine": kind, "machine": machine(), "versions": versions()}))
 
 
 if __name__ == "__main__":

@@ -9,27 +9,34 @@ from typing import Literal
 
 import httpx2
 
+from nmoe.engine.remote.process import ServerProcess
+
 Fault = Literal["drop", "hang", "late", "torn", "twice", "error", "stale"]
 FAULTS: tuple[Fault, ...] = ("drop", "hang", "late", "torn", "twice", "error", "stale")
 
 
 class FaultyProxy:
-    """Forwards requests to `upstream`. `fault(path, number)` says what to do to the number-th request of a path; None forwards it.
+    """Forwards requests to `upstream`, a URL, or a server that it starts, and starts again. `fault(path, number)` says what to do
+    to the number-th request of a path; None forwards it.
 
     drop: closes the connection. hang: never answers. late: answers after `late_s`. torn: sends half of the reply and closes.
     twice: sends the reply two times. error: status 500. stale: replaces the weight version in the reply by an older one.
     """
 
-    name, restarts = "proxy", False
-
-    def __init__(self, upstream: str, fault: Callable[[str, int], Fault | None], late_s: float = 7.0) -> None:
-        self.upstream, self.fault, self.late_s = upstream, fault, late_s
+    def __init__(
+        self, upstream: str | ServerProcess, fault: Callable[[str, int], Fault | None], late_s: float = 7.0
+    ) -> None:
+        self.server = None if isinstance(upstream, str) else upstream
+        self.name, self.restarts = "proxy", self.server is not None
+        self.upstream, self.fault, self.late_s = str(upstream), fault, late_s
         self.seen: dict[str, int] = {}
         self.done: list[Fault] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def start(self) -> str:
+        if self.server is not None:
+            self.upstream = self.server.start()
         if not self._thread.is_alive():
             self._thread.start()
             self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
@@ -40,6 +47,8 @@ class FaultyProxy:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
+        if self.server is not None:
+            self.server.stop()
 
     async def _end(self) -> None:
         self._server.close()
@@ -63,7 +72,7 @@ class FaultyProxy:
                 body = await reader.readexactly(length)
                 if not await self._answer(first.split(" ")[0], first.split(" ")[1], headers, body, writer):
                     break
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        except (asyncio.IncompleteReadError, ConnectionError, httpx2.HTTPError, asyncio.CancelledError):
             pass
         writer.close()
 

@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,6 +169,37 @@ def test_a_request_on_a_faulty_server_is_sampled_again_and_the_server_healed(
 def test_twenty_moments_of_each_fault(trio: list[str], fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(2, 22):
         survives(trio, fault, seed, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("path", [GENERATE, "/update_weights"])
+def test_twenty_kills(trio: list[str], path: str, tmp_path: Path) -> None:
+    """One of two servers is killed while it samples, or while it takes weights; after the publication both serve."""
+    learner, asked, draw = new_learner(), requests(6), random.Random(path)
+    (process,) = servers_of(learner, tmp_path, 1)
+    due: list[float] = []
+    kills: list[threading.Timer] = []
+
+    def at(called: str, number: int) -> Fault | None:
+        if due and called == path:
+            kills.append(threading.Timer(due.pop(), end, [process]))
+            kills[-1].start()
+        return None
+
+    with fleet_of(learner, [FaultyProxy(process, at), FaultyProxy(trio[0], no_fault)]) as (fleet, _):
+        for version in range(2, 22):
+            due.append(draw.uniform(0, 0.05))
+            assert same(fleet.run(gathered(fleet, asked)), in_process(learner.model, version - 1, asked))
+            for kill in kills:
+                kill.join()
+            with torch.no_grad():
+                learner.model.embedding.weight.mul_(1.01)
+            assert learner.publish(fleet).result() == version
+            assert fleet.metrics()["engines_serving"] == 2
+            assert same(fleet.run(gathered(fleet, asked)), in_process(learner.model, version, asked))
+            assert len(kills) == version - 1
+        assert fleet.metrics()["engine_requests_lost"] == 0
 
 
 def survives(trio: list[str], fault: Fault, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
