@@ -141,7 +141,7 @@ def check_same(arguments: Sequence[str]) -> NoReturn:
 
 def _numbers(run: Path) -> dict[str, Any]:
     """Returns all figures of a run that other times and other engines do not change, by step and name."""
-    changed = ("time_", "tokens_per_second", "publish_", "canary_", "engine")
+    changed = ("time_", "tokens_per_second", "publish_", "canary_", "engine", "mismatch_abs_mean/")
     rows = _lines(run / "metrics.jsonl")
     numbers = {f"step {row['step']}, {name}": row[name] for row in rows for name in row if not name.startswith(changed)}
     for file in (run / "eval").glob("*.json"):
