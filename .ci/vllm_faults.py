@@ -3,8 +3,9 @@
     python .ci/vllm_faults.py VLLM_PYTHON [RUN_TO_TRAIN_FROM]
 
 The run starts the server itself, with a proxy before it, and samples 64 completions a step; in all but the last step one fault
-happens. Every sample has to be trained once, none may be lost, and the weights have to be the learner's after each publication and
-each recovery. A recovery may take no longer than the deadlines that it waits for, and the start of a server.
+happens. (An answer that comes twice can be taken for that of a later request, which is then refused.) Every sample has to be trained
+once, none may be lost, and the weights have to be the learner's after each publication and each recovery. A recovery may take no
+longer than the deadlines that it waits for, and the start of a server.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def main() -> None:
         began, cpu = time.monotonic(), os.times()
         rows = read_metrics(watched(observed, load_run("sort_grpo", RLConfig, settings)))
     spent = sum(os.times()[:4]) - sum(cpu[:4])
-    print(f"{time.monotonic() - began:.0f} s, {spent:.0f} CPU seconds of the run and its ended servers")
+    print(f"{time.monotonic() - began:.0f} s, {spent:.0f} CPU seconds of the run and of the servers that it waited for")
     figures: dict[str, tuple[float, float, float]] = {
         "steps": (len(rows), steps, steps),
         "groups of a step, least": (min(row["groups"] for row in rows), PROMPTS, PROMPTS),

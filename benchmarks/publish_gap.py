@@ -4,9 +4,9 @@
     python benchmarks/publish_gap.py CHECKPOINT --vllm PYTHON    # of vLLM, in fp32, in the environment of this interpreter
 
 A client streams the tokens of one request from an engine server, while another has it pause and resume, or publishes weights to it:
-transfer by files, commit, and a canary of 8 requests of 32 tokens. The gap is the largest time between two tokens of
-the stream less the median one. The two take turns, nine times after one that warms up. Prints medians and their ratio; the last
-line is one JSON object. At most three times the empty pause is wanted, and at most 0.5 s on a quiet machine, of vLLM 1.0 s.
+transfer by files, commit, and a canary of 8 requests of 32 tokens; vLLM is paused meanwhile. The gap is the largest time between two
+tokens of the stream less the median one. The two take turns, nine times after one that warms up. Prints medians and their ratio; the
+last line is one JSON object. At most three times the empty pause is wanted, and at most 0.5 s on a quiet machine, of vLLM 1.0 s.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ CANARIES, CANARY_TOKENS = 8, 32
 
 
 class Client:
-    def __init__(self, url: str, vocabulary: int) -> None:
+    def __init__(self, url: str, vocabulary: int, pauses: bool) -> None:
         headers = {"Authorization": f"Bearer {ACCESS}"}
         limits = httpx2.Limits(max_connections=None)
         self.http = httpx2.Client(base_url=url, headers=headers, timeout=120, trust_env=False, limits=limits)
-        self.vocabulary, self.version, self.number = vocabulary, 0, 0
+        self.vocabulary, self.pauses, self.version, self.number = vocabulary, pauses, 0, 0
 
     def post(self, path: str, body: dict[str, Any] | None = None, **params: str) -> None:
         self.http.post(path, json=body or {}, params=params).raise_for_status()
@@ -64,9 +64,13 @@ class Client:
 
     def publish(self, info: dict[str, Any]) -> None:
         self.version += 1
+        if self.pauses:
+            self.post("/pause", mode="keep", clear_cache="true")
         self.post("/start_weight_update")
         self.post("/update_weights", {"update_info": info})
         self.post("/finish_weight_update", {"weight_version": str(self.version)})
+        if self.pauses:
+            self.post("/resume")
         asked = [encode_request(self.request(CANARY_TOKENS, seed)) for seed in range(CANARIES)]
         with ThreadPoolExecutor(CANARIES) as pool:
             list(pool.map(lambda body: self.post(GENERATE, body), asked))
@@ -108,7 +112,7 @@ def main() -> None:
         digests = [digest_of(stored.read(name)) for name in stored.files]
         info = {"transport": "disk", "path": str(sent), "names": list(stored.files), "digests": digests}
         (server,) = addresses(section, served, "fast", "float32", True, ACCESS, Path(directory) / "logs")
-        client = Client(server.start(), config.vocab_size)
+        client = Client(server.start(), config.vocab_size, kind == "vllm")
         client.post("/init_weight_transfer_engine", {"init_info": {}})
         gaps: dict[str, list[float]] = {"pause": [], "publish": []}
         for round_ in range(ROUNDS + 1):

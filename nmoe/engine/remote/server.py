@@ -142,7 +142,12 @@ class EngineServer:
             raise UserError(f"{self.name} cannot score given tokens, which only nmoe's own server can: start that one")
         if status != 200:
             raise ServerLostError(f"{self.name} answered with status {status}: {error_of(reply)}")
-        scores: list[float] = json_of(reply)["logprobs"]
+        try:
+            scores: list[float] = json_of(reply)["logprobs"]
+            if len(scores) != len(token_ids) - 1:
+                raise ValueError(f"{len(scores)} log-probabilities for {len(token_ids)} tokens")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ServerLostError(f"{self.name}: the scores cannot be used: {error}") from None
         return scores
 
     async def _call(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
 from faulty_proxy import FAULTS, Fault, FaultyProxy
@@ -27,6 +28,7 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.remote.fleet import Address, Fleet
 from nmoe.engine.remote.process import ServerProcess, addresses
+from nmoe.engine.remote.server import EngineServer, ServerLostError
 from nmoe.engine.remote.weights import Transport
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.learner.learner import Learner
@@ -355,6 +357,22 @@ def test_a_killed_server_is_started_again_with_the_present_weights(tmp_path: Pat
 
         assert same(fleet.run(killed()), in_process(learner.model, 1, asked))
         assert notes[-1] == "engine server_0 serves again after a restart"
+
+
+@pytest.mark.parametrize(
+    "reply", [{"logprobs": [-0.5]}, {"logprobs": [-0.5] * 3}, {"choices": []}, [], {"logprobs": None}]
+)
+def test_scores_that_are_not_of_the_tokens_are_refused(reply: object) -> None:
+    """They may be the answer to another request."""
+
+    async def asked() -> list[float]:
+        answers = httpx2.MockTransport(lambda _: httpx2.Response(200, json=reply))
+        async with httpx2.AsyncClient(transport=answers) as client:
+            server = EngineServer("one", "http://127.0.0.1:1", client, ModelConfig(**MOE))
+            return await server.score([1, 2, 3], 1.0, 5.0)
+
+    with pytest.raises(ServerLostError, match="one: the scores cannot be used"):
+        asyncio.run(asked())
 
 
 def test_requests_that_no_server_may_see_are_refused(server: str) -> None:
