@@ -6,8 +6,8 @@ learner's:
 
 Small models with drawn weights are served, dense and with experts, with a tied and with an own output head. Their weights are
 changed and published three times by each transport; what the server then samples is scored by the changed model. Sets of weights
-that are torn or not whole have to be refused, and a whole one has to heal the server. Requests and replies have to look as those
-on record.
+that are torn or not whole have to be refused, and a whole one has to heal the server. Another key has to be refused on every route.
+Requests and replies have to look as those on record.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ OPTIONS = [
     "--enable-scale-out",
     "--weight-transfer-config",
     '{"backend": "nmoe"}',
+    "--middleware",
+    "nmoe_vllm.guard.Guard",
 ]
+# Routes that sample, change weights, execute code and say what there is.
+GUARDED = ("/inference/v1/generate", "/pause", "/update_weights", "/collective_rpc", "/server_info", "/v1/models")
 # Neither the vocabulary nor the experts' width fills the blocks that vLLM pads them to.
 SHAPE = {
     "vocab_size": 500,
@@ -315,6 +319,8 @@ def check(
         figures |= refusals(name, publisher, model)
         figures |= in_flight(name, publisher, model)
         found = exchanges(publisher)
+        refused = sum(server.answered(path, key="another")[0] == 401 for path in GUARDED)
+        figures[f"{name}: routes that another key does not open"] = (refused, len(GUARDED), len(GUARDED))
     if record:
         RECORD.parent.mkdir(exist_ok=True)
         lines = ",\n".join(json.dumps(entry) for entry in found)

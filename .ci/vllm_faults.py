@@ -3,9 +3,9 @@
     python .ci/vllm_faults.py VLLM_PYTHON [RUN_TO_TRAIN_FROM]
 
 The run starts the server itself, with a proxy before it, and samples 64 completions a step; in all but the last step one fault
-happens. (An answer that comes twice can be taken for that of a later request, which is then refused.) Every sample has to be trained
-once, none may be lost, and the weights have to be the learner's after each publication and each recovery. A recovery may take no
-longer than the deadlines that it waits for, and the start of a server.
+happens. (An answer that comes twice can be taken for that of a later request, which is then refused.) Every sample has to be
+trained once, none may be lost, and the weights have to be the learner's after each publication and each recovery. A recovery may
+take no longer than the deadlines that it waits for, and the start of a server.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from nmoe.learner.passes import batch_logprobs
 from nmoe.model.transformer import Transformer
 
 START_S, REQUEST_S, END_S = 300.0, 120.0, 30.0
+KEY = "of this check"
 # Two servers, or a server beside a learner, would both bind themselves to core 0.
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -31,6 +32,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_API_KEY": KEY,
 }
 
 
@@ -40,21 +42,21 @@ class Server:
     def __init__(self, port: int, cpu_s: float) -> None:
         self.port, self.cpu_s = port, cpu_s
 
-    def ask(
-        self, path: str, body: dict[str, Any] | None = None, method: str = "POST", timeout: float = REQUEST_S
-    ) -> Any:
+    def ask(self, path: str, body: dict[str, Any] | None = None, method: str = "POST", key: str = KEY) -> Any:
         """Returns the reply's JSON (None: an empty one). Raises urllib.error.HTTPError, OSError and TimeoutError."""
         data = None if method == "GET" else json.dumps(body or {}).encode()
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
             text = answer.read()
         return json.loads(text) if text else None
 
-    def answered(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> tuple[int, Any]:
+    def answered(
+        self, path: str, body: dict[str, Any] | None = None, method: str = "POST", key: str = KEY
+    ) -> tuple[int, Any]:
         """Returns the status and the reply's JSON, of an error too."""
         try:
-            return 200, self.ask(path, body, method)
+            return 200, self.ask(path, body, method, key)
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 

@@ -4,9 +4,10 @@
     python benchmarks/publish_gap.py CHECKPOINT --vllm PYTHON    # of vLLM, in fp32, in the environment of this interpreter
 
 A client streams the tokens of one request from an engine server, while another has it pause and resume, or publishes weights to it:
-transfer by files, commit, and a canary of 8 requests of 32 tokens; vLLM is paused meanwhile. The gap is the largest time between two
-tokens of the stream less the median one. The two take turns, nine times after one that warms up. Prints medians and their ratio; the
-last line is one JSON object. At most three times the empty pause is wanted, and at most 0.5 s on a quiet machine, of vLLM 1.0 s.
+transfer by files, commit, and a canary of 8 requests of 32 tokens; vLLM is paused meanwhile. The gap is the largest time between
+two tokens of the stream less the median one. The two take turns, nine times after one that warms up. Prints medians and their
+ratio; the last line is one JSON object. At most three times the empty pause is wanted, and on a quiet machine at most 0.5 s, of
+vLLM 1.0 s.
 """
 
 from __future__ import annotations
