@@ -365,6 +365,11 @@ class RLConfig(AdaptableConfig):
             yield Conflict(
                 "engine.weights", 'is "adapter", and the run trains all weights; add [lora], or leave it out'
             )
+        if self.engine.publish_every > 1 and algorithm.correction == "none" and algorithm.loss != "dppo":
+            yield Conflict(
+                "engine.publish_every",
+                'trains on samples of older weights; correct for it: algorithm.correction = "tis"',
+            )
         if self.engine.kind == "vllm" and self.batch.group_size > self.engine.max_sequences:
             yield Conflict(
                 "engine.max_sequences",

@@ -151,6 +151,7 @@ class Learner:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.temperature = temperature
         self.version = 0
+        self.ahead = 0  # optimizer steps since the weights were handed over to an engine
         self._training_pass = TrainingPass(model, self.ranks, temperature, head, head_only)
         moes = model.moe_layers()
         self._load_YE = torch.zeros(len(moes), model.config.experts, dtype=torch.int64)
@@ -215,6 +216,7 @@ class Learner:
             self.ranks.sum_gradients(self.optimizer.masters)  # FSDP sums the gradients of sharded parameters
             self.ranks.sum(self._load_YE)
         result = self.optimizer.step()
+        self.ahead += 1
         if self._balanced_by_bias and not result.overflow:
             move_router_bias(self.model, self._load_YE)
         for moe in self._profiled:
@@ -231,6 +233,7 @@ class Learner:
 
     def hand_over(self, engine: WeightReceiver) -> None:
         """Sends the weights to an inference engine under their present version number, for example after `load`."""
+        self.ahead = 0
         engine.run(engine.update_weights(self.lora or self.model, self.version))
 
     def save(self, directory: Path) -> dict[str, int]:

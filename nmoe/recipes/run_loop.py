@@ -105,6 +105,10 @@ class Recipe(ABC):
     def resume(self) -> None:  # noqa: B027 (most recipes have nothing to do)
         """Prepares a resumed run, after its checkpoint has been loaded."""
 
+    def may_stop(self) -> bool:
+        """Returns whether a run that is interrupted after this step can go on as if it had not been; else it stops later."""
+        return True
+
     def reason_to_end(self) -> str | None:
         """Returns the reason to end the run before its last step, as a text; None if it goes on. Called after each evaluation."""
         return None
@@ -191,7 +195,7 @@ class Run:
                 self._note_contention(step)
                 best = self.ledger.best_step(step) == step
                 # Read once: a signal that arrives during the save is handled after the next step.
-                stopping, saving = interrupt.requested, {}
+                stopping, saving = interrupt.requested and recipe.may_stop(), {}
                 if last or best or stopping or stopped or step % checkpoint.every_steps == 0:
                     began = time.perf_counter()
                     saver.save(step, recipe.parts(), best)

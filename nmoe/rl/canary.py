@@ -8,6 +8,7 @@ log-probabilities do.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -36,9 +37,10 @@ _PROMPTS, _PROMPT_TOKENS, _TOKENS = 8, 4, 32
 
 
 class Compared(Protocol):
-    """A learner, as the canary uses it."""
+    """A learner, as the canary uses it: `ahead` is not 0 if its weights are newer than the published ones."""
 
     model: Transformer
+    ahead: int
 
     def on_each_rank(self, function: Callable[[MicroBatches], R], batch: Batch) -> list[R]: ...
 
@@ -56,6 +58,7 @@ class LearnerCanary:
         self._learner = learner
         self._first: float | None = None
         self._reached = 0.0
+        self._learned: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}  # by prompt, of the last publication
         self.prompts = self._drawn(_PROMPTS)
 
     def _drawn(self, count: int) -> list[tuple[int, ...]]:
@@ -72,8 +75,11 @@ class LearnerCanary:
 
     def difference(self, sampled: Sequence[tuple[tuple[int, ...], Sample]]) -> tuple[float, float]:
         """Returns the largest difference between the samples' log-probabilities and the learner's, and the share of all (layer,
-        expert) that the sampled tokens reached. All ranks compute together."""
+        expert) that the sampled tokens reached. All ranks compute together. A server that is healed after the learner has stepped
+        has to repeat the values from before."""
         compared = [(prompt, sample) for prompt, sample in sampled if sample.token_ids]
+        if self._learner.ahead:
+            return self._from_before(compared), self._reached
         batch = _batch_of(compared)
         parts = self._learner.on_each_rank(self._compare, batch)
         moes = self._learner.model.moe_layers()
@@ -92,7 +98,26 @@ class LearnerCanary:
         largest = float((learned_N - theirs_N).abs().max())
         if self._first is None:
             self._first = largest
+        if largest <= self.bound():
+            rest = iter(learned_N.tolist())
+            for prompt, sample in compared:
+                self._learned[prompt] = sample.token_ids, [next(rest) for _ in sample.token_ids]
         return largest, self._reached
+
+    def _from_before(self, compared: Sequence[tuple[tuple[int, ...], Sample]]) -> float:
+        """Returns the largest difference from the log-probabilities of the last publication, whose seeds gave the same tokens;
+        infinity if more than half are others. What follows another token cannot be compared."""
+        pairs: list[tuple[float, float]] = []
+        for prompt, sample in compared:
+            before = self._learned.get(prompt, ([], []))
+            for token, theirs, known, learned in zip(sample.token_ids, sample.logprobs, *before, strict=False):
+                if token != known:
+                    break
+                pairs.append((theirs, learned))
+        if 2 * len(pairs) <= sum(len(sample.token_ids) for _, sample in compared):
+            return math.inf
+        theirs_N, learned_N = torch.tensor(pairs, dtype=torch.float64).T
+        return float((theirs_N - learned_N).abs().max())
 
     def bound(self) -> float:
         """Returns the largest difference that is rounding: 1e-4 in fp32, else three times the first comparison's, at most 1.5."""

@@ -37,7 +37,7 @@ class Frozen:
     """A checkpoint's model in the role of a learner that publishes it."""
 
     def __init__(self, model: Transformer, lora: Lora | None) -> None:
-        self.model, self.lora = model, lora
+        self.model, self.lora, self.ahead = model, lora, 0
 
     def on_each_rank(self, function: Callable[[MicroBatches], R], batch: Batch) -> list[R]:
         (micros,) = deal(batch, batch.tokens, 1)

@@ -70,7 +70,7 @@ class PolicyGradient(Recipe):
         """Samples and grades a group of completions per prompt, turns their rewards into advantages, updates the policy, and sends
         its weights to the engine; returns the step's metrics. The policy stays as it is if no group is left to train on, and while
         only the critic is trained."""
-        began, self._at = time.perf_counter(), step
+        began, self._at, age = time.perf_counter(), step, self.learner.ahead
         # A cached prefix of an evaluation, or of a step that published nothing, would be missing in a resumed run.
         self.engine.forget_prefixes()
         rollouts = self.sampler.sample(step)
@@ -82,10 +82,11 @@ class PolicyGradient(Recipe):
             # By default `DrGrpo` of nmoe/rl/advantages.py: reward - mean of the group.
             experience = self.advantages(batch, rollouts.kept)
             updated = self.policy.update(step, experience)
+        if age:  # what remains compares two computations by the same weights
+            updated = {name: value for name, value in updated.items() if not name.startswith(("mismatch_", "route_"))}
         publish_began = time.perf_counter()
-        # While a critic warms up the policy takes no step, and the engine has its weights already.
-        if "learning_rate" in updated:
-            self.learner.publish(self.engine).result()
+        if self._publishes_after(step):
+            self._publish()
         times = {"time_learn_s": publish_began - learn_began, "time_sync_s": time.perf_counter() - publish_began}
         if self.policy.reference is not None:
             self.policy.reference.renew(step)
@@ -93,17 +94,34 @@ class PolicyGradient(Recipe):
         shares = routing_by_source(rollouts.trajectories, self.learner.model.config.routed_experts)
         metrics |= routing_metrics(shares)
         metrics["skipped"] = float(not updated)
+        if self.config.engine.publish_every > 1:
+            metrics["engine_age"] = float(age)
         metrics |= self._advance_curriculum(step, metrics)
         metrics |= {**rollouts.times(), **times, **self.engine.metrics(), "time_step_s": time.perf_counter() - began}
         self._record(step, rollouts, metrics)
         self._record_routing(step, shares)
         return Step(metrics, shown(metrics))
 
+    def _publishes_after(self, step: int) -> bool:
+        """Returns whether the engine gets the weights after a step. A step that is saved is among these: a resumed run begins with
+        a publication, and has to sample what the uninterrupted one does."""
+        every = self.config.engine.publish_every, self.config.checkpoint.every_steps
+        return step == self.config.run.steps or any(step % one == 0 for one in every)
+
+    def _publish(self) -> None:
+        # While a critic warms up the policy takes no step, and the engine has its weights already.
+        if self.learner.ahead:
+            self.learner.publish(self.engine).result()
+
+    def may_stop(self) -> bool:
+        return not self.learner.ahead
+
     def evaluate(self) -> HeldOut | None:
         """Evaluates the policy on the held-out problems, the same ones each time; None if there are no such problems, or no
         evaluation is due. Raises GradingError after saving its sample."""
         if not self.probes:
             return None
+        self._publish()
         records = self.probes.evaluate(self._at, self.engine, self.run.directory)
         if not records:
             return None

@@ -47,6 +47,9 @@ class RolloutEngineSection(EngineSection):
     weights: Literal["auto", "disk", "group", "adapter"] = "auto"
     """way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` sends the
     adapter of [lora] alone; `auto`: `adapter` if there is one and kind is `server`, else `disk`"""
+    publish_every: int = Field(default=1, gt=0)
+    """steps from one publication to the next; with more than 1 the samples between come from weights that are older by up to
+    publish_every - 1 steps, which algorithm.correction has to correct. A step that is evaluated or saved publishes, too"""
     group_backend: Literal["gloo", "nccl"] = "gloo"
     """what broadcasts with weights = `group`: `nccl` between GPUs"""
     token_s: float = Field(default=1.0, gt=0)
@@ -68,7 +71,7 @@ class RolloutEngineSection(EngineSection):
 
     def conflicts(self) -> Iterator[Conflict]:
         for names, kinds in (
-            (("servers", "urls", "weights", "group_backend", "token_s", "args"), ("server", "vllm")),
+            (("servers", "urls", "weights", "publish_every", "group_backend", "token_s", "args"), ("server", "vllm")),
             (("python", "tensor_parallel", "memory_share"), ("vllm",)),
         ):
             for name in names:

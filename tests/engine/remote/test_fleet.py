@@ -302,6 +302,19 @@ def test_wrong_weights_are_found_and_sent_again(server: str) -> None:
             learner.publish(fleet).result()
 
 
+def test_a_server_that_is_healed_between_publications_gets_the_published_weights(server: str) -> None:
+    learner, asked, faults = new_learner(), requests(4), dict[str, Fault]()
+    with fleet_of(learner, [FaultyProxy(server, lambda path, number: faults.pop(path, None))]) as (fleet, notes):
+        with torch.no_grad():
+            learner.model.embedding.weight.mul_(1.1)
+        learner.ahead = 1
+        faults[GENERATE] = "drop"
+        assert same(fleet.run(gathered(fleet, asked)), in_process(new_learner().model, 1, asked))
+        assert notes[-1] == "engine proxy serves again"
+        learner.publish(fleet).result()
+        assert same(fleet.run(gathered(fleet, asked)), in_process(learner.model, 2, asked))
+
+
 def test_a_publication_ends_heals_that_would_compare_older_weights(trio: list[str]) -> None:
     learner, faults = new_learner(), dict[str, Fault]()
     # A request is lost, and the heal that follows is still sending when the next publication comes.

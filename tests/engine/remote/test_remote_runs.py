@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recipes.interrupted_runs import interrupted_at
 
 from nmoe.engine.api import Request
 from nmoe.engine.remote.server import EngineServer
+from nmoe.errors import UserError
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.types import Sample
 
@@ -74,3 +77,67 @@ def test_a_run_with_an_adapter_sends_the_adapter_alone(reinforce: Reinforce) -> 
     rows = read_metrics(merged)
     assert all(row["canary_abs_max"] <= 1e-5 and row["mismatch_abs_max"] <= 1e-5 for row in rows)
     assert min(row["publish_bytes"] for row in rows) > 500_000
+
+
+def test_weights_are_published_every_third_step(reinforce: Reinforce) -> None:
+    """Interrupted or not, the same: a run that is asked to stop between two publications does so after the next."""
+    third = (
+        *("--run.steps=7", "--engine.publish_every=3", "--checkpoint.every_steps=5", "--algorithm.correction=tis"),
+        *SMALL[1:],
+        "--engine.kind=server",
+    )
+    whole = reinforce(*third, "--run.name=whole")
+    rows = read_metrics(whole)
+    # The step that is saved, and the last one, publish too.
+    assert [row["engine_age"] for row in rows] == [0, 1, 2, 0, 1, 0, 0]
+    assert [samples[0]["versions"][0] for samples in samples_of(whole)] == [0, 0, 0, 1, 1, 2, 3]
+    for row in rows:
+        fresh = row["engine_age"] == 0
+        assert fresh == ("mismatch_abs_max" in row) == (row["correction_ess"] == pytest.approx(1, abs=1e-9))
+        assert row.get("mismatch_abs_max", 0.0) == row["canary_abs_max"] == 0.0
+    with interrupted_at(4):
+        reinforce(*third, "--run.name=cut")
+    cut = reinforce(*third, "--run.name=cut", "--run.resume=true")
+    assert figures(cut) == figures(whole)
+    assert samples_of(cut) == samples_of(whole)
+
+
+def samples_of(run: Path) -> list[list[dict[str, Any]]]:
+    """The samples of each step, without what belongs to the run and the machine."""
+    files = sorted((run / "samples").glob("*.jsonl"))
+    kept = ("token_ids", "logprobs", "versions")
+    return [[{name: one[name] for name in kept} for one in map(json.loads, file.open())] for file in files]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ("--algorithm.correction=tis",),
+            "publish_every=2: needs engine.kind = 'server' or 'vllm'",
+        ),
+        (
+            ("--engine.kind=server",),
+            "publish_every=2: trains on samples of older weights; correct for it: algorithm.correction",
+        ),
+    ],
+)
+def test_older_weights_are_refused_in_one_process_and_without_a_correction(
+    reinforce: Reinforce, given: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        reinforce("--engine.publish_every=2", *given)
+
+
+def test_an_evaluation_samples_the_present_weights(reinforce: Reinforce) -> None:
+    evaluated = (
+        *SMALL[1:],
+        "--run.steps=2",
+        "--algorithm.correction=tis",
+        "--eval.0.every_steps=1",
+        "--eval.0.problems=10",
+    )
+    every = reinforce(*evaluated, "--run.name=every", "--engine.kind=server")
+    second = reinforce(*evaluated, "--run.name=second", "--engine.kind=server", "--engine.publish_every=2")
+    assert [row["engine_age"] for row in read_metrics(second)] == [0, 0]
+    assert figures(second) == figures(every)
