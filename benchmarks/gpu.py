@@ -33,7 +33,7 @@ from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import MoE, RouterTrace
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.packed import PackedAttention
-from nmoe.model.precision import set_precision
+from nmoe.model.precision import cast
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sample, Sampling
 
@@ -88,7 +88,7 @@ def qwen3() -> Transformer:
     model.initialize(0)
     with torch.no_grad():
         model.norm.weight.fill_(6.0)
-    return set_precision(model, "bfloat16").to("cuda").requires_grad_(False)
+    return cast(model, torch.bfloat16).to("cuda").requires_grad_(False)
 
 
 def requests(count: int, seed: int) -> list[Request]:

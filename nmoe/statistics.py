@@ -142,10 +142,8 @@ def stratified_share(rights: Sequence[int], totals: Sequence[int], weights: Sequ
     return _exact(mean, effective)
 
 
-def by_cluster(
-    values: Sequence[float], clusters: Sequence[Hashable], weights: Sequence[float] | None = None
-) -> tuple[list[float], list[float]]:
-    """Computes the weighted mean of each cluster's values, and the sum of their weights.
+def by_cluster(values: Sequence[float], clusters: Sequence[Hashable]) -> tuple[list[float], list[int]]:
+    """Computes the mean of each cluster's values, and how many there are.
 
     Use the results as `values` and `weights` of `mean_interval` and `share_interval` if values are independent only
     between clusters, such as the steps of one solution (Miller 2024, "Adding Error Bars to Evals", section 2.2). Raises
@@ -153,12 +151,10 @@ def by_cluster(
     """
     if len(values) != len(clusters):
         raise ValueError(f"{len(values)} values but {len(clusters)} cluster ids")
-    sums: dict[Hashable, list[float]] = {}
-    for value, cluster, weight in zip(values, clusters, weights or [1.0] * len(values), strict=True):
-        of_cluster = sums.setdefault(cluster, [0.0, 0.0])
-        of_cluster[0] += weight * value
-        of_cluster[1] += weight
-    return [total / weight for total, weight in sums.values()], [weight for _, weight in sums.values()]
+    found: dict[Hashable, list[float]] = {}
+    for value, cluster in zip(values, clusters, strict=True):
+        found.setdefault(cluster, []).append(value)
+    return [sum(cluster) / len(cluster) for cluster in found.values()], list(map(len, found.values()))
 
 
 def mean_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:

@@ -100,7 +100,6 @@ def test_values_by_cluster() -> None:
         [1, 0, pytest.approx(1 / 3)],
         [2, 1, 3],
     )
-    assert by_cluster([1, 4], "aa", [3, 1]) == ([7 / 4], [4])
     with pytest.raises(ValueError, match="2 values but 1 cluster ids"):
         by_cluster([0, 1], ["a"])
 

@@ -141,20 +141,14 @@ class ExampleMixture(Mixture):
         return [(source, self._sources[source][index]) for source, index in self.next_indices(tokens)]
 
 
-def read_examples(
-    settings: DatasetSettings,
-    renderer: Renderer,
-    tokenizer: Tokenizer,
-    context_tokens: int,
-    accepted: Sequence[Kind] = TRAINED_KINDS,
-) -> Examples:
+def read_examples(settings: DatasetSettings, renderer: Renderer, tokenizer: Tokenizer, context_tokens: int) -> Examples:
     """Reads the records of a dataset and renders them as training examples. An example with more positions than the context is left
     out and counted.
 
     Raises UserError, with file and line, for a record that is wrong or cannot be rendered, and if no example is left.
     """
     examples = Examples()
-    records = read_records(settings, accepted)
+    records = read_records(settings, TRAINED_KINDS)
     examples.described.append(f"{records.described}, rendered as {renderer.name}")
     for record in records:
         examples.records += 1

@@ -139,7 +139,7 @@ def save_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYT
     write_checkpoint(model.state_dict(), model.config, model.generation, directory, native, shard_bytes)
 
 
-def copy_gguf(path: Path, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def copy_gguf(path: Path, directory: Path) -> None:
     """Writes weights and configuration of a GGUF file into an existing directory, as the Hugging Face checkpoint that it was made
     from. Weights are in bf16 where the file's are quantised or in bf16, otherwise in fp16 or fp32 as they are; experts in MXFP4
     stay so. One shard is held in memory at a time. Raises UserError as `load_model` does.
@@ -168,12 +168,12 @@ def copy_gguf(path: Path, directory: Path, shard_bytes: int = SHARD_BYTES) -> No
     raw = hf_config(path) | {name: generation.get(name) for name in TOKEN_IDS}
     _write_settings(raw | {"torch_dtype": str(dtype).removeprefix("torch.")}, generation, directory)
     try:
-        write_shards(directory, map(copied, tensors.files), shard_bytes)
+        write_shards(directory, map(copied, tensors.files), SHARD_BYTES)
     except (RuntimeError, MemoryError) as error:
         if not _is_of_memory(error):
             raise
         raise UserError(
-            f"{path}: a copy holds up to {shard_bytes:,} bytes of it in memory, which are not free; end other programs, or name "
+            f"{path}: a copy holds up to {SHARD_BYTES:,} bytes of it in memory, which are not free; end other programs, or name "
             "the file itself: every command takes it"
         ) from None
 
@@ -185,13 +185,13 @@ def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
     return Snapshot(lambda directory: write_checkpoint(state, config, generation, directory, native, SHARD_BYTES), size)
 
 
-def sharded_model(model: Transformer, shard_bytes: int = SHARD_BYTES) -> tuple[dict[str, dict[str, Tensor]], Snapshot]:
+def sharded_model(model: Transformer) -> tuple[dict[str, dict[str, Tensor]], Snapshot]:
     """Returns the tensors that `save_model` would write, grouped by file (ranks may hold only parts of them), and a snapshot that
     writes the other files: configuration, generation settings if the model has any, and the index if there are several files of
     tensors."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
-    files = files_of(sizes, shard_bytes)
+    files = files_of(sizes, SHARD_BYTES)
     config, generation = native.config_to_hf(model.config), dict(model.generation)
 
     def write(directory: Path) -> None:

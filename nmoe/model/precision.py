@@ -10,17 +10,11 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.expert_profile import ProfiledExperts
 from nmoe.model.moe import Router
 from nmoe.model.transformer import Transformer
-from nmoe.types import Precision
-
-
-def set_precision(model: Transformer, precision: Precision) -> Transformer:
-    """Casts the model's weights in place, for engine and learner, which share them. `exact` numerics are for fp32."""
-    return cast(model, getattr(torch, precision))
 
 
 def cast(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """Casts every parameter in place except the routers', which stay in fp32: in bf16, 64 balancing biases around 4.5 would
-    become 4 distinct values and change the routing. Buffers are not cast."""
+    """Casts the model's parameters in place, for engine and learner, which share them. Routers stay in fp32: in bf16, 64 balancing
+    biases around 4.5 would become 4 distinct values and change the routing. Buffers are not cast."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(torch.float32 if isinstance(module, Router) else dtype)

@@ -255,11 +255,8 @@ class Gdpo:
 
 
 class ReinforcePP:
-    """REINFORCE++, the discounted return `G_t = sum over k >= t of gamma^(k-t) r_k`, whitened over the scored tokens of the batch;
-    no critic and no groups (Hu et al. 2025, arXiv:2501.03262, section 3)."""
-
-    def __init__(self, gamma: float = 1.0) -> None:
-        self._gamma = gamma
+    """REINFORCE++, the return `G_t = sum over k >= t of r_k`, whitened over the scored tokens of the batch; no critic, no groups
+    and no discount (Hu et al. 2025, arXiv:2501.03262, section 3)."""
 
     def __call__(self, graded: Graded) -> Estimate:
         batch = graded.batch
@@ -267,8 +264,8 @@ class ReinforcePP:
         return Estimate(advantages_T, advantages_T[batch.scored_T])
 
     def of_tokens(self, rewards_T: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> Tensor:
-        # GAE without a critic, at lambda 1.
-        returns_T, _ = Gae(self._gamma, 1.0).of_tokens(rewards_T, torch.zeros_like(rewards_T), scored_T, lengths)
+        # GAE without a critic, at gamma and lambda 1.
+        returns_T, _ = Gae(1.0, 1.0).of_tokens(rewards_T, torch.zeros_like(rewards_T), scored_T, lengths)
         return whiten(returns_T, scored_T)
 
 

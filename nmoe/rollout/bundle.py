@@ -15,7 +15,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from nmoe.config.loader import parse
 from nmoe.config.locate import Locator, Place
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
-from nmoe.runs.storage import step_name, storage_errors
+from nmoe.runs.storage import storage_errors, sync
 from nmoe.trajectory import Trajectory
 from nmoe.types import (
     Exchange,
@@ -272,15 +271,6 @@ class Bundle:
         )
 
 
-def bundle_name(step: int, reason: str, trajectory: Trajectory) -> str:
-    """Returns the name of a bundle's directory, from step, reason, problem, sample and seed:
-    `step_000007-truncated-sort_12-3-9c1b`.
-    """
-    problem = re.sub(r"[^\w.=+-]", "_", trajectory.problem.id)
-    # A small pool may yield a problem twice in one step; its groups differ in their seeds.
-    return f"{step_name(step)}-{reason}-{problem}-{trajectory.index}-{trajectory.seed & 0xFFFF:04x}"
-
-
 def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | None) -> None:
     """Writes a bundle to the directory `path`, replacing an earlier one. Digests are added to `content`. Raises StorageError.
 
@@ -299,14 +289,12 @@ def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | No
         partial.mkdir()
         try:
             for name, data in files.items():
-                with (partial / name).open("wb") as out:
-                    out.write(data)
-                    out.flush()
-                    os.fsync(out.fileno())
-            _sync(partial)
+                (partial / name).write_bytes(data)
+                sync(partial / name)
+            sync(partial)
             _remove(path)
             os.rename(partial, path)
-            _sync(path.parent)
+            sync(path.parent)
         finally:
             _remove(partial)
 
@@ -382,12 +370,3 @@ def _digests(content: Mapping[str, Any], routes: np.ndarray | None) -> dict[str,
     if routes is not None:
         digests["routes"] = hashlib.sha256(f"{routes.dtype}{routes.shape}".encode() + routes.tobytes()).hexdigest()[:32]
     return digests
-
-
-def _sync(directory: Path) -> None:
-    """Forces a directory's list of names to disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

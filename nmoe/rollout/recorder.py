@@ -3,6 +3,7 @@ each failure class per step."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.pool import stable_hash
 from nmoe.errors import InfrastructureError
-from nmoe.rollout.bundle import bundle_name, write_bundle
+from nmoe.rollout.bundle import write_bundle
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.storage import whole_directory
+from nmoe.runs.storage import step_name, whole_directory
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
 from nmoe.types import Failure
@@ -73,7 +74,10 @@ class ReplayRecorder:
                 yield trajectory, SAMPLED
 
     def _write(self, step: int, trajectory: Trajectory, reason: str) -> Path:
-        path = self._directory / bundle_name(step, reason, trajectory)
+        problem = re.sub(r"[^\w.=+-]", "_", trajectory.problem.id)
+        # A small pool may yield a problem twice in one step; its groups differ in their seeds.
+        name = f"{step_name(step)}-{reason}-{problem}-{trajectory.index}-{trajectory.seed & 0xFFFF:04x}"
+        path = self._directory / name
         record = trajectory.record(step, self._tokenizer.decode(trajectory.token_ids))
         content = {
             "reason": reason,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -14,7 +13,16 @@ from nmoe.errors import UserError
 from nmoe.model.snapshot import Snapshot
 from nmoe.parsing import json_of
 from nmoe.runs.state import STATE, Part, snapshot_parts
-from nmoe.runs.storage import bytes_free, how_to_resume, make_directory, sha256_of, step_name, step_of, storage_errors
+from nmoe.runs.storage import (
+    bytes_free,
+    how_to_resume,
+    make_directory,
+    sha256_of,
+    step_name,
+    step_of,
+    storage_errors,
+    sync,
+)
 
 MANIFEST = "manifest.json"
 # Hidden names beside the checkpoints: one being written, one replaced by a save of the same step, one being removed.
@@ -130,7 +138,7 @@ def _seal(partial: Path, step: int) -> None:
     manifest.write_text(json.dumps({"step": step, "files": entries}, indent=1) + "\n")
     directories = [path for path in partial.rglob("*") if path.is_dir()]
     for path in [*files, manifest, *directories, partial]:
-        _sync(path)
+        sync(path)
 
 
 def _give_name(partial: Path, final: Path) -> None:
@@ -138,7 +146,7 @@ def _give_name(partial: Path, final: Path) -> None:
     if final.exists():  # a directory cannot be renamed onto one that has files
         final.rename(replaced)
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -149,7 +157,7 @@ def _point(link: Path, checkpoint: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(checkpoint.name)
     fresh.replace(link)
-    _sync(link.parent)
+    sync(link.parent)
 
 
 def _prune(directory: Path, keep: int) -> None:
@@ -170,14 +178,6 @@ def _checkpoints(directory: Path) -> list[Path]:
 
 def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}{suffix}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # What a checkpoint holds beside a model that others load.

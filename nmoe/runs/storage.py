@@ -115,6 +115,15 @@ def append_whole(path: Path, content: bytes) -> None:
             raise
 
 
+def sync(path: Path) -> None:
+    """Forces a file, or a directory's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def remove_partials(directory: Path) -> None:
     """Removes the temporary files that a killed `write_atomically` left in a directory."""
     for partial in directory.glob(".*.partial"):

@@ -38,7 +38,7 @@ _STEPS = 5
 class Real(Pipeline):
     """The pipeline that trains a released chat model on short tasks by reinforcement learning alone; on all tasks if `full`.
 
-    `source` is a source for `nmoe model import`, and `configuration` a file that replaces the packaged configuration.
+    `configuration` is a file that replaces the packaged configuration.
     """
 
     promises = REAL_PROMISES
@@ -50,11 +50,9 @@ class Real(Pipeline):
         full: bool,
         resume: bool,
         device: str = "auto",
-        source: str = MODEL,
         configuration: Path | None = None,
     ) -> None:
         super().__init__(out, seed, resume, device)
-        self._source = source
         name = "speedrun_real_full" if full else "speedrun_real"
         self.settings = {"seed": seed, "full": full, "real": True}
         # Loaded before the first stage, so that a mistake in a configuration is reported at once.
@@ -75,7 +73,7 @@ class Real(Pipeline):
         ]
 
     def model(self) -> Figures:
-        import_model(self._source, self._out / "model", lambda line: print(line, flush=True))
+        import_model(MODEL, self._out / "model", lambda line: print(line, flush=True))
         size = size_of(self._rl)
         # What would end the run after minutes is said now.
         found = [memory(self._rl), disk(self._rl, size, "make room, or begin on another disk with --out")]

@@ -16,7 +16,7 @@ from nmoe.eval.evaluate import Asked
 from nmoe.eval.sweep import sweep
 from nmoe.model.checkpoint import load_model, save_model
 from nmoe.model.policy import sampling_precision
-from nmoe.model.precision import set_precision
+from nmoe.model.precision import cast
 
 TINY = {"hidden_size": 16, "layers": 1, "heads": 2, "context_tokens": 256}
 WITH, WITHOUT = {"avx2", "avx512_bf16"}, {"avx2", "avx512f"}
@@ -35,7 +35,7 @@ def in_bfloat16(run: nmoe.TrainedRun, tmp_path_factory: pytest.TempPathFactory) 
     """The run's checkpoint, stored in bfloat16."""
     directory = tmp_path_factory.mktemp("half") / "checkpoint"
     shutil.copytree(run.checkpoint, directory)
-    save_model(set_precision(load_model(run.checkpoint), "bfloat16"), directory)
+    save_model(cast(load_model(run.checkpoint), torch.bfloat16), directory)
     return directory
 
 

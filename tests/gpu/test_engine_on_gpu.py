@@ -13,7 +13,7 @@ from nmoe.model.device import CudaRecorder
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
-from nmoe.model.precision import set_precision
+from nmoe.model.precision import cast
 from nmoe.types import Precision, Sample, Sampling
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def sampled(engine: LLMEngine) -> list[Sample]:
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ENGINE_MODELS)
 def test_recorded_decoding_agrees_with_the_learner(name: str, precision: Precision) -> None:
-    model = set_precision(peaked_model(ModelConfig(**ENGINE_MODELS[name])), precision).to("cuda")
+    model = cast(peaked_model(ModelConfig(**ENGINE_MODELS[name])), getattr(torch, precision)).to("cuda")
     engine = LLMEngine(model, 12)
     assert engine.runner.graphs is not None
     recorded = not model.config.experts or precision == "bfloat16"
@@ -69,7 +69,7 @@ def test_recorded_decoding_agrees_with_the_learner(name: str, precision: Precisi
 
 
 def test_new_weights_are_read_where_they_lie() -> None:
-    model = set_precision(peaked_model(ModelConfig(**ENGINE_MODELS["dense"])), "bfloat16").to("cuda")
+    model = cast(peaked_model(ModelConfig(**ENGINE_MODELS["dense"])), torch.bfloat16).to("cuda")
     engine = LLMEngine(model, 16)
     before = sampled(engine)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_exact_numerics_have_the_learner_s_bits(name: str) -> None:
 
 
 def test_the_cache_takes_its_share_of_what_is_free() -> None:
-    model = set_precision(peaked_model(ModelConfig(**ENGINE_MODELS["dense"])), "bfloat16").to("cuda")
+    model = cast(peaked_model(ModelConfig(**ENGINE_MODELS["dense"])), torch.bfloat16).to("cuda")
     free = torch.cuda.mem_get_info()[0]
     engine = LLMEngine(model.requires_grad_(False), 10**7)
     held = engine.cache.attention.keys.nbytes + engine.cache.attention.values.nbytes

@@ -23,7 +23,7 @@ from nmoe.learner.objectives import Objective, Outputs, Scored, clip, cross_entr
 from nmoe.learner.passes import score
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
-from nmoe.model.precision import set_precision
+from nmoe.model.precision import cast
 from nmoe.model.transformer import Transformer
 from nmoe.types import Precision
 
@@ -348,7 +348,7 @@ def test_a_mixture_whose_layers_are_all_dense_trains_as_the_dense_model_that_it_
 def test_low_precision_stays_near_fp32_and_learns(family: str, precision: Precision, random_batch: MakeBatch) -> None:
     batch = random_batch(LENGTHS)
     reference = learner_of(tiny_family(family), 30)
-    learner = learner_of(set_precision(tiny_family(family), precision), 30)
+    learner = learner_of(cast(tiny_family(family), getattr(torch, precision)), 30)
     model = learner.model
     assert {p.dtype for n, p in model.named_parameters() if "router" not in n} == {getattr(torch, precision)}
     assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if "router" in n)

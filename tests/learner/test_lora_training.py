@@ -22,7 +22,7 @@ from nmoe.learner.objectives import cross_entropy
 from nmoe.learner.passes import batch_logprobs
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import adapter_tensors
-from nmoe.model.precision import set_precision
+from nmoe.model.precision import cast
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sampling
 
@@ -208,8 +208,8 @@ def test_checkpointed_activations_change_no_bit(tiny_model: Make) -> None:
 
 def test_an_adapter_in_low_precision_is_trained_by_masters_in_fp32(tiny_model: Make, tmp_path: Path) -> None:
     """Each step is that of torch's AdamW on fp32 copies, given the gradients of the bf16 weights, which are the masters rounded."""
-    low = learner(set_precision(tiny_model(), "bfloat16"))
-    alone = batch_logprobs(set_precision(tiny_model(), "bfloat16"), batch(), 64, 1.0)
+    low = learner(cast(tiny_model(), torch.bfloat16))
+    alone = batch_logprobs(cast(tiny_model(), torch.bfloat16), batch(), 64, 1.0)
     before = low.forward_backward(batch(), cross_entropy).result().loss
     assert before == pytest.approx(-float(alone.double().mean()), rel=1e-6), "B is 0: the loss is the base's"
     low.optimizer._clear()
@@ -236,7 +236,7 @@ def test_an_adapter_in_low_precision_is_trained_by_masters_in_fp32(tiny_model: M
     assert low.forward_backward(batch(), cross_entropy).result().loss < before - 0.05
     low.optimizer._clear()
     low.save(tmp_path)
-    resumed = learner(set_precision(tiny_model(), "bfloat16"))
+    resumed = learner(cast(tiny_model(), torch.bfloat16))
     resumed.load(tmp_path)
     assert losses(resumed) == losses(low)
 
@@ -246,7 +246,7 @@ def test_the_gradient_of_an_adapter_in_low_precision_is_that_in_fp32(tiny_model:
     """At the same weights, without routed experts, of which one token may take others in bf16. Half a spacing of bf16 is 2^-9 of a
     value, and about 50 roundings follow each other through two layers and back: errors of 2^-9 * sqrt(50) = 1.4% that are
     independent, and here up to twice as much."""
-    low, full = learner(set_precision(tiny_model(seed, experts=0), "bfloat16")), learner(tiny_model(seed, experts=0))
+    low, full = learner(cast(tiny_model(seed, experts=0), torch.bfloat16)), learner(tiny_model(seed, experts=0))
     step(low)  # so that B is not 0
     full.model.load_state_dict({name: tensor.float() for name, tensor in low.model.state_dict().items()})
     gradients = []

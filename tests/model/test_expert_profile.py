@@ -19,7 +19,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.expert_profile import ProfiledExperts, dequantised, fp8, from_nvfp4, nvfp4
 from nmoe.model.moe import MoE, RouterTrace
 from nmoe.model.packed import PackedAttention
-from nmoe.model.precision import set_expert_profile, set_precision
+from nmoe.model.precision import cast, set_expert_profile
 from nmoe.model.transformer import Transformer
 
 PROFILES = ("bf16", "fp8", "nvfp4")
@@ -205,7 +205,7 @@ def test_bf16_changes_nothing_in_bf16_and_rounds_in_fp32(tiny_model: MakeModel) 
     rounding = states(set_expert_profile(model, "bf16"))
     assert 0 < (rounding - plain).abs().max() < 0.05
     assert torch.equal(states(set_expert_profile(model, None)), plain)
-    low = set_precision(tiny_model(), "bfloat16")
+    low = cast(tiny_model(), torch.bfloat16)
     assert torch.equal(states(low), states(set_expert_profile(low, "bf16")))
 
 

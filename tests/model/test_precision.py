@@ -18,7 +18,7 @@ from nmoe.model.ops.cpu.packing import PackedWeights, kernels_in_use
 from nmoe.model.ops.exact.ops import ExactSums
 from nmoe.model.ops.torch import TorchOps
 from nmoe.model.packed import PackedAttention
-from nmoe.model.precision import set_precision
+from nmoe.model.precision import cast
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import describe, provenance_of
 from nmoe.types import Precision
@@ -42,7 +42,7 @@ def routers(model: Transformer) -> dict[str, Tensor]:
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_a_cast_leaves_routers_and_tables_as_they_are(close_biases: Transformer, precision: Precision) -> None:
     before, cos = routers(close_biases), close_biases.rope_cos.clone()
-    assert set_precision(close_biases, precision) is close_biases
+    assert cast(close_biases, getattr(torch, precision)) is close_biases
     after = routers(close_biases)
     assert {name.rpartition(".")[2] for name in before} == {"weight", "bias"}
     assert all(tensor.dtype == torch.float32 and torch.equal(tensor, before[name]) for name, tensor in after.items())
@@ -55,11 +55,11 @@ def test_loading_and_storing_below_fp32_keeps_the_routers(tmp_path: Path, close_
     """A run in bf16, its checkpoint, what is exported of it and a replay that loads it route alike."""
     before = routers(close_biases)
     (tmp_path / "run").mkdir()
-    save_model(set_precision(close_biases, "bfloat16"), tmp_path / "run")
+    save_model(cast(close_biases, torch.bfloat16), tmp_path / "run")
     export_model(load_model(tmp_path / "run", torch.bfloat16), tmp_path / "out")
     for model in (
         load_model(tmp_path / "run", torch.bfloat16),
-        set_precision(load_model(tmp_path / "run"), "bfloat16"),
+        cast(load_model(tmp_path / "run"), torch.bfloat16),
         load_model(tmp_path / "out", torch.bfloat16),
     ):
         assert model.embedding.weight.dtype == torch.bfloat16
@@ -71,7 +71,7 @@ def test_loading_and_storing_below_fp32_keeps_the_routers(tmp_path: Path, close_
 @torch.no_grad()
 def test_logits_are_not_rounded(precision: Precision, where: str) -> None:
     """Of states and weights in low precision, whose products fp32 holds: a rounded logit of 10 would be wrong by up to 0.03."""
-    model = set_precision(tiny_family("qwen3"), precision)
+    model = cast(tiny_family("qwen3"), getattr(torch, precision))
     ids = torch.randint(48, (40,), generator=torch.Generator().manual_seed(0))
     states = model(ids, torch.arange(40), PackedAttention([40], ids.device), RouterTrace())
     assert states.dtype == model.head_weight.dtype == getattr(torch, precision)

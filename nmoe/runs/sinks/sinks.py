@@ -107,8 +107,7 @@ def refuse_without_packages(names: Collection[str]) -> None:
 class Sinks:
     """The sinks of one attempt. Only `close` waits for them, and no method raises because of them."""
 
-    def __init__(self, names: Collection[str], attempt: Attempt, close_seconds: float = CLOSE_SECONDS) -> None:
-        self._close_seconds = close_seconds
+    def __init__(self, names: Collection[str], attempt: Attempt) -> None:
         self._feeds = [Feed(name, _connector(name, attempt)) for name in names]
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -123,10 +122,10 @@ class Sinks:
             feed.offer(lambda sink: sink.alert(step, message))
 
     def close(self) -> list[str]:
-        """Waits until all is written, at most `close_seconds`. Returns one line for each sink that lost something."""
+        """Waits until all is written, at most `CLOSE_SECONDS`. Returns one line for each sink that lost something."""
         for feed in self._feeds:
             feed.close()
-        end = time.monotonic() + self._close_seconds
+        end = time.monotonic() + CLOSE_SECONDS
         for feed in self._feeds:
             feed.join(max(0.0, end - time.monotonic()))
         return [trouble for feed in self._feeds if (trouble := feed.trouble()) is not None]

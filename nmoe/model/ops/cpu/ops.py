@@ -98,26 +98,7 @@ class CpuOps(TorchOps):
             and _multiplies(x_ND)
         )
 
-    def head_forward(
-        self, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return operations.head_forward(x_ND, weight_VD, targets_N, temperature)
-
-    def head_backward(
-        self,
-        x_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        temperature: float,
-        largest_N: Tensor,
-        factor_N: Tensor,
-        slope_N: Tensor,
-        onehot_N: Tensor,
-        of_x: bool,
-        of_weight: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        by_token = (largest_N, factor_N, slope_N, onehot_N)
-        return operations.head_backward(x_ND, weight_VD, targets_N, temperature, *by_token, of_x, of_weight)
+    head_forward, head_backward = staticmethod(operations.head_forward), staticmethod(operations.head_backward)
 
     def takes_clusters(self, layer: AttentionLayer, q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, longest: int) -> bool:
         dtypes = {x.dtype for x in (q_SHC, k_SJC, v_SJU)}
@@ -222,23 +203,7 @@ class KernelOps(CpuOps):
         rows = zip(q_BHLC, k_BJSC, v_BJSU, strict=True)
         return torch.stack([operations.causal_attention(layer, *row) for row in rows])
 
-    def attend_in_blocks(
-        self,
-        layer: AttentionLayer,
-        q_BHC: Tensor,
-        keys_NJPC: Tensor,
-        values_NJPU: Tensor,
-        table_SM: Tensor,
-        positions_B: Tensor,
-        sequence_B: Tensor | None = None,
-        new: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        return operations.attention(layer, q_BHC, keys_NJPC, values_NJPU, table_SM, positions_B, sequence_B, new)
-
-    def sample(
-        self, logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor
-    ) -> tuple[Tensor, Tensor, bool] | None:
-        return operations.sample(logits_BV, temperature_B, uniforms_B)
+    attend_in_blocks, sample = staticmethod(operations.attention), staticmethod(operations.sample)
 
 
 def by_onednn(x: Tensor) -> bool:

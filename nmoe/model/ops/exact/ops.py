@@ -144,18 +144,7 @@ class ExactOps(ExactSums, _InOrder):
         panels = kept(weight_EDF, packing.each_panels)
         return operations.linear_by_group(x_RD, panels, weight_EDF.shape[2], counts)
 
-    def attend_in_blocks(
-        self,
-        layer: AttentionLayer,
-        q_BHC: Tensor,
-        keys_NJPC: Tensor,
-        values_NJPU: Tensor,
-        table_SM: Tensor,
-        positions_B: Tensor,
-        sequence_B: Tensor | None = None,
-        new: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        return operations.attention(layer, q_BHC, keys_NJPC, values_NJPU, table_SM, positions_B, sequence_B, new)
+    attend_in_blocks = staticmethod(operations.attention)
 
 
 class _Sigmoid(torch.autograd.Function):
