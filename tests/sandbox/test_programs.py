@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from boxes import sandboxes_of
 
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.grading.code import verify
@@ -31,13 +29,6 @@ CALLS = {
     "solutions": ["class Solution:\n    def order(self, a: int, b: int) -> List[int]:\n        return sorted((a, b))"],
 }
 Judge = Callable[..., Verdict]
-
-
-@pytest.fixture(scope="session")
-def graders() -> Iterator[Sandboxes]:
-    opened = sandboxes_of("bubblewrap" if shutil.which("bwrap") else "landlock", warm=2)
-    yield opened
-    asyncio.run(opened.close())
 
 
 @pytest.fixture

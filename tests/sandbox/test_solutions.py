@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from boxes import sandboxes_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,14 +111,6 @@ def problem_of(task_type: str, record: dict[str, object]) -> Problem:
     problem = Problem("demo/0", task_type, question, gold, "demo", metadata)
     task.check_gold(problem)
     return problem
-
-
-@pytest.fixture(scope="session")
-def graders() -> Iterator[Sandboxes]:
-    """Of one level: what the levels hold is tested elsewhere."""
-    opened = sandboxes_of("bubblewrap" if shutil.which("bwrap") else "landlock", warm=2)
-    yield opened
-    asyncio.run(opened.close())
 
 
 @pytest.fixture

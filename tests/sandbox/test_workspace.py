@@ -8,7 +8,6 @@ import fcntl
 import io
 import json
 import os
-import shutil
 import subprocess
 import tarfile
 import time
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boxes import sandboxes_of
 from wheels import write_wheel
 
 from nmoe.config.loader import parse
@@ -512,13 +510,6 @@ RECORD = {
 SOLUTION = RECORD["solution"]["stats.py"]  # type: ignore[index]
 LIMITS_0 = "echo 'LIMIT = 0\ntwice = lambda number: 10'"
 HOLDS = "def holds():\n    return True\n"
-
-
-@pytest.fixture(scope="module")
-def graders() -> Iterator[Sandboxes]:
-    opened = sandboxes_of("bubblewrap" if shutil.which("bwrap") else "landlock", warm=2)
-    yield opened
-    asyncio.run(opened.close())
 
 
 def verdict_on(graders: Sandboxes, loop: asyncio.Runner, script: str) -> Verdict:

@@ -104,6 +104,24 @@ def refuse_without_packages(names: Collection[str]) -> None:
         )
 
 
+class ClientSink:
+    """The common part of sinks whose package has the interface of W&B's client. A new run begins with all earlier steps."""
+
+    def __init__(self, run: Any, attempt: Attempt) -> None:
+        self._run = run
+        for row in attempt.rows:
+            self.write(row["step"], scalars_of(row))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def alert(self, step: int, message: str) -> None:
+        self._run.alert(title=f"step {step}", text=message)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class Sinks:
     """The sinks of one attempt. Only `close` waits for them, and no method raises because of them."""
 

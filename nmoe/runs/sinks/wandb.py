@@ -1,14 +1,13 @@
 """The Weights & Biases sink: one W&B run for each attempt, grouped by the run's name."""
 
 import os
-from collections.abc import Mapping
 
 import wandb
 
-from nmoe.runs.sinks.sinks import Attempt, scalars_of
+from nmoe.runs.sinks.sinks import Attempt, ClientSink
 
 
-class WandbSink:
+class WandbSink(ClientSink):
     """Logs to a new W&B run in the group `attempt.name`, online or into the run's `wandb/` for `wandb sync`.
 
     W&B ignores steps at or below its last one, so that a resumed run, which repeats steps, cannot continue its earlier W&B run
@@ -27,7 +26,7 @@ class WandbSink:
             x_disable_stats=True,
             x_save_requirements=False,
         )
-        self._run = wandb.init(
+        run = wandb.init(
             project=attempt.project,
             group=attempt.name,
             name=f"{attempt.name}-{attempt.number}",
@@ -36,14 +35,4 @@ class WandbSink:
             mode=attempt.wandb_mode,
             settings=quiet,
         )
-        for row in attempt.rows:
-            self.write(row["step"], scalars_of(row))
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
-
-    def alert(self, step: int, message: str) -> None:
-        self._run.alert(title=f"step {step}", text=message)
-
-    def close(self) -> None:
-        self._run.finish()
+        super().__init__(run, attempt)
