@@ -222,14 +222,22 @@ def refusals(name: str, publisher: Publisher, model: Transformer) -> dict[str, t
     return figures
 
 
+def sampled_tokens(server: Server) -> float:
+    """Returns the number of tokens that a server has sampled since its start."""
+    lines = server.text("/metrics", None, "GET").decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 def in_flight(name: str, publisher: Publisher, model: Transformer) -> dict[str, tuple[float, float, float]]:
     """Publishes while sequences are sampled; returns the difference of the tokens that the new weights sampled."""
     body, got = request(PROMPTS[0], 3, n=32, max_tokens=240), []
     change(list(model.parameters()), 78)
     tensors = whole(publisher, model)
     asked = threading.Thread(target=lambda: got.append(publisher.server.ask("/inference/v1/generate", body)))
+    before = sampled_tokens(publisher.server)
     asked.start()
-    time.sleep(0.05)
+    while sampled_tokens(publisher.server) < before + 64:
+        time.sleep(0.01)
     publisher.publish("disk", tensors)
     asked.join()
     found = []

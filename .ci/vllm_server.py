@@ -44,12 +44,16 @@ class Server:
 
     def ask(self, path: str, body: dict[str, Any] | None = None, method: str = "POST", key: str = KEY) -> Any:
         """Returns the reply's JSON (None: an empty one). Raises urllib.error.HTTPError, OSError and TimeoutError."""
+        text = self.text(path, body, method, key)
+        return json.loads(text) if text else None
+
+    def text(self, path: str, body: dict[str, Any] | None, method: str, key: str = KEY) -> bytes:
         data = None if method == "GET" else json.dumps(body or {}).encode()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
         with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
+            text: bytes = answer.read()
+        return text
 
     def answered(
         self, path: str, body: dict[str, Any] | None = None, method: str = "POST", key: str = KEY
