@@ -50,6 +50,8 @@ KEYS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "max_len", "model_max_length"), _CONTEXT),
     **dict.fromkeys(("gpu_memory_utilization", "vllm_gpu_memory_utilization"), ("engine.cache_mb",)),
     "max_num_seqs": ("engine.max_sequences",),
+    "vllm_sync_with_ray": ("engine.weights",),
+    "vllm_sync_backend": ("engine.group_backend",),
     # the algorithm
     **dict.fromkeys(("beta", "kl_beta", "kl_loss_coef", "init_kl_coef", "kl_coefficient", "kl_weight"), _KL),
     **dict.fromkeys(("use_kl_loss", "use_kl_in_reward"), ("algorithm.kl_in",)),
