@@ -67,7 +67,7 @@ class Registry:
         alike = closest(name, names, self.key)
         hint = f"; did you mean {alike!r}?" if alike else ""
         known = f"one of {', '.join(names)}, or " if names else ""
-        article = "an" if self.kind.startswith("a") else "a"
+        article = "an" if self.kind[0] in "ae" else "a"
         return f"must be {known}{article} {self.kind} of your own as `package.module:Name`{hint}"
 
     def get(self, name: str) -> Any:
@@ -268,6 +268,7 @@ TOOLS = Registry(
 )
 REWARDS = Registry("reward", "nmoe.rewards")
 POOLS = Registry("pool", "nmoe.pools")
+ENGINES = Registry("engine", "nmoe.engines")
 ADVANTAGES = Registry(
     "advantage",
     "nmoe.advantages",

@@ -24,10 +24,16 @@ class FunctionEngine:
     """
 
     def __init__(
-        self, engine: Engine, function: GenerateFunction, version: Callable[[], int], model: ModelConfig
+        self,
+        engine: Engine,
+        function: GenerateFunction,
+        version: Callable[[], int],
+        model: ModelConfig,
+        named: str = "generate_fn",
     ) -> None:
         """Keeps the function, and the engine that it may use. `version` returns the version of the weights, which fills `versions`
-        where a sample leaves them empty. `model` bounds the ids of tokens and experts."""
+        where a sample leaves them empty. `model` bounds the ids of tokens and experts. `named` begins the messages."""
+        self._named = named
         self._engine, self._function, self._version, self._model = engine, function, version, model
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
@@ -42,14 +48,14 @@ class FunctionEngine:
         if inspect.isawaitable(returned):
             returned = await returned
         if not isinstance(returned, list) or len(returned) != request.samples:
-            raise UserError(f"generate_fn: it returned {shown(returned)}, not a list of {request.samples} samples")
+            raise UserError(f"{self._named}: it returned {shown(returned)}, not a list of {request.samples} samples")
         for index, sample in enumerate(returned):
             if isinstance(sample, Sample):
                 _as_lists(sample)
                 if isinstance(sample.token_ids, list) and not sample.versions:
                     sample.versions = [self._version()] * len(sample.token_ids)
             if fault := fault_of(sample, request, self._model):
-                raise UserError(f"generate_fn: sample {index} of request {request.request_id!r} {fault}")
+                raise UserError(f"{self._named}: sample {index} of request {request.request_id!r} {fault}")
         return returned
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:

@@ -7,15 +7,17 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from nmoe.config.registry import ENGINES
 from nmoe.config.tables.rollout import RolloutEngineSection, fault_of_urls
-from nmoe.engine.api import Engine
+from nmoe.engine.api import Engine, Request
+from nmoe.engine.function import FunctionEngine
 from nmoe.engine.rank_sampling import sampling_engine
 from nmoe.engine.remote.weights import Format
 from nmoe.errors import UserError
@@ -27,8 +29,10 @@ from nmoe.model.device import dtype_for
 from nmoe.model.lora import Lora
 from nmoe.model.policy import load_policy, sampling_precision
 from nmoe.model.transformer import Transformer
+from nmoe.parallel.gang import gang
 from nmoe.rl.canary import LearnerCanary
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.types import Sample
 
 R = TypeVar("R")
 
@@ -80,6 +84,31 @@ def publish_checkpoint(checkpoint: Path, urls: Sequence[str], note: Callable[[st
 
 
 @contextmanager
+def own_engine(section: RolloutEngineSection, learner: Learner) -> Iterator[Engine]:
+    """Makes the user's engine that [engine] names, whose samples are checked. Raises UserError if it cannot be made."""
+    named = f"engine.kind = {section.kind!r}"
+    if gang().size > 1:
+        raise UserError(
+            f"{named}: several ranks have a part of the weights each; train in one process, or with `server`"
+        )
+    try:
+        made = ENGINES.get(section.kind)(section, learner.model)
+    except Exception as error:
+        raise UserError(
+            f"{named} cannot be called with [engine] and the model: {type(error).__name__}: {error}"
+        ) from error
+    methods = [name for name, value in vars(Engine).items() if callable(value) and name[0] != "_"]
+    if missing := [name for name in methods if not callable(getattr(made, name, None))]:
+        raise UserError(f"{named} has no {', '.join(missing)}; nmoe.engine.api.Engine says what each does")
+    with made if hasattr(made, "__enter__") else nullcontext():
+
+        async def generate(request: Request, engine: Engine) -> list[Sample]:
+            return await engine.generate(request)
+
+        yield FunctionEngine(made, generate, lambda: learner.version, learner.model.config, named)
+
+
+@contextmanager
 def rollout_engine(
     section: RolloutEngineSection, learner: Learner, directory: Path, note: Callable[[str], None]
 ) -> Iterator[Engine]:
@@ -87,6 +116,11 @@ def rollout_engine(
     logs are in `directory`/engines. Raises UserError for servers that cannot be used."""
     if section.kind == "native":
         yield sampling_engine(learner, section.max_sequences, section.cache_mb)
+        return
+    if section.kind in ENGINES:
+        with own_engine(section, learner) as engine:
+            learner.hand_over(engine)
+            yield engine
         return
     from nmoe.engine.remote.fleet import Fleet
     from nmoe.engine.remote.process import KEY, addresses

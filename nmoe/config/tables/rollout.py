@@ -8,7 +8,10 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, DataPath, Section
-from nmoe.config.registry import TOOLS
+from nmoe.config.registry import ENGINES, TOOLS
+from nmoe.errors import UserError
+
+_KINDS = ("native", "server", "vllm")
 
 
 class EngineSection(Section):
@@ -38,8 +41,9 @@ def fault_of_urls(urls: Sequence[str]) -> str | None:
 class RolloutEngineSection(EngineSection):
     """[engine]: how rollouts are generated, in this process or in others."""
 
-    kind: Literal["native", "server", "vllm"] = "native"
-    """`native` samples in this process; `server` is nmoe's engine and `vllm` is vLLM, in other processes"""
+    kind: str = "native"
+    """`native` samples in this process; `server` is nmoe's engine and `vllm` is vLLM, in other processes; or an engine of your own
+    as `package.module:Name`"""
     servers: int = Field(default=1, gt=0)
     """number of engine servers that the run starts on this machine"""
     urls: Array[str] = ()
@@ -70,12 +74,22 @@ class RolloutEngineSection(EngineSection):
         return self.weights
 
     def conflicts(self) -> Iterator[Conflict]:
+        if self.kind not in _KINDS:
+            try:
+                ENGINES.get(self.kind)
+            except UserError as error:
+                known = self.kind in ENGINES
+                yield Conflict("kind", str(error) if known else ENGINES.refusal(self.kind, [*_KINDS, *ENGINES.names()]))
         for names, kinds in (
             (("servers", "urls", "weights", "publish_every", "group_backend", "token_s", "args"), ("server", "vllm")),
             (("python", "tensor_parallel", "memory_share"), ("vllm",)),
         ):
             for name in names:
-                if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+                if (
+                    self.kind in _KINDS
+                    and self.kind not in kinds
+                    and getattr(self, name) != type(self).model_fields[name].default
+                ):
                     yield Conflict(
                         name, f'needs engine.kind = {" or ".join(map(repr, kinds))}, and it is "{self.kind}"'
                     )
