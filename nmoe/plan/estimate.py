@@ -199,7 +199,7 @@ def profiled_numbers(config: RunConfig, shape: ModelConfig) -> int:
 def _other_models(config: RLConfig, size: Size) -> int:
     """Returns the memory in bytes of a distillation teacher, and of a separate critic with its optimizer state."""
     width, found = size.dtype.itemsize, 0
-    if config.distillation is not None:
+    if config.distillation is not None and not config.distillation.urls:
         found += parameters_of(config.distillation.teacher) * width
     if config.critic is not None and not config.critic.shared:
         path = config.critic.path or config.model.path

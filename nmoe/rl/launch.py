@@ -55,11 +55,11 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         reference=everywhere(Reference.build, config, learner, tokenizer),
         critic=Critic.build(config, learner, tokenizer),
     )
-    teacher = Teacher.build(config, learner.model.config, tokenizer)
-    advantages = Advantages(config.algorithm, config.sampling.max_new_tokens, config.critic, teacher)
     context_tokens = learner.model.config.context_tokens
     environment.leave_out_overlong(context_tokens, config.sampling.max_new_tokens)
     with ExitStack() as stack:
+        teacher = Teacher.build(config, learner.model.config, tokenizer, stack)
+        advantages = Advantages(config.algorithm, config.sampling.max_new_tokens, config.critic, teacher)
         tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
         asked = Probes(
             probes,

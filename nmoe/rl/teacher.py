@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +22,13 @@ from torch import Tensor
 from nmoe.config.commands import RLConfig
 from nmoe.config.tables.algorithm import DistillationSection
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.remote.served import served_engine
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.model.config import ModelConfig
 from nmoe.recipes.setup import build_model, load_tokenizer
+from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
 
@@ -57,9 +61,10 @@ class Teacher:
         self._section, self._engine, self._temperature = section, engine, temperature
 
     @classmethod
-    def build(cls, config: RLConfig, policy: ModelConfig, tokenizer: Tokenizer) -> Teacher | None:
-        """Loads the teacher that [distillation] names; None without that table. Raises UserError if its tokens differ from the
-        policy's, or if its context is shorter."""
+    def build(cls, config: RLConfig, policy: ModelConfig, tokenizer: Tokenizer, stack: ExitStack) -> Teacher | None:
+        """Loads the teacher that [distillation] names, or reaches the servers that have it until `stack` ends; None without that
+        table. Raises UserError if its tokens differ from the policy's, if its context is shorter, and for servers that cannot
+        score its tokens."""
         section = config.distillation
         if section is None:
             return None
@@ -71,13 +76,27 @@ class Teacher:
                 f"{section.teacher}: the teacher in distillation.teacher has other tokens than the policy, or other ids for them; "
                 "it can only judge tokens that it knows"
             )
-        model = build_model(settings, tokenizer, config.run.seed).requires_grad_(False)
-        if model.config.context_tokens < policy.context_tokens:
+        engine: ScoringEngine
+        if section.urls:
+            fleet = stack.enter_context(
+                served_engine(section.urls, resolve_checkpoint(Path(section.teacher)), print, "distillation.urls: ")
+            )
+            (first, *_), engine = fleet.served(), fleet
+            if first.engine != "nmoe":
+                raise UserError(
+                    f"distillation.urls: {first.engine} cannot score given tokens; serve the teacher by "
+                    "python -m nmoe.engine.server"
+                )
+            context = first.context_tokens
+        else:
+            model = build_model(settings, tokenizer, config.run.seed).requires_grad_(False)
+            engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
+            context = model.config.context_tokens
+        if context < policy.context_tokens:
             raise UserError(
-                f"{section.teacher}: this teacher's context is {model.config.context_tokens} tokens and the policy's "
+                f"{section.teacher}: this teacher's context is {context} tokens and the policy's "
                 f"{policy.context_tokens}, so that it cannot read all that the policy writes; name another distillation.teacher"
             )
-        engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
         return cls(section, engine, config.sampling.temperature)
 
     def advise(self, batch: Batch) -> tuple[Batch, Tensor, dict[str, float]]:

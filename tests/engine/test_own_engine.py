@@ -55,7 +55,7 @@ def test_the_engine_of_the_guide_samples_and_reports(reinforce: Reinforce, examp
     here = read_metrics(reinforce(*SMALL, "--run.name=here"))
     asked = [row["groups"] for row in there]
     assert [row["counted_requests"] for row in there] == [asked[0], sum(asked)]
-    for name in ("reward", "mismatch_abs_max", "grad_norm"):
+    for name in ("correctness", "mismatch_abs_max", "grad_norm"):
         assert [row[name] for row in there] == [row[name] for row in here]
 
 

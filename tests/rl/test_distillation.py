@@ -16,10 +16,14 @@ from policy_cases import answer
 from tiny_models import tiny_model
 
 from nmoe.config.tables.algorithm import DistillationSection
+from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.errors import UserError
+from nmoe.engine.remote.process import addresses
+from nmoe.engine.remote.served import served_engine
+from nmoe.errors import InfrastructureError, UserError
 from nmoe.learner.passes import batch_logprobs
 from nmoe.model.transformer import Transformer
+from nmoe.rl.engines import publish_checkpoint
 from nmoe.rl.experience import policy_batch
 from nmoe.rl.teacher import Teacher
 from nmoe.runs.ledger import read_metrics
@@ -116,3 +120,37 @@ def test_teachers_that_do_not_fit_are_refused(base: Path, reinforce: Reinforce, 
     with pytest.raises(UserError, match="nowhere"):
         reinforce(*SMALL, f"--distillation.teacher={tmp_path}/nowhere")
     assert not (tmp_path / "rl").exists()
+
+
+def test_a_teacher_on_servers_is_the_teacher_of_this_process(
+    reinforce: Reinforce, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NMOE_ENGINE_KEY", "a key")
+    exact = (*SMALL, "--model.numerics=exact", f"--distillation.teacher={trained}", "--distillation.reward_coef=0.5")
+    here = read_metrics(reinforce(*exact, "--run.name=here"))
+    section = RolloutEngineSection(kind="server", servers=2)
+    servers = addresses(section, resolve_checkpoint(trained), "exact", "float32", True, "a key", tmp_path / "logs")
+    try:
+        urls = [server.start() for server in servers]
+        there = read_metrics(reinforce(*exact, "--run.name=there", f"--distillation.urls={urls}"))
+        assert [deterministic(row) for row in there] == [deterministic(row) for row in here]
+        assert here[0]["teacher_kl"] > 0.05
+        with served_engine(urls[:1], resolve_checkpoint(trained), print) as fleet:
+            assert len(fleet.run(fleet.score([1, 2, 3]))) == 2
+            publish_checkpoint(tmp_path / "there", urls, print)
+            with pytest.raises(
+                InfrastructureError, match="version 1, context 64; .* began with nmoe, model .*, version 0"
+            ):
+                fleet.run(fleet.score([1, 2, 3]))
+    finally:
+        for server in servers:
+            server.stop()
+    with pytest.raises(UserError, match=r"distillation\.urls: .*ConnectError.* start the server, or name another"):
+        reinforce(*exact, "--run.name=down", f"--distillation.urls={urls}")
+    with pytest.raises(UserError, match=r"distillation\.urls.* names a server twice"):
+        reinforce(*exact, "--run.name=down", f"--distillation.urls={urls * 2}")
+    assert not (tmp_path / "down").exists()
+
+
+def deterministic(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if "time_" not in name and name != "tokens_per_second"}

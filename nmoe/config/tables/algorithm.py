@@ -7,6 +7,7 @@ from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, NameIn, Section
 from nmoe.config.registry import ADVANTAGES, LOSSES
+from nmoe.config.tables.rollout import fault_of_urls
 
 # The largest batches that papers report are of some thousand samples.
 MOST_SAMPLES = 2**20
@@ -250,3 +251,10 @@ class DistillationSection(Section):
     """weight of the divergence from the teacher, token by token"""
     reward_coef: float = Field(default=0.0, ge=0)
     """weight of the advantages from rewards, in addition to the teacher; 0: only the teacher"""
+    urls: Array[str] = ()
+    """running servers of nmoe's engine with the teacher's model, which score in place of this process, such as
+    `http://127.0.0.1:8001`; `teacher` then needs no weights, and their key is $NMOE_ENGINE_KEY"""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if (problem := fault_of_urls(self.urls)) is not None:
+            yield Conflict("urls", problem)

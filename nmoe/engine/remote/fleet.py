@@ -103,14 +103,16 @@ class Fleet:
         precision: str = "",
         token_s: float,
         key: str,
+        named: str = "engine.urls: ",
         note: Callable[[str], None],
     ) -> None:
         """Without a source and a canary the servers keep the weights that they have, which have to be the same on all of them.
         `format` None is the format of the servers at hand. `token_s` are the seconds that a token of a request may take, waiting
-        included. `note` writes a line of the run's log."""
+        included. `named` begins messages about servers that cannot be used. `note` writes a line of the run's log."""
         self._source, self._model, self._canary = source, model, canary
         self._transport, self._format, self._backend = transport, format, backend
         self._precision, self._token_s, self._key, self._note = precision, token_s, key, note
+        self._named = named
         if not key.isascii():
             raise UserError("NMOE_ENGINE_KEY: a key is ASCII text, because it travels in a header of HTTP")
         self._addresses = addresses
@@ -154,8 +156,7 @@ class Fleet:
                     continue
                 info = await slot.server.info()
             except InfrastructureError as error:
-                key = "" if self._source is None else "engine.urls: "
-                raise UserError(f"{key}{error}; start the server, or name another") from None
+                raise UserError(f"{self._named}{error}; start the server, or name another") from None
             self._refuse_other_model(slot, info or {})
             slot.version = int((info or {}).get("weight_version", 0))
             format: Format = "hf" if info is None else "nmoe"
@@ -177,7 +178,7 @@ class Fleet:
             )
         if served != (first := self._slots[0].served or served):
             raise ServerLostError(
-                f"{slot.server.name} serves {served}, and {self._slots[0].server.name} began with {first}: these are not the same"
+                f"{slot.server.name} serves {served}; {self._slots[0].server.name} began with {first}: these are not the same"
             )
         slot.served, slot.version = served, served.version
         await self._open_slot(slot)
@@ -478,7 +479,9 @@ class Fleet:
         """Returns the log-probability of every token but the first, given those before it. Raises UserError if no server can."""
         request = Request(tuple(token_ids), 1, Sampling(len(token_ids)), "score")
         deadline_s = _DEADLINE_S + self._token_s * len(token_ids)
-        return await self._tried(request, lambda slot, *_: slot.server.score(token_ids, temperature, deadline_s))
+        return await self._tried(
+            request, lambda slot, *_: slot.server.score(token_ids, temperature, slot.version, deadline_s)
+        )
 
     def forget_prefixes(self) -> None:
         self.run(self._forget_prefixes())

@@ -19,18 +19,18 @@ _TOKEN_S = 60.0
 
 
 @contextmanager
-def served_engine(urls: Sequence[str], checkpoint: Path, note: Callable[[str], None]) -> Iterator[Fleet]:
+def served_engine(
+    urls: Sequence[str], checkpoint: Path, note: Callable[[str], None], named: str = ""
+) -> Iterator[Fleet]:
     """Opens running servers as one engine that nothing is published to, and notes what they serve. `checkpoint` has the tokenizer
     and the configuration of their model; its weights are read only to note that a server has others. Raises UserError for
     servers that cannot be used."""
     if (problem := fault_of_urls(urls)) is not None:
         raise UserError(problem)
     servers, key = [RunningServer(url) for url in urls], os.environ.get(KEY, "")
-    with Fleet(servers, None, config_of(checkpoint), None, token_s=_TOKEN_S, key=key, note=note) as fleet:
+    with Fleet(servers, None, config_of(checkpoint), None, token_s=_TOKEN_S, key=key, named=named, note=note) as fleet:
         for url, served in zip(urls, fleet.served(), strict=True):
-            version = f"version {served.version}" if served.version >= 0 else "unpublished weights"
-            model = served.model[:12] if served.engine == "nmoe" else served.model
-            note(f"{url}: {served.engine}, model {model}, {version}, context {served.context_tokens:,}")
+            note(f"{url}: {served}")
         if served.engine == "nmoe" and served.version == 0:
             with suppress(UserError):  # without weights there is nothing to compare
                 if fingerprint(checkpoint) != served.model:

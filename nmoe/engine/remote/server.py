@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmoe.engine.api import Request
 from nmoe.engine.checked import fault_of
-from nmoe.engine.remote.wire import GENERATE, WireError, decode_samples, encode_request, error_of
+from nmoe.engine.remote.wire import GENERATE, UNPUBLISHED, WireError, decode_samples, encode_request, error_of
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.parsing import json_of
@@ -45,6 +46,11 @@ class Served:
     context_tokens: int
     version: int
     weights: str = field(compare=False)
+
+    def __str__(self) -> str:
+        model = self.model[:12] if self.engine == "nmoe" else self.model
+        version = "unpublished weights" if self.version == UNPUBLISHED else f"version {self.version}"
+        return f"{self.engine}, model {model}, {version}, context {self.context_tokens:,}"
 
 
 class EngineServer:
@@ -133,8 +139,9 @@ class EngineServer:
         named = info["engine"], info["fingerprint"], info.get("vocab_size"), info["context_tokens"]
         return Served(*named, sample.versions[0], digest)
 
-    async def score(self, token_ids: Sequence[int], temperature: float, deadline_s: float) -> list[float]:
-        """Returns the log-probability of every token but the first. Raises UserError for a server without this route."""
+    async def score(self, token_ids: Sequence[int], temperature: float, version: int, deadline_s: float) -> list[float]:
+        """Returns the log-probability of every token but the first, under this version of the weights. Raises UserError for a
+        server without this route."""
         status, reply = await self._call(
             "/score", deadline_s, {"token_ids": list(token_ids), "temperature": temperature}
         )
@@ -143,9 +150,14 @@ class EngineServer:
         if status != 200:
             raise ServerLostError(f"{self.name} answered with status {status}: {error_of(reply)}")
         try:
-            scores: list[float] = json_of(reply)["logprobs"]
-            if len(scores) != len(token_ids) - 1:
-                raise ValueError(f"{len(scores)} log-probabilities for {len(token_ids)} tokens")
+            answer = json_of(reply)
+            scores, found = list(answer["logprobs"]), answer["weight_version"]
+            if len(scores) != len(token_ids) - 1 or not all(map(math.isfinite, scores)):
+                raise ValueError(
+                    f"{len(scores)} log-probabilities for {len(token_ids)} tokens, all of which have to be numbers"
+                )
+            if found != str(version):
+                raise ValueError(f"they are by version {found}, and {version} is wanted")
         except (ValueError, TypeError, KeyError) as error:
             raise ServerLostError(f"{self.name}: the scores cannot be used: {error}") from None
         return scores

@@ -101,7 +101,7 @@ class Service:
         token_ids, temperature = take_ids(body, "token_ids"), take(body, "temperature", (int, float), 1.0)
         await self._admit()
         scores = await _unless_gone(asked, self._held("", self._engine.score(token_ids, temperature)))
-        return _json({"logprobs": scores})
+        return _json({"logprobs": scores, "weight_version": str(self._weights.version)})
 
     async def abort(self, asked: Asked) -> Response:
         """Ends the named requests, or all if none is named. Their callers get the tokens sampled so far."""
