@@ -139,7 +139,7 @@ def test_a_teacher_on_servers_is_the_teacher_of_this_process(
             assert len(fleet.run(fleet.score([1, 2, 3]))) == 2
             publish_checkpoint(tmp_path / "there", urls, print)
             with pytest.raises(
-                InfrastructureError, match="version 1, context 64; .* began with nmoe, model .*, version 0"
+                InfrastructureError, match=r"version 1, context 64; .* began with nmoe, model .*, version 0"
             ):
                 fleet.run(fleet.score([1, 2, 3]))
     finally:
