@@ -27,6 +27,8 @@ from nmoe.config.tables.rewards import Rubric
 from nmoe.engine.api import Engine
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.rank_sampling import sampling_engine
+from nmoe.engine.remote.fleet import Fleet
+from nmoe.engine.remote.served import served_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import OpenProblems
 from nmoe.envs.tools.runtime import ToolRuntime
@@ -50,6 +52,7 @@ from nmoe.rl.update import PolicyUpdate
 from nmoe.rollout.collector import Collector
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.runs.provenance import recorded_steps
+from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.selfplay.play import Judges, SelfPlay
 from nmoe.selfplay.stream_records import metrics, record
@@ -130,11 +133,19 @@ def selfplay(config: SelfplayConfig) -> Path:
     held_out = None
     if config.eval:
         held_out = Environment.from_settings(config.eval[0].environment, tokenizer)
-    roles = Roles.of(config, tokenizer)
-    for loaded in [environment, held_out] if held_out is not None else [environment]:
-        loaded.leave_out_overlong(roles.context_tokens, config.sampling.max_new_tokens)
-    schedule = Schedule.of(config, environment)
     with ExitStack() as stack:
+        judge = None
+        if urls := config.selfplay.meta_verifier_urls:
+            if (path := _judges_config(config).model.path) is None:
+                raise UserError(
+                    "selfplay.meta_verifier_urls: a new model is on no server; name model.path or selfplay.verifier"
+                )
+            named = "selfplay.meta_verifier_urls: "
+            judge = stack.enter_context(served_engine(urls, resolve_checkpoint(Path(path)), print, named))
+        roles = Roles.of(config, tokenizer, judge)
+        for loaded in [environment, held_out] if held_out is not None else [environment]:
+            loaded.leave_out_overlong(roles.context_tokens, config.sampling.max_new_tokens)
+        schedule = Schedule.of(config, environment)
         tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
         problems = None
         if held_out is not None:
@@ -166,16 +177,16 @@ def _refuse_other_rounds(config: SelfplayConfig) -> None:
 @dataclass(frozen=True)
 class Roles:
     """The models of generator, verifier and meta-verifier; a single model if all start from one checkpoint and nothing is
-    trained.
+    trained. The meta-verifier can be on servers.
     """
 
     generator: Transformer
     verifier: Transformer
-    meta_verifier: Transformer
+    meta_verifier: Transformer | Fleet
     learners: Mapping[str, Learner]
 
     @classmethod
-    def of(cls, config: SelfplayConfig, tokenizer: Tokenizer) -> Roles:
+    def of(cls, config: SelfplayConfig, tokenizer: Tokenizer, judge: Fleet | None) -> Roles:
         """Loads the models and, for training, makes the learners. Raises UserError as `build_model` does."""
         section, seed, judges = config.selfplay, config.run.seed, _judges_config(config)
         if section.train:
@@ -184,21 +195,23 @@ class Roles:
                 GENERATOR: everywhere(role_learner, config, tokenizer, steps),
                 VERIFIER: everywhere(role_learner, judges, tokenizer, config.run.steps),
             }
-            meta_verifier = build_model(judges.model, tokenizer, seed, balance=False)
+            meta_verifier = judge or build_model(judges.model, tokenizer, seed, balance=False)
             return cls(learners[GENERATOR].model, learners[VERIFIER].model, meta_verifier, learners)
         generator = build_model(config.model, tokenizer, seed, balance=False)
         verifier = generator if section.verifier is None else build_model(judges.model, tokenizer, seed, balance=False)
-        return cls(generator, verifier, verifier, {})
+        return cls(generator, verifier, judge or verifier, {})
 
     @property
     def models(self) -> list[Transformer]:
-        """The distinct models of the roles."""
-        return list({id(one): one for one in (self.generator, self.verifier, self.meta_verifier)}.values())
+        """The distinct models of the roles that this process has."""
+        models = self.generator, self.verifier, self.meta_verifier
+        return list({id(one): one for one in models if isinstance(one, Transformer)}.values())
 
     @property
     def context_tokens(self) -> int:
         """The shortest context length of the models, in tokens."""
-        return min(model.config.context_tokens for model in self.models)
+        served = [] if isinstance(self.meta_verifier, Transformer) else self.meta_verifier.served()
+        return min([*(model.config.context_tokens for model in self.models), *(one.context_tokens for one in served)])
 
 
 def role_learner(config: SelfplayConfig, tokenizer: Tokenizer, steps: int) -> Learner:
@@ -248,8 +261,9 @@ class Selfplay(Recipe):
         judge = model_identity(_judges_config(config), None).model_dump(exclude_none=True)
         context = roles.context_tokens
 
-        def collector(model: Transformer, identity: Mapping[str, str | int]) -> Collector:
-            engine, workspaces = self.engines[id(model)], tools.workspaces
+        def collector(model: Transformer | Fleet, identity: Mapping[str, str | int]) -> Collector:
+            engine = self.engines[id(model)] if isinstance(model, Transformer) else model
+            workspaces = tools.workspaces
             return Collector(engine, environment, context, tools.sandboxes, identity, workspaces)
 
         self.play = SelfPlay(

@@ -7,14 +7,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import selfplay_by_script
+from selfplay_by_script import ByScript
 
 from nmoe.config.commands import RunConfig, SelfplayConfig
 from nmoe.config.loader import load_run
 from nmoe.config.problems import ConfigError
+from nmoe.engine.api import Request
+from nmoe.engine.remote.server import Served
 from nmoe.envs.tasks.proofs import CLOSING, OPENING
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
@@ -23,9 +29,11 @@ from nmoe.monitor.monitor import Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.rl.replay_bundle import replay_command
 from nmoe.runs.ledger import read_metrics
+from nmoe.selfplay import loop
 from nmoe.selfplay.loop import Moment, Schedule, selfplay, selfplay_environment
 from nmoe.selfplay.training import dealt, evidence, groups
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Sample
 
 SCRIPT = Path(__file__).with_name("selfplay_by_script.py")
 CONFIG = """
@@ -324,3 +332,43 @@ def test_from_a_fresh_model(directory: Path, tmp_path: Path, monkeypatch: pytest
     assert watched == [4]
     assert json.loads((run / "counts.json").read_text())["outcomes"] == {"no_proof": 4}
     assert (run / "checkpoints/latest/generator/model.safetensors").exists()
+
+
+def test_a_meta_verifier_on_servers_judges_as_the_one_of_this_process(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers answer by the script of this process's engines."""
+    asked: dict[str, list[str]] = {"here": [], "servers": []}
+
+    class Here(ByScript):
+        where = "here"
+
+        def reply(self, request: Request, index: int) -> Sample:
+            asked[self.where].append(selfplay_by_script.TOKENIZER.decode(request.prompt_ids))
+            return super().reply(request, index)
+
+    class Servers(Here):
+        where = "servers"
+
+        def served(self) -> list[Served]:
+            return [Served("nmoe", "f", 400, 1200, 0, "")]
+
+    @contextmanager
+    def served(urls: tuple[str, ...], checkpoint: Path, *_: Any) -> Iterator[Servers]:
+        assert (urls, checkpoint) == (("http://a:1",), directory / "model")
+        yield Servers(None, 0)
+
+    monkeypatch.setattr(selfplay_by_script, "TOKENIZER", Tokenizer.load(directory / "model"), raising=False)
+    monkeypatch.setattr(loop, "NativeEngine", Here)
+    monkeypatch.setattr(loop, "served_engine", served)
+    whole = []
+    for name, urls in (("here", "[]"), ("there", "['http://a:1']")):
+        overrides = [f"--run.directory={tmp_path}", f"--run.name={name}", f"--selfplay.meta_verifier_urls={urls}"]
+        run = selfplay(load_run(directory / "config.toml", SelfplayConfig, overrides))
+        whole.append({file.name: file.read_bytes() for file in [*run.glob("*_train.jsonl"), run / "counts.json"]})
+        checks = ["## Evaluation\n" in prompt for prompt in asked["here"]]
+        assert any(checks) == (name == "here")
+        asked["here"].clear()
+    assert whole[0] == whole[1]
+    assert asked["servers"]
+    assert all("## Evaluation\n" in prompt for prompt in asked["servers"])

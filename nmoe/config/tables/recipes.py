@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, DataPath, Section, duplicates, split_path
+from nmoe.config.tables.rollout import fault_of_urls
 from nmoe.config.tables.run import NAME
 
 
@@ -264,6 +265,9 @@ class SelfplaySection(Section):
     """number of confirmed verifications needed to accept the lowest score (k)"""
     verifier: str | None = Field(default=None, min_length=1)
     """checkpoint of the verifier and meta-verifier; default: model.path, as the generator"""
+    meta_verifier_urls: Array[str] = ()
+    """running engine servers with the weights that the verifier starts from, which sample as the meta-verifier in place of this
+    process, such as `http://127.0.0.1:8001`; their key is $NMOE_ENGINE_KEY"""
     train: bool = False
     """train verifier and generator at the end of each round"""
     rounds: int = Field(default=1, gt=0)
@@ -274,6 +278,8 @@ class SelfplaySection(Section):
     """passes over a round's accepted verifications"""
 
     def conflicts(self) -> Iterator[Conflict]:
+        if (problem := fault_of_urls(self.meta_verifier_urls)) is not None:
+            yield Conflict("meta_verifier_urls", problem)
         if self.confirmations > self.verifications:
             yield Conflict(
                 "confirmations",
