@@ -373,7 +373,13 @@ def test_a_killed_server_is_started_again_with_the_present_weights(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "reply", [{"logprobs": [-0.5]}, {"logprobs": [-0.5] * 3}, {"choices": []}, [], {"logprobs": None}]
+    "reply",
+    [
+        *({"logprobs": logprobs, "weight_version": "0"} for logprobs in ([-0.5], [-0.5] * 3, [-0.5, None], None)),
+        {"logprobs": [-0.5] * 2, "weight_version": "1"},
+        {"choices": []},
+        [],
+    ],
 )
 def test_scores_that_are_not_of_the_tokens_are_refused(reply: object) -> None:
     """They may be the answer to another request."""
@@ -382,7 +388,7 @@ def test_scores_that_are_not_of_the_tokens_are_refused(reply: object) -> None:
         answers = httpx2.MockTransport(lambda _: httpx2.Response(200, json=reply))
         async with httpx2.AsyncClient(transport=answers) as client:
             server = EngineServer("one", "http://127.0.0.1:1", client, ModelConfig(**MOE))
-            return await server.score([1, 2, 3], 1.0, 5.0)
+            return await server.score([1, 2, 3], 1.0, 0, 5.0)
 
     with pytest.raises(ServerLostError, match="one: the scores cannot be used"):
         asyncio.run(asked())
