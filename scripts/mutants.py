@@ -49,7 +49,7 @@ SLOW = "not compiled and not trl and not settle_is_total and not whoever_is_canc
 
 SEED = 12
 TEST_FILES = 2
-TEST_ROOMS = {"learner", "grading", "engine"}
+TEST_ROOMS = {"learner", "grading", "engine", "rl"}
 """Only tests in folders of these names are run: those of whole runs take too long."""
 
 LIMIT_CPU_S = 60

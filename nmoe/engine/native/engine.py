@@ -29,7 +29,6 @@ from nmoe.model.transformer import Transformer
 from nmoe.types import Sample
 
 R = TypeVar("R")
-_OnToken = Callable[[int, Delta], None]
 
 
 class NativeEngine:
