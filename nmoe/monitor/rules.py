@@ -68,7 +68,7 @@ def _mismatch_rule(config: RLConfig, experts: int, device: torch.device) -> Mism
         routes=bool(experts),
         truncates=sampling.top_p < 1 or sampling.top_k > 0,
         corrects=config.algorithm.correction != "none",
-        servers=config.engine.kind != "native",
+        servers=config.engine.on_servers,
     )
 
 

@@ -54,9 +54,10 @@ class EnginePlan:
         ]
         if memory is None:
             return found
-        share = f"engine.memory_share = {section.memory_share:g} of {gib(memory)}"
+        named = "engine.memory_share = " if section.kind == "vllm" else ""
+        share = f"{named}{section.memory_share:g} of {gib(memory)}"
         if (missing := self.missing(memory)) <= 0:
-            return [*found, f"an engine fits {share}, with a cache for {1 - missing // sequence:,} sequences"]
+            return [*found, f"an engine fits {share}, with a cache for {1 + -missing // sequence:,} sequences"]
         return [
             *found,
             f"an engine does not fit {share}: {gib(missing)} are missing on each GPU; {self._remedy(memory)}",

@@ -170,7 +170,7 @@ def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[st
 
 def samples_here(config: RunConfig) -> bool:
     """Returns whether the run's own processes sample in its steps, and not engine servers."""
-    return isinstance(config, SelfplayConfig) or (isinstance(config, RLConfig) and config.engine.kind == "native")
+    return isinstance(config, SelfplayConfig) or (isinstance(config, RLConfig) and not config.engine.on_servers)
 
 
 def _evaluates(config: RunConfig) -> bool:

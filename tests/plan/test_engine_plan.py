@@ -49,6 +49,10 @@ def test_the_bytes_of_an_engine_by_hand() -> None:
         "8 heads of keys are on at most 8 GPUs, then copied"
     )
     assert found.missing(80 * GIB) == PARAMETERS // 2 + SEQUENCE // 4 - int(0.85 * 80 * GIB) < 0
+    # 13.6 GiB are free beside the weights, for sequences of 72.3 MiB on each GPU: 192.6 of them.
+    free = int(0.85 * 80 * GIB) - 2 * PARAMETERS // 4
+    assert free // (SEQUENCE // 4) == 192
+    assert found.lines(80 * GIB)[-1].endswith("with a cache for 192 sequences")
     assert planned("--engine.weights=disk").published == 2 * PARAMETERS
     running = planned('--engine.urls=["http://a:1","http://b:1"]', "--engine.servers=1")
     assert running.gpus == 0
@@ -65,6 +69,17 @@ def test_the_guidelines_two_engines_lack_bytes_that_are_named() -> None:
     )
     assert found.lines(10 * GIB)[-1].endswith("engine.tensor_parallel = 32 and engine.servers = 1 fit")
     assert found.lines(4 * GIB)[-1].endswith("no engine of up to 32 GPUs fits")
+
+
+def test_a_server_of_nmoe_has_no_share_that_could_be_set() -> None:
+    found = planned("--engine.kind=server", "--engine.tensor_parallel=1", "--engine.weights=disk")
+    assert "an engine does not fit 0.85 of 80.0 GiB:" in found.lines(80 * GIB)[-1]
+
+
+def test_an_engine_of_ones_own_takes_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_engine_of_a_plan.py").write_text("class Own:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert engine_plan(configured("--engine.kind=own_engine_of_a_plan:Own", *NATIVE)) is None
 
 
 def test_ranks_that_do_not_sample_hold_no_whole_weights_and_no_cache() -> None:
@@ -88,7 +103,7 @@ NATIVE = ("--engine.servers=1", "--engine.tensor_parallel=1", "--engine.weights=
 @pytest.mark.parametrize(
     ("overrides", "code", "said"),
     [
-        (["--memory-gib=80"], 0, "with a cache for 193 sequences"),
+        (["--memory-gib=80"], 0, "with a cache for 192 sequences"),
         (["--memory-gib=80", "--parallel.offload=cpu"], 0, "in the machine's memory, by parallel.offload:"),
         (
             ["--memory-gib=80", "--engine.servers=2", "--engine.tensor_parallel=2"],

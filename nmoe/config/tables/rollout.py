@@ -67,6 +67,11 @@ class RolloutEngineSection(EngineSection):
     args: Array[str] = ()
     """more arguments of the server's command line, such as `--enable-expert-parallel`"""
 
+    @property
+    def on_servers(self) -> bool:
+        """Whether engine servers sample. An engine of one's own counts as one of this process."""
+        return self.kind in ("server", "vllm")
+
     def transport(self, adapts: bool) -> Literal["disk", "group", "adapter"]:
         """Returns the way of a publication. `adapts` says whether the run trains an adapter."""
         if self.weights == "auto":
