@@ -69,7 +69,7 @@ class RolloutEngineSection(EngineSection):
 
     @property
     def on_servers(self) -> bool:
-        """Whether engine servers sample. An engine of one's own counts as one of this process."""
+        """Whether engine servers sample. An engine named by its import path counts as one of this process."""
         return self.kind in ("server", "vllm")
 
     def transport(self, adapts: bool) -> Literal["disk", "group", "adapter"]:
