@@ -15,7 +15,7 @@ import torch
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.native.llm_engine import LLMEngine
-from nmoe.errors import DivergenceError, UserError
+from nmoe.errors import DivergenceError, InfrastructureError, UserError
 from nmoe.model.ops.cpu.packing import ONEDNN, PackedWeights
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sample
@@ -607,3 +607,31 @@ def test_versions_that_come_fast_let_a_request_end(model: Transformer, request_o
     assert sample.versions == sorted(sample.versions)
     assert len(set(sample.versions)) >= 6
     assert versions <= 2 + len(sample.token_ids)
+
+
+def test_a_copy_that_broke_off_lets_nothing_be_sampled_until_weights_have_come(
+    model: Transformer, request_of: MakeRequest
+) -> None:
+    """Also not for a request that comes while the copy is under way."""
+    engine, copying = NativeEngine(model, 4), threading.Event()
+
+    def broken() -> None:
+        copying.set()
+        while not engine._inbox:
+            time.sleep(0.001)
+        raise ValueError("half of it")
+
+    async def meanwhile() -> list[Sample]:
+        await asyncio.to_thread(copying.wait)
+        return await engine.generate(request_of("meanwhile", 5, 1, 3))
+
+    async def sampled() -> tuple[list[Any], Sample]:
+        first = await asyncio.gather(engine.replace_weights(broken, 1), meanwhile(), return_exceptions=True)
+        later = engine.generate(request_of("later", 5, 1, 3)), engine.score([1, 2, 3])
+        found = [*first, *await asyncio.gather(*later, return_exceptions=True)]
+        await engine.replace_weights(lambda: None, 2)
+        return found, (await engine.generate(request_of("whole", 5, 1, 3)))[0]
+
+    found, whole = engine.run(asyncio.wait_for(sampled(), 30))
+    assert [type(one) for one in found] == [ValueError, *[InfrastructureError] * 3]
+    assert whole.versions == [2, 2, 2]

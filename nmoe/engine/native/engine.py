@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from nmoe.engine.api import Delta, EngineStats, Request
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.native.sequence import SequenceGroup
-from nmoe.errors import UserError
+from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sample
@@ -57,6 +57,7 @@ class NativeEngine:
         self._futures: dict[SequenceGroup, asyncio.Future[Any]] = {}  # of the stepping thread only
         self._scorings = 0
         self._running = self._paused = False
+        self._mixed = False  # whether a copy of weights broke off, and none has succeeded since
         self._stepping = 0  # the thread inside `run`
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
@@ -185,26 +186,32 @@ class NativeEngine:
         model = source.model if isinstance(source, Lora) else source
         if model is not self._engine.model:
             raise ValueError("the native engine runs the learner's own module; it takes weights from no other")
-        await self.between_steps(lambda: self._engine.commit(version))
+        await self.between_steps(lambda: self._commit(version))
 
     async def replace_weights(self, put: Callable[[], None], version: int) -> None:
         """Has `put` copy new weights into the module between two steps. Running sequences compute their keys again by them before
         they sample on. One request at least goes on before weights are replaced once more: else versions that come fast would let
-        none go on. Where `put` raises, every request ends with the tokens that it has, since the module may hold a mixture."""
+        none go on. Where `put` raises, every request ends with the tokens that it has, since the module may hold a mixture, and
+        later ones are refused until other weights have come."""
 
         def act() -> None:
             try:
                 put()
             except BaseException:
+                self._mixed = True
                 for request_id in list(self._engine.scheduler.groups):
                     for group in self._engine.abort(request_id):
                         self._finish(group)
                 raise
-            self._engine.commit(version, recompute=True)
+            self._commit(version, recompute=True)
 
         while await self.between_steps(lambda: self._has_work and self._engine.recomputing):
             pass
         await self.between_steps(act)
+
+    def _commit(self, version: int, recompute: bool = False) -> None:
+        self._engine.commit(version, recompute)
+        self._mixed = False
 
     async def between_steps(self, action: Callable[[], R]) -> R:
         """Calls a function on the engine's thread between two steps, and passes on its result or exception. The
@@ -330,6 +337,8 @@ class NativeEngine:
 
     def _add(self, add: Callable[[], SequenceGroup], future: asyncio.Future[Any]) -> None:
         try:
+            if self._mixed:  # also for requests that were on their way when the copy broke off
+                raise InfrastructureError("the weights cannot be used: the copy of new ones broke off; send whole ones")
             group = add()
         except UserError as error:
             self._settle(future, _fail, error)
