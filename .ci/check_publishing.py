@@ -136,6 +136,7 @@ class Publisher:
         asked = threading.Thread(target=server.ask, args=("/init_weight_transfer_engine", {"init_info": where}))
         asked.start()
         self.group = dist.ProcessGroupGloo(dist.PrefixStore("nmoe", self.store), 0, world, TIMEOUT)
+        self.group.broadcast(torch.zeros(1), 0).wait()  # as the learner does
         asked.join()
 
     def publish(self, transport: str, tensors: dict[str, Tensor], **changed: Any) -> list[tuple[int, Any]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.remote.weights import digest_of
+from nmoe.engine.remote.weights import digest_of, form
 from nmoe.engine.remote.wire import (
     GENERATE,
     WireError,
@@ -441,6 +441,9 @@ def test_weights_that_are_broadcast(
     place = {"host": "127.0.0.1", "port": store.port, "rank": 1, "world_size": 2, "timeout_s": 30}
     with background(lambda: server.ask("/init_weight_transfer_engine", {"init_info": place})) as joined:
         group = dist.ProcessGroupGloo(dist.PrefixStore("nmoe", store), 0, 2, timeout)
+        time.sleep(0.05)
+        assert not joined.done(), "it has joined after a first broadcast, by which NCCL makes its communicator"
+        form(group, torch.device("cpu"))
         joined.result(30)
     tensors = load_file(checkpoints[1] / "model.safetensors")
     info = from_disk(checkpoints[1]) | {

@@ -220,12 +220,23 @@ class Publisher:
     def _new_group(self, store: dist.TCPStore, size: int) -> Any:
         prefixed = dist.PrefixStore("nmoe", store)
         if self._backend == "gloo":
-            return dist.ProcessGroupGloo(prefixed, 0, size, _GROUP_TIMEOUT)
-        # NCCL hangs where kernels of another stream are under way while a communicator is made.
+            group: Any = dist.ProcessGroupGloo(prefixed, 0, size, _GROUP_TIMEOUT)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _GROUP_TIMEOUT
+            group = dist.ProcessGroupNCCL(prefixed, 0, size, options)
+        form(group, self._device)
+        return group
+
+
+def form(group: Any, device: torch.device) -> None:
+    """Has all ranks of a new group broadcast one number. NCCL makes its communicator at the first collective, and hangs where
+    kernels of another stream are under way meanwhile: later broadcasts may come beside them."""
+    if device.type == "cuda":
         torch.cuda.synchronize()
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _GROUP_TIMEOUT
-        return dist.ProcessGroupNCCL(prefixed, 0, size, options)
+    group.broadcast(torch.zeros(1, device=device), 0).wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _address_towards(url: str) -> str:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.remote.weights import digest_of
+from nmoe.engine.remote.weights import digest_of, form
 from nmoe.engine.server.requests import check_names, take
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.families import family_of, native
@@ -66,6 +66,7 @@ class Weights:
         port, rank, size = (take(info, name, int) for name in ("port", "rank", "world_size"))
         timeout = timedelta(seconds=take(info, "timeout_s", (int, float), 300.0))
         try:
+            # Between steps, since `form` wants no kernel of the engine under way.
             self._group = await self._engine.between_steps(
                 partial(_joined, host, port, rank, size, timeout, self._device)
             )
@@ -202,12 +203,14 @@ def _check(tensors: dict[str, Tensor], names: Sequence[str], digests: Sequence[s
 
 def _joined(host: str, port: int, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
     store = dist.PrefixStore("nmoe", dist.TCPStore(host, port, size, False, timeout))
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # NCCL hangs where kernels of another stream are under way
+    if device.type != "cuda":
+        group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+    else:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    form(group, device)
+    return group
 
 
 def _texts(table: dict[str, Any], name: str) -> list[str]:

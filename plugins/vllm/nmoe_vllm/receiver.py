@@ -88,6 +88,8 @@ class Receiver(WeightTransferEngine[Init, Update]):
             self._group = dist.ProcessGroupNCCL(*place, options)
         else:
             self._group = dist.ProcessGroupGloo(*place, timeout)
+        # The learner's first broadcast: NCCL makes its communicator here, while vLLM is paused.
+        self._group.broadcast(torch.zeros(1, device=self.device), 0).wait()
 
     def start_weight_update(self) -> None:
         self._came = False
