@@ -131,6 +131,7 @@ class Pair:
         before. `count` is called with the number of finished problems. Raises SweepInterruptedError at Ctrl-C.
         """
         if self.is_complete:
+            self._refuse_missing(done)
             return done
         found, mode = list(done), self.asked.mode
 
@@ -170,6 +171,14 @@ class Pair:
                 ) from error
         append_whole(self.file, _line({"complete": len(found)}))
         return found
+
+    def _refuse_missing(self, done: list[Outcome]) -> None:
+        counted = json_of(self.file.read_bytes().strip().rsplit(b"\n", 1)[-1]).get("complete")
+        if counted != len(done):
+            raise UserError(
+                f"{self.file}: its last line counts {counted} problems, and it has {len(done)}; remove the file, and the same "
+                "command samples them again"
+            )
 
     def evaluations(self, outcomes: Sequence[Outcome]) -> list[Evaluation]:
         """Computes the evaluation results from the outcomes of all problems, whose order does not matter."""

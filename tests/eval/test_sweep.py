@@ -105,6 +105,12 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(
     monkeypatch.undo()
     sweep(models[:1], benchmarks, other, tmp_path / "parts")
     assert len(records(tmp_path / "parts")) == 6, "another seed has files of its own"
+    finished = next((tmp_path / "whole").glob("*cards*.jsonl"))
+    finished.write_text("".join(finished.read_text().splitlines(True)[2:]))
+    with pytest.raises(
+        UserError, match=r"cards.*\.jsonl: its last line counts 4 problems, and it has 3; remove the file"
+    ):
+        sweep(models, benchmarks, DRAWN, tmp_path / "whole")
 
 
 class Longest:

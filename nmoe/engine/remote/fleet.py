@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.dealing import Dealing
-from nmoe.engine.remote.server import EngineServer, Served, ServerLostError
+from nmoe.engine.remote.server import PROBED, EngineServer, Served, ServerLostError
 from nmoe.engine.remote.weights import Format, Publisher, Source, Transport, Update, prepared
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
@@ -170,7 +170,7 @@ class Fleet:
 
     async def _adopt(self, slot: _Slot) -> None:
         """Opens a server with the weights that it has. Raises WireError and ServerLostError for one that cannot be used."""
-        served = await slot.server.served()
+        served = await slot.server.served(_DEADLINE_S + self._token_s * PROBED)
         if served.vocab_size not in (None, self._model.vocab_size):
             raise ServerLostError(
                 f"{slot.server.name} has another model: its vocabulary has {served.vocab_size:,} tokens, and the checkpoint's "
@@ -180,7 +180,8 @@ class Fleet:
             raise ServerLostError(
                 f"{slot.server.name} serves {served}; {self._slots[0].server.name} began with {first}: these are not the same"
             )
-        slot.served, slot.version = served, served.version
+        # A healed server may round differently; results that carry the first digest in their name go on under it.
+        slot.served, slot.version = slot.served or served, served.version
         await self._open_slot(slot)
 
     def _refuse_other_model(self, slot: _Slot, info: dict[str, Any]) -> None:
@@ -268,6 +269,8 @@ class Fleet:
 
         async def sampled(slot: _Slot, attempt: int, finished: Callable[[int], None]) -> list[Sample]:
             samples = await slot.server.generate(request, slot.version, attempt, deadline_s)
+            if self._source is None and any(sample.finish_reason == "abort" for sample in samples):
+                raise ServerLostError(f"{slot.server.name} was made to abort request {request.request_id!r}")
             for sample in samples:
                 sample.engine = slot.index if len(self._slots) > 1 else None
                 finished(len(sample.token_ids))

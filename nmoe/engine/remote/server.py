@@ -26,7 +26,7 @@ CONTROL_S = 60.0
 # Bytes of weights that a server takes in a second, at least.
 _BYTES_PER_S = 20e6
 # Tokens by which the weights of a server are known again.
-_PROBED = 8
+PROBED = 8
 
 
 class ServerLostError(InfrastructureError):
@@ -118,8 +118,9 @@ class EngineServer:
             raise ServerLostError(f"{self.name} is no engine server: it answered {reply[:80]!r}") from None
         return described
 
-    async def served(self) -> Served:
-        """Returns what this server serves. Raises WireError and ServerLostError for one that does not sample."""
+    async def served(self, deadline_s: float) -> Served:
+        """Returns what this server serves; it samples for this, behind the requests that it has. Raises
+        WireError and ServerLostError for one that does not sample."""
         if (info := await self.info()) is None:
             status, reply = await self._call("/v1/models", CONTROL_S)
             try:
@@ -133,8 +134,8 @@ class EngineServer:
                 raise ServerLostError(
                     f"{self.name}/v1/models names no model: status {status}: {error_of(reply)}"
                 ) from None
-        probe = Request((0,), 1, Sampling(_PROBED), f"probe/{time.monotonic_ns()}")
-        (sample,) = await self.generate(probe, None, 1, CONTROL_S)
+        probe = Request((0,), 1, Sampling(PROBED), f"probe/{time.monotonic_ns()}")
+        (sample,) = await self.generate(probe, None, 1, deadline_s)
         digest = hashlib.blake2b(repr((sample.token_ids, sample.logprobs)).encode(), digest_size=8).hexdigest()
         named = info["engine"], info["fingerprint"], info.get("vocab_size"), info["context_tokens"]
         return Served(*named, sample.versions[0], digest)
