@@ -29,6 +29,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.remote.weights import digest_of, form
 from nmoe.engine.remote.wire import (
     GENERATE,
+    WEIGHTS_ID,
     WireError,
     decode_deltas,
     decode_samples,
@@ -291,9 +292,11 @@ def test_weights_that_come_while_a_request_runs(
     """The tokens before the update are those of the old weights, the tokens after it those that the new ones predict along the
     recorded routes, and a request made later is to the bit as in one process."""
     request = request_of("runs on", 9, 1, LONG)
+    first = [server.http.get(path).headers[WEIGHTS_ID] for path in ("/health", "/nmoe/info")]
     with background(lambda: server.generate(request)) as answer:
         server.wait_for(20)
         server.publish(checkpoints[1], 7)
+        assert first[0] == first[1] != server.http.get("/health").headers[WEIGHTS_ID]
         server.wait_for(20)
         server.ask("/abort_requests", {"request_ids": ["runs on"]})
         (sample,) = answer.result(30)

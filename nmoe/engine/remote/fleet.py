@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.dealing import Dealing
-from nmoe.engine.remote.server import PROBED, EngineServer, Served, ServerLostError
+from nmoe.engine.remote.server import PROBED, EngineServer, Probe, Served, ServerLostError
 from nmoe.engine.remote.weights import Format, Publisher, Source, Transport, Update, prepared
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
@@ -78,6 +78,7 @@ class _Slot:
     open: bool = False
     version: int = 0
     served: Served | None = None  # of servers that keep their weights
+    probe: Probe | None = None
     compared: tuple[float, float] = (0.0, 0.0)  # the last canary's difference and coverage
     fence: str | None = None
     healing: asyncio.Task[None] | None = None
@@ -170,7 +171,7 @@ class Fleet:
 
     async def _adopt(self, slot: _Slot) -> None:
         """Opens a server with the weights that it has. Raises WireError and ServerLostError for one that cannot be used."""
-        served = await slot.server.served(_DEADLINE_S + self._token_s * PROBED)
+        served, probe = await slot.server.served(_DEADLINE_S + self._token_s * PROBED)
         if served.vocab_size not in (None, self._model.vocab_size):
             raise ServerLostError(
                 f"{slot.server.name} has another model: its vocabulary has {served.vocab_size:,} tokens, and the checkpoint's "
@@ -180,8 +181,13 @@ class Fleet:
             raise ServerLostError(
                 f"{slot.server.name} serves {served}; {self._slots[0].server.name} began with {first}: these are not the same"
             )
+        if probe.is_of_other_weights(self._slots[0].probe or probe):
+            raise ServerLostError(
+                f"{slot.server.name} has other weights than those with which {self._slots[0].server.name} began, under the same "
+                "name and version: one token gives other samples or log-probabilities"
+            )
         # A healed server may round differently; results that carry the first digest in their name go on under it.
-        slot.served, slot.version = slot.served or served, served.version
+        slot.served, slot.probe, slot.version = slot.served or served, slot.probe or probe, served.version
         await self._open_slot(slot)
 
     def _refuse_other_model(self, slot: _Slot, info: dict[str, Any]) -> None:

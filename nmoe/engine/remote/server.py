@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from nmoe.engine.api import Request
 from nmoe.engine.checked import fault_of
-from nmoe.engine.remote.wire import GENERATE, UNPUBLISHED, WireError, decode_samples, encode_request, error_of
+from nmoe.engine.remote.wire import (
+    GENERATE,
+    UNPUBLISHED,
+    WEIGHTS_ID,
+    WireError,
+    decode_samples,
+    encode_request,
+    error_of,
+)
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.parsing import json_of
@@ -27,6 +35,8 @@ CONTROL_S = 60.0
 _BYTES_PER_S = 20e6
 # Tokens by which the weights of a server are known again.
 PROBED = 8
+# The largest difference of a log-probability that is rounding, in float32 and in other precisions.
+_ROUNDING, _ROUNDING_16 = 1e-3, 0.2
 
 
 class ServerLostError(InfrastructureError):
@@ -53,6 +63,28 @@ class Served:
         return f"{self.engine}, model {model}, {version}, context {self.context_tokens:,}"
 
 
+@dataclass(frozen=True)
+class Probe:
+    """What a server sampled after one token, by which its weights are told from others. `rounding` is the largest difference of a
+    log-probability that is none of the weights."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rounding: float
+
+    def is_of_other_weights(self, than: Probe) -> bool:
+        """Whether the first token or a log-probability differs. Later tokens are compared as far as they are the same, because
+        rounding can choose another one."""
+        rounding = max(self.rounding, than.rounding)
+        pairs = zip(self.token_ids, self.logprobs, than.token_ids, than.logprobs, strict=False)
+        for position, (token, logprob, other_token, other_logprob) in enumerate(pairs):
+            if token != other_token:
+                return position == 0
+            if abs(logprob - other_logprob) > rounding:
+                return True
+        return False
+
+
 class EngineServer:
     """The routes of one server. Every call has a deadline. Raises ServerLostError where the server is at fault, and WireError with
     HTTP's status where it refuses the request."""
@@ -61,6 +93,7 @@ class EngineServer:
         """`name` is for messages. `client` carries the key and belongs to the event loop that calls."""
         self.name, self.url = name, url.rstrip("/")
         self._client, self._model = client, model
+        self._keeps, self._weights = False, ""  # the header that every reply has to have
 
     async def generate(self, request: Request, version: int | None, attempt: int, deadline_s: float) -> list[Sample]:
         """Returns a request's samples, every one of them checked. `version` is the last one that was published here: tokens of
@@ -118,9 +151,11 @@ class EngineServer:
             raise ServerLostError(f"{self.name} is no engine server: it answered {reply[:80]!r}") from None
         return described
 
-    async def served(self, deadline_s: float) -> Served:
-        """Returns what this server serves; it samples for this, behind the requests that it has. Raises
-        WireError and ServerLostError for one that does not sample."""
+    async def served(self, deadline_s: float) -> tuple[Served, Probe]:
+        """Returns what this server serves; it samples for this, behind the requests that it has. From now on every reply has to
+        come from the same process and weights, where the server names them. Raises WireError and ServerLostError for a server
+        that does not sample."""
+        self._keeps = False
         if (info := await self.info()) is None:
             status, reply = await self._call("/v1/models", CONTROL_S)
             try:
@@ -134,11 +169,15 @@ class EngineServer:
                 raise ServerLostError(
                     f"{self.name}/v1/models names no model: status {status}: {error_of(reply)}"
                 ) from None
+        self._keeps = True
         probe = Request((0,), 1, Sampling(PROBED), f"probe/{time.monotonic_ns()}")
         (sample,) = await self.generate(probe, None, 1, deadline_s)
+        if sample.finish_reason == "abort":
+            raise ServerLostError(f"{self.name} was made to abort the request by which its weights are known")
         digest = hashlib.blake2b(repr((sample.token_ids, sample.logprobs)).encode(), digest_size=8).hexdigest()
         named = info["engine"], info["fingerprint"], info.get("vocab_size"), info["context_tokens"]
-        return Served(*named, sample.versions[0], digest)
+        rounding = _ROUNDING if info.get("precision") == "float32" else _ROUNDING_16
+        return Served(*named, sample.versions[0], digest), Probe(sample.token_ids, sample.logprobs, rounding)
 
     async def score(self, token_ids: Sequence[int], temperature: float, version: int, deadline_s: float) -> list[float]:
         """Returns the log-probability of every token but the first, under this version of the weights. Raises UserError for a
@@ -187,4 +226,9 @@ class EngineServer:
             )
         if reply.status_code == 403:
             raise ServerLostError(f"{self.name}{path} is closed: {error_of(reply.content)}")
+        weights = reply.headers.get(WEIGHTS_ID, "")
+        if not self._keeps:
+            self._weights = weights
+        elif weights != self._weights:
+            raise ServerLostError(f"{self.name} was started again or has taken weights since it was asked first")
         return reply.status_code, reply.content

@@ -22,6 +22,9 @@ from nmoe.types import FinishReason, Sample
 
 GENERATE = "/inference/v1/generate"
 
+WEIGHTS_ID = "x-nmoe-weights"
+"""The header of every reply of nmoe's server: another value is another process, or later weights of the same one."""
+
 _PREFIX = "generate-tokens-"  # of request ids in vLLM's replies
 _NO_LOGPROB = -9999.0  # vLLM sends it for NaN
 UNPUBLISHED = -1

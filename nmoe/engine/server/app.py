@@ -15,11 +15,11 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Asked
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.remote.wire import GENERATE, encode_delta, encode_samples, error_body, event
+from nmoe.engine.remote.wire import GENERATE, WEIGHTS_ID, encode_delta, encode_samples, error_body, event
 from nmoe.engine.server.requests import check_names, decode_request, take, take_ids
 from nmoe.engine.server.weights import StateError, Weights
 from nmoe.errors import UserError
@@ -42,6 +42,10 @@ class Service:
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
+
+    @property
+    def weights_id(self) -> str:
+        return self._weights.id
 
     def routes(self) -> list[Route]:
         posts: dict[str, Callable[[Asked], Awaitable[Response]]] = {
@@ -210,13 +214,18 @@ def application(service: Service, key: str) -> ASGIApp:
     wanted = f"Bearer {key}".encode()
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (WEIGHTS_ID.encode(), service.weights_id.encode())]
+            await send(message)
+
         if scope["type"] == "http" and key and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, wanted):
                 message = "the key is missing or wrong: send `Authorization: Bearer KEY`, with the NMOE_ENGINE_KEY of the server"
-                await _json(error_body(401, message), 401)(scope, receive, send)
+                await _json(error_body(401, message), 401)(scope, receive, named)
                 return
-        await app(scope, receive, send)
+        await app(scope, receive, named)
 
     return guarded
 

@@ -8,6 +8,7 @@ one has succeeded.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -43,11 +44,12 @@ class StateError(UserError):
 
 
 class Weights:
-    """The weights of a served model, and their version. `unusable` says why the last update failed, or is empty."""
+    """The weights of a served model, and their version. `id` is drawn anew at the start and with each update, because
+    versions repeat. `unusable` says why the last update failed, or is empty."""
 
     def __init__(self, engine: NativeEngine, model: Transformer, lora: Lora | None) -> None:
         self._engine, self._model, self._lora = engine, model, lora
-        self.version, self.unusable = 0, ""
+        self.version, self.unusable, self.id = 0, "", secrets.token_hex(8)
         self._started = False
         self._put: Callable[[], None] | None = None  # copies what has arrived
         self._group: Any = None
@@ -97,6 +99,7 @@ class Weights:
             raise StateError(f"no weights have arrived since an update began; {_HOW}")
         if not (version.isascii() and version.isdecimal()):
             raise UserError(f"weight_version = {version!r}: must be a whole number as text, such as '7'")
+        self.id = secrets.token_hex(8)  # before the first token by them
         try:
             await self._engine.replace_weights(put, int(version))
         except Exception as error:
