@@ -173,6 +173,7 @@ class Run:
             sinks = self._sinks = _sinks_of(self._config, self.directory)
             monitor = self._monitor(recipe, first)
             saving: dict[str, float] = {}
+            stop: str | None = None
             self._progress.begin(first)
             for step in range(first + 1, self._steps + 1):
                 saver.check()
@@ -190,12 +191,14 @@ class Run:
                 self.ledger.metrics(step, metrics)
                 sinks.write(step, metrics)
                 self._last_step = step
-                stopped = self._raise(step, alerts, sinks)
+                if (alert := self._raise(step, alerts, sinks)) is not None and stop is None:
+                    stop = f"step {step}: {alert}"
                 self._progress.step(step, done.shown)
                 self._note_contention(step)
                 best = self.ledger.best_step(step) == step
                 # Read once: a signal that arrives during the save is handled after the next step.
-                stopping, saving = interrupt.requested and recipe.may_stop(), {}
+                may_stop, saving = recipe.may_stop(), {}
+                stopping, stopped = interrupt.requested and may_stop, stop is not None and may_stop
                 if last or best or stopping or stopped or step % checkpoint.every_steps == 0:
                     began = time.perf_counter()
                     saver.save(step, recipe.parts(), best)
@@ -206,7 +209,7 @@ class Run:
                 if last or stopping or stopped:
                     saver.wait()
                 if stopped:
-                    raise RunStoppedError(f"step {step}: {stopped}; the run is saved and ends here, as [monitor] asks")
+                    raise RunStoppedError(f"{stop}; the run is saved and ends here, as [monitor] asks")
                 if last:
                     return
                 if stopping:

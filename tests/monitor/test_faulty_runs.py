@@ -116,6 +116,20 @@ def test_a_level_of_stop_saves_the_run_and_ends_it() -> None:
     assert alerts(Path("runs/stopped")) == {"reward_stuck": 3}
 
 
+def test_a_run_is_stopped_where_it_can_go_on_as_if_it_had_not_been() -> None:
+    """Engines got the weights last at step 3: a run saved at step 5 would sample by other weights when it is resumed."""
+    settings = {
+        "engine": {"kind": "server", "publish_every": 3},
+        "algorithm.correction": "tis",
+        "run.steps": 9,
+        "run.name": "between",
+        "monitor.truncation.level": "stop",
+    }
+    with pytest.raises(RunStoppedError, match=r"^step 5: .*\[monitor.truncation\]"):
+        nmoe.train_rl(TINY, PROMPTS, [vowels], config=SETTINGS | settings)
+    assert (Path("runs/between/checkpoints/latest")).resolve().name == "step_000006"
+
+
 def test_a_resumed_run_counts_on_where_it_was() -> None:
     config = SETTINGS | {"run.name": "whole", "run.steps": 12, "checkpoint.every_steps": 4}
     whole = nmoe.train_rl(TINY, PROMPTS, [constant], config=config)

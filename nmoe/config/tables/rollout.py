@@ -98,6 +98,12 @@ class RolloutEngineSection(EngineSection):
                     yield Conflict(
                         name, f'needs engine.kind = {" or ".join(map(repr, kinds))}, and it is "{self.kind}"'
                     )
+        if self.weights == "group" and self.publish_every > 1:
+            yield Conflict(
+                "weights",
+                '"group" cannot send the last publication once more to a server that failed, which engine.publish_every > 1 needs; '
+                'use "disk"',
+            )
         if (problem := fault_of_urls(self.urls)) is not None:
             yield Conflict("urls", problem)
         if self.urls and self.servers != 1:

@@ -120,9 +120,13 @@ def samples_of(run: Path) -> list[list[dict[str, Any]]]:
             ("--engine.kind=server",),
             "publish_every=2: trains on samples of older weights; correct for it: algorithm.correction",
         ),
+        (
+            ("--engine.kind=server", "--engine.weights=group", "--algorithm.correction=tis"),
+            'weights=group: "group" cannot send the last publication once more .*; use "disk"',
+        ),
     ],
 )
-def test_older_weights_are_refused_in_one_process_and_without_a_correction(
+def test_older_weights_are_refused_where_they_cannot_be_corrected_or_sent_again(
     reinforce: Reinforce, given: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
