@@ -10,6 +10,7 @@ ends a whole vLLM server.
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -36,6 +37,10 @@ _PREFIX_TOKENS = 64
 _ENDING_S = 30.0
 # Seconds that a request may take beyond the time for its tokens.
 _DEADLINE_S = 60.0
+# Seconds that each token of a request for scores may take: it is one pass of the model.
+_SCORED_S = 1.0
+# Seconds after which a silent server is noted.
+_SILENT_S = 600.0
 
 
 class Address(Protocol):
@@ -79,6 +84,8 @@ class _Slot:
     version: int = 0
     served: Served | None = None  # of servers that keep their weights
     probe: Probe | None = None
+    answered: float = 0.0  # when it last did
+    noted: float = -math.inf  # when its silence was
     compared: tuple[float, float] = (0.0, 0.0)  # the last canary's difference and coverage
     fence: str | None = None
     healing: asyncio.Task[None] | None = None
@@ -274,7 +281,11 @@ class Fleet:
         deadline_s = _DEADLINE_S + self._token_s * request.sampling.max_new_tokens
 
         async def sampled(slot: _Slot, attempt: int, finished: Callable[[int], None]) -> list[Sample]:
-            samples = await slot.server.generate(request, slot.version, attempt, deadline_s)
+            if self._source is None:
+                asked = slot.server.generate(request, slot.version, attempt, None)
+                samples = await self._unless_silent(slot, deadline_s, asked)
+            else:
+                samples = await slot.server.generate(request, slot.version, attempt, deadline_s)
             if self._source is None and any(sample.finish_reason == "abort" for sample in samples):
                 raise ServerLostError(f"{slot.server.name} was made to abort request {request.request_id!r}")
             for sample in samples:
@@ -487,10 +498,35 @@ class Fleet:
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Returns the log-probability of every token but the first, given those before it. Raises UserError if no server can."""
         request = Request(tuple(token_ids), 1, Sampling(len(token_ids)), "score")
-        deadline_s = _DEADLINE_S + self._token_s * len(token_ids)
-        return await self._tried(
-            request, lambda slot, *_: slot.server.score(token_ids, temperature, slot.version, deadline_s)
-        )
+        silent_s = _DEADLINE_S + _SCORED_S * len(token_ids)
+
+        async def scored(slot: _Slot, *_: Any) -> list[float]:
+            asked = slot.server.score(token_ids, temperature, slot.version, None)
+            return await self._unless_silent(slot, silent_s, asked)
+
+        return await self._tried(request, scored)
+
+    async def _unless_silent(self, slot: _Slot, silent_s: float, asked: Coroutine[Any, Any, R]) -> R:
+        """Returns a server's answer. Raises ServerLostError once the server has answered nothing at all for so many seconds: all
+        requests are sent at once, and the last one waits for all others."""
+        task, began = asyncio.ensure_future(asked), time.monotonic()
+        try:
+            while not task.done():
+                now = time.monotonic()
+                silence = now - max(began, slot.answered)
+                if silence >= silent_s:
+                    raise ServerLostError(f"{slot.server.name} has answered nothing for {silence:.0f} s")
+                if silence >= _SILENT_S <= now - slot.noted:
+                    slot.noted = now
+                    self._note(
+                        f"{slot.server.name} has answered nothing for {silence:.0f} s; it is lost after {silent_s:.0f} s"
+                    )
+                await asyncio.wait((task,), timeout=min(silent_s - silence, _SILENT_S))
+            result = task.result()
+            slot.answered = time.monotonic()
+            return result
+        finally:
+            task.cancel()
 
     def forget_prefixes(self) -> None:
         self.run(self._forget_prefixes())

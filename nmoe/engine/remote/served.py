@@ -14,8 +14,9 @@ from nmoe.errors import UserError
 from nmoe.model.checkpoint import fingerprint
 from nmoe.model.policy import config_of
 
-# Seconds that each token of a request may take, waiting for earlier requests included: all are sent at once.
-_TOKEN_S = 60.0
+# Seconds of a server's silence for each token of a request: other requests' answers break it, but samples of one request may wait
+# for each other.
+_TOKEN_S = 5.0
 
 
 @contextmanager

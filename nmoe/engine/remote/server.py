@@ -86,8 +86,8 @@ class Probe:
 
 
 class EngineServer:
-    """The routes of one server. Every call has a deadline. Raises ServerLostError where the server is at fault, and WireError with
-    HTTP's status where it refuses the request."""
+    """The routes of one server. Every call has a deadline, or its caller watches it. Raises ServerLostError where the server is at
+    fault, and WireError with HTTP's status where it refuses the request."""
 
     def __init__(self, name: str, url: str, client: httpx2.AsyncClient, model: ModelConfig) -> None:
         """`name` is for messages. `client` carries the key and belongs to the event loop that calls."""
@@ -95,7 +95,9 @@ class EngineServer:
         self._client, self._model = client, model
         self._keeps, self._weights = False, ""  # the header that every reply has to have
 
-    async def generate(self, request: Request, version: int | None, attempt: int, deadline_s: float) -> list[Sample]:
+    async def generate(
+        self, request: Request, version: int | None, attempt: int, deadline_s: float | None
+    ) -> list[Sample]:
         """Returns a request's samples, every one of them checked. `version` is the last one that was published here: tokens of
         any other have the wrong weights. None takes any."""
         # A server refuses a second request of the same id, which may still run where its client gave up.
@@ -179,7 +181,9 @@ class EngineServer:
         rounding = _ROUNDING if info.get("precision") == "float32" else _ROUNDING_16
         return Served(*named, sample.versions[0], digest), Probe(sample.token_ids, sample.logprobs, rounding)
 
-    async def score(self, token_ids: Sequence[int], temperature: float, version: int, deadline_s: float) -> list[float]:
+    async def score(
+        self, token_ids: Sequence[int], temperature: float, version: int, deadline_s: float | None
+    ) -> list[float]:
         """Returns the log-probability of every token but the first, under this version of the weights. Raises UserError for a
         server without this route."""
         status, reply = await self._call(
@@ -205,7 +209,7 @@ class EngineServer:
     async def _call(
         self,
         path: str,
-        deadline_s: float,
+        deadline_s: float | None,
         body: Mapping[str, Any] | None = None,
         params: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 from tiny_models import DENSE
 
 from nmoe.engine.api import Request
+from nmoe.engine.remote import fleet as fleets
 from nmoe.engine.remote.fleet import Fleet
 from nmoe.engine.remote.served import served_engine
 from nmoe.engine.remote.server import PROBED, Probe, ServerLostError
@@ -34,6 +36,8 @@ class Scripted:
     def __init__(self) -> None:
         self.token, self.logprob, self.probed, self.weights = 7, -0.5, 0, "first"
         self.reason: FinishReason = "length"
+        self.one = asyncio.Lock()
+        self.silent_s = 0.0  # before each answer but a probe's
         self.lost = 0  # requests that it loses from now on
 
     def answer(self, asked: httpx2.Request) -> httpx2.Response:
@@ -70,7 +74,15 @@ class Scripted:
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     servers = [Scripted(), Scripted()]
     by_host = {"one": servers[0], "two": servers[1]}
-    answers = httpx2.MockTransport(lambda asked: by_host[asked.url.host].answer(asked))
+
+    async def answer(asked: httpx2.Request) -> httpx2.Response:
+        if b"probe" not in asked.content and asked.url.path != "/nmoe/info":
+            server = by_host[asked.url.host]
+            async with server.one:
+                await asyncio.sleep(server.silent_s)
+        return by_host[asked.url.host].answer(asked)
+
+    answers = httpx2.MockTransport(answer)
     monkeypatch.setattr(httpx2, "AsyncClient", partial(httpx2.AsyncClient, transport=answers))
     save_model(Transformer(ModelConfig(**DENSE)).initialize(0), tmp_path)
 
@@ -144,3 +156,24 @@ def test_probes_are_compared_up_to_a_token_that_rounding_chose() -> None:
         ([2, 2, 3], [-0.5, -1.0, -2.0], 1e-3, True),
     ):
         assert Probe(tokens, logprobs, rounding).is_of_other_weights(first) == other
+
+
+def test_a_silent_server_is_lost_and_a_slow_one_is_not(
+    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight requests wait for each other for longer than a server may be silent."""
+    monkeypatch.setattr(fleets, "_DEADLINE_S", 1.0)
+    monkeypatch.setattr(fleets, "_SCORED_S", 0.0)
+    monkeypatch.setattr(fleets, "_SILENT_S", 0.7)
+
+    async def scores(fleet: Fleet, count: int) -> list[list[float]]:
+        return await asyncio.gather(*(fleet.score([1, 2, 3]) for _ in range(count)))
+
+    with scripted() as (fleet, (server, _), notes):
+        server.silent_s = 0.25
+        assert fleet.run(scores(fleet, 8)) == [[-0.5] * 2] * 8
+        assert len(notes) == 2, "nothing was fenced"
+        server.silent_s = 60.0
+        with pytest.raises(ServerLostError, match="one:1 has answered nothing for 1 s"):
+            fleet.run(scores(fleet, 3))
+        assert sum("it is lost after 1 s" in note for note in notes) >= 1
