@@ -124,8 +124,11 @@ def test_every_route_but_health_asks_for_the_key(path: str, monkeypatch: pytest.
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with pytest.raises(KeyError):
-        Guard(app)
+    for empty in (None, "", " "):
+        if empty is not None:
+            monkeypatch.setenv("VLLM_API_KEY", empty)
+        with pytest.raises(ValueError, match="VLLM_API_KEY is missing or empty: set it to a secret key"):
+            Guard(app)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     guard = Guard(app)
     assert request_of(guard, "/health", []) == 200

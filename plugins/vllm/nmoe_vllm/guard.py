@@ -10,10 +10,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class Guard:
-    """Lets a request pass that has the key in the variable VLLM_API_KEY, which must be set, or that asks for /health."""
+    """Lets a request pass that has the key in the variable VLLM_API_KEY, or that asks for /health. Raises ValueError if the variable
+    is not set or blank."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app, self._wanted = app, b"Bearer " + os.environ["VLLM_API_KEY"].encode()
+        key = os.environ.get("VLLM_API_KEY", "")
+        if not key.strip():
+            raise ValueError(
+                "VLLM_API_KEY is missing or empty: set it to a secret key, which every request has to send"
+            )
+        self._app, self._wanted = app, b"Bearer " + key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
