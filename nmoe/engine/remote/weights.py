@@ -147,8 +147,8 @@ class Publisher:
         else:
             await each(lambda server: server.control("/update_weights", {"update_info": update.info}, size=update.size))
         await each(lambda server: server.control("/finish_weight_update", {"weight_version": str(update.version)}))
-        if self._format == "hf":
-            await each(lambda server: server.control("/resume"))
+        # nmoe's servers too: one that somebody has paused would leave its canary without an answer.
+        await each(lambda server: server.control("/resume"))
         return failed
 
     async def _begin(self, server: EngineServer) -> None:
