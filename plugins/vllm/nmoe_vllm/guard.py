@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class Guard:
-    """Lets a request pass that has the key in the variable VLLM_API_KEY, or that asks for /health. Raises ValueError if the variable
+    """Lets a request pass that has the key in VLLM_API_KEY, or that asks for /health. Raises ValueError if the variable
     is not set or blank."""
 
     def __init__(self, app: ASGIApp) -> None:
