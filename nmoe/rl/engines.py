@@ -150,6 +150,7 @@ def rollout_engine(
             transport=transport,
             format=format_,
             backend=section.group_backend,
+            workers=section.tensor_parallel,
             precision=str(model.embedding.weight.dtype).removeprefix("torch."),
             token_s=section.token_s,
             key=key,

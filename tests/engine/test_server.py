@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.remote.weights import digest_of, form
+from nmoe.engine.remote.weights import digest_of
 from nmoe.engine.remote.wire import (
     GENERATE,
     WEIGHTS_ID,
@@ -436,6 +436,15 @@ def test_an_update_that_is_none_is_refused(
     assert message in server.refusal("/update_weights", {"update_info": from_disk(checkpoints[0]) | change})
 
 
+@pytest.mark.parametrize(
+    "backend", ["mpi", pytest.param("nccl", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="works there"))]
+)
+def test_a_group_needs_a_backend_of_this_machine(server: Server, backend: str) -> None:
+    place = {"host": "127.0.0.1", "port": 9, "rank": 1, "world_size": 2, "backend": backend}
+    message = server.refusal("/init_weight_transfer_engine", {"init_info": place})
+    assert f"backend = '{backend}': must be 'gloo', or 'nccl' on a GPU" in message
+
+
 def test_weights_that_are_broadcast(
     server: Server, checkpoints: list[Path], models: list[Transformer], request_of: MakeRequest
 ) -> None:
@@ -446,7 +455,7 @@ def test_weights_that_are_broadcast(
         group = dist.ProcessGroupGloo(dist.PrefixStore("nmoe", store), 0, 2, timeout)
         time.sleep(0.05)
         assert not joined.done(), "it has joined after a first broadcast, by which NCCL makes its communicator"
-        form(group, torch.device("cpu"))
+        group.broadcast(torch.zeros(1), 0).wait()
         joined.result(30)
     tensors = load_file(checkpoints[1] / "model.safetensors")
     info = from_disk(checkpoints[1]) | {

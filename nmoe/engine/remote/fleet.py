@@ -17,12 +17,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.dealing import Dealing
 from nmoe.engine.remote.server import PROBED, EngineServer, Probe, Served, ServerLostError
-from nmoe.engine.remote.weights import Format, Publisher, Source, Transport, Update, prepared
+from nmoe.engine.remote.weights import Backend, Format, Publisher, Source, Transport, Update, prepared
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.types import Sample, Sampling
@@ -107,7 +107,8 @@ class Fleet:
         *,
         transport: Transport = "disk",
         format: Format | None = None,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        backend: Backend = "gloo",
+        workers: int = 1,
         precision: str = "",
         token_s: float,
         key: str,
@@ -115,10 +116,11 @@ class Fleet:
         note: Callable[[str], None],
     ) -> None:
         """Without a source and a canary the servers keep the weights that they have, which have to be the same on all of them.
-        `format` None is the format of the servers at hand. `token_s` are the seconds that a token of a request may take, waiting
-        included. `named` begins messages about servers that cannot be used. `note` writes a line of the run's log."""
+        `format` None is the format of the servers at hand, each of which has so many `workers`. `token_s` are the seconds that a
+        token of a request may take, waiting included. `named` begins messages about servers that cannot be used. `note` writes a
+        line of the run's log."""
         self._source, self._model, self._canary = source, model, canary
-        self._transport, self._format, self._backend = transport, format, backend
+        self._transport, self._format, self._backend, self._workers = transport, format, backend, workers
         self._precision, self._token_s, self._key, self._note = precision, token_s, key, note
         self._named = named
         if not key.isascii():
@@ -174,7 +176,9 @@ class Fleet:
                 )
             self._format = format
         if self._source is not None:
-            self._publisher = Publisher(self._source, self._format or "hf", self._backend, self._on_caller)
+            self._publisher = Publisher(
+                self._source, self._format or "hf", self._backend, self._on_caller, workers=self._workers
+            )
 
     async def _adopt(self, slot: _Slot) -> None:
         """Opens a server with the weights that it has. Raises WireError and ServerLostError for one that cannot be used."""

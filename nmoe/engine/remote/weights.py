@@ -29,6 +29,7 @@ from nmoe.model.transformer import Transformer
 Transport = Literal["disk", "group", "adapter"]
 """The way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` writes an
 adapter alone."""
+Backend = Literal["gloo", "nccl"]
 Format = Literal["hf", "nmoe"]
 """The names of tensors: Hugging Face's for vLLM, nmoe's for its own server, which stores every model."""
 OnCaller = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -113,9 +114,13 @@ def digest_of(tensor: Tensor) -> str:
 class Publisher:
     """Sends an update to servers, and knows which of them form its process group."""
 
-    def __init__(self, source: Source, format: Format, backend: Literal["gloo", "nccl"], on_caller: OnCaller) -> None:
-        """`on_caller` calls a function on the thread that trains, where collectives run."""
+    def __init__(
+        self, source: Source, format: Format, backend: Backend, on_caller: OnCaller, *, workers: int = 1
+    ) -> None:
+        """`on_caller` calls a function on the thread that trains, where collectives run. Each server has so many `workers`, the
+        ranks of a group that broadcasts."""
         self._source, self._format, self._backend, self._on_caller = source, format, backend, on_caller
+        self._workers = workers
         self._members: list[EngineServer] = []
         self._group: Any = None
         self._ready: set[EngineServer] = set()  # servers that were prepared for updates
@@ -187,16 +192,13 @@ class Publisher:
 
     def _send_all(self) -> None:
         for _, tensor in self._source.weights(self._format):
-            self._group.broadcast(tensor.detach().contiguous().to(self._device), 0).wait()
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cuda" if self._backend == "nccl" else "cpu")
+            self._group.broadcast(tensor.detach().contiguous().to(device_of(self._backend)), 0).wait()
 
     async def _join(self, servers: list[EngineServer]) -> None:
         """Forms a process group of the learner, rank 0, and these servers."""
         host = _address_towards(servers[0].url)
-        store = dist.TCPStore(host, 0, len(servers) + 1, True, _GROUP_TIMEOUT, wait_for_workers=False)
+        size = 1 + self._workers * len(servers)
+        store = dist.TCPStore(host, 0, size, True, _GROUP_TIMEOUT, wait_for_workers=False)
         posts = [
             server.control(
                 "/init_weight_transfer_engine",
@@ -204,39 +206,41 @@ class Publisher:
                     "init_info": {
                         "host": host,
                         "port": store.port,
-                        "rank": rank,
-                        "world_size": len(servers) + 1,
+                        "rank": 1 + self._workers * index,
+                        "world_size": size,
+                        "backend": self._backend,
                         "timeout_s": _GROUP_TIMEOUT.total_seconds(),
                     }
                 },
             )
-            for rank, server in enumerate(servers, 1)
+            for index, server in enumerate(servers)
         ]
         self._group, *_ = await asyncio.gather(
-            self._on_caller(lambda: self._new_group(store, len(servers) + 1)), *posts
+            self._on_caller(lambda: group_of(store, 0, size, self._backend, _GROUP_TIMEOUT)), *posts
         )
         self._members = servers
 
-    def _new_group(self, store: dist.TCPStore, size: int) -> Any:
-        prefixed = dist.PrefixStore("nmoe", store)
-        if self._backend == "gloo":
-            group: Any = dist.ProcessGroupGloo(prefixed, 0, size, _GROUP_TIMEOUT)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _GROUP_TIMEOUT
-            group = dist.ProcessGroupNCCL(prefixed, 0, size, options)
-        form(group, self._device)
-        return group
+
+def group_of(store: dist.TCPStore, rank: int, size: int, backend: Backend, timeout: timedelta) -> Any:
+    """Returns a new process group, after all of its ranks have broadcast one number. NCCL makes its communicator at the first
+    collective, and hangs where kernels of another stream are under way meanwhile: later broadcasts may come beside them."""
+    prefixed = dist.PrefixStore("nmoe", store)
+    if backend == "gloo":
+        group: Any = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        torch.cuda.synchronize()
+    group.broadcast(torch.zeros(1, device=device_of(backend)), 0).wait()
+    if backend == "nccl":
+        torch.cuda.synchronize()
+    return group
 
 
-def form(group: Any, device: torch.device) -> None:
-    """Has all ranks of a new group broadcast one number. NCCL makes its communicator at the first collective, and hangs where
-    kernels of another stream are under way meanwhile: later broadcasts may come beside them."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    group.broadcast(torch.zeros(1, device=device), 0).wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def device_of(backend: Backend) -> torch.device:
+    """Returns the device of tensors that a group broadcasts."""
+    return torch.device("cuda" if backend == "nccl" else "cpu")
 
 
 def _address_towards(url: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.remote.weights import digest_of, form
+from nmoe.engine.remote.weights import Backend, device_of, digest_of, group_of
 from nmoe.engine.server.requests import check_names, take
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.families import family_of, native
@@ -33,7 +33,7 @@ from nmoe.model.peft_format import WEIGHTS, resume_adapter
 from nmoe.model.shards import open_tensors
 from nmoe.model.transformer import Transformer
 
-_INIT = ("host", "port", "rank", "world_size", "timeout_s")
+_INIT = ("host", "port", "rank", "world_size", "backend", "timeout_s")
 _UPDATE = ("transport", "names", "digests", "path", "dtypes", "shapes")
 _HOW = "send a whole one: /start_weight_update, /update_weights, /finish_weight_update"
 _SHOWN = 5
@@ -53,6 +53,7 @@ class Weights:
         self._started = False
         self._put: Callable[[], None] | None = None  # copies what has arrived
         self._group: Any = None
+        self._backend: Backend = "gloo"
 
     def check_usable(self) -> None:
         """Raises StateError after an update that failed."""
@@ -67,10 +68,13 @@ class Weights:
             return
         port, rank, size = (take(info, name, int) for name in ("port", "rank", "world_size"))
         timeout = timedelta(seconds=take(info, "timeout_s", (int, float), 300.0))
+        self._backend = take(info, "backend", str, "gloo")
+        if self._backend not in get_args(Backend) or (self._backend == "nccl" and not torch.cuda.is_available()):
+            raise UserError(f"backend = {self._backend!r}: must be 'gloo', or 'nccl' on a GPU")
         try:
-            # Between steps, since `form` wants no kernel of the engine under way.
+            # Between steps, since no kernel of the engine may be under way.
             self._group = await self._engine.between_steps(
-                partial(_joined, host, port, rank, size, timeout, self._device)
+                partial(_joined, host, port, rank, size, self._backend, timeout)
             )
         except (RuntimeError, ValueError) as error:
             raise InfrastructureError(f"no process group with {host}:{port}: {_first_line(error)}") from None
@@ -112,10 +116,6 @@ class Weights:
         self._started, self._put = False, None
         self.unusable = f"the last update failed ({_first_line(error)}); {_HOW}"
 
-    @property
-    def _device(self) -> torch.device:
-        return self._model.embedding.weight.device
-
     def _received(self, transport: str, info: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
         if transport == "group":
             return self._broadcast(info, names)
@@ -138,7 +138,7 @@ class Weights:
         tensors = {}
         try:
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device_of(self._backend))
                 self._group.broadcast(tensor, 0).wait()
                 tensors[name] = tensor
         except RuntimeError as error:
@@ -204,16 +204,8 @@ def _check(tensors: dict[str, Tensor], names: Sequence[str], digests: Sequence[s
         raise UserError(f"update refused: {'; '.join(faults[:_SHOWN])}{more}")
 
 
-def _joined(host: str, port: int, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
-    store = dist.PrefixStore("nmoe", dist.TCPStore(host, port, size, False, timeout))
-    if device.type != "cuda":
-        group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-    else:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-    form(group, device)
-    return group
+def _joined(host: str, port: int, rank: int, size: int, backend: Backend, timeout: timedelta) -> Any:
+    return group_of(dist.TCPStore(host, port, size, False, timeout), rank, size, backend, timeout)
 
 
 def _texts(table: dict[str, Any], name: str) -> list[str]:

@@ -29,6 +29,7 @@ class Init(WeightTransferInitInfo):
     port: int = 0
     rank: int = 1
     world_size: int = 0
+    backend: str = "gloo"
     timeout_s: float = 300.0
 
 
@@ -82,14 +83,15 @@ class Receiver(WeightTransferEngine[Init, Update]):
         rank = init_info.rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         store = dist.TCPStore(init_info.host, init_info.port, init_info.world_size, False, timeout)
         place = dist.PrefixStore("nmoe", store), rank, init_info.world_size
-        if self.device.type == "cuda":
+        self._device = torch.device("cpu" if init_info.backend == "gloo" else self.device)
+        if init_info.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(*place, options)
         else:
             self._group = dist.ProcessGroupGloo(*place, timeout)
         # The learner's first broadcast: NCCL makes its communicator here, while vLLM is paused.
-        self._group.broadcast(torch.zeros(1, device=self.device), 0).wait()
+        self._group.broadcast(torch.zeros(1, device=self._device), 0).wait()
 
     def start_weight_update(self) -> None:
         self._came = False
@@ -125,7 +127,7 @@ class Receiver(WeightTransferEngine[Init, Update]):
             )
         tensors = {}
         for name, dtype, shape in zip(info.names, info.dtypes, info.shapes, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             self._group.broadcast(tensor, 0).wait()
             tensors[name] = tensor.cpu()
         return tensors

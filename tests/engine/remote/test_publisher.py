@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -51,6 +54,41 @@ def asked_of(format: Format, sleeping: bool) -> tuple[list[str], ServerLostError
 def test_vllm_pauses_for_an_update_and_nmoes_server_samples_on() -> None:
     assert asked_of("hf", False) == (["/is_sleeping", "/pause", *COMMIT, "/resume"], None)
     assert asked_of("nmoe", False) == ([*COMMIT, "/resume"], None), "somebody may have paused it"
+
+
+def test_each_worker_of_each_server_has_a_rank_in_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced: list[dict[str, Any]] = []
+    made: list[tuple[Any, ...]] = []
+
+    class Group:
+        def broadcast(self, tensor: Tensor, root: int) -> Any:
+            return SimpleNamespace(wait=lambda: None)
+
+    def group_of(store: Any, *place: Any) -> Group:
+        made.append((store.port, *place))
+        return Group()
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        body = json.loads(request.content or b"{}")
+        if body.get("init_info"):
+            announced.append(body["init_info"])
+        return httpx2.Response(200, json={"is_sleeping": False})
+
+    async def on_caller(function: Callable[[], Any]) -> Any:
+        return function()
+
+    async def publish() -> None:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
+            servers = [EngineServer(name, "http://127.0.0.1:9", client, ModelConfig(**MOE)) for name in ("one", "two")]
+            update = Update(3, {"transport": "group"}, 0, None)
+            assert await Publisher(source(), "nmoe", "gloo", on_caller, workers=2).send(update, servers) == {}
+
+    monkeypatch.setattr("nmoe.engine.remote.weights.group_of", group_of)
+    asyncio.run(publish())
+    assert [(one["rank"], one["world_size"], one["backend"]) for one in announced] == [(1, 5, "gloo"), (3, 5, "gloo")]
+    ((port, *place),) = made
+    assert {one["port"] for one in announced} == {port}
+    assert place == [0, 5, "gloo", timedelta(seconds=50)]
 
 
 def test_an_engine_that_sleeps_gets_no_weights() -> None:
