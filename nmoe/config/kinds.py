@@ -40,12 +40,12 @@ def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def of_another_kind(path: Path, tables: Mapping[str, Any], keys: Collection[str], schema: type[Section]) -> str | None:
-    """Returns the message for a file `path` that is written for another schema than `schema`, which names its kind (an environment,
-    say) and where it belongs. None if the file may fit `schema`.
+    """Returns the message for a file `path` that is written for another schema than `schema`. It names the file's kind (an
+    environment, say) and where the file belongs. None if the file may fit `schema`.
 
     `tables` is the parsed file, and `keys` are the top-level keys of file and overrides. The file is of another kind if `schema`
-    has none of its keys and the other kind has most of them, or if `schema` requires a table that is missing and unknown to the
-    other kind, while the other kind misses none and has more of the file's tables.
+    has none of its keys and the other kind has most of them. It is so, too, if a table is missing that only `schema` requires,
+    while every table is there that the other kind requires, and the other kind knows more of the file's tables.
     """
     own = next((name for name, other in _KINDS.items() if other is schema), None)
     if own is None or not tables:

@@ -55,10 +55,11 @@ class Reading:
 
 
 def read_answer(parsed: ParsedAnswer, task: QuestionTask, *, prose: bool = False) -> Reading:
-    """Finds the answer in a parsed completion. With `prose`, an answer without a box is read as in `nmoe.grading.prose`.
+    """Finds the answer in a parsed completion, and says whether the required format was kept.
 
-    In plain text, the form is complete if there is a box, and the reasoning is the text before it. Without a box, a right last
-    number is still correct: only the form is missing.
+    A completion of a format with structure, such as Harmony, keeps it if it parses, and its answer counts only then. Any other
+    completion is plain text: it keeps the format if it has a `\\boxed{}` answer, before which the reasoning stands. Without a box
+    the answer is its last number, which counts all the same, or with `prose` what `nmoe.grading.prose` reads.
     """
     if parsed.well_formed is None:
         box = last_boxed(parsed.text)

@@ -32,8 +32,8 @@ from nmoe.statistics import paired_difference, paired_p_value
 
 @dataclass(frozen=True)
 class Cell:
-    """A table cell: the results of one model on one benchmark. `result` is the result shown: over all problems, in the
-    chosen mode."""
+    """A table cell: the results of one model on one benchmark, of its parts and in its modes of sampling (`nmoe eval --mode`).
+    `result` is the one that the table shows: over all problems, in the mode that the table was asked for."""
 
     checkpoint: Path
     benchmark: str

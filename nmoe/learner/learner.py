@@ -105,7 +105,8 @@ class Learner:
         >>> from nmoe.config.tables.model import OptimizerSection
         >>> from nmoe.learner.batch import Batch
         >>> from nmoe.learner.objectives import cross_entropy
-        >>> learner = nmoe.Learner(nmoe.load_model(checkpoint), OptimizerSection(learning_rate=1e-2), 9, tokens_per_microbatch=512)
+        >>> optimizer = OptimizerSection(learning_rate=1e-2)
+        >>> learner = nmoe.Learner(nmoe.load_model(checkpoint), optimizer, total_steps=9, tokens_per_microbatch=512)
         >>> ids = torch.tensor([5, 6, 7, 8])
         >>> batch = Batch((3,), ids[:-1], ids[1:], scored_T=torch.ones(3, dtype=torch.bool), weights_T=torch.ones(3) / 3)
         >>> first = learner.forward_backward(batch, cross_entropy).result().loss

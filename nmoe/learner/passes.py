@@ -126,8 +126,8 @@ class TrainingPass:
         self.dispatcher = next((one for one in dispatchers if one is not None), None)
 
     def run(self, micros: MicroBatches, objective: Objective, loss_scale: float) -> RankResult:
-        """Adds the gradient of `loss_scale` times the loss (load-balancing loss included) to the parameters' gradients, and returns
-        the rank's sums."""
+        """Adds the gradient of `loss_scale` times the loss (load-balancing loss included) to the parameters' gradients. Returns
+        this rank's summed losses, without `loss_scale`, its values per token and its routing statistics."""
         # If there is only one micro-batch, its own forward pass gives the shares.
         alone = self.ranks.size == 1 and len(micros.parts) == 1
         share_YE = self._load_shares(micros) if self.balancing and not alone else None

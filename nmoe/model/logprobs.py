@@ -143,8 +143,9 @@ def _in_pieces(
     exact: bool,
     exps_NV: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns log-probabilities, entropies, largest logits and sums of `exp(logits - largest)`, each `[N]`. Writes the exponentials
-    to `exps_NV` if given."""
+    """Returns log-probabilities, entropies, largest logits and sums of `exp(logits - largest)`, each `[N]`, from the logits of a
+    few rows at a time, so that not all logits are in memory at once. `kept_NM` and `exact` are as in `head_logprobs`. Writes the
+    exponentials to `exps_NV` if given."""
     rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
     logprobs_N = torch.empty(rows, dtype=torch.promote_types(x_ND.dtype, torch.float32), device=x_ND.device)
     entropy_N, largest_N, total_N = (torch.empty_like(logprobs_N) for _ in range(3))

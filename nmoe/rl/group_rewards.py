@@ -45,7 +45,8 @@ class RewardedGroup:
 
 
 class GroupRewards:
-    """Computes the rewards of groups by the settings of [algorithm]."""
+    """Computes, from the grades of a group's samples, each sample's rewards before advantages: the score, with rewards and
+    penalties for length, by `multi_reward` and the length settings of [algorithm]."""
 
     def __init__(self, algorithm: AlgorithmSection, token_limit: int) -> None:
         """Keeps the settings. `token_limit` is the largest number of tokens that the policy can sample for one sample, from which

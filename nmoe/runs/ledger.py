@@ -49,7 +49,7 @@ def loss_of(history: Sequence[Mapping[str, Any]]) -> Loss | None:
 
 
 def lasting_loss(history: Sequence[Mapping[str, Any]], evaluations: int) -> Loss | None:
-    """Returns the decline of the last result if the last `evaluations` results all show one; None otherwise, and for 0."""
+    """Returns the `loss_of` of the whole history, if each of the last `evaluations` results is such a loss; else None."""
     if not 0 < evaluations < len(history):
         return None
     losses = [loss_of(history[: len(history) - skipped]) for skipped in range(evaluations)]

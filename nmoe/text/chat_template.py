@@ -174,7 +174,8 @@ class ChatTemplate:
         prompt, and leave reasoning out of finished turns (DeepSeek-R1). Then the turn is `reasoning`, the closing tag, and the
         template's text.
 
-        Returns None if neither form fits the beginning of the turn, or if the form that fits cannot hold the reasoning.
+        Returns None if the finished turn does not begin as the template opens one, or if there is `reasoning` and the turn has no
+        place for it.
         """
         declared = [tool.as_function() for tool in tools]
         breaker, _ = self._guard.unused(strings([*messages, *declared, reasoning]))

@@ -127,7 +127,8 @@ class RewardStuckSection(RuleSection):
 
 
 class FlatSection(RuleSection):
-    """[monitor.flat]: warns when the mean reward of ten steps does not rise beyond its noise before the problems are solved."""
+    """[monitor.flat]: warns when the mean reward of ten steps has not risen by more than its noise for many steps, unless most
+    problems are solved."""
 
     steps: int = Field(default=50, ge=10)
     """steps without a rise before the rule fires"""

@@ -66,8 +66,8 @@ class _InBlocks:
 
 
 class KeyValueCache(_InBlocks):
-    """The keys `[Y, N, J, P, C]` and values `[Y, N, J, P, U]` of the attention layers. A layer with a window keeps all positions,
-    too, and reads only the last ones."""
+    """The keys and values of the attention layers: tensors of layers x blocks x key-value heads x positions of a block x width,
+    `[Y, N, J, P, C]` and `[Y, N, J, P, U]`. A layer with a window keeps all positions, too, and reads only the last ones."""
 
     def __init__(self, config: ModelConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         self.kv_heads, width, value_width = self.shape(config)

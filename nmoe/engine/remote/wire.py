@@ -181,8 +181,9 @@ def _encode_logprobs(token_ids: Sequence[int], logprobs: Sequence[float]) -> dic
 
 
 def _decode_logprobs(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Returns the tokens of a choice and their log-probabilities, whose own names of the tokens have to agree: vLLM has written
-    such a name as `token`, and as `token_id`."""
+    """Returns the token ids of a choice and their log-probabilities. Each log-probability repeats its token's id, under the key
+    `token_id` or `token` (vLLM has used both). Raises ValueError if that is another id than the choice's, or their numbers
+    differ."""
     tokens, content = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
     named = [one["token_id"] if "token_id" in one else one["token"] for one in content]
     _expect(len(named) == len(tokens), f"it has {len(tokens)} tokens and {len(named)} log-probabilities")

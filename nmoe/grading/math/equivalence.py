@@ -192,7 +192,8 @@ def _boxes(text: str) -> list[str]:
 
 
 class _Comparison:
-    """Compares answers with three results: True, False, or None if the result depends on a comparison of expressions."""
+    """Compares answers by their form, without algebra. The result is True, False, or None if that does not settle it, and the
+    caller has to ask whether expressions are equal (`nmoe.grading.math.symbolic`)."""
 
     def __init__(self, leaves: Leaves, policy: Policy) -> None:
         self._leaves = leaves
