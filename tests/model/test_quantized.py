@@ -237,7 +237,7 @@ def selfplay_config(released: Path, *overrides: str) -> SelfplayConfig:
 
 def test_self_play_without_training_samples_from_packed_experts(released: Path) -> None:
     words = cast(Tokenizer, SimpleNamespace(vocab_size=64))
-    roles = Roles.of(selfplay_config(released), words)
+    roles = Roles.of(selfplay_config(released), words, None)
     assert roles.generator is roles.verifier is roles.meta_verifier
     assert all(isinstance(moe.down_packed, PackedExperts) for moe in roles.generator.moe_layers())
     with pytest.raises(
