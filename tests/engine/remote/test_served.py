@@ -91,7 +91,7 @@ def sampled(url: str) -> int:
 
 @contextmanager
 def vllm_before(server: str, context: int = 64, closed: bool = False) -> Iterator[str]:
-    """A server that answers as a vLLM does whose weights nobody has published, and samples by nmoe's."""
+    """Answers in vLLM's form, as before any publication, with the samples of nmoe's server."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
