@@ -33,7 +33,7 @@ from faulty_proxy import FaultyProxy
 
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
-from nmoe.engine.remote import fleet, process
+from nmoe.engine.remote import process, published
 from nmoe.engine.remote.process import ServerProcess
 from nmoe.engine.remote.wire import GENERATE
 from nmoe.rl.launch import train
@@ -152,7 +152,7 @@ def watched(observed: Observed, config: RLConfig) -> Path:
     """Trains, with the faults, and returns the run directory."""
     addresses, sample, batch = process.addresses, RolloutSampler.sample, PolicyUpdate.batch
 
-    class Noted(fleet.Fleet):
+    class Noted(published.PublishedFleet):
         def __init__(self, *args: Any, note: Any, **kwargs: Any) -> None:
             def both(line: str) -> None:
                 observed.notes.append((time.monotonic(), line))
@@ -179,8 +179,8 @@ def watched(observed: Observed, config: RLConfig) -> Path:
     with (
         patch.object(process, "addresses", proxied),
         patch.object(process, "_START_S", START_S),
-        patch.object(fleet, "Fleet", Noted),
-        patch.object(fleet, "_DEADLINE_S", REQUEST_S),
+        patch.object(published, "PublishedFleet", Noted),
+        patch.object(published, "DEADLINE_S", REQUEST_S),
         patch("nmoe.engine.remote.server.CONTROL_S", CONTROL_S),
         patch.object(RolloutSampler, "sample", sampled),
         patch.object(PolicyUpdate, "batch", trained),

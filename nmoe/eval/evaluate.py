@@ -27,7 +27,7 @@ from nmoe.trajectory import Group
 from nmoe.types import FAILURES, ExpertWeightsForm, Precision, Problem, Sampling
 
 if TYPE_CHECKING:
-    from nmoe.engine.remote.fleet import Fleet
+    from nmoe.engine.remote.served import ServedFleet
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Asked:
     best_of: Path | None = None
     allow_trained_on: bool = False
     precision: Precision | None = None
-    engine: Fleet | None = None
+    engine: ServedFleet | None = None
 
 
 def sampling_record(mode: Mode, max_tokens: int | None, effort: str | None) -> dict[str, Any]:

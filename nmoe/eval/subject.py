@@ -17,7 +17,7 @@ from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads
 from nmoe.engine.api import Engine
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.remote.fleet import Fleet
+from nmoe.engine.remote.served import ServedFleet
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
@@ -117,7 +117,7 @@ def open_subject(
     expert_weights: ExpertWeightsForm = "dequantized",
     max_tokens: int | None = None,
     precision: Precision | None = None,
-    engine: Fleet | None = None,
+    engine: ServedFleet | None = None,
 ) -> Iterator[Subject]:
     """Loads the model of a run or checkpoint, and an environment, for a `with` block.
 

@@ -57,8 +57,8 @@ def publish_checkpoint(checkpoint: Path, urls: Sequence[str], note: Callable[[st
     latest, and compares their samples with the model here. Returns the figures of the publication. Raises UserError for a
     checkpoint or servers that cannot be used, and InfrastructureError if no server takes the weights."""
     from nmoe.engine.remote.described import precision_of
-    from nmoe.engine.remote.fleet import Fleet
     from nmoe.engine.remote.process import KEY, RunningServer
+    from nmoe.engine.remote.published import PublishedFleet
 
     if (problem := fault_of_urls(urls)) is not None:
         raise UserError(problem)
@@ -66,7 +66,7 @@ def publish_checkpoint(checkpoint: Path, urls: Sequence[str], note: Callable[[st
     precision = precision_of(urls[0]) or sampling_precision(directory, device, None)
     model, lora = load_policy(directory, dtype_for(device, precision), device)
     source = Frozen(model.requires_grad_(False), lora)
-    fleet = Fleet(
+    fleet = PublishedFleet(
         [RunningServer(url) for url in urls],
         source,
         model.config,
@@ -122,8 +122,8 @@ def rollout_engine(
             learner.hand_over(engine)
             yield engine
         return
-    from nmoe.engine.remote.fleet import Fleet
     from nmoe.engine.remote.process import KEY, addresses
+    from nmoe.engine.remote.published import PublishedFleet
 
     key = os.environ.get(KEY, "") if section.urls else secrets.token_hex(16)
     transport = section.transport(learner.lora is not None)
@@ -142,7 +142,7 @@ def rollout_engine(
             key,
             directory / "engines",
         )
-        fleet = Fleet(
+        fleet = PublishedFleet(
             servers,
             learner,
             model.config,

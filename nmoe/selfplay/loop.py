@@ -27,8 +27,7 @@ from nmoe.config.tables.rewards import Rubric
 from nmoe.engine.api import Engine
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.rank_sampling import sampling_engine
-from nmoe.engine.remote.fleet import Fleet
-from nmoe.engine.remote.served import served_engine
+from nmoe.engine.remote.served import ServedFleet, served_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import OpenProblems
 from nmoe.envs.tools.runtime import ToolRuntime
@@ -182,11 +181,11 @@ class Roles:
 
     generator: Transformer
     verifier: Transformer
-    meta_verifier: Transformer | Fleet
+    meta_verifier: Transformer | ServedFleet
     learners: Mapping[str, Learner]
 
     @classmethod
-    def of(cls, config: SelfplayConfig, tokenizer: Tokenizer, judge: Fleet | None) -> Roles:
+    def of(cls, config: SelfplayConfig, tokenizer: Tokenizer, judge: ServedFleet | None) -> Roles:
         """Loads the models and, for training, makes the learners. Raises UserError as `build_model` does."""
         section, seed, judges = config.selfplay, config.run.seed, _judges_config(config)
         if section.train:
@@ -261,7 +260,7 @@ class Selfplay(Recipe):
         judge = model_identity(_judges_config(config), None).model_dump(exclude_none=True)
         context = roles.context_tokens
 
-        def collector(model: Transformer | Fleet, identity: Mapping[str, str | int]) -> Collector:
+        def collector(model: Transformer | ServedFleet, identity: Mapping[str, str | int]) -> Collector:
             engine = self.engines[id(model)] if isinstance(model, Transformer) else model
             workspaces = tools.workspaces
             return Collector(engine, environment, context, tools.sandboxes, identity, workspaces)

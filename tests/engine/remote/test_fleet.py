@@ -26,8 +26,9 @@ from nmoe.config.tables.model import OptimizerSection
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.remote.fleet import Address, Fleet
+from nmoe.engine.remote.fleet import Address
 from nmoe.engine.remote.process import ServerProcess, addresses
+from nmoe.engine.remote.published import PublishedFleet
 from nmoe.engine.remote.server import EngineServer, ServerLostError
 from nmoe.engine.remote.weights import Transport
 from nmoe.errors import InfrastructureError, UserError
@@ -81,11 +82,11 @@ def requests(count: int, tokens: int = 12) -> list[Request]:
 @contextmanager
 def fleet_of(
     learner: Learner, servers: list[Address], *, token_s: float = 1.0, transport: Transport = "disk"
-) -> Iterator[tuple[Fleet, list[str]]]:
+) -> Iterator[tuple[PublishedFleet, list[str]]]:
     notes: list[str] = []
     canary = LearnerCanary(learner)
     canary.tokens = 8
-    fleet = Fleet(
+    fleet = PublishedFleet(
         servers,
         learner,
         learner.model.config,
@@ -109,7 +110,7 @@ def end(process: ServerProcess) -> None:
     os.kill(int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]), signal.SIGKILL)
 
 
-async def gathered(engine: Fleet | NativeEngine, asked: list[Request]) -> list[list[Sample]]:
+async def gathered(engine: PublishedFleet | NativeEngine, asked: list[Request]) -> list[list[Sample]]:
     return await asyncio.gather(*(engine.generate(one) for one in asked))
 
 
@@ -206,7 +207,7 @@ def test_twenty_kills(trio: list[str], path: str, tmp_path: Path) -> None:
 
 def survives(trio: list[str], fault: Fault, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault at a moment drawn at random: every sample is there once, and the server serves after the next publication."""
-    monkeypatch.setattr("nmoe.engine.remote.fleet._DEADLINE_S", 5.0)  # a busy machine answers within it
+    monkeypatch.setattr("nmoe.engine.remote.published.DEADLINE_S", 5.0)  # a busy machine answers within it
     learner, asked = new_learner(), requests(6)
     draw = random.Random(f"{fault} {seed}")
     # The canary of the first publication samples 8 prompts or more.
@@ -240,7 +241,7 @@ def test_a_request_on_which_two_servers_are_lost_is_a_failure_of_the_engine(
     trio: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that ends every server it reaches would otherwise end all of them."""
-    monkeypatch.setattr("nmoe.engine.remote.fleet._DEADLINE_S", 5.0)
+    monkeypatch.setattr("nmoe.engine.remote.published.DEADLINE_S", 5.0)
     poisoned = False
     tries = 0
 
@@ -259,7 +260,7 @@ def test_a_request_on_which_two_servers_are_lost_is_a_failure_of_the_engine(
 
 
 def test_a_fleet_without_a_server_ends_with_the_reasons(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nmoe.engine.remote.fleet._DEADLINE_S", 5.0)
+    monkeypatch.setattr("nmoe.engine.remote.published.DEADLINE_S", 5.0)
     broken = False
     learner = new_learner()
     with fleet_of(learner, [FaultyProxy(server, lambda path, number: "drop" if broken else None)]) as (fleet, _):
@@ -334,7 +335,7 @@ def test_a_publication_ends_heals_that_would_compare_older_weights(trio: list[st
 def test_an_interrupt_leaves_the_fleet_usable_and_nothing_behind(server: str) -> None:
     learner, closed = new_learner(), []
 
-    async def interrupted(fleet: Fleet) -> None:
+    async def interrupted(fleet: PublishedFleet) -> None:
         def interrupt() -> None:
             raise KeyboardInterrupt
 
@@ -413,7 +414,7 @@ def test_requests_that_no_server_may_see_are_refused(server: str) -> None:
 def test_a_server_that_cannot_be_used_is_named_before_the_run(server: str, key: str, message: str) -> None:
     learner = new_learner()
     config = ModelConfig(**(MOE | {"vocab_size": 48 if key != KEY else 50}))
-    fleet = Fleet(
+    fleet = PublishedFleet(
         [FaultyProxy(server, no_fault)],
         learner,
         config,

@@ -16,8 +16,8 @@ from tiny_models import DENSE
 
 from nmoe.engine.api import Request
 from nmoe.engine.remote import fleet as fleets
-from nmoe.engine.remote.fleet import Fleet
-from nmoe.engine.remote.served import served_engine
+from nmoe.engine.remote import silence
+from nmoe.engine.remote.served import ServedFleet, served_engine
 from nmoe.engine.remote.server import PROBED, Probe, ServerLostError
 from nmoe.engine.remote.wire import WEIGHTS_ID, encode_samples
 from nmoe.errors import InfrastructureError, UserError
@@ -87,7 +87,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     save_model(Transformer(ModelConfig(**DENSE)).initialize(0), tmp_path)
 
     @contextmanager
-    def opened(count: int = 1) -> Iterator[tuple[Fleet, list[Scripted], list[str]]]:
+    def opened(count: int = 1) -> Iterator[tuple[ServedFleet, list[Scripted], list[str]]]:
         notes: list[str] = []
         with served_engine(URLS[:count], tmp_path, notes.append) as fleet:
             yield fleet, servers, notes
@@ -162,11 +162,11 @@ def test_a_silent_server_is_lost_and_a_slow_one_is_not(
     scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight requests wait for each other for longer than a server may be silent."""
-    monkeypatch.setattr(fleets, "_DEADLINE_S", 1.0)
+    monkeypatch.setattr(fleets, "DEADLINE_S", 1.0)
     monkeypatch.setattr(fleets, "_SCORED_S", 0.0)
-    monkeypatch.setattr(fleets, "_SILENT_S", 0.7)
+    monkeypatch.setattr(silence, "_NOTED_S", 0.7)
 
-    async def scores(fleet: Fleet, count: int) -> list[list[float]]:
+    async def scores(fleet: ServedFleet, count: int) -> list[list[float]]:
         return await asyncio.gather(*(fleet.score([1, 2, 3]) for _ in range(count)))
 
     with scripted() as (fleet, (server, _), notes):

@@ -1,0 +1,193 @@
+"""A fleet of servers that the learner publishes its weights to, and whose samples are compared with the learner."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from nmoe.engine.api import Request
+from nmoe.engine.remote.fleet import DEADLINE_S, Address, Fleet, Slot
+from nmoe.engine.remote.server import EngineServer, ServerLostError
+from nmoe.engine.remote.weights import Backend, Format, Publisher, Source, Transport, Update, prepared
+from nmoe.errors import UserError
+from nmoe.model.config import ModelConfig
+from nmoe.types import Sample, Sampling
+
+
+class Canary(Protocol):
+    """The comparison of a server's samples with the learner's log-probabilities, after each publication of weights.
+
+    `prompts` are sampled, `tokens` each. `difference` returns the largest difference of a log-probability and the share of experts
+    that the compared tokens reached; it is called on the thread that trains. `bound` is the largest difference that is rounding.
+    `more_prompts` adds prompts where the last comparison reached too few experts.
+    """
+
+    prompts: list[tuple[int, ...]]
+    tokens: int
+
+    def difference(self, sampled: Sequence[tuple[tuple[int, ...], Sample]]) -> tuple[float, float]: ...
+
+    def bound(self) -> float: ...
+
+    def more_prompts(self) -> bool: ...
+
+
+class PublishedFleet(Fleet):
+    """Servers that sample by the learner's weights. A fenced one is sent the present weights whole, restarted if need be,
+    and opened once it samples again what the learner computes."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        source: Source,
+        model: ModelConfig,
+        canary: Canary,
+        *,
+        transport: Transport = "disk",
+        format: Format | None = None,
+        backend: Backend = "gloo",
+        workers: int = 1,
+        precision: str = "",
+        token_s: float,
+        key: str,
+        note: Callable[[str], None],
+    ) -> None:
+        """`format` None is the format of the servers at hand, each of which has so many `workers`. The others are `Fleet`'s."""
+        super().__init__(addresses, model, token_s=token_s, key=key, note=note)
+        self._source, self._canary, self._precision = source, canary, precision
+        self._transport, self._format, self._backend, self._workers = transport, format, backend, workers
+        self._publisher: Publisher | None = None
+        self._update: Update | None = None
+        self._version = 0
+        self._settling, self._settled = asyncio.Lock(), False
+        self._compared: dict[int, tuple[float, float]] = {}  # the last canary's difference and coverage of each server
+        self._published: dict[str, float] = {}
+
+    async def _admit(self, slot: Slot) -> None:
+        info = await slot.server.info()
+        self._refuse_other_model(slot, info or {})
+        slot.version = int((info or {}).get("weight_version", 0))
+        format: Format = "hf" if info is None else "nmoe"
+        if format != (self._format or format):
+            raise UserError(
+                f"{slot.server.url} is {'not ' * (info is None)}nmoe's engine server; name servers of one kind, and that kind"
+            )
+        self._format = format
+
+    def _refuse_other_model(self, slot: Slot, info: dict[str, Any]) -> None:
+        expected = {
+            "vocab_size": self._model.vocab_size,
+            "context_tokens": self._model.context_tokens,
+            "precision": self._precision,
+        }
+        for name, wanted in expected.items():
+            if (found := info.get(name, wanted)) != wanted:
+                raise UserError(
+                    f"{slot.server.name} ({slot.server.url}) has another model: its {name} is {found}, and {wanted} is wanted; "
+                    "start it with the run's model.path and --precision"
+                )
+
+    def __exit__(self, *of: object) -> None:
+        try:
+            super().__exit__(*of)
+        finally:
+            if self._update is not None:
+                self._update.discard()
+
+    async def generate(self, request: Request) -> list[Sample]:
+        """Returns the request's samples in order of their index, with the finish reason "abort" where two servers were lost."""
+        try:
+            return await super().generate(request)
+        except ServerLostError:
+            return [Sample([], [], [], "abort") for _ in range(request.samples)]
+
+    async def _sample(self, slot: Slot, request: Request, attempt: int) -> list[Sample]:
+        deadline_s = DEADLINE_S + self._token_s * request.sampling.max_new_tokens
+        return await slot.server.generate(request, slot.version, attempt, deadline_s)
+
+    async def _restore(self, slot: Slot) -> None:
+        await self._install(slot, (await self._send([slot])).get(slot.server))
+
+    async def _send(self, slots: Sequence[Slot]) -> dict[EngineServer, ServerLostError]:
+        assert self._update is not None, "weights are published before anything is sampled"
+        for slot in slots:
+            slot.open = False
+        if self._publisher is None:
+            self._publisher = Publisher(
+                self._source, self._format or "hf", self._backend, self._on_caller, workers=self._workers
+            )
+        return await self._publisher.send(self._update, [slot.server for slot in slots])
+
+    async def _install(self, slot: Slot, failed: ServerLostError | None) -> None:
+        """Opens a server that was sent the present weights, if its samples agree with the learner. Raises ServerLostError if they
+        do not, or if it did not take the weights."""
+        if failed is not None:
+            raise failed
+        if self._settled:
+            difference, coverage = await self._compare(slot.server)
+        else:
+            async with self._settling:  # one server at a time while the number of prompts is open
+                difference, coverage = await self._compare(slot.server)
+                while self._canary.more_prompts():
+                    difference, coverage = await self._compare(slot.server)
+                self._settled = True
+        if not difference <= (bound := self._canary.bound()):
+            raise ServerLostError(
+                f"after version {self._version} its log-probabilities differ from the learner's by up to {difference:.2g}, where "
+                f"{bound:.2g} is rounding: it does not have the learner's weights"
+            )
+        self._compared[slot.index], slot.version = (difference, coverage), self._version
+        await self._open_slot(slot)
+
+    async def _compare(self, server: EngineServer) -> tuple[float, float]:
+        canary, version, tokens = self._canary, self._version, self._canary.tokens
+        requests = [
+            Request(prompt, 1, Sampling(tokens, seed=version), f"canary/{version}/{number}/{time.monotonic_ns()}")
+            for number, prompt in enumerate(canary.prompts)
+        ]
+        deadline_s = DEADLINE_S + self._token_s * tokens
+        replies = await asyncio.gather(*(server.generate(one, version, 1, deadline_s) for one in requests))
+        sampled = [(request.prompt_ids, samples[0]) for request, samples in zip(requests, replies, strict=True)]
+        return await self._on_caller(lambda: canary.difference(sampled))
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        """Publishes the learner's weights to every server, fenced ones included. Raises InfrastructureError if none takes them."""
+        began = time.perf_counter()
+        # A heal that went on would compare the old weights with a learner that has stepped.
+        healing = [slot.healing for slot in self._slots if slot.healing is not None]
+        for task in healing:
+            task.cancel()
+        await asyncio.gather(*healing, return_exceptions=True)
+        self._holds_prefix.clear()
+        assert self._format is not None, "servers that were opened have one"
+        format, learner = self._format, self._source
+        update = await self._on_caller(lambda: prepared(learner, self._transport, format, version))
+        old, self._update, self._version = self._update, update, version
+        written = time.perf_counter()
+        failed = await self._send(self._slots)
+        installed = (self._install(slot, failed.get(slot.server)) for slot in self._slots)
+        outcomes = await asyncio.gather(*installed, return_exceptions=True)
+        if old is not None:
+            old.discard()
+        for slot, outcome in zip(self._slots, outcomes, strict=True):
+            if isinstance(outcome, ServerLostError):
+                self._fence(slot, str(outcome))
+            elif outcome is not None:
+                raise outcome
+        stalled_s = time.perf_counter() - written
+        await asyncio.gather(*(slot.healing for slot in self._slots if slot.healing is not None))
+        if not any(slot.open for slot in self._slots):
+            raise self._no_engine()
+        self._published = {
+            "time_publish_prepare_s": written - began,
+            "time_publish_commit_s": stalled_s,
+            "publish_bytes": float(update.size),
+        }
+        differences, coverages = zip(*(self._compared[slot.index] for slot in self._slots if slot.open), strict=True)
+        self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the last publication's figures beside the fleet's."""
+        return {**self._published, **super().metrics()}
