@@ -43,6 +43,17 @@ _MODEL_FILE = "tokenizer.json"
 _SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """Returns the byte that each character of a byte-level tokenizer's names stands for: printable bytes are themselves, and the
+    others follow from U+0100 on (GPT-2's encoder)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
 class Tokenizer:
     """Converts text to token ids and back. `decode(encode(text)) == text` for every tokenizer made by `train`.
 
@@ -235,6 +246,27 @@ class Tokenizer:
                 text += self.decode(known) + "\ufffd"
                 known = []
         return text + self.decode(known)
+
+    def bytes_of(self, id_: int) -> bytes:
+        """Returns the bytes that a token stands for, which may be a part of a character; U+FFFD's for an id without a token."""
+        name = self._backend.id_to_token(id_)
+        if name is None:
+            return "\ufffd".encode()
+        if id_ in self._added_ids:
+            return name.encode()
+        if self._is_byte_level:
+            return bytes(map(_BYTE_OF.__getitem__, name)) if _BYTE_OF.keys() >= set(name) else name.encode()
+        # SentencePiece's spaces, and its tokens of single bytes.
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", name)
+        return name.replace("\u2581", " ").encode() if byte is None else bytes.fromhex(byte[1])
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json_of(self._backend.to_str()).get("decoder"))
 
     @cached_property
     def _names(self) -> re.Pattern[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from nmoe.cores import choose_threads
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.server.listening import check_key, listening
 from nmoe.engine.server.weights import Weights
 from nmoe.errors import UserError
 from nmoe.extras import how_to_install
@@ -28,7 +28,6 @@ from nmoe.model.policy import load_policy, sampling_precision
 from nmoe.types import Precision
 
 KEY = "NMOE_ENGINE_KEY"
-_LOCAL = ("127.0.0.1", "::1", "localhost")
 # Seconds that an unused connection stays open: as long as a training step takes, or clients would open all of them anew.
 _KEEP_ALIVE_S = 3600
 
@@ -70,11 +69,10 @@ def _serve(options: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"the engine server needs {error.name}: {how_to_install('serve')}") from None
     key = os.environ.get(KEY, "")
-    if options.host not in _LOCAL and not key:
-        raise UserError(f"--host {options.host}: other machines could change the weights; set {KEY} to a secret key")
+    check_key(options.host, key, KEY, "change the weights")
     if options.max_sequences < 1 or min(options.cache_mb, options.threads) < 0:
         raise UserError("--max-sequences counts from 1, --cache-mb and --threads from 0")
-    listening = _listening(options.host, options.port)
+    bound = listening(options.host, options.port)
     torch.set_num_threads(choose_threads(options.threads))
     device = choose_device(options.device, "--device")
     precision = sampling_precision(options.checkpoint, device, options.precision)
@@ -102,21 +100,11 @@ def _serve(options: argparse.Namespace) -> None:
             app, http="httptools", ws="none", lifespan="off", log_level="warning", access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S, server_header=False,
         )  # fmt: skip
-        host, port = listening.getsockname()[:2]
+        host, port = bound.getsockname()[:2]
         print(json.dumps({"host": host, "port": port, "pid": os.getpid()}), flush=True)
-        await uvicorn.Server(settings).serve([listening])
+        await uvicorn.Server(settings).serve([bound])
 
     engine.run(live())
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Returns a socket that connections reach from now on, before the server accepts them."""
-    try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
-        )
-    except (OSError, OverflowError) as error:
-        raise UserError(f"--host {host} --port {port}: cannot listen there: {error}") from None
 
 
 def _end_with_parent() -> None:

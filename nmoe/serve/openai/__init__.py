@@ -1,0 +1,1 @@
+"""OpenAI's routes over an engine of this process: `nmoe serve`."""

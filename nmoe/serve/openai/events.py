@@ -1,0 +1,51 @@
+"""A reply of server-sent events, which ends its work when the client goes, or stops reading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nmoe.engine.server.http import closed
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come. The generator is closed if the client closes its connection, or takes nothing for `stalled_s`
+    seconds, so that nothing is computed or kept for it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], stalled_s: float, headers: dict[str, str]) -> None:
+        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
+        del self.headers["content-length"]
+        self._events, self._stalled_s = events, stalled_s
+        self._since = 0.0  # when the event began to be sent that is being sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        sending, gone = asyncio.create_task(self._send(send)), asyncio.create_task(closed(receive))
+        try:
+            while not (sending.done() or gone.done()):
+                await asyncio.wait((sending, gone), timeout=self._stalled_s / 4, return_when=asyncio.FIRST_COMPLETED)
+                if self._since and loop.time() - self._since > self._stalled_s:
+                    break
+            if sending.done():
+                sending.result()
+        finally:
+            gone.cancel()
+            sending.cancel()
+            await asyncio.wait((sending,))
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        now = asyncio.get_running_loop().time
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events:
+            self._since = now()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._since = 0.0
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,31 @@
+"""The names and bytes of single tokens, as log-probabilities show them."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+from nmoe.text.tokenizer import Tokenizer
+
+
+class TokenNames:
+    """Names tokens: by their text or, where their bytes are no whole characters, by their bytes as OpenAI's API writes them,
+    `bytes:\\xe2\\x80`. So tokens of other bytes have other names."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.bytes_of = lru_cache(maxsize=None)(tokenizer.bytes_of)
+        self.name = lru_cache(maxsize=None)(self._name)
+        self.entry = lru_cache(maxsize=None)(self._entry)
+
+    def _name(self, token_id: int) -> str:
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _entry(self, token_id: int) -> str:
+        """The start of a token's entry in a list of log-probabilities, up to its number: `"token":"a","bytes":[97],"logprob":`."""
+        name, raw = json.dumps(self.name(token_id)), list(self.bytes_of(token_id))
+        return f'"token":{name},"bytes":{json.dumps(raw, separators=(",", ":"))},"logprob":'

@@ -1,0 +1,140 @@
+"""The process of `nmoe serve`: loads the model, listens, and drains at a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from nmoe.cores import choose_threads
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.server.listening import check_key, listening
+from nmoe.errors import UserError
+from nmoe.extras import how_to_install
+from nmoe.model.checkpoint import fingerprint
+from nmoe.model.device import choose_device, dtype_for
+from nmoe.model.peft_format import is_adapter
+from nmoe.model.policy import base_of, load_policy, sampling_precision
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.serve.openai.limits import Limits
+from nmoe.serve.openai.model import Served
+from nmoe.serve.openai.settings import Defaults
+from nmoe.text.renderers import RenderFormat, make_renderer
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import ExpertWeightsForm, Precision
+
+KEY = "NMOE_SERVE_KEY"
+_KEEP_ALIVE_S = 75
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# After it a connection whose client reads nothing is broken off by the kernel.
+_UNREAD_MS = 60_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `nmoe serve`."""
+
+    checkpoint: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    names: tuple[str, ...] = ()
+    strict: bool = False
+    form: RenderFormat = "auto"
+    device: str = "auto"
+    precision: Precision | None = None
+    expert_weights: ExpertWeightsForm = "dequantized"
+    numerics: Literal["fast", "exact"] = "fast"
+    max_sequences: int = 64
+    cache_mb: int = 0
+    threads: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(options: Options) -> None:
+    """Serves a checkpoint until a signal ends it. Raises UserError if it cannot be loaded, or nothing can listen there."""
+    try:
+        import uvicorn
+
+        from nmoe.serve.openai.app import Server, application, guarded
+    except ModuleNotFoundError as error:
+        raise UserError(f"nmoe serve needs {error.name}: {how_to_install('serve')}") from None
+    key = os.environ.get(KEY, "")
+    check_key(options.host, key, KEY, "use the model")
+    bound = listening(options.host, options.port)
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
+    served = _load(options)
+    routes = Server(served)
+    config = uvicorn.Config(
+        guarded(application(routes), key), http="httptools", ws="none", lifespan="off", log_level="error", access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE_S, server_header=False, timeout_graceful_shutdown=int(options.limits.drain_s) + 2,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    host, port = bound.getsockname()[:2]
+    drain = _Drain(server, lambda: routes.end_all("shutdown"), options.limits.drain_s)
+
+    async def live() -> None:
+        drain.loop = asyncio.get_running_loop()
+        print(f"{served.models[0]} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        await server.serve([bound])
+
+    before = [signal.signal(number, drain) for number in _SIGNALS]
+    try:
+        served.engine.run(live())
+    finally:
+        for number, handler in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+class _Drain:
+    """Ends a server at a signal: it accepts no more connections and lets requests finish, which end with the tokens so far after
+    `seconds`. A second signal interrupts the process.
+
+    Python calls it on the main thread, where the engine runs.
+    """
+
+    def __init__(self, server: Any, end_all: Callable[[], None], seconds: float) -> None:
+        self._server, self._end_all, self._seconds = server, end_all, seconds
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        if self.loop is None or self._server.should_exit:
+            raise KeyboardInterrupt
+        self._server.should_exit = True
+        self.loop.call_soon_threadsafe(self.loop.call_later, self._seconds, self._end_all)
+
+
+def _load(options: Options) -> Served:
+    torch.set_num_threads(choose_threads(options.threads))
+    directory = resolve_checkpoint(options.checkpoint)
+    device = choose_device(options.device, "--device")
+    dtype = dtype_for(device, sampling_precision(directory, device, options.precision))
+    tokenizer = Tokenizer.load(_tokenizer_of(directory))
+    renderer = make_renderer(tokenizer, options.form)
+    model, lora = load_policy(directory, dtype, device, options.expert_weights)
+    model.requires_grad_(False).set_numerics(options.numerics)
+    return Served(
+        NativeEngine(model, options.max_sequences, options.cache_mb),
+        tokenizer,
+        renderer,
+        options.names or (str(options.checkpoint),),
+        model.config.context_tokens,
+        model.config.vocab_size,
+        f"fp_{(fingerprint(directory) if lora is None else lora.fingerprint)[:16]}",
+        options.strict,
+        options.limits,
+        Defaults(),
+    )
+
+
+def _tokenizer_of(directory: Path) -> Path:
+    """Returns where the tokenizer of a checkpoint is: an adapter made elsewhere often has none, and its base's holds."""
+    if is_adapter(directory) and not any((directory / name).exists() for name in ("tokenizer.json", "tiktoken.model")):
+        return base_of(directory)
+    return directory
