@@ -42,6 +42,11 @@ class Experience:
             return None
         return (batch.old_logprobs_T - batch.behaviour_logprobs_T)[batch.scored_T]
 
+    def tokens_by_group(self, groups: int) -> list[int]:
+        """Returns the number of scored tokens of each group."""
+        ids_N = self.group_ids_S[self.batch.sequence_ids()[self.batch.scored_T]]
+        return torch.bincount(ids_N, minlength=groups).tolist()
+
 
 def minibatches(
     experience: Experience, sizes: BatchSection, aggregation: Aggregation, constant_length: int, *key: object

@@ -77,6 +77,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         if generate_fn is not None:
             samples_with = FunctionEngine(engine, generate_fn, lambda: learner.version, learner.model.config)
         sampler = RolloutSampler(config, run.directory, tokenizer, environment, tools, samples_with, learner)
+        stack.enter_context(sampler.open())
         run.follow(
             PolicyGradient(config, run, tokenizer, environment, tools, asked, engine, sampler, advantages, policy)
         )

@@ -8,7 +8,9 @@ Where samples are compared within groups, a group with equal rewards carries no 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nmoe.config.commands import RLConfig
@@ -20,9 +22,11 @@ from nmoe.envs.tasks.text import OpenTask
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.learner.learner import Learner
 from nmoe.recipes.setup import model_identity
+from nmoe.rl.experience import Experience
 from nmoe.rl.group_rewards import GroupRewards, RewardedGroup, judged
 from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.recorder import FailureRecords, ReplayRecorder
+from nmoe.rollout.tickets import Reason, Ticket, Tickets
 from nmoe.runs.directory import RunDirectory
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group, Trajectory
@@ -36,14 +40,13 @@ DECAY = 0.7
 
 @dataclass
 class Rollouts:
-    """The rollouts of one step: all groups sampled, the groups kept to train on, counts of groups dropped by reason, and the time
-    taken."""
+    """The rollouts of one step: all groups sampled, the groups kept to train on with the positions of their tickets, counts of
+    groups dropped by reason, and the time taken."""
 
     groups: list[Group] = field(default_factory=list)
     kept: list[RewardedGroup] = field(default_factory=list)
-    zero_variance: int = 0
-    outside_solve_rate: int = 0
-    surplus: int = 0
+    positions: list[int] = field(default_factory=list)
+    dropped: Counter[Reason] = field(default_factory=Counter)
     rollout_s: float = 0.0
     grade_s: float = 0.0
     refills: int = 0
@@ -63,7 +66,7 @@ class Rollouts:
         """Returns the reason, for the user, why a step had nothing to train on."""
         if self.kept:
             return "every sample of the groups was cut at the token limit, and those are masked"
-        if self.outside_solve_rate:
+        if self.dropped["outside_solve_rate"]:
             return f"every one of {len(self.groups)} groups had rewards all alike or lies outside batch.solve_rate"
         return f"every one of {len(self.groups)} groups had rewards all alike"
 
@@ -82,9 +85,9 @@ class Rollouts:
         problems are drawn by it."""
         return {
             "groups": len(self.groups),
-            "groups_zero_variance": self.zero_variance,
-            "groups_outside_solve_rate": self.outside_solve_rate,
-            "groups_surplus": self.surplus,
+            "groups_zero_variance": self.dropped["zero_variance"],
+            "groups_outside_solve_rate": self.dropped["outside_solve_rate"],
+            "groups_surplus": self.dropped["surplus"],
             "refills": self.refills,
             "problems_left_out": self.left_out,
             **self.focus,
@@ -92,7 +95,8 @@ class Rollouts:
 
 
 class RolloutSampler:
-    """Draws problems from the environment's pool, and has completions sampled, graded and rewarded in groups."""
+    """Draws problems from the environment's pool, and has completions sampled, graded and rewarded in groups. `tickets` is the
+    account of these."""
 
     def __init__(
         self,
@@ -107,6 +111,8 @@ class RolloutSampler:
         """Builds the collector of groups, their rewards and the records of failures from the configuration. `engine` generates with
         the weights of the learner's policy."""
         self._environment, self._run, self._batch = environment, config.run, config.batch
+        self._mask_truncated = config.algorithm.mask_truncated
+        self.tickets = Tickets()
         self._sampling = Sampling(**config.sampling.model_dump())
         self._collector = Collector(
             engine,
@@ -145,25 +151,18 @@ class RolloutSampler:
             missing = batch.prompts_per_step - len(rollouts.kept)
             if missing == 0:
                 break
-            wanted = math.ceil(missing * batch.oversampling)
-            drawn = pool.draw(wanted) if self.focus is None else pool.draw(wanted, self.focus.admits)
-            positions, problems = zip(*drawn, strict=True)
+            terms = self._collector.terms(batch.group_size, self._sampling, key, state, give_start=True)
+            tickets = [Ticket(*drawn, terms) for drawn in self._draw(math.ceil(missing * batch.oversampling))]
             try:
-                collected = self._collector.collect(
-                    problems,
-                    batch.group_size,
-                    self._sampling,
-                    key,
-                    positions,
-                    state=state,
-                    give_start=True,
-                )
+                collected = self._collector.sample(tickets)
             except GradingError as error:
                 self._failures.write(step, [error.trajectory])
                 raise
+            self.tickets.sampled(collected.sampled_tokens)
             rollouts.groups += collected.groups
-            for group in collected.groups:
-                self._keep_or_count(group, rollouts)
+            for ticket, group in zip(tickets, collected.groups, strict=True):
+                if self.tickets.answer(ticket.position, sum(one.sampled_tokens for one in group.trajectories)):
+                    self._keep_or_drop(ticket.position, group, rollouts)
             rollouts.rollout_s += collected.rollout_s
             rollouts.grade_s += collected.grade_s
             rollouts.refills = refill
@@ -175,17 +174,52 @@ class RolloutSampler:
         self._failures.refuse_total_loss(step, rollouts.trajectories)
         return rollouts
 
-    def _keep_or_count(self, group: Group, rollouts: Rollouts) -> None:
-        """Keeps a group to train on, or counts the reason why it is dropped."""
+    def _draw(self, wanted: int) -> list[Drawn]:
+        """Returns the next problems of the pool, and issues their tickets. Groups that a checkpoint left outstanding come first."""
+        pool = self._environment.pool
+        again = [Drawn(position, pool.order.at(position)) for position in self.tickets.unanswered]
+        count = max(wanted - len(again), 0)
+        drawn = pool.draw(count) if self.focus is None else pool.draw(count, self.focus.admits)
+        for position, _ in drawn:
+            self.tickets.issue(position)
+        return again + drawn
+
+    def _keep_or_drop(self, position: int, group: Group, rollouts: Rollouts) -> None:
+        """Keeps a group to train on, or ends its ticket with the reason why it is dropped."""
         rewarded = self._rewards.of(group)
+        reason: Reason
         if not rewarded.samples or not (rewarded.differs or self._keep_equal):
-            rollouts.zero_variance += 1
+            reason = "zero_variance"
         elif self._outside_bounds(group):
-            rollouts.outside_solve_rate += 1
+            reason = "outside_solve_rate"
         elif len(rollouts.kept) == self._batch.prompts_per_step:
-            rollouts.surplus += 1
+            reason = "surplus"
         else:
             rollouts.kept.append(rewarded)
+            rollouts.positions.append(position)
+            return
+        rollouts.dropped[reason] += 1
+        self.tickets.end(position, reason)
+
+    def settle(self, rollouts: Rollouts, experience: Experience | None) -> dict[str, float]:
+        """Ends the tickets of the groups that were kept, after the update on their `experience` (None if every sample was masked).
+        Returns the account as metrics. Raises RuntimeError if a token that was sampled is neither in the experience nor void."""
+        groups = len(rollouts.kept)
+        trained = [0] * groups if experience is None else experience.tokens_by_group(groups)
+        for position, one, tokens in zip(rollouts.positions, rollouts.kept, trained, strict=True):
+            left_out = [t for t in one.group.trajectories if not t.trainable or (self._mask_truncated and t.truncated)]
+            if len(left_out) == len(one.group.trajectories):
+                self.tickets.end(position, "masked")
+            else:
+                self.tickets.train(position, tokens, sum(t.sampled_tokens for t in left_out))
+        self.tickets.check()
+        return self.tickets.metrics()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Keeps the connections of rewards open between steps, where the engine's event loop lives on."""
+        with self._collector.open():
+            yield
 
     def _outside_bounds(self, group: Group) -> bool:
         """Returns whether the group's solve rate lies outside `batch.solve_rate`."""

@@ -76,12 +76,14 @@ class PolicyGradient(Recipe):
         rollouts = self.sampler.sample(step)
         learn_began = time.perf_counter()
         updated: dict[str, float] = {}
+        experience = None
         if rollouts.kept:
             self.engine.sleep()
             batch = self.policy.batch(rollouts.kept_samples)
             # By default `DrGrpo` of nmoe/rl/advantages.py: reward - mean of the group.
             experience = self.advantages(batch, rollouts.kept)
             updated = self.policy.update(step, experience)
+        account = self.sampler.settle(rollouts, experience)
         if age:  # what remains compares two computations by the same weights
             updated = {name: value for name, value in updated.items() if not name.startswith(("mismatch_", "route_"))}
         publish_began = time.perf_counter()
@@ -90,7 +92,7 @@ class PolicyGradient(Recipe):
         times = {"time_learn_s": publish_began - learn_began, "time_sync_s": time.perf_counter() - publish_began}
         if self.policy.reference is not None:
             self.policy.reference.renew(step)
-        metrics = {**rollout_metrics(rollouts.trajectories), **rollouts.metrics(), **updated}
+        metrics = {**rollout_metrics(rollouts.trajectories), **rollouts.metrics(), **account, **updated}
         shares = routing_by_source(rollouts.trajectories, self.learner.model.config.routed_experts)
         metrics |= routing_metrics(shares)
         metrics["skipped"] = float(not updated)
@@ -133,6 +135,7 @@ class PolicyGradient(Recipe):
             "learner": self.learner,
             "tokenizer": Files(self.tokenizer.save),
             "environment": JsonPart(self.environment.state, self.environment.load_state),
+            "tickets": JsonPart(self.sampler.tickets.state, self.sampler.tickets.load_state),
         }
         if reference is not None and reference.renewed:
             parts["reference"] = Subdirectory("reference", {"model": reference})

@@ -1,11 +1,11 @@
-"""Plays the episodes of a batch of problems concurrently and grades them, group by group."""
+"""Plays the episodes of groups concurrently and grades them, group by group."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 from nmoe.engine.api import Engine, Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.conversation import samples_of
-from nmoe.envs.rewards.reward import RewardError
+from nmoe.envs.rewards.reward import Reward, RewardError
 from nmoe.envs.rewards.rewards import rated
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError
 from nmoe.rollout.episode import ConversationError, Episode, Player, request_seed
+from nmoe.rollout.tickets import Terms, Ticket
 from nmoe.runs.waiting import all_or_none
 from nmoe.sandbox.api import OpensSandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
@@ -27,24 +28,6 @@ from nmoe.trajectory import Group, Trajectory
 from nmoe.types import Failure, Grade, Problem, Sample, Sampling, TrainerState, Turn
 
 _AT_THE_START = TrainerState()
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a group of samples is sampled and graded under, fixed when the group is issued.
-
-    The curriculum may reach its next stage, and the trainer its next step, while the group is sampled. Advantages compare the
-    samples of a group, so that all of them are graded by the same weights. `key` begins the seeds of the group. `state` is what
-    `[[rewards]]` receive; None skips these rewards. `given` are the tokens with which every answer begins. `weights` are the
-    weights of a grade's components.
-    """
-
-    samples: int
-    sampling: Sampling
-    key: tuple[str | int, ...]
-    state: TrainerState | None
-    given: tuple[int, ...]
-    weights: Mapping[str, float]
 
 
 class GradingError(Exception):
@@ -80,7 +63,8 @@ def _failed(trajectory: Trajectory, error: BaseException | None, doing: str) -> 
 
 @dataclass
 class Collected:
-    """Groups of graded trajectories in the order of their problems, with timings in seconds.
+    """Groups of graded trajectories in the order of their problems, with timings in seconds, and the number of tokens that the
+    engine handed over.
 
     Grading overlaps with sampling and with other grading: `grade_s` is part of `rollout_s`, and is summed over all trajectories.
     """
@@ -88,6 +72,65 @@ class Collected:
     groups: list[Group]
     rollout_s: float
     grade_s: float
+    sampled_tokens: int
+
+
+class Stream:
+    """Groups that are played on one event loop: `start` begins one, `finished` waits for the next that ends.
+
+    Connections of rewards belong to the loop. A task keeps them open, so that they are closed with the loop if not by `close`.
+    """
+
+    def __init__(self, play: Callable[[Ticket], Coroutine[Any, Any, Group]], rewards: Sequence[Reward]) -> None:
+        """Makes a stream on the running loop. `rewards` are open from `opened` on."""
+        self._play, self._rewards = play, rewards
+        self.loop = asyncio.get_running_loop()
+        self._playing: dict[asyncio.Task[Group], Ticket] = {}
+        self._ended: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
+        self._open: asyncio.Future[None] = self.loop.create_future()
+        self._keeping = self.loop.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        async with AsyncExitStack() as stack:
+            for reward in self._rewards:
+                await stack.enter_async_context(reward.opened())
+            self._open.set_result(None)
+            await self.loop.create_future()  # until it is cancelled
+
+    async def opened(self) -> None:
+        """Waits until the rewards are open; raises what opening them raises."""
+        await asyncio.wait([self._open, self._keeping], return_when=asyncio.FIRST_COMPLETED)
+        if self._keeping.done():
+            await self._keeping
+
+    @property
+    def lives(self) -> bool:
+        return not (self._keeping.done() or self.loop.is_closed())
+
+    def start(self, ticket: Ticket) -> None:
+        task = self.loop.create_task(self._play(ticket))
+        self._playing[task] = ticket
+        task.add_done_callback(self._ended.put_nowait)
+
+    async def finished(self) -> tuple[Ticket, Group]:
+        """Returns the next group that has ended, with its ticket. Raises what playing it raised."""
+        task = await self._ended.get()
+        return self._playing.pop(task), task.result()
+
+    async def stop(self) -> None:
+        """Ends all groups, and waits until their tools and requests have ended."""
+        for task in self._playing:
+            task.cancel()
+        await asyncio.gather(*self._playing, return_exceptions=True)
+        self._playing, self._ended = {}, asyncio.Queue()
+
+    async def close(self) -> None:
+        """Ends all groups, and closes the rewards."""
+        await self.stop()
+        self._keeping.cancel()
+        await asyncio.wait([self._keeping])
+        if not self._keeping.cancelled():
+            self._keeping.result()
 
 
 class Collector:
@@ -114,6 +157,8 @@ class Collector:
         self._workspaces = workspaces
         self._player = Player(engine, environment, context_tokens)
         self._grade_s = 0.0
+        self._stream: Stream | None = None
+        self._lasting = False  # whether the stream outlives a batch
 
     def collect(
         self,
@@ -124,43 +169,82 @@ class Collector:
         positions: Sequence[int] | None = None,
         on_group: Callable[[Group], None] | None = None,
         state: TrainerState | None = _AT_THE_START,
-        give_start: bool = False,
     ) -> Collected:
         """Samples and grades a group of `samples` trajectories for each problem; fills in stop tokens and seeds.
 
         Seeds depend only on `key` and the problem's position. Without `positions`, that is its index in `problems`, which
         suffices for a list that is sampled once. `state` is the position in the run that `[[rewards]]` receive; None skips
-        these rewards, as in evaluations of correctness. With `give_start`, each sample continues the beginning of the answer that
-        the curriculum's stage gives in training. `on_group` is called with each finished group, in a thread of the engine.
+        these rewards, as in evaluations of correctness. `on_group` is called with each finished group, in a thread of the engine.
 
         Raises UserError for a prompt that does not fit the context and GradingError if a grader, a conversation task or a reward
         raises. Any exception or interrupt ends all running tools.
         """
-        began, self._grade_s = time.perf_counter(), 0.0
-        given = self._environment.prompts.given_ids if give_start else ()
-        terms = Terms(samples, sampling, key, state, given, self._environment.grader.weights)
-        named = list(zip(range(len(problems)) if positions is None else positions, problems, strict=True))
-        groups = self._engine.run(self._collect(named, terms, on_group))
-        return Collected(groups, time.perf_counter() - began, self._grade_s)
+        terms = self.terms(samples, sampling, key, state)
+        named = zip(range(len(problems)) if positions is None else positions, problems, strict=True)
+        return self.sample([Ticket(position, problem, terms) for position, problem in named], on_group)
 
-    async def _collect(
+    def terms(
         self,
-        named: Sequence[tuple[int, Problem]],
-        terms: Terms,
-        on_group: Callable[[Group], None] | None,
-    ) -> list[Group]:
-        async def group(position: int, problem: Problem) -> Group:
-            done = await self._group(problem, position, terms)
-            if on_group is not None:
-                on_group(done)
-            return done
+        samples: int,
+        sampling: Sampling,
+        key: tuple[str | int, ...],
+        state: TrainerState | None,
+        give_start: bool = False,
+    ) -> Terms:
+        """Returns the terms of groups that are issued now, with the weights of the curriculum's stage. With `give_start`, each
+        sample continues the beginning of the answer that the stage gives in training."""
+        given = self._environment.prompts.given_ids if give_start else ()
+        return Terms(samples, sampling, key, state, given, self._environment.grader.weights)
 
-        async with AsyncExitStack() as stack:
-            for reward in () if terms.state is None else self._environment.rewards:
-                await stack.enter_async_context(reward.opened())
-            return await all_or_none([group(position, problem) for position, problem in named])
+    def sample(self, tickets: Sequence[Ticket], on_group: Callable[[Group], None] | None = None) -> Collected:
+        """Starts the groups of all tickets, and waits for all of them. `on_group` and errors are as in `collect`."""
+        began, self._grade_s, before = time.perf_counter(), 0.0, self._player.sampled_tokens
+        groups = self._engine.run(self._all(tickets, on_group))
+        seconds = time.perf_counter() - began
+        return Collected(groups, seconds, self._grade_s, self._player.sampled_tokens - before)
 
-    async def _group(self, problem: Problem, position: int, terms: Terms) -> Group:
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Keeps one stream for all batches of the block, and with it the connections of rewards, as far as the engine's event loop
+        lives on.
+
+        The loop of engine servers does. An engine in this process needs the calling thread to compute, so that no group could be
+        played while that thread trains: it has a loop for each `run`, and each batch has another stream.
+        """
+        self._lasting = True
+        try:
+            yield
+        finally:
+            self._lasting = False
+            if self._stream is not None and self._stream.lives:
+                self._engine.run(self._stream.close())
+            self._stream = None
+
+    async def _all(self, tickets: Sequence[Ticket], on_group: Callable[[Group], None] | None) -> list[Group]:
+        groups: dict[int, Group] = {}
+        stream = self._stream
+        if stream is None or not stream.lives or stream.loop is not asyncio.get_running_loop():
+            rewarded = self._lasting or any(ticket.terms.state is not None for ticket in tickets)
+            stream = self._stream = Stream(self._group, self._environment.rewards if rewarded else ())
+        try:
+            await stream.opened()
+            for ticket in tickets:
+                stream.start(ticket)
+            while len(groups) < len(tickets):
+                ticket, group = await stream.finished()
+                if on_group is not None:
+                    on_group(group)
+                groups[id(ticket)] = group
+        except BaseException:
+            await stream.stop()
+            raise
+        finally:
+            if not self._lasting:
+                await stream.close()
+        return [groups[id(ticket)] for ticket in tickets]
+
+    async def _group(self, ticket: Ticket) -> Group:
+        problem, position, terms = ticket.problem, ticket.position, ticket.terms
         prompts, max_new_tokens = self._environment.prompts, terms.sampling.max_new_tokens
         prompt_ids = prompts.check(problem, self._context_tokens, max_new_tokens)
         key, given = (*terms.key, position), terms.given
@@ -180,7 +264,7 @@ class Collector:
 
         async def sample_first_turns() -> None:
             request = Request((*prompt_ids, *given), terms.samples, sampling, f"{terms.key}/{position}")
-            async with aclosing(self._engine.samples(request)) as sampled:
+            async with aclosing(self._player.samples(request)) as sampled:
                 async for index, sample in sampled:
                     first_turns[index].set_result(sample)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from nmoe.engine.api import Engine, Request
@@ -77,13 +77,21 @@ class Episode:
 
 
 class Player:
-    """Plays episodes of one environment with one engine."""
+    """Plays episodes of one environment with one engine, and counts the tokens that it hands over."""
 
     def __init__(self, engine: Engine, environment: Environment, context_tokens: int) -> None:
         self._engine = engine
         self._environment = environment
         self._context_tokens = context_tokens
         self._executor = AsyncToolExecutor(environment.tools, environment.budget)
+        self.sampled_tokens = 0
+
+    async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
+        """Yields the first turns of a group, each with its index, as they finish."""
+        async with aclosing(self._engine.samples(request)) as sampled:
+            async for index, sample in sampled:
+                self.sampled_tokens += len(sample.token_ids)
+                yield index, sample
 
     async def play(self, episode: Episode, session: ToolSession) -> Failure | None:
         """Plays an episode from its first sampled turn to its end. Raises ConversationError if the task raises.
@@ -165,4 +173,5 @@ class Player:
         key = (*episode.key, episode.index, len(episode.turns))
         sampling = replace(episode.sampling, max_new_tokens=tokens, seed=request_seed(*key))
         (sample,) = await self._engine.generate(Request(prompt_ids, 1, sampling, "/".join(map(str, key))))
+        self.sampled_tokens += len(sample.token_ids)
         return sample

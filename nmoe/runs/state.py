@@ -109,7 +109,8 @@ def load_parts(directory: Path, parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
         if isinstance(part, JsonPart) and name not in state:
             raise UserError(
-                f"{directory / STATE}: holds nothing of this run's {name}; resume with the settings the run began with"
+                f"{directory / STATE}: holds nothing of this run's {name}; resume with the settings and the version of nmoe that "
+                "the run began with"
             )
         part.load(directory, state.get(name))
 

@@ -20,9 +20,12 @@ from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.probes import HeldOutProblems
 from nmoe.learner.batch import Batch
 from nmoe.rl import update
+from nmoe.rl.experience import Experience
 from nmoe.rl.metrics import divergence
 from nmoe.rl.replay_bundle import ReplayDifferenceError, replay_command
 from nmoe.rollout.collector import GradingError
+from nmoe.rollout.episode import request_seed
+from nmoe.rollout.tickets import Tickets
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.trajectory import Trajectory
@@ -79,7 +82,42 @@ def test_groups_all_alike_are_dropped_counted_and_replaced_once(
         assert row["refills"] == (row["groups"] > 6)
         assert len(kept) == 6 or row["refills"] == 1, "a step short of groups has used its refill"
     assert sum(row["refills"] for row in rows) > 0
-    assert _state(run)["environment"]["pool"]["taken"] == sum(row["groups"] for row in rows)
+    state, groups = _state(run), int(sum(row["groups"] for row in rows))
+    assert state["environment"]["pool"]["taken"] == groups
+    trained = sum(len(trajectories) for trajectories in batches) // 4
+    tokens = rows[-1]["tokens_trained"], rows[-1]["tokens_void"]
+    assert state["tickets"] == {
+        "next": groups,
+        "outstanding": [],
+        "trained": trained,
+        "void": {"zero_variance": groups - trained},
+        "trained_tokens": tokens[0],
+        "void_tokens": tokens[1],
+    }
+
+
+def test_a_token_that_is_not_in_the_batch_stops_the_run(reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_group = Experience.tokens_by_group
+    monkeypatch.setattr(
+        Experience, "tokens_by_group", lambda self, n: [by_group(self, n)[0] - 1, *by_group(self, n)[1:]]
+    )
+    with pytest.raises(RuntimeError, match=r"position \d+: \d+ tokens trained and 0 masked, of \d+ that were sampled"):
+        reinforce(*SMALL)
+
+
+def test_a_group_that_a_checkpoint_left_outstanding_is_sampled_first(
+    reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = ("--run.name=left", "--optimizer.min_lr_ratio=1", "--batch.max_refills=0")
+    state = Tickets.state
+    with monkeypatch.context() as patch:
+        patch.setattr(Tickets, "state", lambda self: state(self) | {"outstanding": [4]})
+        reinforce(*SMALL, *left, "--run.steps=1")
+    run = reinforce(*SMALL, *left, "--run.steps=2", "--run.resume=true")
+    seeds = [read_lines(run / f"samples/step_{step:06d}.jsonl")[0]["seed"] for step in (1, 2)]
+    assert seeds == [request_seed(0, "train", position) for position in (0, 4)]
+    assert _state(run)["environment"]["pool"]["taken"] == 11
+    assert (_state(run)["tickets"]["next"], _state(run)["tickets"]["outstanding"]) == (11, [])
 
 
 def test_without_refills_a_step_makes_do_with_fewer_groups(
@@ -161,6 +199,33 @@ class FailingEngine(NativeEngine):
                 yield index, lost
             else:
                 yield index, sample
+
+
+class LosingEngine(FailingEngine):
+    """Cuts the second sample of every prompt beside, as at the token limit."""
+
+    async def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]:
+        async for index, sample in super().samples(request):
+            if index == 1:
+                sample.finish_reason = "length"
+            yield index, sample
+
+
+def test_every_token_that_the_engine_samples_is_trained_on_or_void(
+    reinforce: Reinforce, batches: list[list[Trajectory]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropped groups, samples that were lost, and truncated ones that are masked."""
+    monkeypatch.setattr("nmoe.engine.rank_sampling.NativeEngine", LosingEngine)
+    rows = read_metrics(reinforce(*SMALL, "--algorithm.mask_truncated=true", "--batch.oversampling=3"))
+    sampled = trained = 0
+    for row, trajectories in zip(rows, batches, strict=True):
+        assert sum(t.truncated for t in trajectories) == len(trajectories) / 3, "index 1 of 1, 2 and 3"
+        sampled += round(row["response_length_mean"] * row["groups"] * 4)
+        trained += sum(t.sampled_tokens for t in trajectories if not t.truncated)
+        found = [row[f"tokens_{name}"] for name in ("sampled", "trained", "void")]
+        assert found == [sampled, trained, sampled - trained]
+        assert 0 < trained < sampled
+    assert sum(row["groups_surplus"] for row in rows) > 0
 
 
 def test_aborted_samples_are_masked_and_recorded(

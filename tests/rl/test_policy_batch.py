@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nmoe.rl.experience import policy_batch, selected
+from nmoe.rl.experience import Experience, policy_batch, selected
 from nmoe.trajectory import Trajectory
 from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
@@ -39,6 +39,13 @@ def test_tokens_mask_and_columns() -> None:
     assert batch.inputs_T.dtype == batch.targets_T.dtype == torch.int64
     assert batch.behaviour_logprobs_T.dtype == batch.weights_T.dtype == torch.float32
     assert (batch.kept_TM, batch.routes_TYK, batch.reference_logprobs_T) == (None, None, None)
+
+
+def test_tokens_are_counted_by_group() -> None:
+    # [7, 2] of group 2, twice, and [8] of group 0; the group in between has no sample left, nor has the last.
+    batch = policy_batch([*two(), two()[0]], None, "token", 4)
+    experience = Experience(batch, torch.tensor([2, 0, 2]), torch.zeros(3), {})
+    assert experience.tokens_by_group(4) == [1, 0, 4, 0]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -12,13 +14,15 @@ import pytest
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.grade import COMPONENTS
+from nmoe.envs.rewards.reward import Rating, Samples
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.episode import request_seed
+from nmoe.rollout.tickets import Ticket
 from nmoe.text.harmony import Harmony
 from nmoe.trajectory import Group, Trajectory
-from nmoe.types import Message, Problem, Sample, Sampling, Turn, Verdict
+from nmoe.types import Message, Problem, Sample, Sampling, TrainerState, Turn, Verdict
 
 R = TypeVar("R")
 Make = Callable[..., Environment]
@@ -182,6 +186,157 @@ def test_a_grader_that_raises_stops_the_collection_with_its_sample(
     assert [turn.sample for turn in trajectory.turns] == [engine.answers[2][1]]
     assert (trajectory.grade.failure, trajectory.grade.verdict, trajectory.trainable) == ("grader_error", None, False)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+class LastingEngine(ScriptedEngine):
+    """Runs every coroutine on one event loop, as engine servers do."""
+
+    def __init__(self, answers: Sequence[list[Sample]]) -> None:
+        super().__init__(answers)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    def close(self) -> set[asyncio.Task[Any]]:
+        """Returns the tasks that are left."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        left = asyncio.all_tasks(self.loop)
+        self.loop.close()
+        return left
+
+
+@pytest.fixture
+def lasting(harmony: Harmony) -> Iterator[LastingEngine]:
+    """Two samples of each problem, four times."""
+    engine = LastingEngine([[answer(harmony, problem.gold), answer(harmony, "9")] for problem in PROBLEMS] * 4)
+    yield engine
+    assert engine.close() == set(), "no task outlives the collector"
+
+
+class LoggedReward:
+    """Rates every sample 0.25; logs when it is opened, asked for how many samples, and closed."""
+
+    name, weight, only_if_correct = "logged", 1.0, False
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.loops: set[asyncio.AbstractEventLoop] = set()
+        self.fault: Exception | None = None
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        if self.fault is not None:
+            raise self.fault
+        self.log.append("open")
+        try:
+            yield
+        finally:
+            self.log.append("closed")
+
+    async def rate(self, samples: Samples) -> list[Rating]:
+        self.log.append(f"{len(samples.completions)} rated")
+        self.loops.add(asyncio.get_running_loop())
+        return [Rating(0.25)] * len(samples.completions)
+
+
+def rewarded(environment: Make) -> tuple[Environment, LoggedReward]:
+    demo, reward = environment(POOL), LoggedReward()
+    demo.rewards = [reward]  # type: ignore[list-item]
+    return demo, reward
+
+
+def test_rewards_stay_open_as_long_as_the_engine_s_loop(
+    environment: Make, engine: ScriptedEngine, lasting: LastingEngine
+) -> None:
+    demo, reward = rewarded(environment)
+    collector = Collector(lasting, demo, 200)  # type: ignore[arg-type]
+    with collector.open():
+        assert reward.log == []
+        for step in (0, 1):
+            (found,) = collector.collect(PROBLEMS[step : step + 1], 2, Sampling(30), (7, step)).groups
+            assert [t.grade.score for t in found.trajectories] == [1.25, 0.25]
+        assert reward.log == ["open", "2 rated", "2 rated"]
+    assert reward.log.pop() == "closed"
+    assert reward.loops == {lasting.loop}
+
+    reward.log.clear()
+    collector.collect(PROBLEMS[:1], 2, Sampling(30), (7, 2))
+    assert reward.log == ["open", "2 rated", "closed"], "by itself a batch closes what it opened"
+
+    reward.log.clear()
+    collector = Collector(engine, demo, 200)  # type: ignore[arg-type]
+    with collector.open():
+        for step in (0, 1):
+            collector.collect(PROBLEMS[:1], 2, Sampling(30), (7, step))
+        assert reward.log == ["open", "2 rated", "closed"] * 2, "the loop ends with the engine's `run`"
+
+
+def test_a_batch_that_fails_ends_its_other_groups_and_leaves_the_stream(
+    environment: Make, lasting: LastingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo, reward = rewarded(environment)
+    answers = lasting.answers
+    lasting.answers = [answers[0], [], *answers[2:]]  # the second group has no sample, and waits
+    verify, broken = TASKS["sort"].verify, True
+
+    async def fails(problem: Problem, attempt: Attempt) -> Verdict:
+        if broken:
+            raise ZeroDivisionError("a defect")
+        return await verify(problem, attempt)
+
+    monkeypatch.setattr(TASKS["sort"], "verify", fails)
+    collector = Collector(lasting, demo, 200)  # type: ignore[arg-type]
+    with collector.open():
+        with pytest.raises(GradingError, match="problem demo/1"):
+            collector.collect(PROBLEMS[:2], 2, Sampling(30), KEY)
+
+        async def left() -> int:
+            return len(asyncio.all_tasks()) - 1  # this one
+
+        assert lasting.run(left()) == 1, "the task that keeps the rewards open"
+        broken = False
+        (found,) = collector.collect(PROBLEMS[2:3], 2, Sampling(30), KEY).groups
+        assert found.problem is PROBLEMS[2]
+    assert reward.log == ["open", "2 rated", "closed"]
+
+
+def test_a_reward_that_cannot_be_opened_stops_the_batch_before_it_samples(
+    environment: Make, engine: ScriptedEngine
+) -> None:
+    demo, reward = rewarded(environment)
+    reward.fault = UserError("no such certificate")
+    with pytest.raises(UserError, match="no such certificate"):
+        collect(engine, demo, 2, Sampling(30))
+    assert engine.requests == []
+
+
+def test_rewards_are_left_closed_where_they_are_skipped(environment: Make, engine: ScriptedEngine) -> None:
+    demo, reward = rewarded(environment)
+    collector = Collector(engine, demo, 200)  # type: ignore[arg-type]
+    collector.collect(PROBLEMS, 2, Sampling(30), KEY, state=None)
+    assert reward.log == []
+
+
+def test_tickets_are_played_in_any_order_and_their_tokens_counted(environment: Make, engine: ScriptedEngine) -> None:
+    demo = environment(POOL)
+    collector = Collector(engine, demo, 200)  # type: ignore[arg-type]
+    terms = collector.terms(2, Sampling(30), (7, "train"), TrainerState(4, 9), give_start=True)
+    tickets = [Ticket(position, problem, terms) for position, problem in zip((5, 3, 9, 8), PROBLEMS, strict=True)]
+    seen: list[Group] = []
+    collected = collector.sample(tickets, seen.append)
+    assert [group.problem for group in seen] == PROBLEMS[::-1], "the engine answers the last request first"
+    assert [group.problem for group in collected.groups] == PROBLEMS
+    assert [group.trajectories[0].seed for group in collected.groups] == [
+        request_seed(7, "train", position) for position in (5, 3, 9, 8)
+    ]
+    sampled = sum(len(sample.token_ids) for samples in engine.answers for sample in samples)
+    assert collected.sampled_tokens == sampled > 0
+    again = collector.sample(tickets[:0])
+    assert (again.groups, again.sampled_tokens) == ([], 0)
 
 
 def group(environment: Environment, harmony: Harmony, *texts: str | None) -> Group:

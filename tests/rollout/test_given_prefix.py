@@ -22,10 +22,11 @@ from nmoe.rollout.bundle import read_bundle
 from nmoe.rollout.collector import Collector
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import replay
+from nmoe.rollout.tickets import Ticket
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Span, Trajectory
-from nmoe.types import Problem, Sampling
+from nmoe.types import Problem, Sampling, TrainerState
 from tests.scripted_engine import ScriptedEngine
 
 Make = Callable[..., Environment]
@@ -51,7 +52,8 @@ def played(
     engine = ScriptedEngine(lambda _, index: tokenizer.encode(texts[index], control_tokens=True))
     collector = Collector(engine, environment, 400)  # type: ignore[arg-type]
     sampling = Sampling(limit * 10, temperature=1.0)
-    (group,) = collector.collect([PROBLEM], len(texts), sampling, (0, "train"), give_start=True).groups
+    terms = collector.terms(len(texts), sampling, (0, "train"), TrainerState(), give_start=True)
+    (group,) = collector.sample([Ticket(0, PROBLEM, terms)]).groups
     (request,) = engine.requests
     return request, list(group.trajectories)
 

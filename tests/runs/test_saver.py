@@ -286,5 +286,7 @@ def test_parts_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     snapshot_parts({"learner": Weights("p", 1)}, copied=False).write(tmp_path)
-    with pytest.raises(UserError, match=r"state\.json: holds nothing of this run's focus"):
+    with pytest.raises(
+        UserError, match=r"state\.json: holds nothing of this run's focus; .* settings and the version of"
+    ):
         load_parts(tmp_path, {"learner": Weights("", 0), "focus": JsonPart(dict, lambda state: None)})

@@ -42,7 +42,7 @@ class FunctionReward:
         self._alone = asyncio.Lock()
 
     def opened(self) -> AbstractAsyncContextManager[Any]:
-        self._alone = asyncio.Lock()  # a lock belongs to one event loop, and every batch has its own loop
+        self._alone = asyncio.Lock()  # a lock belongs to one event loop, and a batch may have its own loop
         return nullcontext()
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:

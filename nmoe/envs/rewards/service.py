@@ -55,7 +55,7 @@ class Service:
     async def opened(self) -> AsyncIterator[None]:
         import httpx2
 
-        # Semaphore and client belong to the current event loop, and every batch has its own loop.
+        # Semaphore and client belong to the current event loop, and a batch may have its own loop.
         self._free = asyncio.Semaphore(self._settings.concurrency)
         async with httpx2.AsyncClient(
             headers=self._headers, timeout=self._settings.timeout_s, transport=self._transport
