@@ -43,13 +43,19 @@ def number(text: str) -> int:
     return sum((place + 1) * ord(sign) for place, sign in enumerate(text)) % 50_000
 
 
-def said(*tokens: str, kind: str = "content", others: Sequence[tuple[str, float]] = ()) -> list[Chunk]:
+def said(
+    *tokens: str, kind: str = "content", logprob: float = -0.1, others: Sequence[tuple[str, float]] = ()
+) -> list[Chunk]:
     """Chunks of one token each, each with the alternatives `others` beside it."""
     return [
         chunk(
             delta={kind: token},
             token_ids=[number(token)],
-            logprobs={"content": [entry(token, top_logprobs=[entry(token), *(entry(*other) for other in others)])]},
+            logprobs={
+                "content": [
+                    entry(token, logprob, top_logprobs=[entry(token, logprob), *(entry(*other) for other in others)])
+                ]
+            },
         )
         for token in tokens
     ]
@@ -128,6 +134,7 @@ class Scripted:
                 if one is HANG:
                     await asyncio.sleep(60)
                 if one is BREAK:
+                    await asyncio.sleep(0.2)  # until the browser has what came before
                     done = True
                     raise ConnectionResetError
                 yield f"data: {json.dumps(one)}\n\n".encode()

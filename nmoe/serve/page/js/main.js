@@ -146,11 +146,13 @@ function send() {
 }
 
 const actions = {
+  /** Returns whether it was sent. */
   edit(node, content) {
-    if (!ready()) return;
+    if (!ready()) return false;
     const { role, call, name } = node;
     const edited = add(current, node.parent, role, { content, ...(role === "tool" ? { call, name } : {}) });
     answer(current, add(current, edited.id, "assistant"));
+    return true;
   },
   regenerate(node) {
     if (ready()) answer(current, add(current, node.parent, "assistant"));
@@ -364,6 +366,7 @@ addEventListener("storage", (event) => {
 
 const named = location.hash.slice(1);
 open(chats.find((chat) => chat.id === named) ?? chats[0] ?? newChat());
-describe();
-if (damaged.length) notice(`Stored conversations that cannot be read were left as they are: ${damaged.join(", ")}`);
+describe().then(() => {
+  if (damaged.length) notice(`Stored conversations that cannot be read were left as they are: ${damaged.join(", ")}`);
+});
 $("draft").focus();

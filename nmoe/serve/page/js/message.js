@@ -131,12 +131,15 @@ export class MessageView {
     if (this.body.querySelector("textarea")) return;
     const area = h("textarea", { "aria-label": "Edited message", rows: String(Math.min(12, this.node.content.split("\n").length + 1)) });
     area.value = this.node.content;
-    const back = () => {
+    const restore = () => {
       this.text = null;
       this.#text();
+    };
+    const back = () => {
+      restore();
       this.element.focus();
     };
-    const send = () => this.actions.edit(this.node, area.value);
+    const send = () => this.actions.edit(this.node, area.value) && restore();
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") back();
       else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send();

@@ -14,6 +14,7 @@ const CLEAN = {
   ALLOWED_ATTR: ["href", "title", "class", "start", "align", "data-tex", "data-display"],
   ALLOW_ARIA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+  ADD_URI_SAFE_ATTR: ["align", "start"],
   RETURN_DOM_FRAGMENT: true,
 };
 const LONGEST = 200_000;

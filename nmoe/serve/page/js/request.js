@@ -12,7 +12,7 @@ export const SETTINGS = [
   ["seed", "Seed", "integer", { step: 1 }],
   ["alternatives", "Alternatives kept of a token", "integer", { min: 0, max: 20, step: 1 }],
   ["stop", "Stop text", "text", {}],
-  ["reasoning_effort", "Reasoning effort", ["low", "medium", "high"], {}],
+  ["reasoning_effort", "Reasoning effort", ["none", "low", "medium", "high"], {}],
   ["model", "Model", "model", {}],
 ];
 
