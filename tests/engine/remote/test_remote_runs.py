@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from recipes.interrupted_runs import interrupted_at
 
 from nmoe.engine.api import Request
 from nmoe.engine.remote.server import EngineServer
+from nmoe.envs.rewards.function import FunctionReward
 from nmoe.errors import UserError
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.types import Sample
@@ -37,6 +39,30 @@ def test_servers_sample_what_one_process_samples(reinforce: Reinforce, servers: 
         each = {name: value for name, value in row.items() if name.startswith("mismatch_abs_mean/")}
         assert set(each) <= {f"mismatch_abs_mean/engine_{number}" for number in range(servers)}
         assert ({*each.values()} == {0.0}) == (servers > 1)
+
+
+def test_rewards_are_opened_once_for_a_run_over_servers(
+    reinforce: Reinforce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for each batch where the engine is in the process; the rewards are the same."""
+    source = "def length(completions, **_):\n    return [len(one[-1]['content']) / 8 for one in completions]\n"
+    (tmp_path / "remote_rewards.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    open_reward, opened = FunctionReward.opened, []
+
+    def counted(self: FunctionReward) -> AbstractAsyncContextManager[Any]:
+        opened.append(self.name)
+        return open_reward(self)
+
+    monkeypatch.setattr(FunctionReward, "opened", counted)
+    text = '[[environment.rewards]]\nname = "long"\ntype = "function"\ncall = "remote_rewards:length"\n'
+    here = reinforce(*SMALL, "--run.name=here", text=text)
+    rows = read_metrics(here)
+    assert len(opened) == len(rows) + sum(row["refills"] for row in rows)
+    opened.clear()
+    there = reinforce(*SMALL, "--run.name=there", "--engine.kind=server", text=text)
+    assert opened == ["long"]
+    assert figures(there) == figures(here)
 
 
 def test_the_server_whose_log_probabilities_are_wrong_is_named(
