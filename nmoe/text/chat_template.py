@@ -120,6 +120,23 @@ class ChatTemplate:
         breaker, _ = self._guard.unused(message.content for message in messages)
         return self._guard.encode(self._render(self._guard.messages(messages, breaker), opens_turn=True), breaker)
 
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolDefinition] = ()) -> list[int]:
+        """Renders a whole conversation, with tools declared beside it, and the start of the assistant's next turn. No text becomes
+        a control token; only the assistant's own words may contain the tags of reasoning and calls. Raises UserError if the
+        template refuses the conversation, or if neither the template nor a message names a tool."""
+        declared = [tool.as_function() for tool in tools]
+        breaker, _ = self._guard.unused(strings([*messages, *declared]))
+        guarded = [self._guard.message(message, breaker) for message in messages]
+        functions = [self._guard.value(tool, breaker) for tool in declared] or None
+        text = self._render(guarded, tools=functions, opens_turn=True)
+        written = text.replace(breaker, "")
+        if unnamed := [tool.name for tool in tools if tool.name not in written]:
+            raise UserError(
+                f"the chat template does not declare tools, so the model cannot know {', '.join(unnamed)}; describe each by its "
+                "name in a system message, or use a template that declares tools"
+            )
+        return self._guard.encode(text, breaker)
+
     def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Renders a conversation as text, without protection against control tokens in its content."""
         return self._render([dict(message) for message in messages])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nmoe.text.harmony import Completion, Harmony, HarmonyError
+from nmoe.text.harmony import Completion, Harmony, HarmonyError, HarmonyTokenizer
 from nmoe.types import Message
 
 REPLACEMENT = "\ufffd"
@@ -20,11 +20,13 @@ class IncrementalDecoder:
     one.
 
     `decode` has to be a byte-level tokenizer's: it joins the bytes of all ids and reads them as UTF-8, each maximal broken sequence
-    as one U+FFFD. Further bytes can therefore change at most the last character of a decoded text, and only a U+FFFD.
+    as one U+FFFD. Further bytes can therefore change at most the last character of a decoded text, and only a U+FFFD. Where each
+    byte of a broken sequence is a U+FFFD, `held_back` is 3, the most bytes of an incomplete character.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], held_back: int = 1) -> None:
         self._decode = decode
+        self._held_back = held_back
         self._waiting: list[int] = []
         self._given = 0  # characters of decode(waiting) that push has returned already
 
@@ -34,11 +36,21 @@ class IncrementalDecoder:
         text = self._decode(self._waiting)
         if not text.endswith(REPLACEMENT):
             return self._drain(text)
-        piece = text[self._given : -1]
-        self._given = len(text) - 1
+        held = len(text) - max(len(text.rstrip(REPLACEMENT)), len(text) - self._held_back, self._given)
+        piece = text[self._given : len(text) - held]
+        self._given = len(text) - held
         if len(self._waiting) >= _LONG_WAIT_TOKENS:
             self._forget(text)
         return piece
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Adds several tokens, and returns the text that is complete now: the same as of `push` one by one."""
+        if not token_ids:
+            return ""
+        text = self._decode([*self._waiting, *token_ids])
+        if self._given == 0 and REPLACEMENT not in text:
+            return self._drain(text)
+        return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
         """Ends the input: returns the text of the bytes held back, and resets the decoder."""
@@ -57,6 +69,18 @@ class IncrementalDecoder:
         if len(head) <= self._given and head + self._decode(self._waiting[half:]) == text:
             del self._waiting[:half]
             self._given -= len(head)
+
+
+def decoder_of(tokenizer: HarmonyTokenizer) -> IncrementalDecoder:
+    """Returns a decoder for texts inside a turn. Some tokenizers drop a space at the beginning of whatever they decode, so that a
+    token is put before it; some decode the bytes of an incomplete character one by one."""
+    decode = tokenizer.decode
+    held_back = 3 if len(decode(tokenizer.encode("\U000f0000")[:-1])) > 1 else 1
+    (*_, last) = tokenizer.encode("a b")
+    if decode([last, last]) == decode([last]) * 2:
+        return IncrementalDecoder(decode, held_back)
+    before = len(decode([last]))
+    return IncrementalDecoder(lambda ids: decode([last, *ids])[before:], held_back)
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,10 @@ class StreamParser:
             return None if self._parser.header is None else Event("header", message=self._parser.header)
         text = self._content.push(token_id)
         return Event("content", text=text) if text else None
+
+    def flush(self) -> str:
+        """Returns the text held back of a message that breaks off."""
+        return self._content.flush()
 
     def completion(self) -> Completion:
         """Returns the same as `parse_completion` for the tokens fed so far."""

@@ -82,7 +82,9 @@ class Tokenizer:
         matched = self._config.get(tiktoken_model.IN_TEXT, True)
         words = [name for name in added if not added[name].special and name not in plain]
         shown = [name for name in words if _has_bars(name) or not matched]
-        self._shown_ids = frozenset(backend.token_to_id(name) for name in shown)
+        # Control tokens that the definition does not call special.
+        decoded = backend.get_added_tokens_decoder()
+        self.shown_ids = frozenset(id_ for id_, token in decoded.items() if token.content in shown)
         backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (*plain, *shown)])
         backend.encode_special_tokens = True
         # Both can be baked into a tokenizer.json; one loses text silently and the other invents tokens.
@@ -197,11 +199,11 @@ class Tokenizer:
     def _definition(self, pretty: bool = False) -> str:
         """Returns the content of tokenizer.json."""
         text = self._backend.to_str(pretty=pretty)
-        if not self._shown_ids:
+        if not self.shown_ids:
             return text
         definition = json_of(text)
         for token in definition["added_tokens"]:
-            token["special"] = token["id"] not in self._shown_ids
+            token["special"] = token["id"] not in self.shown_ids
         return json.dumps(definition, ensure_ascii=False, indent=2 if pretty else None)
 
     def same_ids(self, other: Tokenizer) -> bool:
@@ -284,7 +286,7 @@ class Tokenizer:
     def control_ids(self) -> frozenset[int]:
         """The ids of the tokens that the definition calls special, which are never part of a text."""
         special = {id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special}
-        return frozenset(special - self._shown_ids)
+        return frozenset(special - self.shown_ids)
 
     @cached_property
     def _own_end(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from nmoe.errors import UserError
+from nmoe.text.calls.pieces import TurnReader
 from nmoe.text.conversation import ChatMessage, ToolDefinition
 from nmoe.text.harmony import CONTROL_TOKENS, END_OF_TEXT, HarmonyTokenizer
 from nmoe.text.tokenizer import Tokenizer
@@ -105,6 +106,14 @@ class Renderer(Protocol):
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Renders a conversation and the start of the assistant's next turn."""
+
+    def chat_ids(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """Renders a chat's whole conversation, in which messages may have reasoning and calls, and the start of the assistant's
+        next turn. `tools` are declared beside it; no text in them becomes a control token. Raises UserError for what the format
+        cannot express."""
+
+    def reader(self, prompt_ids: Sequence[int], tools: Tools = ()) -> TurnReader:
+        """Returns a reader for the turn that is sampled after these tokens. Without tools, no calls are read in it."""
 
     def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
         """Returns the tool calls of a turn; none for the last turn of an answer, well-formed or not. `turn` is the turn's index in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,11 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
+from nmoe.text.calls.families import FAMILIES, Family, FamilyName, Turn, family_of
+from nmoe.text.calls.pieces import TurnReader
+from nmoe.text.calls.reader import Marks, TemplateReader, TextTurn
 from nmoe.text.chat_template import ChatTemplate, ToolAnswer
 from nmoe.text.conversation import (
-    CALL,
-    END_CALL,
     END_THINK,
     THINK,
     ChatMessage,
@@ -25,6 +27,7 @@ from nmoe.text.conversation import (
 )
 from nmoe.text.harmony import HarmonyTokenizer
 from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools
+from nmoe.text.streaming import decoder_of
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
@@ -33,9 +36,12 @@ Pieces = Sequence[tuple[list[int], int | None]]
 reads."""
 
 
+_OPENING = 16
+
+
 class ChatRenderer:
-    """Renders and parses by the tokenizer's chat template, for models without Harmony. Calls and reasoning have the form of Hermes
-    and Qwen3:
+    """Renders and parses by the tokenizer's chat template, for models without Harmony. Calls have the form of the template's family
+    (`nmoe.text.calls.families`), of Hermes and Qwen3 where it has none:
 
         <think>...</think>Let me see.<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
 
@@ -57,15 +63,30 @@ class ChatRenderer:
         assert isinstance(tokenizer, Tokenizer), "only a tokenizer of Hugging Face files has a chat template"
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, effort, arguments)
-        self._names = {tool.name for tool in tools}
+        self._tools = {tool.name: tool for tool in tools}
         self.stop_ids = self._template.stop_ids
+        self._family = family_of(tokenizer.chat_template or "", tokenizer.added_tokens)
+        self._marks = Marks(tokenizer, self._family, self.stop_ids)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self._template.prompt_ids(messages)
 
+    def chat_ids(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        taken = [self._as_template_takes(message) for message in messages]
+        if self._family.name == "mistral":
+            _shorten_ids(taken)
+        return self._template.chat_ids(taken, tools)
+
+    def reader(self, prompt_ids: Sequence[int], tools: Tools = ()) -> TurnReader:
+        # A prompt opens the reasoning at its end, in few tokens.
+        opened = self._tokenizer.decode(prompt_ids[-_OPENING:]).rstrip().endswith(THINK)
+        family = self._family if tools else None
+        turn = TextTurn(family, {tool.name: tool for tool in tools}, self._marks.tags, opened=opened)
+        return TemplateReader(decoder_of(self._tokenizer), self._marks, turn)
+
     def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
         said, _ = self._read(token_ids)
-        return [_chat_call(body, f"{turn}/{position}") for position, body in enumerate(said.calls)]
+        return [self._call(body, f"{turn}/{position}") for position, body in enumerate(said.calls)]
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
         answers = [[ToolAnswer(self._known(one), one.output, one.call.call_id) for one in events] for events in rounds]
@@ -92,11 +113,16 @@ class ChatRenderer:
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         said, _ = self._read(token_ids)
         messages: list[dict[str, str | None]] = [{"reasoning": said.reasoning, "content": said.content}]
-        return messages + [{"call": body} for body in said.calls]
+        return messages + [{"call": self._marks.names(body)} for body in said.calls]
 
     def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
         said, _ = self._read(token_ids)
         return said.reasoning, said.content
+
+    @property
+    def family(self) -> FamilyName:
+        """The family whose form the calls have."""
+        return self._family.name
 
     @property
     def default_system(self) -> str:
@@ -151,18 +177,29 @@ class ChatRenderer:
 
     def _known(self, event: ToolEvent) -> str:
         # Another name, written by the policy as it liked, could hold control tokens: templates write names as they are.
-        return event.call.name if event.call.name in self._names else "unknown"
+        return event.call.name if event.call.name in self._tools else "unknown"
 
     def _read(self, token_ids: Sequence[int]) -> tuple[ChatTurn, bool]:
         """Parses a turn; returns it, and whether it ended by itself, with a token that ends turns. A turn with a control token
         inside is not well-formed."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         body = token_ids[:-1] if ended else token_ids
-        said = read_turn(self._tokenizer.decode(body), self._template.opens_reasoning)
-        is_text = self._template.control_ids.isdisjoint(body) and all(
-            0 <= one < self._tokenizer.vocab_size for one in body
-        )
+        text = self._marks.spelled(body, self._tokenizer)
+        said = read_turn(text, self._template.opens_reasoning, self._family, self._tools, self._marks.tags)
+        is_text = self._own_controls.isdisjoint(body) and all(0 <= one < self._tokenizer.vocab_size for one in body)
         return replace(said, well_formed=said.well_formed and is_text), ended
+
+    def _call(self, body: str, call_id: str) -> ToolCall:
+        """Parses a tool call from its text; a malformed one has an empty name and the reason."""
+        call = self._family.call(body, Turn(self._tools, self._marks.tags))
+        if call.fault:
+            return ToolCall("", self._marks.names(body).strip(), call_id, call.fault)
+        return ToolCall(call.name, call.text, call_id)
+
+    @cached_property
+    def _own_controls(self) -> frozenset[int]:
+        """The ids of the tokens that a well-formed turn does not contain."""
+        return self._template.control_ids - {self._tokenizer.added_tokens[tag] for tag in self._marks.tags}
 
     @cached_property
     def _reads_reasoning(self) -> bool:
@@ -225,6 +262,19 @@ class ChatRenderer:
         return taken
 
 
+def _shorten_ids(messages: Sequence[dict[str, Any]]) -> None:
+    """Replaces the ids of calls by ids of nine letters and digits, which alone Mistral's templates take."""
+
+    def short(call_id: str) -> str:
+        return call_id if re.fullmatch("[a-zA-Z0-9]{9}", call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+    for message in messages:
+        for one in [message, *message.get("tool_calls", ())]:
+            for key in ("id", "tool_call_id"):
+                if key in one:
+                    one[key] = short(one[key])
+
+
 def _is_piece(pieces: Pieces, index: int) -> bool:
     return any(of == index for _, of in pieces)
 
@@ -252,20 +302,6 @@ def _as_function_call(call: FunctionCall, as_text: bool) -> dict[str, Any]:
     return taken if call.call_id is None else {"id": call.call_id} | taken
 
 
-def _chat_call(body: str, call_id: str) -> ToolCall:
-    """Parses a tool call from the text between its tags; a malformed one has an empty name and the reason."""
-    try:
-        call = json_of(body)
-    except ValueError as error:
-        fault = f"a call is a JSON object between <tool_call> and </tool_call>: {error}"
-        return ToolCall("", body.strip(), call_id, fault)
-    name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(name, str):
-        return ToolCall("", body.strip(), call_id, 'a call is a JSON object with a "name" and "arguments"')
-    arguments = call.get("arguments", {})
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments), call_id)
-
-
 @dataclass(frozen=True)
 class ChatTurn:
     """A turn that the policy sampled, parsed as text: the reasoning between the think tags, the remaining content, and the text of
@@ -281,12 +317,17 @@ class ChatTurn:
     well_formed: bool
 
 
-_DECODER = json.JSONDecoder()
-_THOUGHT, _SPACE = re.compile(f"{THINK}|{END_THINK}"), re.compile(r"\s*")
+_THOUGHT = re.compile(f"{THINK}|{END_THINK}")
 
 
-def read_turn(text: str, opened: bool = False) -> ChatTurn:
-    """Parses a turn in the form of Hermes and Qwen3; never raises. `opened` says that the prompt has opened the reasoning.
+def read_turn(
+    text: str,
+    opened: bool = False,
+    family: Family = FAMILIES["hermes"],
+    tools: Mapping[str, ToolDefinition] = MappingProxyType({}),
+    marks: Mapping[str, str] = MappingProxyType({}),
+) -> ChatTurn:
+    """Parses a turn with the calls of a family; never raises. `opened` says that the prompt has opened the reasoning.
 
     Where tags do not pair up, the content is the text after the last </think>, or empty where <think> is never closed.
     """
@@ -301,12 +342,12 @@ def read_turn(text: str, opened: bool = False) -> ChatTurn:
         well_formed = well_formed and THINK not in reasoning
     else:
         rest = text
-    content, calls, strays = _split_calls(rest)
+    content, calls, strays = _split_calls(rest, family, tools, marks)
     if closings := [position for tag, position in strays if tag == END_THINK]:
         well_formed = False
         thought, rest = rest[: closings[-1]], rest[closings[-1] + len(END_THINK) :]
         reasoning = thought if reasoning is None else f"{reasoning}{END_THINK}{thought}"
-        content, calls, strays = _split_calls(rest)
+        content, calls, strays = _split_calls(rest, family, tools, marks)
     if strays:
         well_formed = False
         if reasoning is None:
@@ -314,32 +355,12 @@ def read_turn(text: str, opened: bool = False) -> ChatTurn:
     return ChatTurn(reasoning, content.strip(), calls, well_formed)
 
 
-def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]]:
-    """Splits text into the text outside calls, the bodies of the calls, and the think tags outside calls with their positions.
-
-    A body is one JSON value, in whose strings a tag closes nothing. Any other body ends at the next closing tag.
-    """
-    outside, calls, strays, position = list[str](), list[str](), list[tuple[str, int]](), 0
-    while True:
-        start = text.find(CALL, position)
-        until = len(text) if start < 0 else start
-        outside.append(text[position:until])
-        strays += ((match[0], match.start()) for match in _THOUGHT.finditer(text, position, until))
-        if start < 0:
-            break
-        start += len(CALL)
-        end = text.find(END_CALL, _behind_json(text, start))
-        calls.append(text[start:] if end < 0 else text[start:end])
-        if end < 0:
-            break
-        position = end + len(END_CALL)
-    return "".join(outside), tuple(calls), strays
-
-
-def _behind_json(text: str, start: int) -> int:
-    """Returns the position after the JSON value that begins at `start`, or after white space there; `start` if there is none."""
-    space = _SPACE.match(text, start)
-    try:
-        return start if space is None else _DECODER.raw_decode(text, space.end())[1]
-    except (ValueError, RecursionError):
-        return start
+def _split_calls(
+    text: str, family: Family, tools: Mapping[str, ToolDefinition], marks: Mapping[str, str]
+) -> tuple[str, tuple[str, ...], list[tuple[str, int]]]:
+    """Splits text into the text outside calls, the bodies of the calls, and the think tags outside calls with their positions."""
+    reader = TextTurn(family, tools, marks, tags=False)
+    reader.read(text)
+    outside = reader.turn.outside
+    strays = [(match[0], start + match.start()) for start, part in outside for match in _THOUGHT.finditer(part)]
+    return "".join(part for _, part in outside), tuple(reader.turn.bodies), strays

@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.text.calls.harmony import NAMESPACE, HarmonyReader, called
+from nmoe.text.calls.pieces import TurnReader
 from nmoe.text.conversation import ChatMessage, ToolDefinition, split_reasoning
 from nmoe.text.harmony import END, RETURN, Harmony, HarmonyTokenizer
 from nmoe.text.harmony_distance import HarmonyDistance, share_of_form
 from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools, turn_ends
 from nmoe.types import Given, Message, ToolCall, ToolEvent
-
-NAMESPACE = "functions"
-"""The namespace in which Harmony declares and calls tools: `functions.NAME`."""
 
 
 class HarmonyRenderer:
@@ -54,14 +53,31 @@ class HarmonyRenderer:
             messages = ask_for_effort(messages, self._effort, bool(self._tools))
         return self._harmony.render_prompt(declare_tools(messages, self._tools))
 
+    def chat_ids(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """Renders a chat's conversation and the start of the next turn. Reasoning before the last final message is left out, as
+        Harmony has it."""
+        parts = _turns(_in_sequence(messages), 0)
+        finals = [index for index, part in enumerate(parts) if isinstance(part, _Turn) and part.has_final]
+        said = list[Message]()
+        for index, part in enumerate(parts):
+            if isinstance(part, _Turn):
+                said += part.history() if finals and index <= finals[-1] else part.messages
+            else:
+                said += part
+        if self._effort is not None:
+            said = ask_for_effort(said, self._effort, bool(tools))
+        return self._harmony.render_prompt(declare_tools(said, tools))
+
+    def reader(self, prompt_ids: Sequence[int], tools: Tools = ()) -> TurnReader:
+        return HarmonyReader(self._harmony)
+
     def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
         completion = self._harmony.parse_completion(token_ids)
         if completion.end != "call":
             return []
         message = completion.messages[-1]
         assert message.recipient is not None, "a call has a recipient"
-        namespace, _, name = message.recipient.partition(".")
-        return [ToolCall(name if namespace == NAMESPACE else message.recipient, message.content, f"{turn}/0")]
+        return [ToolCall(called(message.recipient), message.content, f"{turn}/0")]
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
         (event,) = rounds[-1]
@@ -111,6 +127,8 @@ class HarmonyRenderer:
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         parts = _turns(_in_sequence(messages), first)
+        if not isinstance(parts[-1], _Turn):
+            parts.pop()  # it has no answer
         sequence, alone = Rendered(), list[Rendered]()
         for number, part in enumerate(parts):
             if isinstance(part, _Turn):
@@ -185,7 +203,7 @@ class _Turn:
     rounds: list[tuple[list[tuple[Message, bool]], list[Message]]] = field(default_factory=list)
 
     @property
-    def _messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[Message]:
         for sampled, answers in self.rounds:
             yield from (*(message for message, _ in sampled), *answers)
 
@@ -194,18 +212,22 @@ class _Turn:
         return any(learned for sampled, _ in self.rounds for _, learned in sampled)
 
     @property
+    def has_final(self) -> bool:
+        return any(message.channel == "final" for message in self.messages)
+
+    @property
     def hides_analysis(self) -> bool:
-        channels = {message.channel for message in self._messages}
+        channels = {message.channel for message in self.messages}
         return {"analysis", "final"} <= channels
 
     def history(self) -> list[Message]:
         """Returns the turn's messages as later turns see them: without the analysis channel."""
-        return [message for message in self._messages if message.channel != "analysis"]
+        return [message for message in self.messages if message.channel != "analysis"]
 
 
 def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Turn | list[Message]]:
-    """Splits a conversation into the assistant's turns and the lists of messages between them, leaving out messages after the last
-    turn. Raises UserError for a tool's answer without a call, or without the tool's name."""
+    """Splits a conversation into the assistant's turns and the lists of messages between them. Raises UserError for a tool's answer
+    without a call, or without the tool's name."""
     parts: list[_Turn | list[Message]] = [[]]
     names: dict[str, str] = {}
     pending: list[str] = []
@@ -223,7 +245,7 @@ def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Tur
             learned = message.trained and index >= first
             last.rounds[-1][0].extend((one, learned) for one in _spoken(message))
         elif message.role == "tool":
-            if not isinstance(last, _Turn) or not last.rounds[-1][0][-1][0].is_call:
+            if not isinstance(last, _Turn) or not last.rounds[-1][0] or not last.rounds[-1][0][-1][0].is_call:
                 raise UserError("a tool answers where the assistant has called none")
             name = message.name or names.get(message.call_id or "") or (pending[-1] if pending else None)
             if name is None:
@@ -235,8 +257,6 @@ def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Tur
                 last = []
                 parts.append(last)
             last.append(Message(message.role, message.content, name=message.name))
-    if not isinstance(parts[-1], _Turn):
-        parts.pop()  # it has no answer
     return parts
 
 
@@ -313,6 +333,8 @@ def _declaration(tool: ToolDefinition) -> str:
 
 def _type(schema: Mapping[str, Any], indent: str) -> str:
     """Returns the TypeScript type for a JSON schema; `indent` is the indentation of an object's keys."""
+    if not isinstance(schema, Mapping):
+        return "any"  # JSON schema also has true and false
     kind = schema.get("type")
     if isinstance(kind, list):
         return " | ".join("number" if one == "integer" else one for one in kind)

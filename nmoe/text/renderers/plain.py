@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nmoe.errors import UserError
+from nmoe.text.calls.pieces import TurnReader
+from nmoe.text.calls.reader import Marks, TemplateReader, TextTurn
 from nmoe.text.conversation import ToolDefinition
 from nmoe.text.harmony import HarmonyTokenizer
 from nmoe.text.renderers.base import (
@@ -17,6 +19,8 @@ from nmoe.text.renderers.base import (
     end_of_text,
     turn_ends,
 )
+from nmoe.text.streaming import decoder_of
+from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 
@@ -45,6 +49,16 @@ class PlainRenderer:
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self._tokenizer.encode("\n\n".join(message.content for message in messages) + "\n")
+
+    def chat_ids(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        if tools or any(message.calls or message.role == "tool" for message in messages):
+            raise UserError('format = "text" has no tools; leave them out, or use a model with a chat template')
+        return self.prompt_ids([Message(message.role, message.content) for message in messages])
+
+    def reader(self, prompt_ids: Sequence[int], tools: Tools = ()) -> TurnReader:
+        assert isinstance(self._tokenizer, Tokenizer), "chats have a tokenizer of Hugging Face files"
+        marks = Marks(self._tokenizer, None, self.stop_ids)
+        return TemplateReader(decoder_of(self._tokenizer), marks, TextTurn(None, {}, {}, tags=False))
 
     def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
         return []
