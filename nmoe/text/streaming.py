@@ -72,7 +72,7 @@ class IncrementalDecoder:
 
 
 def decoder_of(tokenizer: HarmonyTokenizer) -> IncrementalDecoder:
-    """Returns a decoder for texts inside a turn. Some tokenizers drop a space at the beginning of whatever they decode, so that a
+    """Returns a decoder for texts inside a turn. Some tokenizers drop a space at the beginning of a decoded text, so that a
     token is put before it; some decode the bytes of an incomplete character one by one."""
     decode = tokenizer.decode
     held_back = 3 if len(decode(tokenizer.encode("\U000f0000")[:-1])) > 1 else 1

@@ -7,7 +7,7 @@
     glm       <tool_call>add, then <arg_key>x</arg_key><arg_value>1</arg_value></tool_call>         GLM-4.5, 4.6
 
 A family is a generator: it reads from `Turn.source`, writes to `Turn.out`, and yields where it needs more text. What
-turns out to be no call is text. A call that was announced stays one, whatever follows.
+turns out to be no call is text. A call that was announced stays one.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ class DeepSeek:
         turn.out.tag()
 
     def _head(self, turn: Turn, body: str, whole: bool) -> tuple[str, int] | None:
-        """Returns the name of a call, and where its arguments begin; None where this is not known."""
+        """Returns the name of a call, and where its arguments begin; None if this is not known yet."""
         kind, separator, rest = body.partition(turn.mark(self.tags[2]))
         if not separator:
             return None
