@@ -6,8 +6,8 @@
     mistral   [TOOL_CALLS][{"name": "add", "arguments": {"x": 1}}], or [TOOL_CALLS]add[ARGS]{"x": 1}
     glm       <tool_call>add, then <arg_key>x</arg_key><arg_value>1</arg_value></tool_call>         GLM-4.5, 4.6
 
-A family is a generator: it reads from `Turn.source`, writes to `Turn.out`, and yields where it needs more text. What
-turns out to be no call is text. A call that was announced stays one.
+A family is a generator: it reads from `Turn.source`, writes to `Turn.out`, and yields where it needs more text. Text
+that turns out to be no call stays text. A call that was announced stays one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Arguments:
         self._extent = JsonExtent(start)
 
     def look(self, text: str, until: int) -> None:
-        """Gives what is certain of the text up to `until`."""
+        """Gives the certain part of the text up to `until`."""
         self._extent.look(text[:until], False)
         if self._extent.end is not None:
             self._close(text, self._extent.end)
@@ -156,7 +156,7 @@ class _ObjectReader:
         self._head = re.compile(rf'\s*\{{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)+")\s*,\s*"{key}"\s*:\s*(?=\S)')
 
     def look(self, text: str, until: int) -> None:
-        """Gives what is certain of the text up to `until`."""
+        """Gives the certain part of the text up to `until`."""
         self.extent.look(text, self._turn.source.ended)
         if self.opened is None and (head := self._head.match(text, self._start, until)) is not None:
             try:
@@ -516,7 +516,7 @@ class Glm:
             source.take(closing.end())
             turn.out.tag()
             return
-        # What is there of an argument that never ends belongs to the call, as far as JSON can say it.
+        # An argument that never ends belongs to the call all the same.
         if half := _GLM_HALF.match(text, position):
             lead = "{" if given == 0 else ", "
             turn.out.arguments(f"{lead}{json.dumps(half[1])}: {json.dumps(half[2])}")

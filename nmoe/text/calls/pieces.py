@@ -29,7 +29,7 @@ class TurnReader(Protocol):
         """Adds sampled tokens, and returns the pieces that are certain now."""
 
     def end(self, finish_reason: FinishReason) -> list[Piece]:
-        """Ends the turn, and returns what was held back."""
+        """Ends the turn, and returns the pieces held back."""
 
 
 class PieceWriter:
