@@ -475,7 +475,7 @@ class Mistral:
 
 
 class Glm:
-    """A name and pairs of tags between tags. Values are JSON, except those of parameters that the tool declares as text."""
+    """A name and pairs of tags between tags. A value is JSON, or the text of a parameter that the tool declares as text."""
 
     name: FamilyName = "glm"
     tags: tuple[str, ...] = ()
