@@ -215,7 +215,7 @@ class Trajectory(Columns):
             "columns": dict(self.problem.columns),
             "index": self.index,
             "seed": self.seed,
-            "sampling": asdict(self.sampling),
+            "sampling": self.sampling.record(),
             "prompt_ids": list(self.prompt_ids),
             "token_ids": self.token_ids,
             "mask": self.mask,

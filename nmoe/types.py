@@ -42,7 +42,13 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` disable truncation.
+    """Sampling parameters. `temperature = 0` is greedy; `top_k = 0`, `top_p = 1` and `min_p = 0` disable truncation. `min_p` is the
+    share of the largest probability, at this temperature, that a token must have beside what top-k and top-p ask of it.
+
+    The logits are adjusted before temperature: `presence_penalty` is taken from each token that the sample has already, and
+    `frequency_penalty` for each time that it has it (OpenAI's definition; the prompt does not count); `logit_bias` is added, pairs
+    of a token id and a number from -100 to 100. `Sample.logprobs` are then of the adjusted distribution, which a learner cannot
+    compute again: no run's configuration sets these three.
 
     Each draw is keyed by (seed, sample index, position) and does not depend on what else is in the batch.
     """
@@ -53,17 +59,31 @@ class Sampling:
     top_k: int = 0
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether a penalty or a bias changes the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the parameters that a run can set, as JSON values."""
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_ids", "seed")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
 class Sample:
     """One completion as sampled by an engine. A sampled stop token is included.
 
-    `logprobs` are each token's log-probability under the distribution that it was drawn from, after temperature, top-k and top-p
-    (so 0.0 under greedy). `versions` holds the weight version of each token. `kept_ids` holds, for each token, the ids that top-k
-    or top-p left to draw from; None if neither cut any. `routes` holds the experts that the router picked, int16 `[prompt +
-    completion - 1, layers, experts per token]`; None if the engine records none. `engine` is the number of the server that
-    sampled it, of several.
+    `logprobs` are each token's log-probability under the distribution that it was drawn from, after temperature, top-k, top-p
+    and the like (so 0.0 under greedy). `versions` holds the weight version of each token. `kept_ids` holds, for each token, the
+    ids that top-k, top-p or min_p left to draw from; None if none of them cut any. `routes` holds the experts that the router
+    picked, int16 `[prompt + completion - 1, layers, experts per token]`; None if the engine records none. `engine` is the number
+    of the server that sampled it, of several.
     """
 
     token_ids: list[int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nmoe.types import FinishReason, Sample, Sampling
 
@@ -13,6 +13,9 @@ from nmoe.types import FinishReason, Sample, Sampling
 class Request:
     """A request to an engine: a prompt, of which `samples` continuations are sampled.
 
+    With `top_logprobs = k` each streamed token comes with its raw log-probability and the k likeliest tokens (0: with none of
+    these).
+
     Example: `Request((200006, 1428), samples=8, sampling=Sampling(64, stop_ids=(200002,)), request_id="12/0")`.
     """
 
@@ -20,15 +23,35 @@ class Request:
     samples: int
     sampling: Sampling
     request_id: str
+    top_logprobs: int | None = None
 
 
-@dataclass(frozen=True)
+class RawLogprob(NamedTuple):
+    """The log-probability of a token, and the likeliest tokens with theirs, the largest first and of equal ones the lower id first.
+
+    Natural logarithms of the softmax of the model's own logits in fp32, before bias, penalties, temperature and truncation.
+    Example: `RawLogprob(-1.2, ((17, -0.4), (9, -1.2)))`.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """One sampled token of a streamed completion, with its log-probability. `finish_reason` is None except for the last token."""
+    """One sampled token of a streamed completion: of the sample `index`, with its log-probability as in `Sample.logprobs`, and, if
+    asked for, its `raw` one.
 
-    token_id: int
+    The last delta of each sample has its `finish_reason` and the whole `sample`. A sample that is aborted ends with a delta that
+    has no token: `token_id` is None there, and `logprob` 0.
+    """
+
+    token_id: int | None
     logprob: float
     finish_reason: FinishReason | None
+    index: int = 0
+    raw: RawLogprob | None = None
+    sample: Sample | None = None
 
 
 @dataclass(frozen=True)

@@ -163,9 +163,10 @@ async def _answer(
     engine: NativeEngine, printer: _HarmonyPrinter | _TextPrinter, request: Request, sampled: list[int]
 ) -> None:
     """Streams one answer to the terminal, and appends its token ids to `sampled`."""
-    async for delta in engine.stream(request):
-        sampled.append(delta.token_id)
-        printer.feed(delta.token_id)
+    async for deltas in engine.stream(request):
+        for token_id in [delta.token_id for delta in deltas if delta.token_id is not None]:
+            sampled.append(token_id)
+            printer.feed(token_id)
 
 
 def _shown(text: str) -> str:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-from nmoe.engine.api import Delta, EngineStats, Request
+from nmoe.engine.api import Delta, EngineStats, RawLogprob, Request
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.native.sequence import SequenceGroup
 from nmoe.errors import InfrastructureError, UserError
@@ -55,6 +55,7 @@ class NativeEngine:
         self._error: BaseException | None = None
         self._outbox: list[Callable[[], None]] = []  # of the event loop's thread only
         self._futures: dict[SequenceGroup, asyncio.Future[Any]] = {}  # of the stepping thread only
+        self._streamed: list[tuple[_Stream, list[Delta]]] = []  # of the stepping thread only: not yet sent
         self._scorings = 0
         self._running = self._paused = False
         self._mixed = False  # whether a copy of weights broke off, and none has succeeded since
@@ -104,7 +105,7 @@ class NativeEngine:
             raise
         finally:
             loop_thread.join()
-            self._inbox, self._outbox, self._running = [], [], False
+            self._inbox, self._outbox, self._streamed, self._running = [], [], [], False
             self._pending.clear()
             self._futures.clear()
             self._engine.abort_all()
@@ -138,44 +139,54 @@ class NativeEngine:
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Returns the log-probability of every token but the first, given those before it, `len(token_ids) - 1` numbers. Raises
         UserError for fewer than two tokens, for temperature 0, and if the tokens can never fit the context or the cache."""
+        scores: list[float] = await self._scored(
+            lambda request_id: self._engine.add_scoring(token_ids, temperature, request_id)
+        )
+        return scores
+
+    async def likelihoods(self, token_ids: Sequence[int], top: int = 0, start: int = 0) -> list[RawLogprob | None]:
+        """Returns the raw log-probability of each token from position `start` on, given those before it, with the `top` likeliest
+        tokens there: the softmax of the model's own logits, at temperature 1. The first token of all has none: None. Raises
+        UserError if there are no tokens, or they can never fit the context or the cache."""
+        scores: list[RawLogprob | None] = await self._scored(
+            lambda request_id: self._engine.add_likelihoods(token_ids, top, start, request_id)
+        )
+        return scores if start > 0 else [None, *scores]
+
+    async def _scored(self, add: Callable[[str], SequenceGroup]) -> Any:
         self._scorings += 1
         request_id = f"score/{self._scorings}"
         try:
-            scores: list[float] = await self._submit(
-                lambda: self._engine.add_scoring(token_ids, temperature, request_id)
-            )
+            return await self._submit(lambda: add(request_id))
         except asyncio.CancelledError:
             self.abort(request_id)
             raise
-        return scores
 
-    async def stream(self, request: Request) -> AsyncIterator[Delta]:
-        """Yields the tokens of a request with samples = 1 as they are sampled. Raises ValueError for another number of samples, and
-        UserError as `generate` does."""
-        if request.samples != 1:
-            raise ValueError("stream gives one sample: samples must be 1")
-        loop = asyncio.get_running_loop()
-        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+    async def stream(self, request: Request) -> AsyncGenerator[list[Delta], None]:
+        """Yields the tokens of all samples of a request as they are sampled: each time all that are there, in the order in which
+        they were sampled. Each sample's last delta has its finish reason and the whole sample. Raises UserError as `generate` does.
+        Cancelling the caller, or closing the generator early, aborts the samples that still run."""
+        stream = _Stream(asyncio.get_running_loop())
 
-        def on_token(index: int, delta: Delta) -> None:
-            _call_on(loop, deltas.put_nowait, delta)
+        def on_deltas(deltas: list[Delta]) -> None:
+            self._streamed.append((stream, deltas))
 
-        samples = self._submit(lambda: self._engine.add(request, on_token))
-        samples.add_done_callback(lambda _: deltas.put_nowait(None))
+        ended = self._submit(lambda: self._engine.add(request, on_deltas))
+        ended.add_done_callback(lambda _: stream.end())
         try:
-            while (delta := await deltas.get()) is not None:
-                yield delta
+            while deltas := await stream.take():
+                yield deltas
         finally:
-            if not samples.done():
+            if not ended.done():
                 self.abort(request.request_id)
-            await samples
+            await ended  # raises what ended the request early
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request, if it still runs. Its callers get the tokens sampled so far, with the finish reason "abort"."""
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, if it still runs, or only its sample of this index. Its callers get the tokens sampled so far, with the
+        finish reason "abort"."""
 
         def end() -> None:
-            for group in self._engine.abort(request_id):
-                self._finish(group)
+            self._finish(self._engine.abort(request_id, index))
 
         # Requests from earlier in this turn of the event loop go first.
         self._flush(end)
@@ -200,8 +211,7 @@ class NativeEngine:
             except BaseException:
                 self._mixed = True
                 for request_id in list(self._engine.scheduler.groups):
-                    for group in self._engine.abort(request_id):
-                        self._finish(group)
+                    self._finish(self._engine.abort(request_id))
                 raise
             self._commit(version, recompute=True)
 
@@ -300,8 +310,7 @@ class NativeEngine:
         for action in actions:
             action()
         if self._has_work:
-            for group in self._engine.step():
-                self._finish(group)
+            self._finish(self._engine.step())
 
     @property
     def _has_work(self) -> bool:
@@ -345,8 +354,14 @@ class NativeEngine:
         else:
             self._futures[group] = future
 
-    def _finish(self, group: SequenceGroup) -> None:
-        self._settle(self._futures.pop(group), _resolve, group.scores if group.scoring else group.samples)
+    def _finish(self, groups: Iterable[SequenceGroup]) -> None:
+        """Sends new tokens to their streams, with one call for all of them, because each call wakes the event loop's thread; then
+        resolves the futures of requests that have ended."""
+        streamed, self._streamed = self._streamed, []
+        if streamed:
+            _call_on(streamed[0][0].loop, _put_all, streamed)
+        for group in groups:
+            self._settle(self._futures.pop(group), _resolve, group.scores if group.scoring else group.samples)
 
     def _settle(self, future: asyncio.Future[R], settle: Callable[[asyncio.Future[R], Any], None], with_: Any) -> None:
         with self._wake:
@@ -360,6 +375,37 @@ class NativeEngine:
         for future in pending:
             # Ctrl-C reaches waiting tasks as a cancellation: raised in thousands of tasks, each would print its own traceback.
             _call_on(future.get_loop(), *((_fail, future, error) if isinstance(error, Exception) else (future.cancel,)))
+
+
+class _Stream:
+    """Collects tokens until they are taken. Used on the thread of its event loop only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._deltas: list[Delta] = []
+        self._ended = False
+        self._changed = asyncio.Event()
+
+    def put(self, deltas: list[Delta]) -> None:
+        self._deltas += deltas
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def take(self) -> list[Delta]:
+        """Returns the tokens that are there, after waiting for some; none at the end."""
+        while not (self._deltas or self._ended):
+            self._changed.clear()
+            await self._changed.wait()
+        taken, self._deltas = self._deltas, []
+        return taken
+
+
+def _put_all(streamed: list[tuple[_Stream, list[Delta]]]) -> None:
+    for stream, deltas in streamed:
+        stream.put(deltas)
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *args: object) -> None:

@@ -8,6 +8,7 @@ It runs the learner's own module, so that there is one definition of the model a
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
@@ -29,6 +30,8 @@ from nmoe.types import FinishReason, Sample, Sampling
 # Beyond these, logits divided in fp32 overflow or are all alike. Near the lower one the largest logit has all mass already.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-6, 1e6
 _MOST_INTEGER = 2**63 - 1
+# OpenAI's limits. Larger ones could make all logits infinite.
+_MOST_PENALTY, _MOST_BIAS = 2.0, 100.0
 
 # Bytes of a trained number that come after the engine: its gradient and Adam's two moments, in fp32.
 _TRAINED_BYTES = 12
@@ -76,12 +79,12 @@ class LLMEngine:
     def add(
         self,
         request: Request,
-        on_token: Callable[[int, Delta], None] | None = None,
+        on_deltas: Callable[[list[Delta]], None] | None = None,
         on_sample: Callable[[int, Sample], None] | None = None,
     ) -> SequenceGroup:
-        """Queues a request and returns its group of sequences. The callbacks are called with the sample's index for every token,
-        and for every sample as it ends. Raises UserError if the request is invalid, can never run, or has the id of a request that
-        is running."""
+        """Queues a request and returns its group of sequences. `on_deltas` is called once in each step that samples for it, with
+        all new tokens, and `on_sample` with each sample's index as it ends. Raises UserError if the request is invalid, can never
+        run, or has the id of a request that is running."""
         settings = request.sampling
         if not request.prompt_ids:
             raise UserError(f"request {request.request_id}: the prompt has no tokens")
@@ -89,8 +92,9 @@ class LLMEngine:
             if value < 1:
                 raise UserError(f"request {request.request_id}: {name} = {value}: must be at least 1")
         _check_sampling(request.request_id, settings)
+        self._check_vocabulary(request)
         self._check_fits(request, len(request.prompt_ids) + settings.max_new_tokens)
-        return self._queue(request, on_token, on_sample)
+        return self._queue(SequenceGroup(request, self.scheduler.arrived, on_deltas, on_sample))
 
     def add_scoring(self, token_ids: Iterable[int], temperature: float, request_id: str) -> SequenceGroup:
         """Queues tokens to be scored, and returns their group, whose `scores` will hold the log-probability of each token but the
@@ -102,21 +106,34 @@ class LLMEngine:
             raise UserError(f"request {request_id}: scoring wants two tokens or more and a temperature above 0")
         _check_sampling(request_id, settings)
         self._check_fits(request, len(request.prompt_ids))
-        return self._queue(request)
+        return self._queue(SequenceGroup(request, self.scheduler.arrived))
 
-    def _queue(
-        self,
-        request: Request,
-        on_token: Callable[[int, Delta], None] | None = None,
-        on_sample: Callable[[int, Sample], None] | None = None,
-    ) -> SequenceGroup:
-        if request.request_id in self.scheduler.groups:
-            raise UserError(
-                f"request {request.request_id}: another request of this id is running; give each its own id"
-            )
-        group = SequenceGroup(request, self.scheduler.arrived, on_token, on_sample)
+    def add_likelihoods(self, token_ids: Iterable[int], top: int, start: int, request_id: str) -> SequenceGroup:
+        """Queues tokens to be scored, and returns their group, whose `scores` will hold the raw log-probability of each token from
+        position `max(1, start)` on, with the `top` likeliest tokens there. Raises UserError as `add` does."""
+        request = Request(tuple(token_ids), 0, Sampling(max_new_tokens=0), request_id, top)
+        if not request.prompt_ids:
+            raise UserError(f"request {request_id}: there are no tokens to score")
+        self._check_vocabulary(request)
+        self._check_fits(request, len(request.prompt_ids))
+        return self._queue(SequenceGroup(request, self.scheduler.arrived, scored_from=max(1, start)))
+
+    def _queue(self, group: SequenceGroup) -> SequenceGroup:
+        request_id = group.request.request_id
+        if request_id in self.scheduler.groups:
+            raise UserError(f"request {request_id}: another request of this id is running; give each its own id")
         self.scheduler.add(group)
         return group
+
+    def _check_vocabulary(self, request: Request) -> None:
+        """Raises UserError if `logit_bias` names a token that there is not, or `top_logprobs` is no number of tokens."""
+        vocab_size, top = self.model.config.vocab_size, request.top_logprobs
+        if bad := [one for one, _ in request.sampling.logit_bias if not 0 <= one < vocab_size]:
+            raise UserError(
+                f"request {request.request_id}: logit_bias has token {bad[0]}; the model's are 0..{vocab_size - 1}"
+            )
+        if top is not None and not 0 <= top <= vocab_size:
+            raise UserError(f"request {request.request_id}: top_logprobs = {top} must lie in 0..{vocab_size}")
 
     def _check_fits(self, request: Request, wanted: int) -> None:
         context, vocab_size = self.model.config.context_tokens, self.model.config.vocab_size
@@ -179,12 +196,26 @@ class LLMEngine:
             running.sequences[slots.start + slot]: "stop" if stopped else "length"
             for slot, stopped in zip(ended.tolist(), sampled.stopped_B[ended].tolist(), strict=True)
         }
-        for slot in running.streams[slots].nonzero()[0].tolist():
-            sequence = running.sequences[slots.start + slot]
-            assert sequence.group.on_token is not None, "only sequences with a callback stream"
-            token_id, logprob = int(sampled.tokens_B[slot]), float(sampled.logprobs_B[slot])
-            sequence.group.on_token(sequence.index, Delta(token_id, logprob, reasons.get(sequence)))
-        return self._finish(reasons)
+        rows = running.streams[slots].nonzero()[0].tolist()
+        streaming = [running.sequences[slots.start + row] for row in rows]
+        finished = self._finish(reasons)
+        if streaming:
+            self._stream(sampled, rows, streaming, reasons)
+        return finished
+
+    def _stream(
+        self, sampled: Sampled, rows: list[int], sequences: list[Sequence], reasons: dict[Sequence, FinishReason]
+    ) -> None:
+        """Passes the new tokens of these sequences, in these rows, to their requests' callbacks."""
+        tokens, logprobs = sampled.tokens_B.tolist(), sampled.logprobs_B.tolist()
+        deltas: defaultdict[SequenceGroup, list[Delta]] = defaultdict(list)
+        for row, sequence in zip(rows, sequences, strict=True):
+            group, index, reason = sequence.group, sequence.index, reasons.get(sequence)
+            sample = None if reason is None else group.samples[index]
+            deltas[group].append(Delta(tokens[row], logprobs[row], reason, index, sampled.raw.get(row), sample))
+        for group, new in deltas.items():
+            assert group.on_deltas is not None, "only sequences with a callback stream"
+            group.on_deltas(new)
 
     def _finish(self, reasons: dict[Sequence, FinishReason]) -> list[SequenceGroup]:
         """Ends running sequences and delivers their samples; returns the requests that finished."""
@@ -194,17 +225,32 @@ class LLMEngine:
         return [group for group in dict.fromkeys(sequence.group for sequence in reasons) if group.finished]
 
     @torch.inference_mode()
-    def abort(self, request_id: str) -> list[SequenceGroup]:
-        """Ends a request's sequences with the tokens sampled so far; returns the requests that ended."""
-        group = self.scheduler.groups.pop(request_id, None)
+    def abort(self, request_id: str, index: int | None = None) -> list[SequenceGroup]:
+        """Ends a request's sequences, or only the one of this index, with the tokens sampled so far; returns the requests that
+        ended."""
+        group = self.scheduler.groups.get(request_id)
         if group is None:
             return []
-        self._finish({sequence: "abort" for sequence in self.running.sequences if sequence.group is group})
-        self.scheduler.drop(group)
-        group.aborted = True
-        for sequence in group.sequences[: group.request.samples]:
-            if sequence.status is not Status.FINISHED:
+        ending = [
+            sequence
+            for sequence in group.sequences
+            if sequence.status is not Status.FINISHED and index in (None, sequence.index)
+        ]
+        self._finish({sequence: "abort" for sequence in ending if sequence.status is Status.RUNNING})
+        for sequence in ending:
+            if sequence.status is Status.FINISHED:
+                continue
+            self.scheduler.drop(sequence)
+            if group.scoring:
+                group.aborted = True
+            else:
                 group.deliver(sequence, "abort")
+        if group.on_deltas is not None and ending:
+            indices = [sequence.index for sequence in ending]
+            group.on_deltas([Delta(None, 0.0, "abort", one, sample=group.samples[one]) for one in indices])
+        if not group.finished:
+            return []
+        del self.scheduler.groups[request_id]
         return [group]
 
     def abort_all(self) -> None:
@@ -272,7 +318,18 @@ def _check_sampling(request_id: str, settings: Sampling) -> None:
         raise UserError(f"request {request_id}: top_p = {top_p} must lie in (0, 1]")
     if not 0 <= top_k <= _MOST_INTEGER:
         raise UserError(f"request {request_id}: top_k = {top_k} must be 0 (off) or a positive number of 63 bits")
-    if bad := [stop_id for stop_id in settings.stop_ids if not 0 <= stop_id <= _MOST_INTEGER]:
+    if not 0 <= settings.min_p <= 1:
+        raise UserError(f"request {request_id}: min_p = {settings.min_p} must lie in [0, 1]")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -_MOST_PENALTY <= (value := getattr(settings, name)) <= _MOST_PENALTY:
+            raise UserError(f"request {request_id}: {name} = {value} must lie in -{_MOST_PENALTY:g}..{_MOST_PENALTY:g}")
+    if bad := [value for _, value in settings.logit_bias if not -_MOST_BIAS <= value <= _MOST_BIAS]:
         raise UserError(
-            f"request {request_id}: stop_ids has {bad[0]}, which is not a token id: they count from 0, in 63 bits"
+            f"request {request_id}: logit_bias has {bad[0]}; it must lie in -{_MOST_BIAS:g}..{_MOST_BIAS:g}"
+        )
+    if len(dict(settings.logit_bias)) < len(settings.logit_bias):
+        raise UserError(f"request {request_id}: logit_bias names a token twice")
+    if wrong := [stop_id for stop_id in settings.stop_ids if not 0 <= stop_id <= _MOST_INTEGER]:
+        raise UserError(
+            f"request {request_id}: stop_ids has {wrong[0]}, which is not a token id: they count from 0, in 63 bits"
         )

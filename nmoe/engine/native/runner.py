@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nmoe.engine.api import RawLogprob
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.engine.native.graphs import DecodeGraphs
-from nmoe.engine.native.sampler import SamplingColumns, diverged, sample
+from nmoe.engine.native.sampler import SamplingColumns, diverged, penalized, raw_logprobs, sample
 from nmoe.engine.native.scheduler import Chunk, Start
 from nmoe.engine.native.sequence import RunningBatch, Sequence
 from nmoe.model.device import fetch, put
@@ -26,6 +27,9 @@ from nmoe.model.moe import RouterTrace
 from nmoe.model.ops.cpu.packing import PackedWeights, kernels_in_use
 from nmoe.model.transformer import Transformer
 
+# Logits that raw scores are computed from at once.
+_PIECE_LOGITS = 2**20
+
 # Weights up to this size are held a second time on a CPU, packed for small batches.
 PACKED_BYTES = 2 * 2**30
 
@@ -33,8 +37,8 @@ PACKED_BYTES = 2 * 2**30
 @dataclass(frozen=True)
 class Sampled:
     """The sampled tokens of the sequences in `slots`, on the host: tokens and their log-probabilities, whether each is a stop
-    token, and whether its sequence has finished, `[B]` each; and, for rows with top-k or top-p, the ids of the tokens that these
-    left, by row."""
+    token, and whether its sequence has finished, `[B]` each; and by row, for rows with top-k, top-p or min_p, the ids of the tokens
+    that these left, and for rows that want them the raw log-probabilities."""
 
     slots: slice
     tokens_B: Tensor
@@ -42,6 +46,7 @@ class Sampled:
     stopped_B: Tensor
     finished_B: Tensor
     kept_ids: dict[int, list[int]]
+    raw: dict[int, RawLogprob]
 
 
 class Runner:
@@ -99,7 +104,12 @@ class Runner:
         for chunk in chunks:
             start, end = end, end + chunk.stop - chunk.start
             sequence = chunk.sequence
-            if sequence.group.scoring:
+            if sequence.group.scoring and sequence.group.request.top_logprobs is not None:
+                first = max(chunk.start, sequence.group.scored_from - 1)
+                targets = sequence.prefill_ids[first + 1 : chunk.stop + 1]
+                rows = x_TD[start + first - chunk.start : end]
+                sequence.raw += self._raw_scores(rows, targets, sequence.group.request.top_logprobs)
+            elif sequence.group.scoring:
                 targets = sequence.prefill_ids[chunk.start + 1 : chunk.stop + 1]
                 sequence.logprobs += self._scores(x_TD[start:end], targets, sequence.group.request.sampling.temperature)
             elif chunk.last and not sequence.started:
@@ -143,6 +153,25 @@ class Runner:
             raise diverged("log-probabilities")
         return logprobs_L.tolist()
 
+    def _raw_scores(self, x_TD: Tensor, targets: list[int], most: int) -> list[RawLogprob]:
+        """Computes the raw log-probability of each target after the token of its row, and the likeliest tokens there; the last row
+        may have no target. Raises DivergenceError if one is not finite."""
+        scores: list[RawLogprob] = []
+        rows = max(1, _PIECE_LOGITS // self.model.config.vocab_size)
+        for first in range(0, len(targets), rows):
+            of_piece = targets[first : first + rows]
+            logits_LV = self.model.logits(x_TD[first : first + len(of_piece)])
+            scores += self._raw(logits_LV, put(of_piece, self.running.device), [most] * len(of_piece))
+        return scores
+
+    def _raw(self, logits_LV: Tensor, targets_L: Tensor, most: list[int]) -> list[RawLogprob]:
+        """Returns the raw log-probability of each target, and so many of the likeliest tokens of its row."""
+        columns = fetch(*raw_logprobs(logits_LV, targets_L, max(most)))
+        if not columns[0].isfinite().all():
+            raise diverged("log-probabilities")
+        rows = zip(*(column.tolist() for column in columns), most, strict=True)
+        return [RawLogprob(found, tuple(zip(ids[:k], values[:k], strict=True))) for found, values, ids, k in rows]
+
     def start(self, start: Start) -> Sampled:
         """Samples the first token of the sequences that start, from the logits of their prompts, after copying their last blocks
         and states."""
@@ -172,24 +201,53 @@ class Runner:
 
     def _sample(self, logits_BV: Tensor, slots: slice) -> Sampled:
         """Draws each sequence's next token, records it in the running batch, and returns the tokens."""
-        running = self.running
+        running, untouched_BV = self.running, logits_BV
+        if running.adjusts[slots].any():
+            logits_BV = self._adjusted(logits_BV, slots)
         columns = SamplingColumns(
             running["temperature"][slots],
             running["top_p"][slots],
             running["top_k"][slots],
             plain=bool(running.plain[slots].all()),
             cuts=bool(running.cuts[slots].any()),
+            min_p_B=put(running.min_p[slots].copy(), running.device) if running.min_p[slots].any() else None,
         )
         at_B1 = put(running.generated[slots], running.device).unsqueeze(-1)
         uniforms_B = running["uniforms"][slots].gather(1, at_B1).squeeze(-1)
         tokens_B, logprobs_B, kept_BV = sample(logits_BV, columns, uniforms_B)
         stopped_B, finished_B = running.record(slots, tokens_B, logprobs_B, self.version)
         kept_ids = {} if kept_BV is None else self._kept_ids(kept_BV, running.cuts[slots].nonzero()[0])
+        raw = self._raw_of(untouched_BV, tokens_B, slots) if running.raw[slots].any() else {}
         tokens_B, logprobs_B, stopped_B, finished_B = fetch(tokens_B, logprobs_B.float(), stopped_B, finished_B)
-        return Sampled(slots, tokens_B, logprobs_B, stopped_B, finished_B, kept_ids)
+        return Sampled(slots, tokens_B, logprobs_B, stopped_B, finished_B, kept_ids, raw)
+
+    def _adjusted(self, logits_BV: Tensor, slots: slice) -> Tensor:
+        """Returns the logits after penalties and bias, in the rows that have any."""
+        running, device = self.running, self.running.device
+        rows = running.adjusts[slots].nonzero()[0]
+        rows_X, at = put(rows, device), rows + slots.start
+        sampled = running.generated[at]
+        logits_XV = penalized(
+            logits_BV[rows_X],
+            running["tokens"][put(at, device), : int(sampled.max())],
+            *(put(column, device) for column in (sampled, running.presence[at], running.frequency[at])),
+        )
+        biases = [running.sequences[slot].group.request.sampling.logit_bias for slot in at.tolist()]
+        row_Z = [row for row, bias in enumerate(biases) for _ in bias]
+        id_Z, value_Z = [one for bias in biases for one, _ in bias], [value for bias in biases for _, value in bias]
+        values_Z = put(np.array(value_Z, dtype=np.float32), device).to(logits_BV.dtype)
+        logits_XV.index_put_((put(row_Z, device), put(id_Z, device)), values_Z, accumulate=True)
+        return logits_BV.index_copy(0, rows_X, logits_XV)
+
+    def _raw_of(self, logits_BV: Tensor, tokens_B: Tensor, slots: slice) -> dict[int, RawLogprob]:
+        """Returns the raw log-probabilities of the rows that want them, by row."""
+        rows = self.running.raw[slots].nonzero()[0].tolist()
+        rows_X = put(rows, logits_BV.device)
+        most = [self.running.sequences[slots.start + row].group.request.top_logprobs or 0 for row in rows]
+        return dict(zip(rows, self._raw(logits_BV[rows_X], tokens_B[rows_X], most), strict=True))
 
     def _kept_ids(self, kept_BV: Tensor, rows: NDArray[np.int64]) -> dict[int, list[int]]:
-        """Returns for each of these rows the ids of the tokens that top-k and top-p left, by row."""
+        """Returns for each of these rows the ids of the tokens that top-k, top-p and min_p left, by row."""
         row_X, id_X = fetch(*kept_BV.index_select(0, put(rows, kept_BV.device)).nonzero().unbind(-1))
         ids = id_X.split(row_X.bincount(minlength=len(rows)).tolist())
         return {row: of_row.tolist() for row, of_row in zip(rows.tolist(), ids, strict=True)}

@@ -16,23 +16,25 @@ from nmoe.model.logprobs import row_sums
 from nmoe.model.ops.table import ops_for
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_WITHOUT_SIGN = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """The sampling settings of a batch's rows. `plain` says that every row samples at temperature 1, `cuts` that some row has top-k
-    or top-p."""
+    """The sampling settings of a batch's rows. `plain` says that every row samples at temperature 1, `cuts` that some row has
+    top-k, top-p or min_p. `min_p_B` is None if no row has min_p."""
 
     temperature_B: Tensor
     top_p_B: Tensor
     top_k_B: Tensor
     plain: bool
     cuts: bool
+    min_p_B: Tensor | None = None
 
 
 def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Samples one token per row. Returns tokens `[B]`, their log-probabilities `[B]` under the distribution they were sampled from,
-    and, if any row has top-k or top-p, the kept mask `[B, V]`.
+    and, if any row has top-k, top-p or min_p, the kept mask `[B, V]`.
 
     Greedy rows (temperature 0) take the largest logit, with log-probability 0, since all mass is there. Raises DivergenceError if
     a logit is not finite.
@@ -50,6 +52,8 @@ def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> t
         logits_BV = logits_BV / torch.where(greedy_B, 1.0, columns.temperature_B).unsqueeze(-1)
     if columns.cuts:
         kept_BV = kept_mask(logits_BV, columns.top_p_B, columns.top_k_B)
+        if columns.min_p_B is not None:
+            kept_BV = kept_BV & likely_mask(logits_BV, columns.min_p_B)
         logits_BV = logits_BV.masked_fill(~kept_BV, float("-inf"))
     shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
     masses_BV = shifted_BV.exp()
@@ -99,6 +103,36 @@ def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
     within_BV &= (before_BV < top_p_B.unsqueeze(-1)) | (top_p_B >= 1).unsqueeze(-1)
     within_BV[:, 0] = True
     return torch.zeros_like(within_BV).scatter_(-1, order_BV, within_BV)
+
+
+def likely_mask(logits_BV: Tensor, min_p_B: Tensor) -> Tensor:
+    """Returns the mask `[B, V]` of the tokens that have at least the share `min_p` of the largest probability (Nguyen et al. 2024,
+    arXiv:2407.01082). The largest logit is always kept."""
+    return (logits_BV - logits_BV.amax(-1, keepdim=True)).exp() >= min_p_B.unsqueeze(-1)
+
+
+def penalized(
+    logits_BV: Tensor, tokens_BP: Tensor, sampled_B: Tensor, presence_B: Tensor, frequency_B: Tensor
+) -> Tensor:
+    """Returns the logits less OpenAI's penalties: from each token of the first `sampled_B` of `tokens_BP`, `presence_B` once and
+    `frequency_B` for each time that it is there."""
+    counted_BP = torch.arange(tokens_BP.shape[1], device=tokens_BP.device) < sampled_B.unsqueeze(-1)
+    counts_BV = torch.zeros_like(logits_BV).scatter_add_(1, tokens_BP, counted_BP.to(logits_BV.dtype))
+    return logits_BV - frequency_B.unsqueeze(-1) * counts_BV - presence_B.unsqueeze(-1) * (counts_BV > 0)
+
+
+def raw_logprobs(logits_NV: Tensor, targets_N: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `log softmax(logits)[target]`, `[N]`, and the `most` largest of each row with their token ids, `[N, most]` each: the
+    largest first, and of equal ones the lower id first."""
+    shifted_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
+    logprobs_NV = shifted_NV - row_sums(shifted_NV.exp()).log().unsqueeze(-1)
+    found_N = logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
+    # One number orders by log-probability, then by id. No log-probability is above 0, so that the bits without the sign grow as it
+    # falls.
+    magnitude_NV = (logprobs_NV.view(torch.int32) & _WITHOUT_SIGN).long()
+    order_NV = (magnitude_NV << 32) | torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    first_NM = order_NV.topk(most, dim=-1, largest=False, sorted=True).values
+    return found_N, 0 - (first_NM >> 32).int().view(torch.float32), first_NM & 0xFFFFFFFF
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

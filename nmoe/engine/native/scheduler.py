@@ -131,7 +131,7 @@ class Scheduler:
             elif sequence in logits:
                 group.prompt = Prompt(blocks, sequence.state_slot, logits[sequence])
             else:
-                group.scores = sequence.logprobs
+                group.scores = sequence.logprobs if group.request.top_logprobs is None else sequence.raw
                 self.blocks.release(blocks, sequence.state_slot)
                 self.waiting.remove(group)
                 finished.append(group)
@@ -178,6 +178,7 @@ class Scheduler:
             self._queue_preempted(sequence)
         else:
             sequence.logprobs.clear()  # the scores of the computed part
+            sequence.raw.clear()
 
     def drop_prompt(self, group: SequenceGroup) -> None:
         """Gives back the blocks of a computed prompt; it is prefilled again if the group has sequences to start."""
@@ -185,16 +186,18 @@ class Scheduler:
             self.blocks.release(group.prompt.block_table, group.prompt.state_slot)
             group.prompt = None
 
-    def drop(self, group: SequenceGroup) -> None:
-        """Removes the sequences of a group that are not running, and gives back their blocks."""
-        if group in self.waiting:
+    def drop(self, sequence: Sequence) -> None:
+        """Removes a sequence that is not running, and gives back its blocks."""
+        group = sequence.group
+        if sequence.status is Status.PREFILLING:
+            self.stop_prefill(sequence)
+        if sequence.status is Status.PREEMPTED:
+            self.preempted.remove(sequence)
+            return
+        group.to_start.remove(sequence)
+        if not group.to_start:
             self.waiting.remove(group)
-        for sequence in group.sequences:
-            if sequence.status is Status.PREFILLING:
-                self.stop_prefill(sequence)
-            if sequence.status is Status.PREEMPTED:
-                self.preempted.remove(sequence)
-        self.drop_prompt(group)
+            self.drop_prompt(group)
 
     def drop_prefixes(self) -> None:
         """Forgets computed prompts whose sequences have not started, and every cached prefix."""
@@ -235,9 +238,9 @@ class Scheduler:
             count = most
         if count == 0:
             return 0
-        sequences = group.sequences[group.started : group.started + count]
+        sequences, last = group.to_start[:count], group.to_start[-1]
         for sequence in sequences:
-            if sequence.index + 1 == group.request.samples:
+            if sequence is last:
                 sequence.block_table, sequence.state_slot = prompt.block_table, prompt.state_slot
                 continue
             sequence.block_table, sequence.state_slot = self.blocks.copy(prompt.block_table, tokens)
@@ -245,7 +248,7 @@ class Scheduler:
                 start.blocks.append((prompt.block_table[-1], sequence.block_table[-1]))
             start.states.append((prompt.state_slot, sequence.state_slot))
         self.running.add(sequences)
-        group.started += count
+        del group.to_start[:count]
         return count
 
     # Decode

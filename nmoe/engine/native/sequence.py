@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nmoe.engine.api import Delta, Request
+from nmoe.engine.api import Delta, RawLogprob, Request
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.engine.native.sampler import uniforms
 from nmoe.model.device import fetch, put
@@ -47,7 +47,7 @@ class Sequence:
 
     Example: the second of n samples after three tokens is `Sequence(group, index=1, status=Status.PREEMPTED, token_ids=[5, 9, 2],
     logprobs=[-0.1, -2.3, -0.7], versions=[4, 4, 4])`. While a sequence runs, these three columns lie in the running batch, and
-    the lists are filled when it leaves. A sequence that is only scored collects its scores in `logprobs`.
+    the lists are filled when it leaves. A sequence that is only scored collects its scores in `logprobs` or `raw`.
 
     Sequences of a request share its prompt: the first one that has not started is prefilled for all of them.
     """
@@ -59,6 +59,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept_ids: list[list[int]] | None = None
+    raw: list[RawLogprob] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     state_slot: int = -1  # of the cache; while it is prefilled or runs
     slot: int = -1  # in the running batch
@@ -126,20 +127,22 @@ class Prompt:
 @dataclass(eq=False)
 class SequenceGroup:
     """One request in the engine: its sequences and their samples. A request to score tokens is `scoring`: it has `samples = 0`
-    and one sequence that is only prefilled, and ends with `scores`.
+    and one sequence that is only prefilled, and ends with `scores`; raw ones, if it asks for `top_logprobs`, of the tokens from
+    position `scored_from` on.
 
-    Requests are numbered by `order` as they arrive. The first `started` sequences have started. `on_token` and `on_sample` are
-    called with the sequence's index for every token and for every finished sample.
+    Requests are numbered by `order` as they arrive. `to_start` are the sequences that have not started. `on_deltas` is called once
+    in a step with the new tokens of all sequences, and `on_sample` with the index of every sample as it ends.
     """
 
     request: Request
     order: int
-    on_token: Callable[[int, Delta], None] | None = None
+    on_deltas: Callable[[list[Delta]], None] | None = None
     on_sample: Callable[[int, Sample], None] | None = None
-    started: int = 0
+    scored_from: int = 1
     prompt: Prompt | None = None
-    scores: list[float] | None = None
+    scores: list[float] | list[RawLogprob] | None = None
     aborted: bool = False
+    to_start: list[Sequence] = field(init=False)
     sequences: list[Sequence] = field(init=False)
     samples: list[Sample | None] = field(init=False)
     scoring: bool = field(init=False)
@@ -147,16 +150,18 @@ class SequenceGroup:
     def __post_init__(self) -> None:
         self.scoring = self.request.samples == 0
         self.sequences = [Sequence(self, index) for index in range(max(1, self.request.samples))]
+        self.to_start = list(self.sequences)
         self.samples = [None] * self.request.samples
 
     @property
     def unstarted(self) -> int:
-        return self.request.samples - self.started
+        """The number of sequences that will need a slot to start."""
+        return 0 if self.scoring else len(self.to_start)
 
     @property
     def next_sequence(self) -> Sequence:
         """The first sequence that has not started."""
-        return self.sequences[self.started]
+        return self.to_start[0]
 
     @property
     def finished(self) -> bool:
@@ -180,15 +185,17 @@ class RunningBatch:
 
     On the host: the `position` that the last token will take, the number of tokens `generated` and their `limit`, the `table` of
     cache blocks, of which a sequence holds `held`, its `state_slot` there, and whether it is `plain` (temperature 1), `cuts` its
-    support (top-k, top-p) or `streams` its tokens. On the device: `last_token`, the sampling settings, the `uniforms` drawn for
-    every token to come, and the samples: `tokens`, `logprobs`, `versions`.
+    support (top-k, top-p, min_p), `adjusts` its logits (penalties, bias), `streams` its tokens or wants them with `raw`
+    log-probabilities; and settings that few requests have: `min_p`, `presence`, `frequency`. On the device: `last_token`, the
+    sampling settings, the `uniforms` drawn for every token to come, and the samples: `tokens`, `logprobs`, `versions`.
     """
 
     def __init__(self, slots: int, blocks: int, cache: PagedCache) -> None:
         self.slots, self.cache, self.device = slots, cache, cache.device
         self.sequences: list[Sequence] = []
         self.position, self.generated, self.limit, self.held, self.state_slot = np.zeros((5, slots), dtype=np.int64)
-        self.plain, self.cuts, self.streams = np.zeros((3, slots), dtype=np.bool_)
+        self.plain, self.cuts, self.adjusts, self.streams, self.raw = np.zeros((5, slots), dtype=np.bool_)
+        self.min_p, self.presence, self.frequency = np.zeros((3, slots), dtype=np.float32)
         self.table = np.zeros((slots, blocks), dtype=np.int64)
 
         def integers(*shape: int) -> Tensor:
@@ -221,20 +228,25 @@ class RunningBatch:
         return self.slots - len(self.sequences)
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Gives sequences of one group, with indices that follow each other, the next slots. They start or, if they have tokens
-        already, continue."""
-        settings, first = sequences[0].group.request.sampling, sequences[0].index
+        """Gives sequences of one group, in order of their index, the next slots. They start or, if they have tokens already,
+        continue."""
+        group, indices = sequences[0].group, [sequence.index for sequence in sequences]
+        settings = group.request.sampling
         slots = slice(len(self), len(self) + len(sequences))
         self._make_room(settings.max_new_tokens)
         self.limit[slots] = settings.max_new_tokens
         self.plain[slots] = settings.temperature == 1
-        self.cuts[slots] = settings.top_p < 1 or settings.top_k > 0
-        self.streams[slots] = sequences[0].group.on_token is not None
+        self.cuts[slots] = settings.top_p < 1 or settings.top_k > 0 or settings.min_p > 0
+        self.adjusts[slots] = settings.adjusts
+        self.streams[slots] = group.on_deltas is not None
+        self.raw[slots] = group.on_deltas is not None and group.request.top_logprobs is not None
+        self.min_p[slots] = settings.min_p
+        self.presence[slots], self.frequency[slots] = settings.presence_penalty, settings.frequency_penalty
         self["temperature"][slots] = settings.temperature
         self["top_p"][slots] = settings.top_p
         self["top_k"][slots] = settings.top_k
         self._set_stop_ids(slots, settings.stop_ids)
-        draws = uniforms(settings.seed, first + len(sequences), settings.max_new_tokens)[first:]
+        draws = uniforms(settings.seed, indices[-1] + 1, settings.max_new_tokens)[indices]
         self["uniforms"][slots, : settings.max_new_tokens] = put(draws, self.device)
         for slot, sequence in enumerate(sequences, slots.start):
             self._put(slot, sequence)
@@ -333,7 +345,8 @@ class RunningBatch:
 
     def _move(self, targets: Collection[int], sources: Collection[int]) -> None:
         counts = (self.position, self.generated, self.limit, self.held, self.state_slot)
-        hosts = (*counts, self.plain, self.cuts, self.streams, self.table)
+        flags = (self.plain, self.cuts, self.adjusts, self.streams, self.raw)
+        hosts = (*counts, *flags, self.min_p, self.presence, self.frequency, self.table)
         for host in hosts:
             host[list(targets)] = host[list(sources)]
         to, of = (put(list(slots), self.device) for slots in (targets, sources))

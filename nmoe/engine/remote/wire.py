@@ -10,6 +10,7 @@ import base64
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, get_args
 
@@ -26,6 +27,7 @@ WEIGHTS_ID = "x-nmoe-weights"
 """The header of every reply of nmoe's server: another value is another process, or later weights of the same one."""
 
 _PREFIX = "generate-tokens-"  # of request ids in vLLM's replies
+_RARE = ("min_p", "presence_penalty", "frequency_penalty")  # sent where they are set, or vLLM would cut without need
 _NO_LOGPROB = -9999.0  # vLLM sends it for NaN
 UNPUBLISHED = -1
 """The version of weights that a vLLM has loaded by itself, which it calls "default" or not at all."""
@@ -44,6 +46,9 @@ class WireError(InfrastructureError):
 def encode_request(request: Request, stream: bool = False) -> dict[str, Any]:
     """Returns the body of a request. Of the seed the last 64 bits count; they are sent as a signed number, as vLLM takes it."""
     settings = request.sampling
+    rare = {name: value for name in _RARE if (value := getattr(settings, name))}
+    if settings.logit_bias:
+        rare["logit_bias"] = {str(token): value for token, value in settings.logit_bias}
     return {
         "request_id": request.request_id,
         "token_ids": list(request.prompt_ids),
@@ -58,6 +63,7 @@ def encode_request(request: Request, stream: bool = False) -> dict[str, Any]:
             "ignore_eos": True,
             "detokenize": False,
             "logprobs": 0,
+            **rare,
         },
         "stream": stream,
         "return_token_ids": True,
@@ -125,15 +131,24 @@ def _decode_sample(choice: dict[str, Any]) -> Sample:
     return Sample(tokens, logprobs, versions, reason, choice.get("sampling_mask"), array)
 
 
-def encode_delta(request: Request, delta: Delta) -> bytes:
-    """Returns one token of a stream as a server-sent event."""
-    choice = {
-        "index": 0,
-        "token_ids": [delta.token_id],
-        "finish_reason": delta.finish_reason,
-        "logprobs": _encode_logprobs([delta.token_id], [delta.logprob]),
-    }
-    return event({"request_id": request.request_id, "choices": [choice]})
+def encode_deltas(request: Request, deltas: Sequence[Delta]) -> bytes:
+    """Returns tokens of a stream as a server-sent event, with one choice for each sample that has any."""
+    of_sample: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        of_sample.setdefault(delta.index, []).append(delta)
+    choices = []
+    for index, its in of_sample.items():
+        token_ids = [delta.token_id for delta in its if delta.token_id is not None]
+        logprobs = [delta.logprob for delta in its if delta.token_id is not None]
+        choices.append(
+            {
+                "index": index,
+                "token_ids": token_ids,
+                "finish_reason": its[-1].finish_reason,
+                "logprobs": _encode_logprobs(token_ids, logprobs),
+            }
+        )
+    return event({"request_id": request.request_id, "choices": choices})
 
 
 def event(body: dict[str, Any] | None) -> bytes:
@@ -142,8 +157,9 @@ def event(body: dict[str, Any] | None) -> bytes:
 
 
 def decode_deltas(line: str, request: Request) -> list[Delta]:
-    """Returns the tokens in one line of a stream; a line between events and the last one have none. Raises WireError for a line
-    that is torn, and for an error that the server met after the stream had begun."""
+    """Returns the tokens in one line of a stream, without `raw` and `sample`, which are not sent; a line between events and the
+    last one have none. Raises WireError for a line that is torn, and for an error that the server met after the stream had
+    begun."""
     data = line.removeprefix("data:").strip()
     if not data or data == "[DONE]":
         return []
@@ -153,9 +169,17 @@ def decode_deltas(line: str, request: Request) -> list[Delta]:
         deltas: list[Delta] = []
         for choice in body["choices"]:
             tokens, logprobs = _decode_logprobs(choice)
-            reason = choice["finish_reason"]
+            reason, index = choice["finish_reason"], choice["index"]
             _expect(reason in (None, *get_args(FinishReason)), f"its finish reason is {shown(reason)}")
-            deltas += map(Delta, tokens, logprobs, [*[None] * (len(tokens) - 1), reason])
+            _expect(type(index) is int and 0 <= index < request.samples, f"it has the sample {shown(index)}")
+            pairs = zip(tokens, logprobs, strict=True)
+            its = [Delta(token, logprob, None, index) for token, logprob in pairs]
+            if reason is not None and reason != "abort":
+                _expect(bool(its), f"a sample ends by {reason} without a token")
+                its[-1] = replace(its[-1], finish_reason=reason)
+            elif reason is not None:
+                its.append(Delta(None, 0.0, reason, index))
+            deltas += its
     except _TORN as error:
         raise WireError(f"the stream of request {request.request_id} broke off: {_reason(error)}") from None
     return deltas

@@ -15,8 +15,11 @@ from nmoe.types import Sampling
 _TOP = ("request_id", "token_ids", "sampling_params", "stream", "cache_salt", "return_token_ids", "model")
 # What else vLLM's clients send, and the values that ask for nothing but what nmoe does.
 _FIXED: dict[str, tuple[Any, ...]] = {"ignore_eos": (True,), "detokenize": (False,), "logprobs": (0, 1)}
-_PARAMS = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids", *_FIXED)
+_SETTINGS = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids")
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_PARAMS = (*_SETTINGS, "min_p", *_PENALTIES, "logit_bias", *_FIXED)
 _REQUIRED = object()
+_MOST_DIGITS = 19  # of a token id of 63 bits
 
 
 def decode_request(body: Any) -> tuple[Request, bool]:
@@ -30,6 +33,7 @@ def decode_request(body: Any) -> tuple[Request, bool]:
             raise UserError(f"{name} = {shown(given[name])}: this server samples with {name} = {values[0]} alone")
     temperature, top_p = (take(given, name, (int, float), 1.0) for name in ("temperature", "top_p"))
     top_k = take(given, "top_k", int, 0)
+    min_p, presence, frequency = (take(given, name, (int, float), 0.0) for name in ("min_p", *_PENALTIES))
     sampling = Sampling(
         take(given, "max_tokens", int),
         temperature,
@@ -37,9 +41,20 @@ def decode_request(body: Any) -> tuple[Request, bool]:
         0 if top_k == -1 else top_k,
         tuple(take_ids(given, "stop_token_ids", [])),
         take(given, "seed", int) % 2**64,
+        min_p,
+        presence,
+        frequency,
+        _bias(take(given, "logit_bias", dict, {})),
     )
     prompt_ids, samples = tuple(take_ids(body, "token_ids")), take(given, "n", int, 1)
     return Request(prompt_ids, samples, sampling, take(body, "request_id", str)), take(body, "stream", bool, False)
+
+
+def _bias(given: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    for token in given:
+        if not (token.isascii() and token.isdecimal() and len(token) < _MOST_DIGITS):
+            raise UserError(f"logit_bias has the key {shown(token)}: keys are token ids as text, such as '17'")
+    return tuple((int(token), take(given, token, (int, float))) for token in given)
 
 
 def check_names(table: Any, what: str, known: Collection[str]) -> None:

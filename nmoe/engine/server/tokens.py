@@ -4,7 +4,7 @@ nmoe's own."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.engine.remote.wire import GENERATE, encode_delta, encode_samples, error_body, event
+from nmoe.engine.remote.wire import GENERATE, encode_deltas, encode_samples, error_body, event
 from nmoe.engine.server.http import body_of, json_reply, unless_gone
 from nmoe.engine.server.requests import check_names, decode_request, take, take_ids
 from nmoe.errors import UserError
@@ -50,9 +50,8 @@ class TokenRoutes:
 
     async def generate(self, asked: Asked) -> Response:
         request, streamed = decode_request(await body_of(asked, self._most_bytes))
-        most = 1 if streamed else _MOST_SAMPLES
-        if request.samples > most:
-            raise UserError(f"n = {request.samples}: must be at most {most}{' with stream = true' if streamed else ''}")
+        if request.samples > _MOST_SAMPLES:
+            raise UserError(f"n = {request.samples}: must be at most {_MOST_SAMPLES}")
         await self._admit()
         if not streamed:
             samples = await unless_gone(asked, self._held(request.request_id, self._engine.generate(request)))
@@ -63,17 +62,17 @@ class TokenRoutes:
         return StreamingResponse(self._events(request, first, deltas), media_type="text/event-stream")
 
     async def _events(
-        self, request: Request, first: Delta | None, deltas: AsyncIterator[Delta]
+        self, request: Request, first: list[Delta], deltas: AsyncGenerator[list[Delta], None]
     ) -> AsyncGenerator[bytes, None]:
         with self._counted(request.request_id):
             try:
-                while first is not None:
-                    yield encode_delta(request, first)
+                while first:
+                    yield encode_deltas(request, first)
                     first = await _next(deltas)
             except (UserError, RuntimeError) as error:
                 yield event(error_body(500, str(error)))
             finally:
-                await deltas.aclose()  # type: ignore[attr-defined]
+                await deltas.aclose()
             yield event(None)
 
     async def score(self, asked: Asked) -> Response:
@@ -110,5 +109,5 @@ class TokenRoutes:
                 self.idle.set()
 
 
-async def _next(deltas: AsyncIterator[Delta]) -> Delta | None:
-    return await anext(deltas, None)
+async def _next(deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
+    return await anext(deltas, [])

@@ -84,7 +84,7 @@ class Choice:
     def _read(self, added: Addition, deltas: Sequence[Delta]) -> None:
         added.deltas += deltas
         self.tokens += len(deltas)
-        self._append(added, self._reader.feed([delta.token_id for delta in deltas]))
+        self._append(added, self._reader.feed([delta.token_id for delta in deltas if delta.token_id is not None]))
 
     def _append(self, added: Addition, pieces: list[Piece]) -> None:
         for piece in pieces:

@@ -56,10 +56,10 @@ def end(engine: NativeEngine, runs: Sequence[Run], why: str) -> None:
 async def _of_one(engine: NativeEngine, run: Run) -> AsyncGenerator[list[Addition], None]:
     deltas = engine.stream(run.request)
     try:
-        async for delta in deltas:
-            yield _read(engine, run, [delta])
+        async for new in deltas:
+            yield _read(engine, run, new)
     finally:
-        await deltas.aclose()  # type: ignore[attr-defined]
+        await deltas.aclose()
 
 
 def _read(engine: NativeEngine, run: Run, deltas: Sequence[Delta]) -> list[Addition]:
