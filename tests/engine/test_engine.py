@@ -1,7 +1,9 @@
 """The engine in front of the step machine: waiting, streaming, aborting, failing and ending."""
 
 import asyncio
+import copy
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from nmoe.engine.api import Delta, Request
+from nmoe.engine.native import engine as engine_module
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.errors import DivergenceError, InfrastructureError, UserError
@@ -167,7 +170,7 @@ def test_a_request_for_samples_that_can_not_fit_is_refused(model: Transformer, r
 
 
 async def heard(engine: NativeEngine, request: Request) -> list[Delta]:
-    return [delta async for delta in engine.stream(request)]
+    return [delta async for deltas in engine.stream(request) for delta in deltas]
 
 
 def test_a_stream_yields_what_generate_returns(model: Transformer, request_of: MakeRequest) -> None:
@@ -182,13 +185,103 @@ def test_a_stream_yields_what_generate_returns(model: Transformer, request_of: M
     assert [delta.token_id for delta in deltas] == sample.token_ids
     assert [delta.logprob for delta in deltas] == pytest.approx(sample.logprobs, abs=1e-5)
     assert [delta.finish_reason for delta in deltas] == [None] * 11 + ["length"]
+    assert deltas[-1].sample is not None
+    assert deltas[-1].sample.versions == sample.versions
+    assert (deltas[-1].sample.routes == sample.routes).all()
     assert [len(other.token_ids) for other in others] == [20, 20]
+
+
+def test_a_stream_of_several_samples_is_what_generate_returns(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 2)  # the third sample starts when another has ended
+    request = request_of("a", 5, 3, 12)
+    deltas, samples = engine.run(heard(engine, request)), engine.run(engine.generate(request))
+    for index, sample in enumerate(samples):
+        mine = [delta for delta in deltas if delta.index == index]
+        assert [delta.token_id for delta in mine] == sample.token_ids
+        assert [delta.finish_reason for delta in mine] == [None] * 11 + ["length"]
+        assert [delta.sample is None for delta in mine] == [True] * 11 + [False]
+
+
+def test_one_call_wakes_the_loop_for_all_streams_of_a_step(
+    model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calls = NativeEngine(model, 8), []
+
+    def counting(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *args: object) -> None:
+        calls.append(act.__name__)
+        loop.call_soon_threadsafe(act, *args)
+
+    monkeypatch.setattr(engine_module, "_call_on", counting)
+
+    async def all_of_them() -> list[list[Delta]]:
+        return await asyncio.gather(*(heard(engine, request_of(f"{at}", 5, 1, 12)) for at in range(8)))
+
+    heard_of = engine.run(all_of_them())
+    assert [len(deltas) for deltas in heard_of] == [12] * 8
+    assert calls.count("_put_all") <= engine.stats().decode_steps
+    assert calls.count("_resolve") == 8
+
+
+@pytest.mark.usefixtures("slow")
+def test_one_sample_of_a_stream_is_aborted(model: Transformer, request_of: MakeRequest) -> None:
+    engine, request = NativeEngine(model, 4), request_of("a", 5, 3, 40)
+
+    async def without_the_second() -> list[Delta]:
+        found: list[Delta] = []
+        async for deltas in engine.stream(request):
+            if not found:
+                engine.abort("a", 1)
+            found += deltas
+        return found
+
+    deltas = engine.run(without_the_second())
+    for index, expected in enumerate(alone(model, request)):
+        assert expected is not None
+        mine = [delta for delta in deltas if delta.index == index]
+        tokens = [delta.token_id for delta in mine if delta.token_id is not None]
+        assert mine[-1].sample is not None
+        assert tokens == mine[-1].sample.token_ids == expected.token_ids[: len(tokens)]
+        assert mine[-1].finish_reason == ("abort" if index == 1 else "length")
+        assert (len(tokens) < 40) == (index == 1)
+
+
+def test_likelihoods_have_none_for_the_first_token(model: Transformer) -> None:
+    engine, ids = NativeEngine(model, 2), [5, 9, 2, 44, 17]
+
+    async def all_three() -> list[Any]:
+        return await asyncio.gather(
+            engine.likelihoods(ids),
+            engine.likelihoods(ids, top=2, start=3),
+            engine.likelihoods(ids[:1]),
+            engine.score(ids),
+        )
+
+    whole, end, single, scores = engine.run(all_three())
+    assert whole[0] is None
+    assert [one.logprob for one in whole[1:]] == pytest.approx(scores, abs=1e-6)
+    assert {one.top for one in whole[1:]} == {()}
+    assert [one.logprob for one in end] == pytest.approx(scores[2:], abs=1e-6)
+    assert {len(one.top) for one in end} == {2}
+    assert single == [None]
+    for wrong, message in (([], "there are no tokens to score"), ([48], "prompt ids must lie in 0..47")):
+        with pytest.raises(UserError, match=message):
+            engine.run(engine.likelihoods(wrong))
+
+
+def test_weights_that_diverged_are_named_by_a_stream(model: Transformer, request_of: MakeRequest) -> None:
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.head_weight.fill_(math.nan)
+    engine = NativeEngine(broken, 2)
+    for ask in (heard, NativeEngine.generate):
+        with pytest.raises(DivergenceError, match="logits are not finite"):
+            engine.run(ask(engine, request_of("a", 5, 2, 12)))
+    with pytest.raises(DivergenceError, match="log-probabilities are not finite"):
+        engine.run(engine.likelihoods([1, 2, 3]))
 
 
 def test_a_stream_refuses_what_it_can_not_give(model: Transformer, request_of: MakeRequest) -> None:
     engine = NativeEngine(model, 4)
-    with pytest.raises(ValueError, match="samples must be 1"):
-        engine.run(heard(engine, request_of("a", 5, 2, 12)))
     with pytest.raises(UserError, match="prompt of 60 tokens"):
         engine.run(heard(engine, request_of("b", 60, 1, 12)))
 
@@ -199,15 +292,15 @@ def test_a_stream_left_early_ends_its_request(model: Transformer, request_of: Ma
 
     async def first_two() -> list[Delta]:
         stream = engine.stream(request_of("a", 5, 1, 50))
-        deltas = [await anext(stream), await anext(stream)]
-        await stream.aclose()  # type: ignore[attr-defined]
+        deltas = [*await anext(stream), *await anext(stream)]
+        await stream.aclose()
         assert engine.stats().running == 0
         return deltas
 
     deltas = engine.run(first_two())
-    expected = alone(model, request_of("a", 5, 1, 2))[0]
+    expected = alone(model, request_of("a", 5, 1, 50))[0]
     assert expected is not None
-    assert [delta.token_id for delta in deltas] == expected.token_ids
+    assert [delta.token_id for delta in deltas] == expected.token_ids[: len(deltas)]
     assert engine.stats().generated_tokens < 50
 
 

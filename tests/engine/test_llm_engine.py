@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nmoe.engine.api import Delta, Request
+from nmoe.engine.api import Delta, RawLogprob, Request
 from nmoe.engine.native import runner
 from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.llm_engine import LLMEngine
@@ -517,11 +518,11 @@ def test_an_interrupted_step_leaves_an_empty_engine(tiny_model: MakeModel, reque
     model = tiny_model()
     (expected,) = samples_of(model, 2, request_of("a", 5, 2, 9))
 
-    def interrupt(index: int, delta: Delta) -> None:
+    def interrupt(deltas: list[Delta]) -> None:
         raise KeyboardInterrupt
 
     engine = LLMEngine(model, 2)
-    engine.add(request_of("a", 5, 2, 9), on_token=interrupt)
+    engine.add(request_of("a", 5, 2, 9), on_deltas=interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert engine.idle
@@ -764,13 +765,215 @@ def test_greedy_takes_the_likeliest_token_every_time(
 def test_tokens_are_streamed_as_they_are_sampled(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model()
     engine = LLMEngine(model, 3)
-    heard: dict[int, list[Delta]] = {0: [], 1: [], 2: []}
-    group = engine.add(request_of("a", 5, 3, 7), lambda index, delta: heard[index].append(delta))
+    heard: list[Delta] = []
+    group = engine.add(request_of("a", 5, 3, 7), heard.extend)
     engine.add(request_of("b", 5, 3, 7))
     engine.step()
-    assert [len(deltas) for deltas in heard.values()] == [2, 2, 2]
+    assert [delta.index for delta in heard] == [0, 1, 2, 0, 1, 2]
     run(engine)
     for index, sample in enumerate(whole(group.samples)):
-        assert [delta.token_id for delta in heard[index]] == sample.token_ids
-        assert [delta.logprob for delta in heard[index]] == sample.logprobs
-        assert [delta.finish_reason for delta in heard[index]] == [None] * 6 + ["length"]
+        mine = [delta for delta in heard if delta.index == index]
+        assert [delta.token_id for delta in mine] == sample.token_ids
+        assert [delta.logprob for delta in mine] == sample.logprobs
+        assert [delta.finish_reason for delta in mine] == [None] * 6 + ["length"]
+        assert [delta.sample for delta in mine] == [None] * 6 + [sample]
+        assert {delta.raw for delta in mine} == {None}
+
+
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "frequency_penalty": 1.5},
+    {"presence_penalty": 2.0, "frequency_penalty": 0.25, "temperature": 0.7},
+    {"logit_bias": ((3, 100.0), (4, 99.0)), "top_k": 5},
+    {"min_p": 0.9},
+    {"min_p": 0.5, "top_p": 0.9, "presence_penalty": -1.0},
+]
+
+
+def adjusted(logits: Tensor, token_ids: list[int], asked: Sampling) -> Tensor:
+    """The tempered logits that a completion was drawn from, one row for each of its tokens, computed token by token."""
+    logits = logits.double().clone()
+    for row in range(len(token_ids)):
+        for token in range(logits.shape[1]):
+            count = token_ids[:row].count(token)
+            logits[row, token] -= asked.frequency_penalty * count + asked.presence_penalty * (count > 0)
+        for token, value in asked.logit_bias:
+            logits[row, token] += value
+    return logits / (asked.temperature or 1.0)
+
+
+def test_penalties_bias_and_min_p_in_a_mixed_batch(
+    tiny_model: MakeModel, request_of: MakeRequest, full_forward: FullForward
+) -> None:
+    """Rows of every kind together, over a cache so small that some are preempted, against a plain forward pass."""
+    model = tiny_model()
+    engine = LLMEngine(model, 5, 9 * bytes_per_block(model.config, torch.float32))
+    deltas: dict[str, list[Delta]] = {}
+    groups = []
+    for at, extra in enumerate(EXTRAS):
+        request = replace(request_of(f"r{at}", 5 + at, 2, 24, **extra), top_logprobs=at)
+        groups.append(engine.add(request, deltas.setdefault(request.request_id, []).extend))
+    run(engine)
+    assert engine.stats().preemptions > 0
+    for group in groups:
+        asked = group.request.sampling
+        for index, sample in enumerate(whole(group.samples)):
+            logits, _ = full_forward(model, group.request.prompt_ids, sample.token_ids)
+            tempered = adjusted(logits, sample.token_ids, asked)
+            probabilities = tempered.softmax(-1)
+            cutting = bool(asked.min_p or asked.top_k or asked.top_p < 1)
+            assert (sample.kept_ids is not None) == cutting
+            if cutting:
+                kept = [sorted(ids) for ids in sample.kept_ids or []]
+                naive = kept_mask(tempered.float(), torch.full((24,), asked.top_p), torch.full((24,), asked.top_k)) & (
+                    probabilities >= asked.min_p * probabilities.amax(-1, keepdim=True)
+                )
+                assert kept == [row.nonzero().flatten().tolist() for row in naive]
+                tempered = tempered.masked_fill(~naive, float("-inf"))
+            tokens = torch.tensor(sample.token_ids)
+            if asked.temperature == 0:
+                assert sample.token_ids == tempered.argmax(-1).tolist()
+                assert sample.logprobs == [0.0] * 24
+            else:
+                draws = uniforms(asked.seed, 2, 24)[index]
+                mass = tempered.softmax(-1).cumsum(-1)
+                for row, token in enumerate(sample.token_ids):
+                    assert (mass[row, token - 1] if token else 0) - 1e-5 <= draws[row] <= mass[row, token] + 1e-5
+                expected = tempered.log_softmax(-1).gather(1, tokens[:, None]).flatten()
+                assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+            raw = torch.log_softmax(logits, -1)
+            mine = [delta for delta in deltas[group.request.request_id] if delta.index == index]
+            assert [delta.token_id for delta in mine] == sample.token_ids
+            for row, delta in enumerate(mine):
+                assert delta.raw is not None
+                assert delta.raw.logprob == pytest.approx(raw[row, delta.token_id].item(), abs=1e-5)
+                most = raw[row].topk(group.request.top_logprobs)
+                assert [value for _, value in delta.raw.top] == pytest.approx(most.values.tolist(), abs=1e-5)
+                assert [token for token, _ in delta.raw.top] == most.indices.tolist()
+
+
+def test_a_request_without_extras_gets_the_same_bits_beside_one_that_has_them(
+    tiny_model: MakeModel, request_of: MakeRequest
+) -> None:
+    model = tiny_model().set_numerics("exact")
+    plain = request_of("plain", 5, 3, 20)
+    ((alone),) = samples_of(model, 8, plain)
+    engine = LLMEngine(model, 8)
+    group = engine.add(plain)
+    for at, extra in enumerate(EXTRAS):
+        engine.add(replace(request_of(f"r{at}", 5, 1, 20, **extra), top_logprobs=3), lambda deltas: None)
+    run(engine)
+    for mine, expected in zip(whole(group.samples), alone, strict=True):
+        assert (mine.token_ids, mine.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+@pytest.mark.parametrize("extra", EXTRAS[1:], ids=str)
+def test_sixty_four_requests_at_once_are_those_one_by_one(
+    tiny_model: MakeModel, request_of: MakeRequest, extra: dict[str, Any]
+) -> None:
+    """Exact numerics: equal bits, raw log-probabilities included."""
+    model = tiny_model().set_numerics("exact")
+    requests = [replace(request_of(f"{at}", 3 + at % 7, 1, 6, **extra), top_logprobs=2) for at in range(64)]
+
+    def streamed(engine: LLMEngine, asked: list[Request]) -> dict[str, list[Delta]]:
+        deltas: dict[str, list[Delta]] = {request.request_id: [] for request in asked}
+        for request in asked:
+            engine.add(request, deltas[request.request_id].extend)
+        run(engine)
+        return deltas
+
+    together, engine = streamed(LLMEngine(model, 64), requests), LLMEngine(model, 64)
+    for request in requests:
+        engine.forget_prefixes()
+        found, expected = together[request.request_id], streamed(engine, [request])[request.request_id]
+        assert [(d.token_id, d.logprob, d.raw) for d in found] == [(d.token_id, d.logprob, d.raw) for d in expected]
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 13, 29])
+@pytest.mark.parametrize("prefill", [7, 8192])
+def test_likelihoods_are_those_of_a_full_forward(
+    tiny_model: MakeModel, full_forward: FullForward, monkeypatch: pytest.MonkeyPatch, start: int, prefill: int
+) -> None:
+    monkeypatch.setattr(runner, "_PIECE_LOGITS", 48 * 4)  # pieces of four rows
+    model = tiny_model()
+    ids = torch.randint(48, (30,), generator=torch.Generator().manual_seed(3)).tolist()
+    engine = LLMEngine(model, 2, prefill_tokens=prefill)
+    group = engine.add_likelihoods(ids, 3, start, "likelihoods")
+    run(engine)
+    logits, _ = full_forward(model, tuple(ids[:1]), ids[1:])
+    expected = logits.log_softmax(-1)[max(1, start) - 1 :]
+    assert group.scores is not None
+    assert len(group.scores) == len(expected) == 30 - max(1, start)
+    for row, (score, token) in enumerate(zip(group.scores, ids[max(1, start) :], strict=True)):
+        assert isinstance(score, RawLogprob)
+        assert score.logprob == pytest.approx(expected[row, token].item(), abs=1e-5)
+        most = expected[row].topk(3)
+        assert [token for token, _ in score.top] == most.indices.tolist()
+        assert [value for _, value in score.top] == pytest.approx(most.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "ready", "running", "preempted"])
+def test_one_sample_of_several_is_aborted(tiny_model: MakeModel, request_of: MakeRequest, state: str) -> None:
+    model = tiny_model()
+    request = request_of("a", 20, 4, 30)
+    (expected,) = samples_of(model, 8, request)
+    engine = LLMEngine(model, 2 if state == "ready" else 8, prefill_tokens=5 if state == "prefilling" else 8192)
+    deltas: list[Delta] = []
+    group = engine.add(request, deltas.extend)
+    gone = 3 if state == "ready" else 0
+    if state != "waiting":
+        engine.step()
+    if state == "preempted":
+        engine.commit(0, recompute=True)
+    status = {"waiting": "WAITING", "ready": "WAITING"}.get(state, state.upper())
+    assert group.sequences[gone].status.name == status
+    assert engine.abort("a", gone) == []
+    assert engine.abort("a", gone) == []  # it has ended
+    run(engine)
+    samples = whole(group.samples)
+    for index, (sample, whole_one) in enumerate(zip(samples, expected, strict=True)):
+        mine = [delta for delta in deltas if delta.index == index]
+        assert [delta.token_id for delta in mine if delta.token_id is not None] == sample.token_ids
+        assert mine[-1].sample is sample
+        if index == gone:
+            assert (mine[-1].token_id, mine[-1].finish_reason, sample.finish_reason) == (None, "abort", "abort")
+            assert sample.token_ids == whole_one.token_ids[: len(sample.token_ids)]
+            assert len(sample.token_ids) == (2 if state in ("running", "preempted") else 0)
+        else:
+            assert sample.token_ids == whole_one.token_ids
+    assert engine.idle
+    assert engine.stats().cache_use == 0
+
+
+def test_a_request_whose_samples_are_aborted_one_by_one_ends(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    engine = LLMEngine(tiny_model(), 2)
+    group = engine.add(request_of("a", 20, 3, 30))
+    engine.step()
+    assert [engine.abort("a", index) for index in (2, 0, 1)] == [[], [], [group]]
+    assert engine.idle
+    assert engine.stats().cache_use == 0
+    assert [len(sample.token_ids) for sample in whole(group.samples)] == [2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"min_p": 1.5}, r"min_p = 1.5 must lie in \[0, 1\]"),
+        ({"min_p": float("nan")}, "min_p = nan must lie in"),
+        ({"presence_penalty": 2.5}, "presence_penalty = 2.5 must lie in -2..2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty = nan must lie in -2..2"),
+        ({"logit_bias": ((3, 101.0),)}, r"logit_bias has 101.0; it must lie in -100\.\.100"),
+        ({"logit_bias": ((48, 1.0),)}, "logit_bias has token 48; the model's are 0..47"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "names a token twice"),
+    ],
+)
+def test_settings_beyond_their_limits_are_refused(
+    tiny_model: MakeModel, request_of: MakeRequest, changed: dict[str, Any], message: str
+) -> None:
+    engine = LLMEngine(tiny_model(), 2)
+    with pytest.raises(UserError, match=message):
+        engine.add(request_of("a", 5, 1, 9, **changed))
+    with pytest.raises(UserError, match=r"top_logprobs = 49 must lie in 0\.\.48"):
+        engine.add(replace(request_of("a", 5, 1, 9), top_logprobs=49))
+    assert engine.idle

@@ -10,22 +10,23 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from nmoe.engine.native.sampler import SamplingColumns, kept_mask, sample, uniforms
+from nmoe.engine.native.sampler import SamplingColumns, kept_mask, penalized, raw_logprobs, sample, uniforms
 from nmoe.model.logprobs import head_logprobs, restrict_to_kept
 
 LARGEST = 1 - 2**-24  # the largest draw below 1
 INF = float("inf")
 
 
-def columns(rows: int, temperature=1.0, top_p=1.0, top_k=0) -> SamplingColumns:
+def columns(rows: int, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> SamplingColumns:
     """The same settings for every row, or a list of them."""
 
     def column(value, dtype: torch.dtype) -> Tensor:
         return torch.tensor(value if isinstance(value, list) else [value] * rows, dtype=dtype)
 
     settings = [column(temperature, torch.float32), column(top_p, torch.float32), column(top_k, torch.int64)]
-    cuts = bool((settings[1] < 1).any() or (settings[2] > 0).any())
-    return SamplingColumns(*settings, plain=bool((settings[0] == 1).all()), cuts=cuts)
+    cuts = bool((settings[1] < 1).any() or (settings[2] > 0).any() or min_p)
+    rare = column(min_p, torch.float32) if min_p else None
+    return SamplingColumns(*settings, plain=bool((settings[0] == 1).all()), cuts=cuts, min_p_B=rare)
 
 
 def logits_of(probabilities: list[float], rows: int = 1) -> Tensor:
@@ -55,6 +56,12 @@ def test_a_draw_falls_where_the_cumulated_mass_first_exceeds_it() -> None:
         ({"top_k": 2}, [0.625, 0.375, 0, 0]),
         ({"top_p": 0.9}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
         ({"temperature": 0.5, "top_k": 3, "top_p": 0.9}, [0.25 / 0.34, 0.09 / 0.34, 0, 0]),
+        ({"min_p": 0.31}, [0.625, 0.375, 0, 0]),
+        (
+            {"temperature": 2.0, "min_p": 0.5},
+            [math.sqrt(p) / sum(map(math.sqrt, (0.5, 0.3, 0.15))) for p in (0.5, 0.3, 0.15)] + [0],
+        ),
+        ({"top_k": 3, "min_p": 0.05}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
     ],
     ids=str,
 )
@@ -70,6 +77,63 @@ def test_frequencies_are_the_probabilities(settings: dict[str, float], expected:
         assert logprobs[tokens == token].tolist() == pytest.approx(
             [math.log(expected[token])] * counts[token], abs=1e-5
         )
+
+
+def test_min_p_keeps_what_transformers_keeps() -> None:
+    from transformers.generation.logits_process import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    logits = 3 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+    for temperature, top_k, top_p, min_p in [(1.0, 0, 1.0, 0.1), (0.6, 20, 1.0, 0.02), (1.7, 30, 0.9, 0.3)]:
+        warpers = [TemperatureLogitsWarper(temperature)]
+        warpers += [TopKLogitsWarper(top_k)] if top_k else []
+        warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+        expected = LogitsProcessorList([*warpers, MinPLogitsWarper(min_p)])(torch.zeros(200, 1).long(), logits)
+        _, _, kept = sample(logits, columns(200, temperature, top_p, top_k, min_p), torch.zeros(200))
+        assert kept is not None
+        assert torch.equal(kept, expected.isfinite())
+        assert 200 < kept.sum() < kept.numel()
+
+
+def test_min_p_of_one_keeps_the_largest_and_its_equals() -> None:
+    _, _, kept = sample(torch.tensor([[1.0, 3.0, 3.0, 2.9]]), columns(1, min_p=1.0), torch.zeros(1))
+    assert kept is not None
+    assert kept.tolist() == [[False, True, True, False]]
+
+
+def test_penalties_are_openais() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]])
+    tokens = torch.tensor([[2, 2, 0, 3], [1, 3, 3, 3], [1, 1, 1, 1]])
+    counted = torch.tensor([3, 4, 0])  # the last row's tokens are those of an earlier sequence
+    found = penalized(logits, tokens, counted, torch.tensor([0.5, 0.0, 2.0]), torch.tensor([0.25, -1.0, 2.0]))
+    assert found.tolist() == [[0.25, 2.0, 2.0, 4.0], [1.0, 3.0, 3.0, 7.0], [1.0, 2.0, 3.0, 4.0]]
+
+
+def test_raw_logprobs_are_sorted_and_of_equals_the_lower_id_comes_first() -> None:
+    logits = torch.tensor(
+        [[0.0, 2.0, -1.0, 2.0, 0.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0, 5.0], [-1e4, 0.0, -1e4, -1e4, -9e3, -1e4]]
+    )
+    found, values, ids = raw_logprobs(logits, torch.tensor([3, 5, 1]), 5)
+    expected = logits.log_softmax(-1)
+    assert ids.tolist() == [[1, 3, 0, 4, 5], [0, 1, 2, 3, 4], [1, 4, 0, 2, 3]]
+    assert torch.allclose(values, expected.gather(1, ids), rtol=0, atol=1e-6)
+    assert found.tolist() == pytest.approx(expected[[0, 1, 2], [3, 5, 1]].tolist(), abs=1e-6)
+    assert math.copysign(1, values[2, 0].item()) == 1  # all mass: 0, and not -0
+    _, none, _ = raw_logprobs(logits, torch.tensor([3, 5, 1]), 0)
+    assert none.shape == (3, 0)
+
+
+def test_the_likeliest_of_a_wide_vocabulary_are_those_of_a_sort() -> None:
+    logits = torch.randint(-4, 5, (8, 5000), generator=torch.Generator().manual_seed(1)).float()  # many are equal
+    _, values, ids = raw_logprobs(logits, torch.zeros(8, dtype=torch.int64), 700)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :700]
+    assert torch.equal(ids, order)
+    assert torch.allclose(values, logits.log_softmax(-1).gather(1, order), rtol=0, atol=2e-6)
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:

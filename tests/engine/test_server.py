@@ -227,6 +227,19 @@ def test_a_stream_has_the_tokens_of_the_whole_reply(
     assert [delta.finish_reason for delta in deltas] == [None] * 19 + ["length"]
 
 
+def test_a_stream_has_all_samples_of_a_request(
+    server: Server, models: list[Transformer], request_of: MakeRequest
+) -> None:
+    request = request_of("streamed", 9, 3, 20, min_p=0.2, presence_penalty=1.0, logit_bias=((7, 2.0),))
+    (samples,) = local(models[0], request)
+    deltas = streamed(server, request)
+    for index, sample in enumerate(samples):
+        mine = [delta for delta in deltas if delta.index == index]
+        assert [delta.token_id for delta in mine] == sample.token_ids
+        assert [delta.logprob for delta in mine] == sample.logprobs
+        assert [delta.finish_reason for delta in mine] == [None] * 19 + ["length"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_closed_connection_ends_its_request(server: Server, request_of: MakeRequest, stream: bool) -> None:
     body = encode_request(request_of("left early", 5, 1, LONG), stream)
@@ -491,7 +504,8 @@ def test_a_bad_request_is_refused_and_the_server_lives(
         ({"sampling_params": good["sampling_params"] | {"max_tokens": CONTEXT}}, "exceeds the model's context"),
         ({"sampling_params": good["sampling_params"] | {"max_tokens": 0}}, "must be at least 1"),
         ({"sampling_params": good["sampling_params"] | {"n": 10**9}}, "must be at most 4096"),
-        ({"sampling_params": good["sampling_params"] | {"n": 2}, "stream": True}, "at most 1 with stream = true"),
+        ({"sampling_params": good["sampling_params"] | {"min_p": 2.0}}, "must lie in [0, 1]"),
+        ({"sampling_params": good["sampling_params"] | {"logit_bias": {"48": 1}}}, "the model's are 0..47"),
         ({"token_ids": [48], "stream": True}, "prompt ids must lie in 0..47"),
         ({"prompt": "Hello"}, "the body has prompt"),
     ):

@@ -45,7 +45,7 @@ def test_a_decode_step_waits_a_fixed_number_of_times(name: str) -> None:
 
     def sampled(engine: LLMEngine, after: Callable[[], None]) -> tuple[list[Sample | None], list[Delta]]:
         deltas: list[Delta] = []
-        group = engine.add(Request((5, 6, 7), 6, REQUESTS[name], "six"), lambda _, delta: deltas.append(delta))
+        group = engine.add(Request((5, 6, 7), 6, REQUESTS[name], "six"), deltas.extend)
         while not engine.idle:
             engine.step()
             after()

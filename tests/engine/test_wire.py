@@ -21,7 +21,7 @@ from nmoe.engine.remote.wire import (
     WireError,
     decode_deltas,
     decode_samples,
-    encode_delta,
+    encode_deltas,
     encode_request,
     encode_samples,
     error_body,
@@ -41,6 +41,10 @@ samplings = st.builds(
     top_k=st.integers(0, 2**62),
     stop_ids=st.lists(ids, max_size=3).map(tuple),
     seed=st.integers(0, 2**64 - 1),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(ids, st.floats(-100, 100), max_size=3).map(lambda bias: tuple(bias.items())),
 )
 requests = st.builds(Request, st.lists(ids, min_size=1).map(tuple), st.integers(1, 3), samplings, st.text(max_size=12))
 
@@ -96,7 +100,47 @@ def test_samples_arrive_bit_for_bit(request: Request, data: st.DataObject) -> No
 @given(ids, logprobs, st.sampled_from([None, "stop", "length"]))
 def test_a_streamed_token_arrives_as_it_was(token: int, logprob: float, reason: Any) -> None:
     delta = Delta(token, logprob, reason)
-    assert decode_deltas(encode_delta(REQUEST, delta).decode(), REQUEST) == [delta]
+    assert decode_deltas(encode_deltas(REQUEST, [delta]).decode(), REQUEST) == [delta]
+
+
+def test_tokens_of_several_samples_share_an_event() -> None:
+    request = Request((5, 6), 3, Sampling(3), "r")
+    first = [Delta(7, -0.5, None, 2), Delta(8, -0.25, "stop", 2)]
+    second = [Delta(9, -0.125, None, 0), Delta(None, 0.0, "abort", 0)]
+    last = [Delta(None, 0.0, "abort", 1)]
+    sent_event = encode_deltas(request, [first[0], second[0], first[1], second[1], last[0]]).decode()
+    assert json.loads(sent_event.removeprefix("data: "))["choices"][2] == {
+        "index": 1,
+        "token_ids": [],
+        "finish_reason": "abort",
+        "logprobs": {"content": []},
+    }
+    assert decode_deltas(sent_event, request) == [*first, *second, *last]
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"index": 3}, "it has the sample 3"),
+        ({"index": True}, "it has the sample True"),
+        ({"finish_reason": "stop"}, "a sample ends by stop without a token"),
+    ],
+)
+def test_a_choice_that_can_not_be_is_refused(choice: dict[str, Any], message: str) -> None:
+    whole = {"index": 0, "token_ids": [], "finish_reason": None, "logprobs": None} | choice
+    with pytest.raises(WireError, match=message):
+        decode_deltas(json.dumps({"choices": [whole]}), Request((5, 6), 3, Sampling(3), "r"))
+
+
+def test_rare_settings_are_sent_only_where_they_are_set() -> None:
+    common = encode_request(REQUEST)["sampling_params"]
+    assert not common.keys() & {"min_p", "presence_penalty", "frequency_penalty", "logit_bias"}
+    rare = Sampling(3, min_p=0.1, presence_penalty=0.5, frequency_penalty=-1.0, logit_bias=((7, -100.0), (9, 2.5)))
+    request = Request((5, 6), 1, rare, "r")
+    params = encode_request(request)["sampling_params"]
+    assert params["logit_bias"] == {"7": -100.0, "9": 2.5}
+    assert (params["min_p"], params["presence_penalty"], params["frequency_penalty"]) == (0.1, 0.5, -1.0)
+    assert decode_request(json.loads(sent(encode_request(request)))) == (request, False)
 
 
 REQUEST = Request((5, 6), 1, Sampling(3, seed=2**64 - 1, stop_ids=(9,)), "step/1 'a'")
@@ -290,7 +334,11 @@ def test_a_stream_ends_and_breaks_off() -> None:
         ((), "stream", "yes", "must be bool"),
         ((), "prompt", "Hello", "the body has prompt, which this server does not know"),
         ((), "sampling_params", [], "must be a JSON object"),
-        (("sampling_params",), "min_p", 0.1, "sampling_params has min_p"),
+        (("sampling_params",), "repetition_penalty", 1.1, "sampling_params has repetition_penalty"),
+        (("sampling_params",), "min_p", "0.1", "must be int or float"),
+        (("sampling_params",), "logit_bias", {"seven": 1}, "logit_bias has the key 'seven'"),
+        (("sampling_params",), "logit_bias", {"9" * 30: 1}, "keys are token ids as text"),
+        (("sampling_params",), "logit_bias", {"7": "1"}, "must be int or float"),
         (("sampling_params",), "max_tokens", None, "max_tokens = None: must be int"),
         (("sampling_params",), "max_tokens", 3.0, "must be int"),
         (("sampling_params",), "max_tokens", True, "must be int"),

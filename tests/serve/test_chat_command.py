@@ -98,10 +98,10 @@ def test_chat_talks_to_models_with_a_template(
     asked: list[Request] = []
     said = ["<think>\nhm\n</think>\n\n42", "84"] if family == "qwen" else ["42", "84"]
 
-    async def stream(self: NativeEngine, request: Request) -> AsyncIterator[Delta]:
+    async def stream(self: NativeEngine, request: Request) -> AsyncIterator[list[Delta]]:
         asked.append(request)
         for token_id in ChatTemplate(tokenizer).completion_ids(said[len(asked) - 1]):
-            yield Delta(token_id, 0.0, None)
+            yield [Delta(token_id, 0.0, None)]
 
     monkeypatch.setattr(NativeEngine, "stream", stream)
     monkeypatch.setattr(sys, "stdin", io.StringIO("6 * 7?\nAnd doubled?\n"))
@@ -141,10 +141,10 @@ def test_a_run_is_asked_as_its_environment_asked_it(
     (tmp_path / "config.toml").write_text(BRIEF)
     asked: list[Request] = []
 
-    async def stream(self: NativeEngine, request: Request) -> AsyncIterator[Delta]:
+    async def stream(self: NativeEngine, request: Request) -> AsyncIterator[list[Delta]]:
         asked.append(request)
         for token_id in ChatTemplate(tokenizer).completion_ids("42"):
-            yield Delta(token_id, 0.0, None)
+            yield [Delta(token_id, 0.0, None)]
 
     async def generate(self: NativeEngine, request: Request) -> list[Sample]:
         asked.append(request)

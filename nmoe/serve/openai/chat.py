@@ -124,7 +124,7 @@ class ChatJob:
     def _logprobs(self, added: Addition) -> str:
         if self.asked.top is None or not added.deltas:
             return "null"
-        tokens = [(delta.token_id, vars(delta)["raw"]) for delta in added.deltas]
+        tokens = [(delta.token_id, delta.raw) for delta in added.deltas if delta.token_id is not None]
         entries = chat_entries(self._names, tokens, self.asked.with_ids, self.asked.ids_as_tokens)
         return f'{{"content":{entries},"refusal":null}}'
 

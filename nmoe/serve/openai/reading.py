@@ -82,9 +82,10 @@ class Choice:
         return added
 
     def _read(self, added: Addition, deltas: Sequence[Delta]) -> None:
-        added.deltas += deltas
-        self.tokens += len(deltas)
-        self._append(added, self._reader.feed([delta.token_id for delta in deltas if delta.token_id is not None]))
+        token_ids = [delta.token_id for delta in deltas if delta.token_id is not None]
+        added.deltas += deltas[: len(token_ids)]  # the delta of an abort is the last one, and has no token
+        self.tokens += len(token_ids)
+        self._append(added, self._reader.feed(token_ids))
 
     def _append(self, added: Addition, pieces: list[Piece]) -> None:
         for piece in pieces:
