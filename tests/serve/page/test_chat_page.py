@@ -241,7 +241,7 @@ def test_calls_are_shown_and_answered_by_hand(server: Scripted, chat: Chat) -> N
 
 def test_another_token_is_chosen_and_the_answer_goes_on(server: Scripted, chat: Chat) -> None:
     first = [*said("The", others=[("A", -3.0)]), *said(" cat", others=[(" dog", -1.0), ("\n", -9.0)]), *said(" sat")]
-    server.say([*first, *ended(experts=[[[1, 3], [0, 5]], [[2, 4], [1, 2]], None])])
+    server.say([*first, *ended(experts=[[[1, 3], [0, 5]], [[2, 4], [1, 2]], None], expert_count=6)])
     answer = chat.say("Tell")
     tokens = chat.tokens(answer)
     assert tokens.all_inner_texts() == ["The", " cat", " sat"]
@@ -249,6 +249,18 @@ def test_another_token_is_chosen_and_the_answer_goes_on(server: Scripted, chat: 
     hint = answer.get_by_role("tooltip")
     assert hint.locator(".facts").inner_text() == f"␣cat 90.5% token {number(' cat')}"
     assert hint.locator("li").all_inner_texts() == ["MoE layer 0 2 4", "MoE layer 1 1 2"]
+    # The picture has a column for each layer and a row for each expert; those that were chosen have the accent's colour.
+    marked = hint.locator("canvas").evaluate(
+        """(canvas) => {
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            const marked = (layer, expert) => {
+                const at = 4 * ((expert * 8 + 3) * canvas.width + layer * 12 + 4);
+                return data[at] < data[at + 2] - 50;
+            };
+            return [0, 1].map((layer) => [...Array(6).keys()].filter((expert) => marked(layer, expert)));
+        }"""
+    )
+    assert marked == [[2, 4], [1, 2]]
     tokens.nth(1).click()
     rows = answer.get_by_role("dialog").locator(".alternative")
     assert [row.split() for row in rows.all_inner_texts()] == [["␣cat", "90.5%"], ["␣dog", "36.8%"], ["⏎", "0.0123%"]]

@@ -33,6 +33,7 @@ const NODE_MAY = {
   tokens: [listOf(isToken), "a list of tokens"],
   finish: [isText, "a text"],
   usage: [(value) => listOf(isNumber)(value) && value.length === 2, "two numbers"],
+  experts: [isNumber, "a number"],
   rate: [isNumber, "a number"],
   wait: [isNumber, "a number"],
   error: [(value) => isTable(value) && isText(value.message) && isText(value.advice), "an error"],

@@ -14,6 +14,7 @@ import { themed } from "./theme.js";
 import { add, children, newChat, pairs, path, sibling } from "./tree.js";
 
 const SAVE_EVERY_MS = 1000;
+const TITLE = 60;
 const READ_OUT = 600; // characters of an answer that a screen reader is given at its end
 
 let info = { model: "", models: [], defaults: {}, has_experts: false, reasoning: false };
@@ -132,11 +133,16 @@ function ready() {
   }
 }
 
+function titleOf(text) {
+  const line = text.trim().split("\n")[0];
+  return line.length <= TITLE ? line : `${line.slice(0, TITLE).replace(/\s+\S*$/, "")} …`;
+}
+
 function send() {
   const draft = $("draft");
   if (!draft.value.trim() || !ready()) return;
   const last = path(current).at(-1);
-  if (!current.title) current.title = draft.value.trim().split("\n")[0].slice(0, 60);
+  if (!current.title) current.title = titleOf(draft.value);
   $("title").value = current.title;
   const asked = add(current, last?.id ?? "", "user", { content: draft.value });
   draft.value = "";

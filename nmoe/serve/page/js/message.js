@@ -55,7 +55,7 @@ export class MessageView {
   #text() {
     const { node, body } = this;
     if (this.asTokens && node.tokens?.length) {
-      this.tokens.update(node.tokens);
+      this.tokens.update(node.tokens, node.experts);
       if (body.firstChild !== this.tokens.element) body.replaceChildren(this.tokens.element);
       this.text = null;
     } else if (this.text !== node.content) {

@@ -2,6 +2,7 @@
 // of its alternatives, one of which the answer can go on from.
 
 import { button, h } from "./dom.js";
+import { expertsOf } from "./experts.js";
 
 const PERCENT = new Intl.NumberFormat("en", { style: "percent", maximumSignificantDigits: 3 });
 
@@ -33,7 +34,8 @@ export class TokenView {
   }
 
   /** Shows the tokens; those that are shown already are left alone, so that a stream costs only its new tokens. */
-  update(tokens) {
+  update(tokens, experts) {
+    this.experts = experts;
     let same = 0;
     while (same < tokens.length && same < this.tokens.length && tokens[same] === this.tokens[same]) same += 1;
     while (this.flow.children.length > same) this.flow.lastChild.remove();
@@ -74,7 +76,7 @@ export class TokenView {
     const at = this.#at(event);
     if (at < 0 || this.card) return;
     this.#unpeek();
-    this.hint = h("div", { class: "card hint", role: "tooltip", id: "token-hint" }, ...facts(this.tokens[at]));
+    this.hint = h("div", { class: "card hint", role: "tooltip", id: "token-hint" }, facts(this.tokens[at]), ...this.#routed(this.tokens[at], true));
     this.flow.children[at].setAttribute("aria-describedby", "token-hint");
     this.#place(this.hint, at);
   }
@@ -108,7 +110,7 @@ export class TokenView {
     const none = h("p", { class: "faint" }, "No alternatives were kept of it: the settings say how many are.");
     this.card = h("div", { class: "card", role: "dialog", "aria-label": `Alternatives of ${visible(token[1])}` },
       h("div", { class: "card-head" }, h("strong", {}, "Go on from another token"), button("✕", close, { class: "quiet", "aria-label": "Close the alternatives" })),
-      ...facts(token), ...(rows.length ? rows : [none]));
+      facts(token), ...(rows.length ? rows : [none]), ...this.#routed(token, false));
     this.card.addEventListener("keydown", (event) => {
       const able = [...this.card.querySelectorAll("button:not(:disabled)")];
       const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
@@ -123,6 +125,7 @@ export class TokenView {
     });
     this.flow.children[at].classList.add("open");
     this.#place(this.card, at);
+    this.card.scrollIntoView({ block: "nearest" });
     (this.card.querySelector(".alternative:not(:disabled)") ?? this.card.querySelector("button")).focus();
   }
 
@@ -131,6 +134,10 @@ export class TokenView {
     this.card = null;
     card?.remove();
     this.flow.querySelector(".open")?.classList.remove("open");
+  }
+
+  #routed(token, inHint) {
+    return token[4] ? [expertsOf(token[4], this.experts, inHint)] : [];
   }
 
   /** Puts a card below a token, inside of the view's width. */
@@ -144,10 +151,7 @@ export class TokenView {
   }
 }
 
-/** What is known of a token: its text, probability, id, and in a mixture of experts the experts of each layer. */
-function facts([id, text, logprob, , experts]) {
-  const head = h("p", { class: "facts" }, h("code", {}, visible(text)), ` ${percent(logprob)} `, h("span", { class: "faint" }, `token ${id}`));
-  if (!experts) return [head];
-  const rows = experts.map((chosen, layer) => h("li", {}, h("span", { class: "faint" }, `MoE layer ${layer}`), ` ${chosen.join(" ")}`));
-  return [head, h("div", { class: "experts" }, h("span", { class: "faint" }, "experts"), h("ol", {}, ...rows))];
+/** A token's text, probability and id. */
+function facts([id, text, logprob]) {
+  return h("p", { class: "facts" }, h("code", {}, visible(text)), ` ${percent(logprob)} `, h("span", { class: "faint" }, `token ${id}`));
 }
