@@ -268,16 +268,33 @@ class Lora:
             for parameter, own in zip(parameters, trained, strict=True):
                 parameter.data = own
 
-    @contextmanager
-    def disabled(self) -> Iterator[Transformer]:
-        """Removes the adapter inside the context: the model is then the base, bit for bit."""
+    def detach(self) -> None:
+        """Removes the adapter: the model is then the base, bit for bit, and another adapter can be attached to it."""
         for module, _, name, _ in self._attached:
             setattr(module, name, None)
+
+    def attach(self) -> None:
+        """Puts a detached adapter back."""
+        for module, _, name, update in self._attached:
+            setattr(module, name, update)
+
+    @contextmanager
+    def attached(self) -> Iterator[Transformer]:
+        """Attaches a detached adapter inside the context."""
+        self.attach()
         try:
             yield self.model
         finally:
-            for module, _, name, update in self._attached:
-                setattr(module, name, update)
+            self.detach()
+
+    @contextmanager
+    def disabled(self) -> Iterator[Transformer]:
+        """Removes the adapter inside the context: the model is then the base, bit for bit."""
+        self.detach()
+        try:
+            yield self.model
+        finally:
+            self.attach()
 
     @contextmanager
     def merged(self) -> Iterator[Transformer]:

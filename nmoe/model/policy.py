@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from nmoe.model.checkpoint import fingerprint, load_model, read_config, stored_d
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import choose_device, dtype_for, kind_of
 from nmoe.model.lora import Lora
+from nmoe.model.low_rank import ExpertsLowRank, LowRank
 from nmoe.model.peft_format import BASE, base_notes, is_adapter, read_adapter, read_base
 from nmoe.model.transformer import Transformer
 from nmoe.types import ExpertWeightsForm, Precision
@@ -47,6 +49,29 @@ def load_policy(
     lora = adapter.attach(model, str(base), own)
     lora.notes = (*adapter.notes, *base_notes(directory, str(base), own))
     return model, lora
+
+
+def load_adapters(
+    model: Transformer, base: Path, directories: Mapping[str, Path], base_fingerprint: str
+) -> dict[str, Lora]:
+    """Loads adapters of one base, by name, and leaves all of them detached from the model, which was loaded from `base`. Raises
+    UserError as `read_adapter` does, for a model that has an adapter already, for a directory that holds none, and for an adapter
+    that nmoe trained with other weights."""
+    if any(isinstance(module, LowRank | ExpertsLowRank) for module in model.modules()):
+        raise UserError(f"{base}: is an adapter itself; give its base, and this one among the adapters")
+    loras = {}
+    for name, directory in directories.items():
+        if not is_adapter(directory):
+            raise UserError(f"{directory}: holds no adapter (adapter_config.json and adapter_model.safetensors)")
+        if (trained_beside := read_base(directory)[1]) not in (None, base_fingerprint):
+            raise UserError(
+                f"{directory}: trained beside weights with the fingerprint {trained_beside}; {base} has {base_fingerprint}"
+            )
+        adapter = read_adapter(model, directory)
+        lora = loras[name] = adapter.attach(model, str(base), base_fingerprint)
+        lora.notes = (*adapter.notes, *base_notes(directory, str(base), base_fingerprint))
+        lora.detach()
+    return loras
 
 
 def load_policy_on(

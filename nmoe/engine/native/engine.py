@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from contextvars import copy_context
@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from nmoe.engine.api import Delta, EngineStats, RawLogprob, Request
+from nmoe.engine.native.adapters import AdapterEngines
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.native.sequence import SequenceGroup
 from nmoe.errors import InfrastructureError, UserError
@@ -33,7 +34,8 @@ R = TypeVar("R")
 
 class NativeEngine:
     """An engine in this process (an `Engine`) that runs the learner's own module. Up to `max_sequences` sequences decode at once,
-    over a cache of `cache_mb` megabytes; 0 leaves its size to `LLMEngine`.
+    over a cache of `cache_mb` megabytes; 0 leaves its size to `LLMEngine`. Requests can name one of the `adapters`, which are
+    detached from the model (`Lora.detach`): each has an equal part of the cache and takes its turn with the others, step by step.
 
         >>> import nmoe
         >>> from nmoe.engine.api import Request
@@ -47,8 +49,16 @@ class NativeEngine:
     between two steps.
     """
 
-    def __init__(self, model: Transformer, max_sequences: int, cache_mb: int = 0) -> None:
-        self._engine = LLMEngine(model, max_sequences, cache_mb * 2**20)
+    def __init__(
+        self, model: Transformer, max_sequences: int, cache_mb: int = 0, adapters: Mapping[str, Lora] | None = None
+    ) -> None:
+        self.adapters = tuple(adapters or ())
+        """The names of the adapters."""
+        self._engine: LLMEngine | AdapterEngines
+        if adapters:
+            self._engine = AdapterEngines(model, max_sequences, cache_mb * 2**20, adapters)
+        else:
+            self._engine = LLMEngine(model, max_sequences, cache_mb * 2**20)
         self._wake = threading.Condition()  # guards what both threads touch: inbox, pending, error
         self._inbox: list[Callable[[], None]] = []
         self._pending: set[asyncio.Future[Any]] = set()
@@ -136,20 +146,24 @@ class NativeEngine:
             if not ended.done():
                 self.abort(request.request_id)
 
-    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+    async def score(
+        self, token_ids: Sequence[int], temperature: float = 1.0, adapter: str | None = None
+    ) -> list[float]:
         """Returns the log-probability of every token but the first, given those before it, `len(token_ids) - 1` numbers. Raises
         UserError for fewer than two tokens, for temperature 0, and if the tokens can never fit the context or the cache."""
         scores: list[float] = await self._scored(
-            lambda request_id: self._engine.add_scoring(token_ids, temperature, request_id)
+            lambda request_id: self._engine.add_scoring(token_ids, temperature, request_id, adapter)
         )
         return scores
 
-    async def likelihoods(self, token_ids: Sequence[int], top: int = 0, start: int = 0) -> list[RawLogprob | None]:
+    async def likelihoods(
+        self, token_ids: Sequence[int], top: int = 0, start: int = 0, adapter: str | None = None
+    ) -> list[RawLogprob | None]:
         """Returns the raw log-probability of each token from position `start` on, given those before it, with the `top` likeliest
         tokens there: the softmax of the model's own logits, at temperature 1. The first token of all has none: None. Raises
         UserError if there are no tokens, or they can never fit the context or the cache."""
         scores: list[RawLogprob | None] = await self._scored(
-            lambda request_id: self._engine.add_likelihoods(token_ids, top, start, request_id)
+            lambda request_id: self._engine.add_likelihoods(token_ids, top, start, request_id, adapter)
         )
         return scores if start > 0 else [None, *scores]
 
@@ -210,7 +224,7 @@ class NativeEngine:
                 put()
             except BaseException:
                 self._mixed = True
-                for request_id in list(self._engine.scheduler.groups):
+                for request_id in self._engine.request_ids:
                     self._finish(self._engine.abort(request_id))
                 raise
             self._commit(version, recompute=True)
@@ -261,7 +275,7 @@ class NativeEngine:
         """Frees the packed forms of the weights, which the next forward pass makes again: the learner needs their memory, and its
         update makes them outdated. Raises RuntimeError while `run` runs, except inside `between_steps`."""
         self._check_between("it sleeps")
-        self._engine.runner.free_packed()
+        self._engine.free_packed()
 
     def _check_between(self, what: str) -> None:
         if self._running and threading.get_ident() != self._stepping:

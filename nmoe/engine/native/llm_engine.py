@@ -23,6 +23,7 @@ from nmoe.engine.native.sequence import RunningBatch, Sequence, SequenceGroup, S
 from nmoe.errors import UserError
 from nmoe.model.device import kind_of
 from nmoe.model.idle_threads import IDLE
+from nmoe.model.ops.cpu.packing import PackedWeights
 from nmoe.model.ops.table import make_ready
 from nmoe.model.transformer import Transformer
 from nmoe.types import FinishReason, Sample, Sampling
@@ -47,15 +48,26 @@ def _most_bytes(model: Transformer) -> int:
 class LLMEngine:
     """Samples by continuous batching: up to `max_sequences` sequences decode at once, over at most `cache_bytes` of cache (0: room
     for all of them at the model's full context, at most 4 GiB on a CPU and on a GPU a share of its free memory). A step computes at
-    most `prefill_tokens` tokens of prompts. Raises UserError if the cache is too small for the model."""
+    most `prefill_tokens` tokens of prompts. Raises UserError if the cache is too small for the model.
+
+    `adapter` names the adapter that the model has whenever the engine steps. Of `shares` engines that share a model, each takes
+    an equal part of the cache, and all of them `packs`."""
 
     def __init__(
-        self, model: Transformer, max_sequences: int, cache_bytes: int = 0, prefill_tokens: int = PREFILL_TOKENS
+        self,
+        model: Transformer,
+        max_sequences: int,
+        cache_bytes: int = 0,
+        prefill_tokens: int = PREFILL_TOKENS,
+        adapter: str | None = None,
+        shares: int = 1,
+        packs: PackedWeights | None = None,
     ) -> None:
         weight = model.embedding.weight
-        self.model = model
+        self.model, self.adapter = model, adapter
         make_ready(weight.device)
-        size = cache_size(model.config, weight.dtype, max_sequences, cache_bytes, _most_bytes(model))
+        room_in_bytes = cache_bytes // shares, _most_bytes(model) // shares
+        size = cache_size(model.config, weight.dtype, max_sequences, *room_in_bytes)
         # The decode kernels of an accelerator depend on the batch, and exact numerics run without them.
         self._on_host = kind_of(weight.device).on_host
         recorded = not (self._on_host or model.exact)
@@ -66,7 +78,7 @@ class LLMEngine:
         self.running = RunningBatch(max_sequences, context_blocks, self.cache)
         self.scheduler = Scheduler(self._manager(size.blocks, size.state_slots), self.running, prefill_tokens)
         graphs = decode_graphs(model, self.cache, scratch=(size.blocks, size.state_slots)) if recorded else None
-        self.runner = Runner(model, self.cache, self.running, graphs)
+        self.runner = Runner(model, self.cache, self.running, graphs, packs)
         self._generated_tokens = self._prefilled_tokens = 0
         self._busy_s = 0.0
         self.recomputing = (
@@ -96,22 +108,26 @@ class LLMEngine:
         self._check_fits(request, len(request.prompt_ids) + settings.max_new_tokens)
         return self._queue(SequenceGroup(request, self.scheduler.arrived, on_deltas, on_sample))
 
-    def add_scoring(self, token_ids: Iterable[int], temperature: float, request_id: str) -> SequenceGroup:
+    def add_scoring(
+        self, token_ids: Iterable[int], temperature: float, request_id: str, adapter: str | None = None
+    ) -> SequenceGroup:
         """Queues tokens to be scored, and returns their group, whose `scores` will hold the log-probability of each token but the
         first, given those before it. Raises UserError for fewer than two tokens, for temperature 0, if they can never fit, and as
         `add` for an id in use."""
         settings = Sampling(max_new_tokens=0, temperature=temperature)
-        request = Request(tuple(token_ids), 0, settings, request_id)
+        request = Request(tuple(token_ids), 0, settings, request_id, adapter=adapter)
         if len(request.prompt_ids) < 2 or temperature == 0:
             raise UserError(f"request {request_id}: scoring wants two tokens or more and a temperature above 0")
         _check_sampling(request_id, settings)
         self._check_fits(request, len(request.prompt_ids))
         return self._queue(SequenceGroup(request, self.scheduler.arrived))
 
-    def add_likelihoods(self, token_ids: Iterable[int], top: int, start: int, request_id: str) -> SequenceGroup:
+    def add_likelihoods(
+        self, token_ids: Iterable[int], top: int, start: int, request_id: str, adapter: str | None = None
+    ) -> SequenceGroup:
         """Queues tokens to be scored, and returns their group, whose `scores` will hold the raw log-probability of each token from
         position `max(1, start)` on, with the `top` likeliest tokens there. Raises UserError as `add` does."""
-        request = Request(tuple(token_ids), 0, Sampling(max_new_tokens=0), request_id, top)
+        request = Request(tuple(token_ids), 0, Sampling(max_new_tokens=0), request_id, top, adapter)
         if not request.prompt_ids:
             raise UserError(f"request {request_id}: there are no tokens to score")
         self._check_vocabulary(request)
@@ -119,7 +135,9 @@ class LLMEngine:
         return self._queue(SequenceGroup(request, self.scheduler.arrived, scored_from=max(1, start)))
 
     def _queue(self, group: SequenceGroup) -> SequenceGroup:
-        request_id = group.request.request_id
+        request_id, adapter = group.request.request_id, group.request.adapter
+        if adapter != self.adapter:
+            raise UserError(f"request {request_id}: there is no adapter {adapter!r}; the engine samples from one model")
         if request_id in self.scheduler.groups:
             raise UserError(f"request {request_id}: another request of this id is running; give each its own id")
         self.scheduler.add(group)
@@ -255,7 +273,7 @@ class LLMEngine:
 
     def abort_all(self) -> None:
         """Ends every request."""
-        for request_id in list(self.scheduler.groups):
+        for request_id in self.request_ids:
             self.abort(request_id)
 
     def _reset(self) -> None:
@@ -283,6 +301,15 @@ class LLMEngine:
     def forget_prefixes(self) -> None:
         """Forgets every cached prefix. Running sequences keep their blocks."""
         self.scheduler.forget_prefixes()
+
+    def free_packed(self) -> None:
+        """Frees the packed forms of the weights; the next step packs them again."""
+        self.runner.free_packed()
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of the requests that have not finished."""
+        return list(self.scheduler.groups)
 
     @property
     def idle(self) -> bool:

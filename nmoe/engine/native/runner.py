@@ -52,23 +52,29 @@ class Sampled:
 class Runner:
     """Runs the learner's module over the engine's cache and running batch. On a GPU, decoding replays `graphs`.
 
-    `version` is the version of the module's weights.
+    `version` is the version of the module's weights. `packs` are their packed forms, which runners of one module share; None if the
+    model is too large.
     """
 
     def __init__(
-        self, model: Transformer, cache: PagedCache, running: RunningBatch, graphs: DecodeGraphs | None
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        running: RunningBatch,
+        graphs: DecodeGraphs | None,
+        packs: PackedWeights | None = None,
     ) -> None:
         self.model, self.cache, self.running, self.graphs = model, cache, running, graphs
         self.version = 0
         size = sum(parameter.nbytes for parameter in model.parameters())
-        self._packs = PackedWeights() if size <= PACKED_BYTES else None
+        self.packs = packs or (PackedWeights() if size <= PACKED_BYTES else None)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Opens a context in which computations use packed weights, if the model is small enough to hold its weights twice, and,
         unless numerics are exact, the CPU kernels."""
         with (
-            self._packs.active() if self._packs else nullcontext(),
+            self.packs.active() if self.packs else nullcontext(),
             nullcontext() if self.model.exact else kernels_in_use(),
         ):
             yield
@@ -80,8 +86,8 @@ class Runner:
 
     def free_packed(self) -> None:
         """Frees the packed forms of the weights; the next forward pass packs them again."""
-        if self._packs:
-            self._packs.clear()
+        if self.packs:
+            self.packs.clear()
 
     def prefill(self, chunks: list[Chunk]) -> dict[Sequence, Tensor]:
         """Runs the model on the chunks: keys, values and routes go to the cache, log-probabilities to the sequences that are only

@@ -67,6 +67,7 @@ def encode_request(request: Request, stream: bool = False) -> dict[str, Any]:
         },
         "stream": stream,
         "return_token_ids": True,
+        **({} if request.adapter is None else {"model": request.adapter}),
     }
 
 

@@ -22,9 +22,9 @@ _REQUIRED = object()
 _MOST_DIGITS = 19  # of a token id of 63 bits
 
 
-def decode_request(body: Any) -> tuple[Request, bool]:
-    """Returns the request of a body, and whether its tokens are to be streamed. Raises UserError for a body that is not
-    of this form."""
+def decode_request(body: Any, adapters: Collection[str] = ()) -> tuple[Request, bool]:
+    """Returns the request of a body, and whether its tokens are to be streamed. A `model` that is one of the `adapters` is sampled
+    from with it. Raises UserError for a body that is not of this form."""
     check_names(body, "the body", _TOP)
     given = body.get("sampling_params")
     check_names(given, "sampling_params", _PARAMS)
@@ -47,7 +47,10 @@ def decode_request(body: Any) -> tuple[Request, bool]:
         _bias(take(given, "logit_bias", dict, {})),
     )
     prompt_ids, samples = tuple(take_ids(body, "token_ids")), take(given, "n", int, 1)
-    return Request(prompt_ids, samples, sampling, take(body, "request_id", str)), take(body, "stream", bool, False)
+    model = take(body, "model", str, "")
+    adapter = model if model in adapters else None
+    request = Request(prompt_ids, samples, sampling, take(body, "request_id", str), adapter=adapter)
+    return request, take(body, "stream", bool, False)
 
 
 def _bias(given: dict[str, Any]) -> tuple[tuple[int, float], ...]:

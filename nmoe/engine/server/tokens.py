@@ -49,7 +49,7 @@ class TokenRoutes:
         return [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
 
     async def generate(self, asked: Asked) -> Response:
-        request, streamed = decode_request(await body_of(asked, self._most_bytes))
+        request, streamed = decode_request(await body_of(asked, self._most_bytes), self._engine.adapters)
         if request.samples > _MOST_SAMPLES:
             raise UserError(f"n = {request.samples}: must be at most {_MOST_SAMPLES}")
         await self._admit()
