@@ -105,7 +105,8 @@ class Stream:
 
     @property
     def lives(self) -> bool:
-        return not (self._keeping.done() or self.loop.is_closed())
+        """Whether groups can be played on the running loop. An engine may have left the loop that the stream was made on."""
+        return self.loop is asyncio.get_running_loop() and not self._keeping.done()
 
     def start(self, ticket: Ticket) -> None:
         task = self.loop.create_task(self._play(ticket))
@@ -216,14 +217,18 @@ class Collector:
             yield
         finally:
             self._lasting = False
-            if self._stream is not None and self._stream.lives:
-                self._engine.run(self._stream.close())
+            if self._stream is not None and not self._stream.loop.is_closed():
+                self._engine.run(self._close())
             self._stream = None
+
+    async def _close(self) -> None:
+        if self._stream is not None and self._stream.lives:
+            await self._stream.close()
 
     async def _all(self, tickets: Sequence[Ticket], on_group: Callable[[Group], None] | None) -> list[Group]:
         groups: dict[int, Group] = {}
         stream = self._stream
-        if stream is None or not stream.lives or stream.loop is not asyncio.get_running_loop():
+        if stream is None or not stream.lives:
             rewarded = self._lasting or any(ticket.terms.state is not None for ticket in tickets)
             stream = self._stream = Stream(self._group, self._environment.rewards if rewarded else ())
         try:

@@ -275,6 +275,30 @@ def test_rewards_stay_open_as_long_as_the_engine_s_loop(
         assert reward.log == ["open", "2 rated", "closed"] * 2, "the loop ends with the engine's `run`"
 
 
+def test_a_loop_that_an_engine_leaves_is_not_waited_for(environment: Make, engine: ScriptedEngine) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    class Leaving(ScriptedEngine):
+        """An engine of a user, with another loop each time."""
+
+        def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+            loops.append(asyncio.new_event_loop())
+            return loops[-1].run_until_complete(asyncio.wait_for(coroutine, 10))
+
+    demo, reward = rewarded(environment)
+    collector = Collector(Leaving(engine.answers), demo, 200)  # type: ignore[arg-type]
+    with collector.open():
+        for step in (0, 1):
+            collector.collect(PROBLEMS[step : step + 1], 2, Sampling(30), (7, step))
+    assert reward.log == ["open", "2 rated"] * 2
+    for loop in loops:
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left))
+        loop.close()
+
+
 def test_a_batch_that_fails_ends_its_other_groups_and_leaves_the_stream(
     environment: Make, lasting: LastingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
