@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import typer
 
 from nmoe.cli.arguments import (
-    Checkpoint,
     Device,
     ExpertWeights,
     PrecisionOfWeights,
@@ -181,7 +180,9 @@ def grade(
 
 
 def chat(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[Path | None, typer.Argument(metavar="RUN_OR_CHECKPOINT", show_default=False)] = None,
+    url: Annotated[str | None, typer.Option(metavar="URL", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", show_default=False)] = None,
     temperature: Temperature = 0.7,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1)] = 256,
     system: Annotated[str | None, typer.Option(metavar="TEXT", show_default=False)] = None,
@@ -191,23 +192,41 @@ def chat(
     precision: PrecisionOfWeights = None,
     expert_weights: ExpertWeights = "dequantized",
 ) -> None:
-    """Chat with a checkpoint in the terminal.
+    """Chat with a checkpoint or a server in the terminal.
 
     Every turn is part of one conversation; /new starts another one. The model of a run is asked as in training, with its
-    environment's system message, reasoning effort and chat_template_kwargs, but without its tools.
+    environment's system message, reasoning effort, chat_template_kwargs and tools, which run in a new sandbox for each question.
+    Reasoning is dimmed, or marked in a pipe. A server's key is in the variable OPENAI_API_KEY.
 
     \b
     Example:
       nmoe chat runs/speedrun/sort_grpo --temperature 0
     Example, any checkpoint of a known family, by its own chat template:
       nmoe chat models/Qwen3-0.6B --system "Answer in one sentence."
+    Example, a server of OpenAI's protocol, such as nmoe serve:
+      nmoe chat --url http://127.0.0.1:8000
 
     Args:
+        checkpoint: A run's directory, one of its checkpoints, or a .gguf file.
+        url: The address of a server that answers /v1/chat/completions, in place of a checkpoint.
+        model: The name of the server's model; default: the first that it lists.
         max_new_tokens: The maximum number of tokens per answer.
         system: The system message; default: the one of the run's training environment.
         format: How the conversation becomes tokens; auto: the format of the run's environment, else Harmony or the tokenizer's chat
             template.
     """
-    from nmoe.serve.chat import chat
+    from nmoe.serve.chat import chat, chat_with_server
 
+    if (checkpoint is None) == (url is None):
+        raise UserError("name a checkpoint, or a server by --url; one of the two")
+    if url is not None:
+        if (format, device, precision, expert_weights) != ("auto", "auto", None, "dequantized"):
+            raise UserError(
+                "--format, --device, --precision and --expert-weights are for a checkpoint; the server has its own"
+            )
+        chat_with_server(url, model, temperature, max_new_tokens, seed, system)
+        return
+    if model is not None:
+        raise UserError("--model names a model of a server; name the server by --url")
+    assert checkpoint is not None, "one of the two is named"
     chat(checkpoint, temperature, max_new_tokens, seed, system, format, device, expert_weights, precision)

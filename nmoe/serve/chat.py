@@ -1,83 +1,169 @@
-"""Chat with a checkpoint in the terminal: `nmoe chat RUN`.
+"""Chat in the terminal: `nmoe chat RUN` with a checkpoint, `nmoe chat --url ADDRESS` with a server.
 
-Questions are rendered as in the run's training environment: in its format, with its system message, `reasoning_effort`
-and `chat_template_kwargs`. Its tools are left out, since nothing here would execute their calls. For a checkpoint
-without an environment, the tokenizer determines the format.
+A checkpoint's questions are rendered as in the run's training environment: in its format, with its system message,
+`reasoning_effort`, `chat_template_kwargs` and tools. Its tools run in a sandbox as in training, a new one for each question. For a
+checkpoint without an environment, the tokenizer determines the format.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.cores import choose_threads
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.envs.environment import in_format, renderer_as_trained
+from nmoe.envs.environment import in_format
+from nmoe.envs.tools.builtin import load_tools, sandbox_limits
+from nmoe.envs.tools.executor import AsyncToolExecutor
+from nmoe.envs.tools.session import ToolSession
+from nmoe.envs.tools.tool import Tool
 from nmoe.errors import UserError
 from nmoe.generation import sampling_notes
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
-from nmoe.text.harmony import Harmony
-from nmoe.text.printable import printable
-from nmoe.text.renderers import RENDERERS, Renderer, RenderFormat
-from nmoe.text.streaming import IncrementalDecoder, StreamParser
+from nmoe.sandbox.api import Access, SandboxSetupError
+from nmoe.sandbox.sandboxes import Sandboxes
+from nmoe.serve.history import Answer, History
+from nmoe.serve.remote_chat import ServerChat
+from nmoe.serve.terminal import Screen
+from nmoe.text.conversation import ChatMessage, ToolDefinition
+from nmoe.text.renderers import ReasoningEffort, RenderFormat
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import ExpertWeightsForm, Message, Precision, Sampling
+from nmoe.text.turns import ChatFormat, chat_format
+from nmoe.types import ExpertWeightsForm, Precision, Sampling, ToolCall
 
 # The share of the context reserved for an answer: a longer history loses its oldest exchanges.
 _ANSWERS_SHARE = 0.25
+_CUT_OFF = "(cut off: the answer is incomplete)"
+_NEW = "/new"
 
 
-class History:
-    """The messages of a conversation so far. Earlier answers are kept without their reasoning, as environments and
-    templates do."""
+@dataclass(frozen=True)
+class Rendering:
+    """How a chat's messages become a prompt: a format, the tools declared, and the template's variables."""
 
-    def __init__(self, renderer: Renderer, system: str, context_tokens: int) -> None:
-        self._renderer = renderer
-        self._start = [Message("system", system)] if system else []
-        self._context_tokens = context_tokens
-        self._exchanges: list[tuple[Message, Message]] = []
-        self._asked: Message | None = None
+    form: ChatFormat
+    tools: Sequence[ToolDefinition] = ()
+    effort: ReasoningEffort | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def ask(self, text: str, max_new_tokens: int) -> tuple[list[int], int]:
-        """Adds a question; returns the token ids of the prompt, and the number of old exchanges that were removed to make room.
+    def prompt_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self.form.prompt_ids(messages, self.tools, self.effort, self.arguments)
 
-        The room is for an answer of `max_new_tokens` tokens, or of a quarter of the context if that is less. Raises
-        UserError if the question alone is too long.
+    def fitting(self, history: History, context_tokens: int, max_new_tokens: int) -> tuple[list[int], int]:
+        """Returns the prompt, and the number of old exchanges that were removed from the history to make room.
+
+        The room is for an answer of `max_new_tokens` tokens, or of a quarter of the context if that is less. Raises UserError if
+        the last exchange alone is too long.
         """
-        self._asked = Message("user", text)
-        wanted = min(max_new_tokens, max(1, int(_ANSWERS_SHARE * self._context_tokens)))
+        wanted = min(max_new_tokens, max(1, int(_ANSWERS_SHARE * context_tokens)))
         forgotten = 0
-        while True:
-            history = [message for exchange in self._exchanges for message in exchange]
-            prompt_ids = self._renderer.prompt_ids([*self._start, *history, self._asked])
-            if len(prompt_ids) + wanted <= self._context_tokens:
-                return prompt_ids, forgotten
-            if not self._exchanges:
+        while len(prompt_ids := self.prompt_ids(history.messages)) + wanted > context_tokens:
+            if not history.forget_oldest():
                 break
-            del self._exchanges[0]
             forgotten += 1
-        if len(prompt_ids) >= self._context_tokens:
-            raise UserError(f"{len(prompt_ids)} tokens are more than the context of {self._context_tokens}")
+        if len(prompt_ids) >= context_tokens:
+            raise UserError(f"{len(prompt_ids)} tokens are more than the context of {context_tokens}")
         return prompt_ids, forgotten
 
-    def answered(self, token_ids: Sequence[int]) -> None:
-        """Adds the sampled answer to the history; an empty answer is left out together with its question."""
-        assert self._asked is not None, "an answer follows a question"
-        _, said = self._renderer.said(token_ids)
-        if said.strip():
-            self._exchanges.append((self._asked, Message("assistant", said, channel="final")))
 
-    def start_again(self) -> None:
-        """Removes all messages except the system message."""
-        self._exchanges.clear()
+class Speaker(Protocol):
+    """A model that one can talk to."""
+
+    def answer(self, history: History, screen: Screen, turn: int) -> str | None:
+        """Shows the answer to the last question, and adds it to the history; returns a remark to print, if any. Raises UserError if
+        there can be no answer."""
 
 
-_NEW = "/new"
+class Checkpoint:
+    """A model in this process, with the tools of its environment."""
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        context_tokens: int,
+        rendering: Rendering,
+        sampling: Sampling,
+        toolbox: Toolbox | None = None,
+    ) -> None:
+        self._engine, self._context_tokens = engine, context_tokens
+        self._rendering, self._sampling, self._toolbox = rendering, sampling, toolbox
+
+    def answer(self, history: History, screen: Screen, turn: int) -> str | None:
+        return self._engine.run(self._play(history, screen, turn))
+
+    async def _play(self, history: History, screen: Screen, turn: int) -> str | None:
+        if self._toolbox is None:
+            return await self._sample(history, screen, f"{turn}/0")
+        async with self._toolbox.session() as session:
+            called = 0
+            for number in range(self._toolbox.turns):
+                remark = await self._sample(history, screen, f"{turn}/{number}")
+                calls = history.messages[-1].calls
+                if remark is not None or not calls:
+                    return remark
+                called += len(calls)
+                if number + 1 == self._toolbox.turns or called > self._toolbox.calls:
+                    break
+                asked = [ToolCall(call.name, str(call.arguments), call.call_id or "") for call in calls]
+                for event in await self._toolbox.executor.run(asked, session):
+                    screen.show_tool(event.call.name, event.output)
+                    history.add(ChatMessage("tool", event.output, name=event.call.name, call_id=event.call.call_id))
+        history.drop_calls()
+        return "(the budget of turns and tool calls of the training is spent)"
+
+    async def _sample(self, history: History, screen: Screen, key: str) -> str | None:
+        """Samples one message, and adds it to the history; returns a remark, if any."""
+        limit = self._sampling.max_new_tokens
+        prompt, forgotten = self._rendering.fitting(history, self._context_tokens, limit)
+        if forgotten:
+            print(f"(the oldest {forgotten} earlier exchanges no longer fit the context and are dropped)")
+        room = min(limit, self._context_tokens - len(prompt))
+        number = int(key.split("/")[0])
+        sampling = replace(self._sampling, max_new_tokens=room, seed=self._sampling.seed + number)
+        reader, said, ended = self._rendering.form.reader(prompt, self._rendering.tools), Answer(f"{key}/"), False
+        try:
+            async for deltas in self._engine.stream(Request(tuple(prompt), 1, sampling, f"chat/{key}")):
+                token_ids = [delta.token_id for delta in deltas if delta.token_id is not None]
+                ended = bool(token_ids) and token_ids[-1] in sampling.stop_ids
+                for piece in reader.feed(token_ids):
+                    said.add(piece)
+                    screen.show(piece)
+            for piece in reader.end("stop" if ended else "length"):
+                said.add(piece)
+                screen.show(piece)
+        finally:  # an answer that was stopped stays in the conversation
+            history.add(said.message())
+            if not ended or self._toolbox is None:
+                history.drop_calls()
+        return None if ended else _CUT_OFF
+
+
+class Toolbox:
+    """The tools of an environment, and the sandboxes that they run in."""
+
+    def __init__(self, settings: EnvironmentSettings, tools: Mapping[str, Tool], sandbox: SandboxSettings) -> None:
+        """Raises SandboxSetupError if a tool wants a sandbox and there is none of this isolation level."""
+        assert settings.tools is not None, "an environment with tools has settings of them"
+        self.definitions = [tool.definition for tool in tools.values()]
+        self.turns, self.calls = settings.budget.turns, settings.budget.tool_calls
+        self.executor = AsyncToolExecutor(tools, settings.budget)
+        wants_sandbox = any(tool.sandbox_parameter for tool in tools.values())
+        self._sandboxes = Sandboxes(sandbox, sandbox_limits(settings.budget)) if wants_sandbox else None
+        self._access = Access(settings.tools.read, settings.tools.write)
+
+    def session(self) -> ToolSession:
+        """Returns the tools' state for one question."""
+        return ToolSession(self._sandboxes, access=self._access if self._access != Access() else None)
 
 
 def chat(
@@ -91,29 +177,94 @@ def chat(
     expert_weights: ExpertWeightsForm = "dequantized",
     precision: Precision | None = None,
 ) -> None:
-    """Answers the lines of standard input with sampled completions, until the input ends; `/new` starts a new conversation.
+    """Answers the lines of standard input with a checkpoint, until the input ends; `/new` starts a new conversation.
 
-    On a terminal it prints a prompt, and explains how to leave. There, Ctrl-C stops an answer, and two at the prompt
-    end the program. Raises UserError if the checkpoint cannot be loaded, the tokenizer lacks the format `form`, or the
-    device is missing.
+    Raises UserError if the checkpoint cannot be loaded, the tokenizer lacks the format `form`, or the device is missing.
     """
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)
     trained = trained_on(checkpoint) if form == "auto" else None
-    renderer = renderer_as_trained(trained, tokenizer) if form == "auto" else RENDERERS[form](tokenizer)
-    if system is None:
-        system = "" if trained is None else in_format(trained, tokenizer).system
+    toolbox, remark = None, None
+    if trained is None:
+        rendering = Rendering(chat_format(tokenizer, form))
+    else:
+        trained = in_format(trained, tokenizer)
+        toolbox, remark = _toolbox(trained)
+        rendering = Rendering(
+            chat_format(tokenizer, "text" if trained.format == "boxed" else trained.format),
+            () if toolbox is None else toolbox.definitions,
+            trained.reasoning_effort,
+            trained.chat_template_kwargs,
+        )
+        system = trained.system if system is None else system
     model = load_policy_on(directory, device, expert_weights, precision).requires_grad_(False)
+    sampling = Sampling(max_new_tokens, temperature=temperature, stop_ids=rendering.form.stop_ids, seed=seed)
+    speaker = Checkpoint(
+        NativeEngine(model, max_sequences=1), model.config.context_tokens, rendering, sampling, toolbox
+    )
+    greeting = [f"{directory}; {rendering.form.name}; {_NEW} starts another conversation, Ctrl-D leaves"]
+    if toolbox is not None:
+        greeting.append(f"tools: {', '.join(tool.name for tool in toolbox.definitions)}")
+    greeting += [remark] if remark else []
+    _talk(speaker, History(system or ""), [*greeting, *sampling_notes(directory, temperature)])
+
+
+def chat_with_server(
+    url: str, model: str | None, temperature: float, max_new_tokens: int, seed: int, system: str | None = None
+) -> None:
+    """Answers the lines of standard input with a model of a server of OpenAI's protocol, its first one if none is named. Raises
+    UserError if there is no such server."""
+    server = ServerChat(url, model, temperature, max_new_tokens, seed)
+    try:
+        greeting = f"{server.model} at {server.url}; {_NEW} starts another conversation, Ctrl-D leaves"
+        _talk(_Server(server), History(system or ""), [greeting])
+    finally:
+        server.close()
+
+
+class _Server:
+    def __init__(self, server: ServerChat) -> None:
+        self._server = server
+
+    def answer(self, history: History, screen: Screen, turn: int) -> str | None:
+        said, reason = Answer(f"{turn}/"), ""
+        try:
+            for piece in self._server.answer(history.messages, turn):
+                if isinstance(piece, str):
+                    reason = piece
+                else:
+                    said.add(piece)
+                    screen.show(piece)
+        finally:
+            history.add(said.message())
+            history.drop_calls()
+        if said.message().calls:
+            return "(the model calls tools, which nothing here runs)"
+        return _CUT_OFF if reason == "length" else None
+
+
+def _toolbox(settings: EnvironmentSettings) -> tuple[Toolbox | None, str | None]:
+    """Returns the tools of an environment, or a line that says why there are none; neither if it has none."""
+    if settings.tools is None or not settings.tools.use:
+        return None, None
+    names = ", ".join(settings.tools.use)
+    if settings.workspace is not None:
+        return None, f"the tools of the training ({names}) work on files of its problems, and are not offered here"
+    if settings.format == "boxed":
+        return None, f"the tools of the training ({names}) are not offered in plain text"
+    try:
+        return Toolbox(settings, load_tools(settings.tools.use, settings.budget), SandboxSettings(warm=0)), None
+    except SandboxSetupError as error:
+        return None, f"the tools of the training ({names}) are not offered here: {error}"
+
+
+def _talk(speaker: Speaker, history: History, greeting: Sequence[str]) -> None:
+    """Reads questions, and shows the answers. On a terminal it prints a prompt, and explains how to leave. There, Ctrl-C stops an
+    answer, and two at the prompt end the program."""
     interactive = sys.stdin.isatty()
     if interactive:
-        print(f"{directory}; {renderer.name}; {_NEW} starts another conversation, Ctrl-D leaves")
-        if trained is not None and trained.tools is not None and trained.tools.use:
-            print(f"the tools of the training ({', '.join(trained.tools.use)}) are not offered here")
-        for line in sampling_notes(directory, temperature):
-            print(line)
-    conversation = History(renderer, system, model.config.context_tokens)
-    engine = NativeEngine(model, max_sequences=1)
+        print("\n".join(greeting))
     turn, leaving = 0, False
     while True:
         if interactive:
@@ -132,84 +283,28 @@ def chat(
             return
         leaving = False
         if line.strip() == _NEW:
-            conversation.start_again()
+            history.start_again()
         elif line.strip():
-            try:
-                prompt, forgotten = conversation.ask(line.strip(), max_new_tokens)
-            except UserError as error:
-                print(error)
-                continue
-            if forgotten:
-                print(f"(the oldest {forgotten} earlier exchanges no longer fit the context and are dropped)")
-            room = model.config.context_tokens - len(prompt)
-            sampling = Sampling(
-                min(max_new_tokens, room), temperature=temperature, stop_ids=renderer.stop_ids, seed=seed + turn
-            )
-            printer = _HarmonyPrinter(tokenizer) if renderer.name == "harmony" else _TextPrinter(tokenizer, sampling)
-            sampled: list[int] = []
-            try:
-                engine.run(_answer(engine, printer, Request(tuple(prompt), 1, sampling, f"chat/{turn}"), sampled))
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                print("\n(stopped)")
-            else:
-                printer.end()
-            conversation.answered(sampled)
+            _exchange(speaker, history, line.strip(), turn, interactive)
             turn += 1
 
 
-async def _answer(
-    engine: NativeEngine, printer: _HarmonyPrinter | _TextPrinter, request: Request, sampled: list[int]
-) -> None:
-    """Streams one answer to the terminal, and appends its token ids to `sampled`."""
-    async for deltas in engine.stream(request):
-        for token_id in [delta.token_id for delta in deltas if delta.token_id is not None]:
-            sampled.append(token_id)
-            printer.feed(token_id)
-
-
-def _shown(text: str) -> str:
-    """Escapes control characters of the model's text if it is printed to a terminal, which would obey them."""
-    return printable(text) if sys.stdout.isatty() else text
-
-
-class _HarmonyPrinter:
-    """Prints the messages of a Harmony completion as they are sampled, each after its channel's name, and reports
-    invalid Harmony."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._parser = StreamParser(Harmony(tokenizer))
-
-    def feed(self, token_id: int) -> None:
-        event = self._parser.feed(token_id)
-        if event is None:
-            return
-        if event.kind == "header" and event.message is not None:
-            print(f"[{event.message.channel}] ", end="", flush=True)
-        elif event.kind == "message":
-            print(_shown(event.text), flush=True)
-        elif event.kind == "content":
-            print(_shown(event.text), end="", flush=True)
-
-    def end(self) -> None:
-        completion = self._parser.completion()
-        if completion.error is not None:
-            print(f"\n(incomplete Harmony: {completion.error})")
-
-
-class _TextPrinter:
-    """Prints a completion as it is sampled, tags for reasoning and calls included, up to the token that ends the turn."""
-
-    def __init__(self, tokenizer: Tokenizer, sampling: Sampling) -> None:
-        self._decoder, self._stop_ids, self._ended = IncrementalDecoder(tokenizer.decode), sampling.stop_ids, False
-
-    def feed(self, token_id: int) -> None:
-        self._ended = token_id in self._stop_ids
-        if not self._ended:
-            print(_shown(self._decoder.push(token_id)), end="", flush=True)
-
-    def end(self) -> None:
-        print(self._decoder.flush())
-        if not self._ended:
-            print("(cut off: the answer is incomplete)")
+def _exchange(speaker: Speaker, history: History, question: str, turn: int, interactive: bool) -> None:
+    """Asks one question. A question without an answer leaves the conversation as it was."""
+    screen = Screen()
+    history.ask(question)
+    try:
+        remark = speaker.answer(history, screen, turn)
+        screen.end()
+    except UserError as error:
+        screen.leave()
+        remark = str(error)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        if not interactive:
+            raise
+        screen.leave()
+        remark = "(stopped)"
+    if remark is not None:
+        print(remark)
+    if not history.answered:
+        history.take_back()
