@@ -77,10 +77,10 @@ def test_chat_answers_each_question(command: Nmoe, nmoe: Nmoe, trained: Path) ->
     first = command("chat", trained, "--temperature=0", stdin=QUESTIONS)
     assert (first.code, first.err) == (0, "")
     assert first.out.splitlines() == [
-        "[analysis] back",
-        "[final] 021",
-        "[analysis] back",
-        "[final] 537",
+        "[reasoning] back",
+        "021",
+        "[reasoning] back",
+        "537",
     ]
     assert nmoe("chat", trained, "--temperature=0", "--seed=9", stdin=QUESTIONS).out == first.out
 
@@ -88,8 +88,8 @@ def test_chat_answers_each_question(command: Nmoe, nmoe: Nmoe, trained: Path) ->
 def test_chat_shows_what_is_cut_off(nmoe: Nmoe, trained: Path) -> None:
     result = nmoe("chat", trained, "--temperature=0", "--max-new-tokens=4", stdin="Reverse: 120\n")
     assert result.out.splitlines() == [
-        "[analysis] back",
-        "(incomplete Harmony: token 4: truncated inside message content)",
+        "[reasoning] back",
+        "(cut off: the answer is incomplete)",
     ]
     assert (result.code, result.err) == (0, "")
 
@@ -104,14 +104,14 @@ def test_chat_shows_what_is_not_harmony(nmoe: Nmoe, base: Path, tmp_path: Path) 
     tokenizer.save(tmp_path / "ignorant")
     result = nmoe("chat", "ignorant", "--temperature=0", stdin="Reverse: 120\n")
     assert (result.code, result.err) == (0, "")
-    assert result.out == "\n(incomplete Harmony: token 0: <|endoftext|> inside a message header)\n"
+    assert result.out == "\n(cut off: the answer is incomplete)\n"
 
 
 def test_chat_refuses_what_does_not_fit_and_goes_on(nmoe: Nmoe, trained: Path) -> None:
     result = nmoe("chat", trained, "--temperature=0", stdin=f"Reverse: {'1' * 99}\nReverse: 735\n")
     lines = result.out.splitlines()
     assert re.fullmatch(r"\d+ tokens are more than the context of 64", lines[0])
-    assert lines[1:] == ["[analysis] back", "[final] 537"]
+    assert lines[1:] == ["[reasoning] back", "537"]
 
 
 # documented: nmoe export RUN DIRECTORY --dtype bfloat16

@@ -172,6 +172,12 @@ def test_the_other_verbs_hand_over_their_arguments(
         (Path("runs/a"), 0.0, 9, 2, None, "auto", "auto", "dequantized", None),
         (Path("m"), 0.7, 256, 0, "Be brief.", "chat", "auto", "mxfp4", "bfloat16"),
     ]
+    calls = stand_in("nmoe.serve.chat", "chat_with_server")
+    assert nmoe("chat", "--url", "http://h:1", "--model=m", "--system=Be brief.") == 0
+    assert calls == [("http://h:1", "m", 0.7, 256, 0, "Be brief.")]
+    for wrong in ((), ("m", "--url=u"), ("m", "--model=x"), ("--url=u", "--device=cpu")):
+        assert nmoe("chat", *wrong) == 2
+    assert "name a checkpoint, or a server by --url; one of the two" in capsys.readouterr().err
 
     calls = stand_in("nmoe.runs.conversions", "export_checkpoint")
     assert nmoe("export", "runs/a", "out") == 0

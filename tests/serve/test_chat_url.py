@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -201,3 +202,18 @@ def test_a_server_that_is_none_is_refused_at_once(
     server.models = sends(b"<html>", "text/html", 404)
     with pytest.raises(UserError, match=r"a page of HTML \(404\)"):
         told(server.url.removeprefix("http://"), monkeypatch, capsys)
+
+
+# documented: nmoe chat --url http://127.0.0.1:8000
+def test_the_command_talks_to_a_server(server: Server) -> None:
+    server.replies = [sends(stream({"content": "4"}, {"content": "2"}))]
+    done = subprocess.run(
+        [sys.executable, "-m", "nmoe", "chat", "--url", server.url], input="6 * 7?\n", capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
+    gone = subprocess.run(
+        [sys.executable, "-m", "nmoe", "chat", "--url=http://127.0.0.1:9"], input="", capture_output=True, text=True
+    )
+    assert gone.returncode == 2
+    assert len(gone.stderr.strip().splitlines()) == 1
+    assert "no server answers at http://127.0.0.1:9/v1" in gone.stderr

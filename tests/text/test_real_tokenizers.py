@@ -24,6 +24,7 @@ from nmoe.text.chat_template import ChatTemplate, ToolAnswer
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 from nmoe.text.renderers import IGNORED, ChatRenderer, HarmonyRenderer, Rendered, natural_format
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.text.turns import chat_format
 from nmoe.types import Message, single_turn
 
 CHAT = ["qwen3", "gemma3", "llama3_1", "deepseek_v3"]
@@ -214,6 +215,78 @@ def test_a_call_that_deepseek_does_not_end_is_refused() -> None:
         ChatRenderer(ours("deepseek_v3")).supervise((CALLING[0], one, *CALLING[3:]), (ADD,))
 
 
+def read_back(name: str, ids: Sequence[int]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Reasoning, content and calls of a turn, read token by token."""
+    form, texts, calls = chat_format(ours(name)), {"reasoning": "", "content": ""}, list[list[str]]()
+    reader = form.reader([], [ADD])
+    for piece in [*(piece for one in ids for piece in reader.feed([one])), *reader.end("stop")]:
+        if piece.kind == "call":
+            calls.append([piece.name or "", ""])
+        elif piece.kind == "arguments":
+            calls[-1][1] += piece.text
+        else:
+            texts[piece.kind] += piece.text
+    return texts["reasoning"], texts["content"], [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"x": 1, "y": {"z": [None, True, 1.5]}},
+    {"s": "</tool_call> <tool_call> </think> <｜tool▁call▁end｜> ``` [ARGS] <|im_end|>"},
+    {"s": 'naïve "你" 😀\\ }{ \n'},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("content", ["", "Let me see."])
+def test_calls_that_a_template_writes_are_read_back(name: str, content: str) -> None:
+    """By readers of streams and by training, which see the same calls."""
+    if name == "deepseek_v3" and content:
+        pytest.skip("the template writes no calls beside text")
+    given = HOSTILE[1:] if name == "deepseek_v3" else HOSTILE  # its template ends the calls after the second
+    said = ChatMessage("assistant", content, calls=tuple(FunctionCall("add", one) for one in given))
+    renderer = ChatRenderer(ours(name))
+    (rendered,) = renderer.supervise((ChatMessage("user", "q"), said), (ADD,))
+    ((_, turn),) = runs(rendered)
+    assert read_back(name, turn) == ("", content, [("add", one) for one in given])
+    trained = renderer.calls(0, turn)
+    assert [(one.name, json.loads(one.arguments), one.fault) for one in trained] == [("add", one, "") for one in given]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("count", [1, 4, 5, 6])
+def test_a_chat_with_calls_continues_as_the_template_writes_it(name: str, count: int) -> None:
+    wire = name == "deepseek_v3"
+    chat = [*CALLING, ChatMessage("user", "sure?")][:count]
+    if chat[-1].role == "assistant":
+        chat = [*chat, ChatMessage("user", "really?")]
+    dicts = [as_dict(one, wire) for one in chat]
+    if wire:  # whose template declares no tools
+        prompt = chat_format(ours(name)).prompt_ids(chat)
+        assert prompt == by_jinja(name, dicts, True)
+    else:
+        prompt = chat_format(ours(name)).prompt_ids(chat, [ADD])
+        assert prompt == by_transformers(name, dicts, tools=DECLARED)
+
+
+def test_the_families_of_released_tokenizers() -> None:
+    names = {name: chat_format(ours(name)).name for name in (*CHAT, "gptoss")}
+    assert names == {
+        "qwen3": "hermes",
+        "gemma3": "hermes",
+        "llama3_1": "hermes",
+        "deepseek_v3": "deepseek",
+        "gptoss": "harmony",
+    }
+    assert [chat_format(ours(name)).has_reasoning for name in CHAT] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_odd_texts_are_read_as_transformers_decodes_them(name: str) -> None:
+    for text in [*ODD, *(a + b for a, b in zip(ODD, ODD[5:], strict=False))]:
+        ids = ours(name).encode(text)
+        assert read_back(name, ids) == ("", theirs(name).decode(ids, clean_up_tokenization_spaces=False), [])
+
+
 @pytest.mark.parametrize("name", ["gemma3", "llama3_1"])
 def test_templates_without_calls_say_so(name: str) -> None:
     with pytest.raises(UserError, match=r"must alternate|calls tools, and the chat template does not write it"):
@@ -344,6 +417,47 @@ def test_a_turn_that_writes_the_users_next_message_is_not_well_formed() -> None:
 
 
 class TestGptOss:
+    def test_a_chat_with_calls_is_the_references(self, reference: Any) -> None:
+        """Which keeps the reasoning after the last answer and drops it before."""
+        call = (FunctionCall("add", '{"x": 1}', "c"),)
+        chat = [
+            ChatMessage("user", "q"),
+            ChatMessage("assistant", "", reasoning="hm", calls=call),
+            ChatMessage("tool", "2", call_id="c"),
+            ChatMessage("assistant", "2", reasoning="so"),
+            ChatMessage("user", "r"),
+        ]
+        thought = ReferenceMessage.from_role_and_content(Role.ASSISTANT, "hm").with_channel("analysis")
+        asked = ReferenceMessage.from_role_and_content(Role.USER, "q")
+        called = (
+            ReferenceMessage.from_role_and_content(Role.ASSISTANT, '{"x": 1}')
+            .with_channel("commentary")
+            .with_recipient("functions.add")
+            .with_content_type("<|constrain|>json")
+        )
+        answered = (
+            ReferenceMessage.from_author_and_content(Author.new(Role.TOOL, "functions.add"), "2")
+            .with_channel("commentary")
+            .with_recipient("assistant")
+        )
+        final = ReferenceMessage.from_role_and_content(Role.ASSISTANT, "2").with_channel("final")
+        so = ReferenceMessage.from_role_and_content(Role.ASSISTANT, "so").with_channel("analysis")
+        again = ReferenceMessage.from_role_and_content(Role.USER, "r")
+        form = chat_format(ours("gptoss"))
+        keep = RenderConversationConfig(auto_drop_analysis=False)
+        drop = RenderConversationConfig(auto_drop_analysis=True)
+
+        def expected(messages: list[ReferenceMessage], config: RenderConversationConfig) -> str:
+            conversation = Conversation.from_messages(messages)
+            ids = reference.encoding.render_conversation_for_completion(conversation, Role.ASSISTANT, config=config)
+            return str(reference.decode(ids))
+
+        assert ours("gptoss").decode(form.prompt_ids(chat[:3])) == expected([asked, thought, called, answered], keep)
+        whole = [asked, thought, called, answered, so, final, again]
+        assert ours("gptoss").decode(form.prompt_ids(chat)) == expected(whole, drop)
+        turn = HarmonyRenderer(ours("gptoss")).supervise(tuple(chat[:2]))[0]
+        assert read_back("gptoss", runs(turn)[0][1]) == ("hm", "", [("add", {"x": 1})])
+
     def test_the_ids_are_those_of_harmony(self, reference: Any) -> None:
         tokenizer = ours("gptoss")
         assert natural_format(tokenizer) == "harmony"
