@@ -59,8 +59,21 @@ class Client:
 
 
 @contextmanager
-def serving(checkpoint: Path, *arguments: str, key: str = "") -> Iterator[Client]:
-    command = [sys.executable, "-m", "nmoe", "serve", str(checkpoint), "--port", "0", "--served-model-name", "tiny"]
+def serving(checkpoint: Path, *arguments: str, key: str = "", ends: bool = True) -> Iterator[Client]:
+    """Serves a checkpoint for a `with` block, after which a signal ends the server, unless it `ends` otherwise."""
+    command = [
+        sys.executable,
+        "-m",
+        "nmoe",
+        "serve",
+        str(checkpoint),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--served-model-name",
+        "tiny",
+    ]
     environment = os.environ | {"NMOE_SERVE_KEY": key}
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
@@ -70,8 +83,9 @@ def serving(checkpoint: Path, *arguments: str, key: str = "") -> Iterator[Client
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx2.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
             yield Client(http, process)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, "it ends well"
+        if ends:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0, "it ends well"
     finally:
         process.kill()
         process.wait()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     C = TypeVar("C", bound=RunConfig)
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number.")
     return value
@@ -40,7 +40,7 @@ Checkpoint = Annotated[
 Temperature = Annotated[
     float,
     typer.Option(
-        metavar="NUMBER", min=0.0, callback=_finite, help="Sampling temperature; 0 takes the most likely token."
+        metavar="NUMBER", min=0.0, callback=finite, help="Sampling temperature; 0 takes the most likely token."
     ),
 ]
 TemperatureOfMode = Annotated[
@@ -48,7 +48,7 @@ TemperatureOfMode = Annotated[
     typer.Option(
         metavar="NUMBER",
         min=0.0,
-        callback=_finite,
+        callback=finite,
         help="Sampling temperature; 0 takes the most likely token; default: 0, or as --mode needs.",
         show_default=False,
     ),

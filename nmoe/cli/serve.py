@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nmoe.cli.arguments import Checkpoint, Device, ExpertWeights, PrecisionOfWeights
+from nmoe.cli.arguments import Checkpoint, Device, ExpertWeights, PrecisionOfWeights, finite
 
 Limit = typer.Option(metavar="N", min=1)
 
@@ -23,8 +23,9 @@ def serve(
     max_n: Annotated[int, Limit] = 128,
     max_stop: Annotated[int, Limit] = 16,
     max_body_mb: Annotated[int, Limit] = 16,
-    deadline: Annotated[float, typer.Option(metavar="SECONDS", min=0.1)] = 600,
-    drain: Annotated[float, typer.Option(metavar="SECONDS", min=0)] = 30,
+    deadline: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, callback=finite)] = 600,
+    drain: Annotated[float, typer.Option(metavar="SECONDS", min=0, callback=finite)] = 30,
+    stalled: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, callback=finite)] = 30,
     cache_mb: Annotated[int, typer.Option(metavar="N", min=0)] = 0,
     threads: Annotated[int, typer.Option(metavar="N", min=0)] = 0,
     device: Device = "auto",
@@ -57,6 +58,7 @@ def serve(
         max_body_mb: Size of a request's body.
         deadline: After it a request ends with the tokens that it has.
         drain: How long running requests may go on after SIGTERM.
+        stalled: How long a client may read nothing of a stream before its request is ended.
         cache_mb: Size of the key-value cache; 0: as the engine chooses.
         threads: 0: as many as there are cores.
     """
@@ -71,6 +73,7 @@ def serve(
         requests=max_requests,
         request_s=deadline,
         drain_s=drain,
+        stalled_s=stalled,
     )
     options = Options(
         checkpoint, host, port, tuple(served_model_name or ()), strict, format, device, precision, expert_weights, numerics,

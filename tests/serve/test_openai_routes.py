@@ -14,6 +14,11 @@ from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Sample, Sampling
 
+# By the fixture `client`, which serves another directory.
+# documented: nmoe serve runs/real
+# documented: nmoe serve runs/speedrun/rl
+# documented: nmoe serve runs/speedrun/sort_grpo
+# documented: nmoe serve models/Qwen3-0.6B --host 0.0.0.0 --served-model-name gpt-5.4
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 

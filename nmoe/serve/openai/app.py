@@ -1,10 +1,10 @@
-"""The routes of `nmoe serve`."""
+"""The routes of `nmoe serve`, and what every request passes."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,21 +14,26 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Asking
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nmoe.engine.server.http import TooLargeError, body_of, json_reply, unless_gone
+from nmoe.engine.server.tokens import TokenRoutes
 from nmoe.errors import UserError
-from nmoe.serve.openai.chat import ChatJob, read_chat
+from nmoe.serve import page
+from nmoe.serve.openai.chat import read_chat
+from nmoe.serve.openai.chat_job import ChatJob
 from nmoe.serve.openai.completions import TextJob, read_completions
 from nmoe.serve.openai.errors import ApiError
 from nmoe.serve.openai.events import DONE, EventStream
 from nmoe.serve.openai.fields import IGNORED, Fields
 from nmoe.serve.openai.limits import Admission
+from nmoe.serve.openai.metrics import Metrics
 from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.reading import Addition
 from nmoe.serve.openai.runs import end, steps
+from nmoe.serve.openai.tokenizing import detokenize, tokenize, tokenizer_info
 
 Job = ChatJob | TextJob
+Endpoint = Callable[[Asking], Awaitable[Response]]
 
 
 class Server:
@@ -38,18 +43,46 @@ class Server:
         self._served = served
         self._admission = Admission(served.limits.requests)
         self._jobs = set[Job]()
+        self._tokens = TokenRoutes(served.engine, self._admit_tokens, lambda: 0, served.limits.body_bytes)
+        self.metrics = Metrics()
 
     def routes(self) -> list[Route]:
+        gets: dict[str, Endpoint] = {
+            "/health": self.health,
+            "/metrics": self.figures,
+            "/v1/models": self.models,
+            "/v1/models/{model:path}": self.model,
+            "/tokenizer_info": self.tokenizer_info,
+            "/nmoe/page": self.about,
+        }
+        posts: dict[str, Endpoint] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.completions,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
         return [
-            Route("/health", self.health, methods=["GET"]),
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
+            *(Route(path, self._counted(path, endpoint), methods=["GET"]) for path, endpoint in gets.items()),
+            *(Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in posts.items()),
+            *self._tokens.routes(),
+            *page.routes(),
         ]
+
+    def _counted(self, path: str, endpoint: Endpoint) -> Endpoint:
+        async def answered(asking: Asking) -> Response:
+            asking.state.route = path
+            reply = await endpoint(asking)
+            self.metrics.requests[path, reply.status_code] += 1
+            return reply
+
+        return answered
 
     async def health(self, asking: Asking) -> Response:
         return json_reply({"status": "ok"})
+
+    async def figures(self, asking: Asking) -> Response:
+        text = self.metrics.text(self._served.engine.stats(), self._admission.admitted)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, asking: Asking) -> Response:
         return json_reply({"object": "list", "data": [self._model(name) for name in self._served.models]})
@@ -61,6 +94,33 @@ class Server:
         served = self._served
         about = {"id": name, "object": "model", "created": served.created, "owned_by": "nmoe"}
         return about | {"root": served.models[0], "max_model_len": served.context_tokens}
+
+    async def about(self, asking: Asking) -> Response:
+        """What the page has to know of the model."""
+        served = self._served
+        defaults = {"temperature": served.defaults.temperature, "top_p": served.defaults.top_p, "max_tokens": None}
+        return json_reply(
+            {
+                "model": served.models[0],
+                "context_tokens": served.context_tokens,
+                "format": served.format.name,
+                "has_experts": served.experts > 0,
+                "layers": served.layers,
+                "experts": served.experts,
+                "reasoning": served.format.has_reasoning,
+                "tools": served.format.name != "text",
+                "defaults": defaults,
+            }
+        )
+
+    async def tokenize(self, asking: Asking) -> Response:
+        return json_reply(tokenize(self._served, await self._fields(asking)))
+
+    async def detokenize(self, asking: Asking) -> Response:
+        return json_reply(detokenize(self._served, await self._fields(asking)))
+
+    async def tokenizer_info(self, asking: Asking) -> Response:
+        return json_reply(tokenizer_info(self._served))
 
     async def chat(self, asking: Asking) -> Response:
         fields = await self._fields(asking)
@@ -81,18 +141,49 @@ class Server:
             raise ApiError("the body did not come in time", status=408, headers={"Connection": "close"}) from None
         return Fields(body, self._served.strict)
 
+    async def _admit_tokens(self) -> None:
+        with self._admission.admit(len(self._tokens.running)):
+            pass
+
     async def _answer(self, asking: Asking, job: Job, ignored: Sequence[str]) -> Response:
         headers = {IGNORED: ", ".join(ignored)} if ignored else {}
         with ExitStack() as held:
-            held.enter_context(self._admission.admit())
+            held.enter_context(self._admission.admit(len(self._tokens.running)))
             held.enter_context(self._listed(job))
-            added = steps(self._served.engine, job.runs, job.asked.seconds)
             if not job.asked.streamed:
-                return json_reply(job.whole(await unless_gone(asking, _all(added))), headers=headers)
+                return json_reply(job.whole(await unless_gone(asking, self._whole(job))), headers=headers)
             # A refusal comes before the first token, and so before the status of the reply.
-            first = await unless_gone(asking, _next(added))
+            first, added = await unless_gone(asking, self._begin(job))
             events = self._events(job, first, added, held.pop_all())
             return EventStream(events, self._served.limits.stalled_s, headers)
+
+    async def _begin(self, job: Job) -> tuple[list[Addition], AsyncGenerator[list[Addition], None]]:
+        """Returns what the first step of the engine adds to a reply, and the later steps."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(job.asked.seconds):
+                await job.prepare()
+        except TimeoutError:
+            raise ApiError("the deadline came before the first token", code="deadline", status=504) from None
+        if not job.runs:
+            return job.unsampled(), _none()
+        added = steps(self._served.engine, job.runs, job.asked.seconds)
+        try:
+            first = await anext(added)
+        except BaseException:
+            await added.aclose()
+            raise
+        self.metrics.first_token.observe(time.monotonic() - began)
+        return first, added
+
+    async def _whole(self, job: Job) -> list[Addition]:
+        first, added = await self._begin(job)
+        try:
+            async for of_step in added:
+                first += of_step
+        finally:
+            await added.aclose()
+        return first
 
     def end_all(self, why: str) -> None:
         """Ends all requests with the tokens so far."""
@@ -101,102 +192,58 @@ class Server:
 
     @contextmanager
     def _listed(self, job: Job) -> Iterator[None]:
+        began = time.monotonic()
         self._jobs.add(job)
         try:
             yield
         finally:
             self._jobs.remove(job)
+            self.metrics.whole.observe(time.monotonic() - began)
+            self.metrics.prompt_tokens += job.usage()["prompt_tokens"]
 
     async def _events(
-        self, job: Job, first: list[Addition] | None, added: AsyncGenerator[list[Addition], None], held: ExitStack
+        self, job: Job, first: list[Addition], added: AsyncGenerator[list[Addition], None], held: ExitStack
     ) -> AsyncGenerator[bytes, None]:
         with held:
             try:
-                opening = job.opening()
-                while first is not None:
-                    if chunks := opening + job.chunks(first):
+                yield job.opening() + job.chunks(first)
+                async for of_step in added:
+                    if chunks := job.chunks(of_step):
                         yield chunks
-                    opening = b""
-                    first = await _next(added)
                 yield job.closing() + DONE
             except (UserError, RuntimeError) as error:
-                yield b"data: " + ApiError(str(error), status=500).reply().body + b"\n\n" + DONE
+                yield b"data: " + bytes(ApiError(str(error), status=500).reply().body) + b"\n\n" + DONE
             finally:
                 await added.aclose()
 
 
-async def _next(added: AsyncGenerator[list[Addition], None]) -> list[Addition] | None:
-    return await anext(added, None)
-
-
-async def _all(added: AsyncGenerator[list[Addition], None]) -> list[Addition]:
-    try:
-        return [one async for of_step in added for one in of_step]
-    finally:
-        await added.aclose()
-
-
-_OPEN = ("/health",)
-
-
-def guarded(app: ASGIApp, key: str) -> ASGIApp:
-    """Returns an application that wants the key, if there is one, for all routes but the open ones; and that refuses what another
-    site's page sends through the browser of somebody who may reach this server."""
-    wanted = f"Bearer {key}".encode()
-
-    async def asked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = dict(scope["headers"])
-            refusal = None
-            if key and scope["path"] not in _OPEN:
-                if not hmac.compare_digest(headers.get(b"authorization", b""), wanted):
-                    message = "the key is missing or wrong: send `Authorization: Bearer KEY`, with the NMOE_SERVE_KEY of the server"
-                    refusal = ApiError(
-                        message, code="invalid_api_key", status=401, headers={"WWW-Authenticate": "Bearer"}
-                    )
-            elif (origin := headers.get(b"origin")) is not None and origin.partition(b"://")[2] != headers.get(b"host"):
-                refusal = ApiError(
-                    "requests from the pages of other sites are refused", code="cross_origin", status=403
-                )
-            if refusal is not None:
-                await refusal.reply()(scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return asked
+async def _none() -> AsyncGenerator[list[Addition], None]:
+    """Yields nothing, for a request that samples nothing."""
+    return
+    yield []
 
 
 def application(server: Server) -> Starlette:
     """Returns the server's ASGI application. Every refusal has OpenAI's form."""
+
+    def handler(refusal: Callable[[Asking, Any], ApiError]) -> Callable[[Asking, Exception], Awaitable[Response]]:
+        async def handle(asking: Asking, error: Exception) -> Response:
+            refused = refusal(asking, error)
+            server.metrics.requests[getattr(asking.state, "route", "other"), refused.status] += 1
+            return refused.reply()
+
+        return handle
+
     handlers: Any = {
-        ApiError: _refused,
-        UserError: _wrong,
-        HTTPException: _no_route,
-        ClientDisconnect: _gone,
-        Exception: _failed,
+        ApiError: handler(lambda _, error: error),
+        UserError: handler(lambda _, error: ApiError(str(error), status=400 if error.exit_code == 2 else 500)),
+        HTTPException: handler(_no_route),
+        ClientDisconnect: handler(lambda _, error: ApiError("the client is gone", status=499)),
+        Exception: handler(lambda _, error: ApiError(f"{type(error).__name__}: {error}", status=500)),
     }
     return Starlette(routes=server.routes(), exception_handlers=handlers)
 
 
-async def _refused(asking: Asking, error: Exception) -> Response:
-    assert isinstance(error, ApiError), "the handler of these"
-    return error.reply()
-
-
-async def _wrong(asking: Asking, error: Exception) -> Response:
-    assert isinstance(error, UserError), "the handler of these"
-    return ApiError(str(error), status=400 if error.exit_code == 2 else 500).reply()
-
-
-async def _no_route(asking: Asking, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "the handler of these"
+def _no_route(asking: Asking, error: HTTPException) -> ApiError:
     message = f"{asking.method} {asking.url.path}: {error.detail}"
-    return ApiError(message, status=error.status_code, headers=dict(error.headers or {})).reply()
-
-
-async def _gone(asking: Asking, error: Exception) -> Response:
-    return Response(status_code=499)  # the client is gone
-
-
-async def _failed(asking: Asking, error: Exception) -> Response:
-    return ApiError(f"{type(error).__name__}: {error}", status=500).reply()
+    return ApiError(message, status=error.status_code, headers=dict(error.headers or {}))

@@ -1,132 +1,76 @@
-"""`POST /v1/chat/completions`: what a request asks for, its whole reply, and its chunks."""
+"""`POST /v1/chat/completions`: reads what a request asks for."""
 
 from __future__ import annotations
 
-import json
-import secrets
-import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
-from nmoe.engine.api import Request
+from nmoe.errors import UserError, shown
+from nmoe.serve.openai.chat_job import ChatJob
+from nmoe.serve.openai.errors import ApiError
 from nmoe.serve.openai.fields import Fields
-from nmoe.serve.openai.logprobs import chat_entries, dumps, usage
 from nmoe.serve.openai.messages import read_messages, read_tools
 from nmoe.serve.openai.model import Served
-from nmoe.serve.openai.reading import Addition, Choice, TextReader, merged, texts, tool_calls
-from nmoe.serve.openai.runs import Run
-from nmoe.serve.openai.settings import Asked
-from nmoe.serve.openai.stops import Stops
-from nmoe.types import Message
+from nmoe.serve.openai.settings import MOST_TOP
+from nmoe.text.conversation import ToolDefinition
+from nmoe.text.renderers import ReasoningEffort
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
-class ChatJob:
-    """A chat request that can run: its prompt, and how its choices are read and written."""
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The prompt of a chat. `mismatch` is the first position at which the tokens that the client gave differ from the rendered
+    messages; the given ones count."""
 
-    def __init__(self, served: Served, asked: Asked, prompt_ids: Sequence[int], readers: Sequence[Any]) -> None:
-        self.asked, self._names = asked, served.names
-        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-        self._served = served
-        choices = [
-            Choice(index, reader, Stops(asked.stops, asked.with_stop) if asked.stops else None, asked.sampling.stop_ids)
-            for index, reader in enumerate(readers)
-        ]
-        sampling = served.with_ends(asked, served.renderer.stop_ids)
-        self.runs = [Run(Request(tuple(prompt_ids), asked.samples, sampling, self._id), choices)]
-        self._call_ids: dict[tuple[int, int], str] = {}
-        head = {"id": self._id, "object": "chat.completion.chunk", "created": self._created, "model": asked.model}
-        self._head = dumps(head | {"system_fingerprint": served.fingerprint})[:-1]
-        self._tail = ',"usage":null}\n\n' if asked.with_usage else "}\n\n"
+    token_ids: list[int]
+    tools: Sequence[ToolDefinition]
+    mismatch: int | None
 
-    def opening(self) -> bytes:
-        extra = f',"prompt_token_ids":{dumps(self.runs[0].request.prompt_ids)}' if self.asked.with_ids else ""
-        first = '{"role":"assistant","content":""}'
-        return "".join(
-            self._event(choice.index, first, "null", extra=extra if choice.index == 0 else "")
-            for choice in self.runs[0].choices
-        ).encode()
 
-    def chunks(self, additions: Sequence[Addition]) -> bytes:
-        parts = list[str]()
-        for added in additions:
-            logprobs, ids = self._logprobs(added), self._ids(added)
-            for piece in merged(added.pieces):
-                parts.append(self._event(added.index, self._delta(added.index, piece), logprobs, of_choice=ids))
-                logprobs, ids = "null", ""
-            if logprobs != "null" or ids:
-                parts.append(self._event(added.index, "{}", logprobs, of_choice=ids))
-            if added.finish is not None:
-                reason = f',"stop_reason":{dumps(added.reason)}'
-                parts.append(self._event(added.index, "{}", "null", f'"{added.finish}"', of_choice=reason))
-        return "".join(parts).encode()
-
-    def closing(self) -> bytes:
-        if not self.asked.with_usage:
-            return b""
-        return f'data: {self._head},"choices":[],"usage":{dumps(self._usage())}}}\n\n'.encode()
-
-    def whole(self, additions: Sequence[Addition]) -> dict[str, Any]:
-        choices = [
-            self._whole_choice(index, [one for one in additions if one.index == index])
-            for index in range(self.asked.samples)
-        ]
-        reply: dict[str, Any] = {"id": self._id, "object": "chat.completion", "created": self._created}
-        reply |= {"model": self.asked.model, "system_fingerprint": self._served.fingerprint}
-        if self.asked.with_ids:
-            reply["prompt_token_ids"] = list(self.runs[0].request.prompt_ids)
-        return reply | {"choices": choices, "usage": self._usage()}
-
-    def _whole_choice(self, index: int, additions: Sequence[Addition]) -> dict[str, Any]:
-        pieces = [piece for added in additions for piece in added.pieces]
-        deltas = [delta for added in additions for delta in added.deltas]
-        content, reasoning = texts(pieces, "content"), texts(pieces, "reasoning")
-        calls = tool_calls(pieces, [self._call_id(index, call) for call in range(len(pieces))])
-        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
-        message |= {"refusal": None} | ({"reasoning_content": reasoning} if reasoning else {})
-        if calls:
-            message["tool_calls"] = calls
-        whole = Addition(index, deltas=deltas)
-        logprobs = self._logprobs(whole)
-        choice = {"index": index, "message": message, "logprobs": json.loads(logprobs)}
-        choice |= {"finish_reason": additions[-1].finish, "stop_reason": additions[-1].reason}
-        return choice | ({"token_ids": [delta.token_id for delta in deltas]} if self.asked.with_ids else {})
-
-    def _usage(self) -> dict[str, int]:
-        (run,) = self.runs
-        return usage(run.prompt_tokens, run.tokens)
-
-    def _event(
-        self, index: int, delta: str, logprobs: str, finish: str = "null", of_choice: str = "", extra: str = ""
-    ) -> str:
-        return (
-            f'data: {self._head},"choices":[{{"index":{index},"delta":{delta},"logprobs":{logprobs},'
-            f'"finish_reason":{finish}{of_choice}}}]{extra}{self._tail}'
+def read_prompt(served: Served, fields: Fields) -> ChatPrompt:
+    """Reads messages, tools and the settings of the template, and renders them."""
+    messages, tools = read_messages(fields), read_tools(fields)
+    arguments = fields.take("chat_template_kwargs", dict, {})
+    effort, arguments = _effort(served, fields, arguments)
+    given = served.vocabulary(fields, "prompt_token_ids")
+    try:
+        rendered = served.format.prompt_ids(messages, tools, effort, arguments)
+    except UserError as error:
+        raise ApiError(str(error), "messages") from None
+    if given is None or given == rendered:
+        return ChatPrompt(rendered, tools, None)
+    pairs = zip(given, rendered, strict=False)
+    mismatch = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(given), len(rendered)))
+    if served.strict:
+        raise ApiError(
+            f"prompt_token_ids differ from the rendered messages at position {mismatch}",
+            "prompt_token_ids",
+            "retoken_mismatch",
         )
+    if not given:
+        raise ApiError("prompt_token_ids: has no tokens", "prompt_token_ids")
+    return ChatPrompt(given, tools, mismatch)
 
-    def _delta(self, index: int, piece: Any) -> str:
-        if piece.kind == "content":
-            return f'{{"content":{json.dumps(piece.text)}}}'
-        if piece.kind == "reasoning":
-            return f'{{"reasoning_content":{json.dumps(piece.text)}}}'
-        if piece.kind == "arguments":
-            return f'{{"tool_calls":[{{"index":{piece.call},"function":{{"arguments":{json.dumps(piece.text)}}}}}]}}'
-        call = {"index": piece.call, "id": self._call_id(index, piece.call), "type": "function"}
-        return dumps({"tool_calls": [call | {"function": {"name": piece.name, "arguments": ""}}]})
 
-    def _call_id(self, index: int, call: int) -> str:
-        return self._call_ids.setdefault((index, call), f"call_{secrets.token_hex(12)}")
-
-    def _ids(self, added: Addition) -> str:
-        if not (self.asked.with_ids and added.deltas):
-            return ""
-        return f',"token_ids":{dumps([delta.token_id for delta in added.deltas])}'
-
-    def _logprobs(self, added: Addition) -> str:
-        if self.asked.top is None or not added.deltas:
-            return "null"
-        tokens = [(delta.token_id, delta.raw) for delta in added.deltas if delta.token_id is not None]
-        entries = chat_entries(self._names, tokens, self.asked.with_ids, self.asked.ids_as_tokens)
-        return f'{{"content":{entries},"refusal":null}}'
+def _effort(served: Served, fields: Fields, arguments: dict[str, Any]) -> tuple[ReasoningEffort | None, dict[str, Any]]:
+    """Reads the effort for the format, and the arguments of its template, of which one turns reasoning off (`none`). An effort that
+    the format does not have changes nothing."""
+    effort, template = fields.choice("reasoning_effort", _EFFORTS), served.tokenizer.chat_template or ""
+    by_template = served.format.name not in ("harmony", "text")
+    if effort in get_args(ReasoningEffort):
+        known = "reasoning_effort" in template if by_template else served.format.name == "harmony"
+        if known:
+            return effort, arguments
+    elif effort == "none" and by_template and "enable_thinking" in template:
+        return None, {"enable_thinking": False} | arguments
+    if effort is None or (effort == "none" and not served.format.has_reasoning):
+        return None, arguments
+    if fields.strict:
+        fields.refuse("reasoning_effort", effort, "this model's format has no such effort")
+    fields.ignored.append("reasoning_effort")
+    return None, arguments
 
 
 def read_chat(served: Served, fields: Fields) -> ChatJob:
@@ -134,11 +78,31 @@ def read_chat(served: Served, fields: Fields) -> ChatJob:
     fields.zero_is_unset("max_tokens")
     fields.zero_is_unset("max_completion_tokens")
     older = fields.integer("max_tokens", None, 1)
-    asked = served.settings(fields, fields.integer("max_completion_tokens", None, 1) or older, None)
-    messages, _ = read_messages(fields), read_tools(fields)
+    most = fields.integer("max_completion_tokens", None, 1) or older
+    with_logprobs = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", None, 0, MOST_TOP)
+    if top and not with_logprobs:
+        fields.refuse("top_logprobs", top, "needs logprobs = true")
+    asked = served.settings(fields, most, (top or 0) if with_logprobs else None)
+    only(fields, "response_format", {"type": "text"})
+    only(fields, "skip_special_tokens", True)
+    only(fields, "add_generation_prompt", True)
+    with_reasoning, with_experts = fields.boolean("include_reasoning", True), fields.boolean("return_experts")
+    if with_experts and not served.experts:
+        fields.refuse("return_experts", True, "the model has no experts")
+    echo, begun = fields.boolean("echo"), served.vocabulary(fields, "continue_token_ids") or []
+    prompt = read_prompt(served, fields)
     fields.finish()
-    said = [Message(one.role, one.content, channel="final" if one.role == "assistant" else None) for one in messages]
-    prompt_ids = served.renderer.prompt_ids(said)
-    asked = served.with_room(asked, len(prompt_ids), None, "messages")
-    readers = [TextReader(served.names, served.renderer.stop_ids) for _ in range(asked.samples)]
-    return ChatJob(served, asked, prompt_ids, readers)
+    token_ids = [*prompt.token_ids, *begun]
+    left = served.context_tokens - len(token_ids)
+    served.check_room(len(token_ids), most or 1, "messages")
+    asked = replace(asked, sampling=replace(asked.sampling, max_new_tokens=most or left))
+    readers = [served.format.reader(prompt.token_ids, prompt.tools) for _ in range(asked.samples)]
+    return ChatJob(served, asked, token_ids, prompt.mismatch, readers, begun, echo, with_reasoning, with_experts)
+
+
+def only(fields: Fields, name: str, value: Any) -> None:
+    """Refuses a field that is there with another value than the one by which this server works."""
+    given = fields.any(name, value)
+    if given != value:
+        fields.refuse(name, given, f"only {shown(value)} is served")

@@ -48,6 +48,9 @@ class Fields:
     def path(self, name: str) -> str:
         return f"{self._where}.{name}" if self._where else name
 
+    def has(self, name: str) -> bool:
+        return name in self._left
+
     def any(self, name: str, default: Any = None) -> Any:
         return self._left.pop(name, default)
 

@@ -33,9 +33,10 @@ class Admission:
         self.admitted = 0
 
     @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Counts a request while the `with` block runs. Raises ApiError (429) if as many run as may."""
-        if self.admitted >= self._most:
+    def admit(self, others: int = 0) -> Iterator[None]:
+        """Counts a request while the `with` block runs. Raises ApiError (429) if as many run as may, with the `others` that this
+        does not count."""
+        if self.admitted + others >= self._most:
             raise ApiError(
                 f"{self._most} requests are running or waiting; try again later",
                 code="rate_limit_exceeded",

@@ -1,26 +1,35 @@
-"""Log-probabilities of tokens in the two forms of OpenAI's API."""
+"""Log-probabilities of tokens in the two forms of OpenAI's API: raw ones, of the model's own distribution."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from nmoe.engine.api import RawLogprob
 from nmoe.serve.openai.names import TokenNames
 
 LEAST = -9999.0
-"""What stands for a log-probability of minus infinity, which JSON cannot say."""
+"""Stands for a log-probability of minus infinity, which JSON cannot say."""
+
+Scored = tuple[int, RawLogprob | None]
+"""A token with its log-probability; the first token of a prompt has none."""
+
+_Utf8 = getincrementaldecoder("utf-8")
 
 
-def chat_entries(names: TokenNames, tokens: Iterable[tuple[int, Any]], with_ids: bool, ids_as_tokens: bool) -> str:
-    """Returns the list `logprobs.content` of sampled tokens and their raw log-probabilities, as JSON."""
+def chat_entries(
+    names: TokenNames, tokens: Iterable[tuple[int, RawLogprob]], with_ids: bool, ids_as_tokens: bool
+) -> str:
+    """Returns the list `logprobs.content` of sampled tokens as JSON."""
 
     def entry(token_id: int, logprob: float) -> str:
         shown = f'"token_id":{token_id},' if with_ids else ""
         named = f'"token":"token_id:{token_id}","bytes":null,"logprob":' if ids_as_tokens else names.entry(token_id)
         return f"{shown}{named}{max(logprob, LEAST)!r}"
 
-    def whole(token_id: int, raw: Any) -> str:
+    def whole(token_id: int, raw: RawLogprob) -> str:
         top = ",".join(f"{{{entry(*alternative)}}}" for alternative in raw.top)
         return f'{{{entry(token_id, raw.logprob)},"top_logprobs":[{top}]}}'
 
@@ -28,29 +37,52 @@ def chat_entries(names: TokenNames, tokens: Iterable[tuple[int, Any]], with_ids:
 
 
 class TextLogprobs:
-    """Collects `logprobs` of a completion: tokens, their log-probabilities, alternatives, and where each begins in the text."""
+    """Writes the table `logprobs` of a completion, part by part: tokens, their log-probabilities and alternatives, and where in the
+    text each begins. Tokens in `silent` have no text."""
 
-    def __init__(self, names: TokenNames, ids_as_tokens: bool) -> None:
-        self._names, self._ids_as_tokens = names, ids_as_tokens
-        self._offset, self._bytes = 0, b""  # characters so far, and bytes of one that is not whole
+    def __init__(self, names: TokenNames, silent: Collection[int], ids_as_tokens: bool) -> None:
+        self._names, self._silent, self._ids_as_tokens = names, silent, ids_as_tokens
+        self._decoder, self._characters = _Utf8("replace"), 0
 
-    def table(self, tokens: Sequence[tuple[int, Any]]) -> dict[str, Any]:
-        """Returns the table of the next tokens; a token without a log-probability has None."""
-        name = (lambda token: f"token_id:{token}") if self._ids_as_tokens else self._names.name
+    def prompt(self, tokens: Sequence[Scored], text_from: int) -> dict[str, Any]:
+        """Returns the table of a prompt, whose text begins with token `text_from`."""
+        table = self._table(tokens)
+        table["text_offset"] = [0] * text_from + [self._offset(token) for token, _ in tokens[text_from:]]
+        return table
+
+    def sampled(self, tokens: Sequence[Scored]) -> dict[str, Any]:
+        """Returns the table of the next sampled tokens."""
+        table = self._table(tokens)
+        table["text_offset"] = [
+            self._characters if token in self._silent else self._offset(token) for token, _ in tokens
+        ]
+        return table
+
+    def _table(self, tokens: Sequence[Scored]) -> dict[str, Any]:
         return {
-            "tokens": [name(token) for token, _ in tokens],
+            "tokens": [self._name(token) for token, _ in tokens],
             "token_logprobs": [None if raw is None else max(raw.logprob, LEAST) for _, raw in tokens],
-            "top_logprobs": [None if raw is None else self._top(token, raw, name) for token, raw in tokens],
-            "text_offset": [self._next(token) for token, _ in tokens],
+            "top_logprobs": [None if raw is None else self._top(token, raw) for token, raw in tokens],
         }
 
-    def _top(self, token: int, raw: Any, name: Any) -> dict[str, float]:
-        """Returns the alternatives by name, the sampled token among them; the likeliest goes first."""
-        top = [*raw.top, *([] if any(one == token for one, _ in raw.top) else [(token, raw.logprob)])]
-        return {name(one): max(logprob, LEAST) for one, logprob in reversed(top)} if top else {}
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._ids_as_tokens else self._names.name(token)
 
-    def _next(self, token: int) -> int:
-        return self._offset
+    def _top(self, token: int, raw: RawLogprob) -> dict[str, float]:
+        """Returns the likeliest tokens, with the token itself where it is none of them."""
+        top = {self._name(one): max(logprob, LEAST) for one, logprob in raw.top}
+        return top | {self._name(token): max(raw.logprob, LEAST)}
+
+    def _offset(self, token: int) -> int:
+        before = self._characters
+        self._characters += len(self._decoder.decode(self._names.bytes_of(token)))
+        return before
+
+
+def joined(tables: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Returns the table of all parts."""
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [one for table in tables for one in table[name]] for name in names}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

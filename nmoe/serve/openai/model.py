@@ -13,8 +13,8 @@ from nmoe.serve.openai.fields import Fields
 from nmoe.serve.openai.limits import Limits
 from nmoe.serve.openai.names import TokenNames
 from nmoe.serve.openai.settings import Asked, Defaults, read_settings
-from nmoe.text.renderers import Renderer
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.text.turns import ChatFormat
 from nmoe.types import Sampling
 
 
@@ -24,10 +24,12 @@ class Served:
 
     engine: NativeEngine
     tokenizer: Tokenizer
-    renderer: Renderer
+    format: ChatFormat
     models: tuple[str, ...]
     context_tokens: int
     vocab_size: int
+    layers: int
+    experts: int  # 0 without a mixture
     fingerprint: str
     strict: bool = False
     limits: Limits = field(default_factory=Limits)
@@ -41,6 +43,10 @@ class Served:
     def settings(self, fields: Fields, most_tokens: int | None, top: int | None) -> Asked:
         """Reads the fields that chat and completions share; see `read_settings`."""
         asked = read_settings(fields, self.limits, self.defaults, most_tokens, top)
+        for token_id, _ in asked.sampling.logit_bias:
+            self._check_id(token_id, f"logit_bias.{token_id}")
+        for token_id in asked.sampling.stop_ids:
+            self._check_id(token_id, "stop_token_ids")
         return replace(asked, model=self.named(asked.model))
 
     def with_ends(self, asked: Asked, ends: Sequence[int]) -> Sampling:
@@ -57,19 +63,25 @@ class Served:
             raise ApiError(f"model {model!r} does not exist; there is {known}", "model", "model_not_found", 404)
         return model
 
-    def with_room(self, asked: Asked, prompt_tokens: int, default: int | None, param: str) -> Asked:
-        """Returns what a request asks for with the tokens that it samples at most: its own limit, else the default or what the
-        context leaves. Raises ApiError if prompt and tokens exceed the context or the limit of prompts."""
+    def vocabulary(self, fields: Fields, name: str) -> list[int] | None:
+        """Takes a field with tokens of the model. Raises ApiError for an id beyond them."""
+        token_ids = fields.ids(name)
+        if token_ids:
+            self._check_id(max(token_ids), name)
+        return token_ids
+
+    def _check_id(self, token_id: int, param: str) -> None:
+        if token_id >= self.vocab_size:
+            raise ApiError(f"{param} has {token_id}: token ids lie in 0..{self.vocab_size - 1}", param, "invalid_value")
+
+    def check_room(self, prompt_tokens: int, wanted: int, param: str) -> None:
+        """Raises ApiError if a prompt and the tokens to sample exceed the context, or the prompt the limit of prompts."""
         most = self.limits.prompt_tokens or self.context_tokens
         if prompt_tokens > most:
             raise ApiError(f"the prompt has {prompt_tokens} tokens: at most {most}", param, "context_length_exceeded")
-        left = self.context_tokens - prompt_tokens
-        wanted = asked.sampling.max_new_tokens or min(default or left, left)
-        if not 1 <= wanted <= left:
+        if prompt_tokens + wanted > self.context_tokens:
             raise ApiError(
-                f"the context of {self.context_tokens} tokens has no room for a prompt of {prompt_tokens} tokens and "
-                f"{max(wanted, 1)} more",
+                f"the context of {self.context_tokens} tokens has no room for a prompt of {prompt_tokens} tokens and {wanted} more",
                 param,
                 "context_length_exceeded",
             )
-        return replace(asked, sampling=replace(asked.sampling, max_new_tokens=wanted))

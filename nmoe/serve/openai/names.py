@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import lru_cache
 
 from nmoe.text.tokenizer import Tokenizer
@@ -17,6 +18,10 @@ class TokenNames:
         self.bytes_of = lru_cache(maxsize=None)(tokenizer.bytes_of)
         self.name = lru_cache(maxsize=None)(self._name)
         self.entry = lru_cache(maxsize=None)(self._entry)
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        """Returns the text of tokens."""
+        return b"".join(map(self.bytes_of, token_ids)).decode("utf-8", "replace")
 
     def _name(self, token_id: int) -> str:
         raw = self.bytes_of(token_id)

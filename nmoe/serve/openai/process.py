@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.server.listening import check_key, listening
 from nmoe.errors import UserError
 from nmoe.extras import how_to_install
+from nmoe.generation import sampling_notes
 from nmoe.model.checkpoint import fingerprint
 from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.peft_format import is_adapter
@@ -26,15 +28,15 @@ from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.serve.openai.limits import Limits
 from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.settings import Defaults
-from nmoe.text.renderers import RenderFormat, make_renderer
+from nmoe.text.renderers import RenderFormat
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.text.turns import chat_format
 from nmoe.types import ExpertWeightsForm, Precision
 
 KEY = "NMOE_SERVE_KEY"
+# Seconds that an unused connection stays open.
 _KEEP_ALIVE_S = 75
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# After it a connection whose client reads nothing is broken off by the kernel.
-_UNREAD_MS = 60_000
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,20 @@ def serve(options: Options) -> None:
     try:
         import uvicorn
 
-        from nmoe.serve.openai.app import Server, application, guarded
+        from nmoe.serve.openai.app import Server, application
+        from nmoe.serve.openai.guard import guarded
     except ModuleNotFoundError as error:
         raise UserError(f"nmoe serve needs {error.name}: {how_to_install('serve')}") from None
     key = os.environ.get(KEY, "")
     check_key(options.host, key, KEY, "use the model")
     bound = listening(options.host, options.port)
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
+    # The kernel breaks off connections whose clients have taken nothing for twice the time after which their requests end.
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * options.limits.stalled_s))
     served = _load(options)
     routes = Server(served)
+    app = guarded(application(routes), key, routes.metrics)
     config = uvicorn.Config(
-        guarded(application(routes), key), http="httptools", ws="none", lifespan="off", log_level="error", access_log=False,
+        app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False,
         timeout_keep_alive=_KEEP_ALIVE_S, server_header=False, timeout_graceful_shutdown=int(options.limits.drain_s) + 2,
     )  # fmt: skip
     server = uvicorn.Server(config)
@@ -116,20 +121,26 @@ def _load(options: Options) -> Served:
     device = choose_device(options.device, "--device")
     dtype = dtype_for(device, sampling_precision(directory, device, options.precision))
     tokenizer = Tokenizer.load(_tokenizer_of(directory))
-    renderer = make_renderer(tokenizer, options.form)
+    form = chat_format(tokenizer, options.form)
     model, lora = load_policy(directory, dtype, device, options.expert_weights)
     model.requires_grad_(False).set_numerics(options.numerics)
+    defaults = Defaults()
+    notes = sampling_notes(directory, defaults.temperature, defaults.top_p, defaults.top_k)
+    for line in (*notes, *(lora.notes if lora is not None else ())):
+        print(line, file=sys.stderr)
     return Served(
         NativeEngine(model, options.max_sequences, options.cache_mb),
         tokenizer,
-        renderer,
+        form,
         options.names or (str(options.checkpoint),),
         model.config.context_tokens,
         model.config.vocab_size,
+        model.config.layers,
+        model.config.experts if model.config.moe_layers else 0,
         f"fp_{(fingerprint(directory) if lora is None else lora.fingerprint)[:16]}",
         options.strict,
         options.limits,
-        Defaults(),
+        defaults,
     )
 
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from nmoe.engine.api import Delta
+from nmoe.engine.api import Delta, RawLogprob
 from nmoe.serve.openai.names import TokenNames
-from nmoe.serve.openai.pieces import Piece
 from nmoe.serve.openai.stops import Stops
+from nmoe.text.turns import Piece, TurnReader
 from nmoe.types import FinishReason, Sample
 
 _Utf8 = getincrementaldecoder("utf-8")
-
-
-class Reader(Protocol):
-    """Turns sampled tokens into pieces; joined, the pieces do not depend on how the tokens were divided."""
-
-    def feed(self, token_ids: Sequence[int]) -> list[Piece]: ...
-
-    def end(self, finish_reason: FinishReason) -> list[Piece]: ...
 
 
 class TextReader:
@@ -32,7 +24,8 @@ class TextReader:
         self._bytes_of, self._silent, self._decoder = names.bytes_of, silent, _Utf8("replace")
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        text = self._decoder.decode(b"".join(self._bytes_of(one) for one in token_ids if one not in self._silent))
+        bytes_of, silent = self._bytes_of, self._silent
+        text = self._decoder.decode(b"".join([bytes_of(one) for one in token_ids if one not in silent]))
         return [Piece("content", text)] if text else []
 
     def end(self, finish_reason: FinishReason) -> list[Piece]:
@@ -42,34 +35,48 @@ class TextReader:
 
 @dataclass(slots=True)
 class Addition:
-    """What the tokens of one step add to a choice. `finish` is set on its last one, and `reason` is then vLLM's `stop_reason`:
+    """What the tokens of one step add to a choice: pieces of the turn, the tokens, and their raw log-probabilities if those are
+    asked for. `finish` is set on its last one, and `reason` is then vLLM's `stop_reason`:
     the stop string or token that ended it, or why the server did."""
 
     index: int
     pieces: list[Piece] = field(default_factory=list)
-    deltas: list[Delta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    raws: list[RawLogprob] = field(default_factory=list)
     finish: str | None = None
     reason: str | int | None = None
     sample: Sample | None = None
 
 
 class Choice:
-    """One sample of a reply while it is read.
+    """One sample of a reply while it is read. `begun` are the pieces of the turn that the prompt holds already, of which a call may
+    go on; `announced` says that the reply has them, too.
 
     `stopped` says that a stop string was found, after which its sample should be aborted. `why` is the reason for an abort that
     has another cause. `named_ends` are the stop tokens that the request named, beside the format's own.
     """
 
-    def __init__(self, index: int, reader: Reader, stops: Stops | None, named_ends: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        index: int,
+        reader: TurnReader,
+        stops: Stops | None,
+        named_ends: Collection[int] = (),
+        begun: Sequence[Piece] = (),
+        announced: bool = False,
+    ) -> None:
         self.index = index
         self.stopped = False
         self.why = "abort"
         self.tokens = 0
         self._reader, self._stops, self._named_ends = reader, stops, named_ends
-        self._calls = 0
+        calls = [piece for piece in begun if piece.kind == "call"]
+        self._calls = len(calls)
+        self._begun = {} if announced else {piece.call: piece for piece in calls}
 
     def feed(self, deltas: Sequence[Delta]) -> Addition:
         added = Addition(self.index)
+        last = deltas[-1]
         if self._stops is None:
             self._read(added, deltas)
         else:
@@ -77,13 +84,16 @@ class Choice:
                 if self.stopped:
                     break
                 self._read(added, (delta,))
-        if (reason := deltas[-1].finish_reason) is not None:
-            self._end(added, reason, deltas[-1])
+        if last.finish_reason is not None:
+            self._end(added, last.finish_reason, last)
         return added
 
     def _read(self, added: Addition, deltas: Sequence[Delta]) -> None:
+        # An aborted sample ends without a further token.
         token_ids = [delta.token_id for delta in deltas if delta.token_id is not None]
-        added.deltas += deltas[: len(token_ids)]  # the delta of an abort is the last one, and has no token
+        added.token_ids += token_ids
+        if deltas[0].raw is not None:
+            added.raws += [delta.raw for delta in deltas if delta.raw is not None]
         self.tokens += len(token_ids)
         self._append(added, self._reader.feed(token_ids))
 
@@ -91,6 +101,8 @@ class Choice:
         for piece in pieces:
             if piece.kind == "call":
                 self._calls += 1
+            elif piece.kind == "arguments" and (call := self._begun.pop(piece.call, None)) is not None:
+                added.pieces.append(call)  # or the reply would have arguments of nothing
             if self._stops is not None:
                 if piece.kind == "content":
                     piece = Piece("content", self._stops.push(piece.text))
@@ -116,6 +128,7 @@ class Choice:
             added.reason = last.token_id if last.token_id in self._named_ends else None
         else:
             added.finish, added.reason = "length", self.why if reason == "abort" else None
+        added.sample = last.sample
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
@@ -134,14 +147,15 @@ def texts(pieces: Sequence[Piece], kind: str) -> str:
     return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
-def tool_calls(pieces: Sequence[Piece], ids: Sequence[str]) -> list[dict[str, Any]]:
+def tool_calls(pieces: Sequence[Piece], id_of: Callable[[int], str]) -> list[dict[str, Any]]:
     """Returns the calls among the pieces of a turn, each with its id."""
-    calls = list[dict[str, Any]]()
+    calls = dict[int, dict[str, Any]]()
     for piece in pieces:
+        if piece.call is None:
+            continue
         if piece.kind == "call":
             function = {"name": piece.name, "arguments": ""}
-            calls.append({"id": ids[len(calls)], "type": "function", "function": function})
-        elif piece.kind == "arguments":
-            assert piece.call is not None, "arguments belong to a call"
+            calls[piece.call] = {"id": id_of(piece.call), "type": "function", "function": function}
+        else:
             calls[piece.call]["function"]["arguments"] += piece.text
-    return calls
+    return list(calls.values())

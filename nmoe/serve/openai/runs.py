@@ -22,61 +22,70 @@ class Run:
     choices: Sequence[Choice]
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
     def tokens(self) -> int:
         return sum(choice.tokens for choice in self.choices)
 
 
 async def steps(engine: NativeEngine, runs: Sequence[Run], seconds: float) -> AsyncGenerator[list[Addition], None]:
     """Yields what each step of the engine adds to the choices. After `seconds` the runs end with the tokens so far."""
-    loop = asyncio.get_running_loop()
-    timer = loop.call_later(seconds, end, engine, runs, "deadline")
+    timer = asyncio.get_running_loop().call_later(seconds, end, engine, runs, "deadline")
     try:
-        if len(runs) == 1:
-            async for added in _of_one(engine, runs[0]):
-                yield added
-        else:
+        if len(runs) > 1:
             async for added in _of_several(engine, runs):
                 yield added
+            return
+        # Not through `_of_one`, because each generator that a token passes costs a microsecond.
+        (run,) = runs
+        stream = engine.stream(run.request)
+        try:
+            async for deltas in stream:
+                yield _read(engine, run, deltas)
+        finally:
+            await stream.aclose()
     finally:
         timer.cancel()
 
 
 def end(engine: NativeEngine, runs: Sequence[Run], why: str) -> None:
-    """Ends runs with the tokens that they have."""
+    """Ends runs with the tokens so far."""
     for run in runs:
         for choice in run.choices:
             choice.why = why
         engine.abort(run.request.request_id)
 
 
-async def _of_one(engine: NativeEngine, run: Run) -> AsyncGenerator[list[Addition], None]:
-    deltas = engine.stream(run.request)
-    try:
-        async for new in deltas:
-            yield _read(engine, run, new)
-    finally:
-        await deltas.aclose()
-
-
 def _read(engine: NativeEngine, run: Run, deltas: Sequence[Delta]) -> list[Addition]:
-    (choice,) = run.choices
+    if run.request.samples == 1:
+        return [_read_sample(engine, run, 0, deltas)]
+    return [_read_sample(engine, run, index, of_sample) for index, of_sample in _by_sample(deltas).items()]
+
+
+def _by_sample(deltas: Sequence[Delta]) -> dict[int, list[Delta]]:
+    samples: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        samples.setdefault(delta.index, []).append(delta)
+    return samples
+
+
+def _read_sample(engine: NativeEngine, run: Run, index: int, deltas: Sequence[Delta]) -> Addition:
+    choice = run.choices[index]
     stopped = choice.stopped
     added = choice.feed(deltas)
     if choice.stopped and not stopped and added.finish is None:
-        engine.abort(run.request.request_id)
-    return [added]
+        engine.abort(run.request.request_id, index)
+    return added
 
 
 async def _of_several(engine: NativeEngine, runs: Sequence[Run]) -> AsyncGenerator[list[Addition], None]:
     queue: asyncio.Queue[list[Addition] | None] = asyncio.Queue(_WAITING)
 
     async def read(run: Run) -> None:
-        async for added in _of_one(engine, run):
-            await queue.put(added)
+        stream = engine.stream(run.request)
+        try:
+            async for deltas in stream:
+                await queue.put(_read(engine, run, deltas))
+        finally:
+            await stream.aclose()
 
     async def read_all() -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
+from nmoe.errors import shown
 from nmoe.serve.openai.errors import ApiError
 from nmoe.serve.openai.fields import Fields
 from nmoe.serve.openai.limits import Limits
@@ -67,6 +68,10 @@ def read_settings(
         max(0, fields.integer("top_k", defaults.top_k, -1, 2**31)),
         tuple(fields.ids("stop_token_ids") or ()),
         secrets.randbits(63) if seed is None else seed % 2**64,
+        min_p=fields.number("min_p", 0.0, 0, 1),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+        logit_bias=_logit_bias(fields),
     )
     return Asked(
         model=fields.text("model", ""),
@@ -82,6 +87,22 @@ def read_settings(
         ids_as_tokens=fields.boolean("return_tokens_as_token_ids"),
         seconds=limits.request_s,
     )
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    """Reads `logit_bias`. A bias of 0 changes nothing, so that it may stand at any name unless the server is strict."""
+    table = fields.take("logit_bias", dict, {})
+    biases = list[tuple[int, float]]()
+    for name, value in table.items():
+        if value == 0 and value is not False and not fields.strict:
+            continue
+        path = fields.path(f"logit_bias.{name}")
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise ApiError(f"logit_bias has {shown(name)}: must be the id of a token, as text", path, "invalid_value")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -100 <= value <= 100:
+            raise ApiError(f"{path} = {shown(value)}: must be a number from -100 to 100", path, "invalid_value")
+        biases.append((int(name), float(value)))
+    return tuple(biases)
 
 
 def _stops(fields: Fields, most: int) -> tuple[str, ...]:
