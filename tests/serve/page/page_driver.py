@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 
@@ -25,9 +24,6 @@ class Chat:
     """The page in a tab."""
 
     page: Page
-    url: str
-    asked: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
 
     def send(self, text: str) -> None:
         self.page.get_by_label("Message", exact=True).fill(text)
@@ -57,27 +53,51 @@ class Chat:
         entries = self.page.evaluate("Object.entries(localStorage)")
         return [json.loads(text) for key, text in entries if key.startswith("nmoe.chat.")]
 
-    def check(self) -> None:
-        assert self.page.evaluate("window.executed") == []
-        assert self.page.evaluate("window.blocked") == []
-        assert self.failures == []
-        others = [url for url in self.asked if not url.startswith((self.url, f"blob:{self.url}"))]
-        assert others == []
 
+class Tab:
+    """A tab of the browser, in which one chat after the other is opened."""
 
-def chat_at(context: BrowserContext, url: str) -> Chat:
-    context.add_init_script(_WATCH)
-    page = context.new_page()
-    chat = Chat(page, url)
-    context.on("request", lambda request: chat.asked.append(request.url))
-    page.on("pageerror", lambda error: chat.failures.append(str(error)))
-    page.on("console", lambda said: _note(chat, said.type, said.text))
-    page.goto(url)
-    expect(page.locator("#chat-list")).to_be_attached()
-    return chat
+    def __init__(self, context: BrowserContext) -> None:
+        self._context = context
+        self._url = ""
+        self._asked: list[str] = []
+        self._failures: list[str] = []
+        context.add_init_script(_WATCH)
+        self._page = context.new_page()
+        self._storage = context.new_cdp_session(self._page)
+        context.on("request", lambda request: self._asked.append(request.url))
+        self._page.on("pageerror", lambda error: self._failures.append(str(error)))
+        self._page.on("console", lambda said: self._note(said.type, said.text))
 
+    def open(self, url: str, width: int = 1200, height: int = 800, scheme: Literal["light", "dark"] = "light") -> Chat:
+        if self._url:
+            self.leave()
+        self._url = url
+        page = self._page
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        page.goto(url)
+        # The server's answers, or the key's dialog.
+        page.locator("#model:not(:empty), #key-dialog[open]").first.wait_for(state="attached")
+        return Chat(page)
 
-def _note(chat: Chat, kind: str, text: str) -> None:
-    # The browser itself reports a status above 399, and a connection that breaks off.
-    if kind in ("error", "warning") and not re.match(r"Failed to load resource", text):
-        chat.failures.append(text)
+    def leave(self) -> None:
+        page = self._page
+        seen = page.evaluate("[window.executed, window.blocked]")
+        page.evaluate("sessionStorage.clear()")
+        page.goto("about:blank")
+        self._storage.send("Storage.clearDataForOrigin", {"origin": self._url, "storageTypes": "local_storage"})
+        self._context.clear_permissions()
+        self._context.set_offline(False)
+        asked, failures, url = self._asked[:], self._failures[:], self._url
+        self._asked.clear()
+        self._failures.clear()
+        self._url = ""
+        assert seen == [[], []]
+        assert failures == []
+        assert [one for one in asked if not one.startswith((url, f"blob:{url}", "about:blank"))] == []
+
+    def _note(self, kind: str, text: str) -> None:
+        # The browser itself reports a status above 399, and a connection that breaks off.
+        if kind in ("error", "warning") and not text.startswith("Failed to load resource"):
+            self._failures.append(text)

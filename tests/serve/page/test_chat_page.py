@@ -84,7 +84,7 @@ def test_a_model_without_experts_is_not_asked_for_them(server: Scripted, open_ch
 
 @pytest.mark.parametrize("way", ["button", "key"])
 def test_stop_ends_the_request_and_the_answer_can_go_on(server: Scripted, chat: Chat, way: str) -> None:
-    server.say([*said("One", " two"), HANG], [*said("One two", kind="content")[:1], *said(" three"), *ended()])
+    server.say([*said("One", " two"), HANG], [*said("One two"), *said(" three"), *ended()])
     chat.send("Count")
     expect(chat.last("assistant").locator(".body")).to_have_text("One two")
     if way == "button":
@@ -93,6 +93,7 @@ def test_stop_ends_the_request_and_the_answer_can_go_on(server: Scripted, chat: 
         chat.page.keyboard.press("Escape")
     answer = chat.answered()
     assert server.left.wait(5)
+    assert chat.page.evaluate("document.activeElement.id") == "draft"
     assert answer.locator(".body").inner_text() == "One two"
     assert answer.locator(".counts").inner_text().endswith("stopped")
     # The scripted server repeats the beginning with a token of its own; a real one sends none of it.
@@ -143,6 +144,31 @@ def test_answers_to_one_message_are_exported_as_preference_pairs(server: Scripte
     prompt = [{"role": "system", "content": "Be kind."}, user("A")]
     (record,) = map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())
     assert record == {"prompt": prompt, "chosen": [model("good")], "rejected": [model("bad")]}
+
+
+def test_a_chat_deleted_while_it_is_answered_stays_deleted(server: Scripted, chat: Chat) -> None:
+    server.say([*said("One"), HANG])
+    chat.send("Count")
+    expect(chat.last("assistant").locator(".body")).to_have_text("One")
+    chat.page.get_by_label("Delete Count").click()
+    chat.page.get_by_label("Press again to delete Count").click()
+    assert server.left.wait(5)
+    chat.page.wait_for_timeout(100)
+    assert chat.stored() == []
+    assert chat.page.locator("#chat-list .chat").count() == 0
+
+
+def test_an_answer_goes_on_after_the_page_was_left(server: Scripted, chat: Chat) -> None:
+    server.say([*said("One", " two"), HANG], [*said("x"), *ended("length", stop_reason="shutdown")])
+    chat.send("Count")
+    expect(chat.last("assistant").locator(".body")).to_have_text("One two")
+    chat.page.reload()
+    assert server.left.wait(5)
+    answer = chat.last("assistant")
+    assert answer.locator(".body").inner_text() == "One two"
+    click(answer, "Go on")
+    expect(chat.answered().locator(".counts")).to_contain_text("cut off by the server: shutdown")
+    assert server.bodies[1]["continue_token_ids"] == [number("One"), number(" two")]
 
 
 def test_settings_are_sent_and_go_along_to_the_next_chat(server: Scripted, chat: Chat) -> None:
@@ -506,34 +532,53 @@ def test_conversations_are_exported_imported_and_deleted(server: Scripted, chat:
     assert len({one["id"] for one in chat.stored()}) == 3
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 2}, 'x.json is no file that this page exported: it needs "format": "nmoe-chats", "version": 1 and "chats"'),
-        ({"chats": [{"id": "<b>"}]}, 'x.json: chats[0].id = "<b>": must be an id'),
-        ({"role": "admin"}, 'x.json: chats[0].nodes.b.role = "admin": must be user, assistant or tool'),
-        ({"content": 5}, "x.json: chats[0].nodes.b.content = 5: must be a text"),
-        ({"parent": "c"}, 'x.json: chats[0].nodes.b.parent = "c": there is no such message'),
-        ({"parent": "b"}, "x.json: chats[0].nodes.b.parent: is among the answers to it"),
-        ({"tokens": [[1, "a", None, []]]}, 'x.json: chats[0].nodes.b.tokens = [[1,"a",null,[]]]: must be a list of tokens'),
-        ({"html": "x"}, "x.json: chats[0].nodes.b.html: unknown; leave it out"),
-        ({"chosen": {"": "b"}}, 'x.json: chats[0].chosen. = "b": is no answer to that message'),
-    ],
-)  # fmt: skip
-def test_a_file_that_is_no_export_changes_nothing(
-    server: Scripted, chat: Chat, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    node = {"id": "b", "parent": "a", "role": "assistant", "content": "x"}
-    one = {"id": "m1", "title": "t", "updated": 1, "system": "", "tools": "", "settings": {}, "chosen": {"": "a"}}
-    one |= {key: value for key, value in change.items() if key == "chosen"}
-    node |= {key: value for key, value in change.items() if key not in ("version", "chats", "chosen")}
-    nodes = {"a": {"id": "a", "parent": "", "role": "user", "content": "q"}, "b": node}
-    file: dict[str, Any] = {"format": "nmoe-chats", "version": 1, "chats": [one | {"nodes": nodes}]}
-    file |= {key: value for key, value in change.items() if key in ("version", "chats")}
-    (tmp_path / "x.json").write_text(json.dumps(file))
-    chat.page.locator("#import-file").set_input_files(tmp_path / "x.json")
-    expect(chat.page.locator("#notice")).to_have_text(message)
+WRONG_FILES: list[tuple[dict[str, Any], str]] = [
+    ({"version": 2}, 'x.json is no file that this page exported: it needs "format": "nmoe-chats", "version": 1 and "chats"'),
+    ({"chats": [{"id": "<b>"}]}, 'x.json: chats[0].id = "<b>": must be an id'),
+    ({"role": "admin"}, 'x.json: chats[0].nodes.b.role = "admin": must be user, assistant or tool'),
+    ({"content": 5}, "x.json: chats[0].nodes.b.content = 5: must be a text"),
+    ({"parent": "c"}, 'x.json: chats[0].nodes.b.parent = "c": there is no such message'),
+    ({"parent": "b"}, "x.json: chats[0].nodes.b.parent: is among the answers to it"),
+    ({"tokens": [[1, "a", None, []]]}, 'x.json: chats[0].nodes.b.tokens = [[1,"a",null,[]]]: must be a list of tokens'),
+    ({"html": "x"}, "x.json: chats[0].nodes.b.html: unknown; leave it out"),
+    ({"chosen": {"": "b"}}, 'x.json: chats[0].chosen. = "b": is no answer to that message'),
+]  # fmt: skip
+
+
+def test_a_file_that_is_no_export_changes_nothing(server: Scripted, chat: Chat, tmp_path: Path) -> None:
+    for change, message in WRONG_FILES:
+        node = {"id": "b", "parent": "a", "role": "assistant", "content": "x"}
+        one = {"id": "m1", "title": "t", "updated": 1, "system": "", "tools": "", "settings": {}, "chosen": {"": "a"}}
+        one |= {key: value for key, value in change.items() if key == "chosen"}
+        node |= {key: value for key, value in change.items() if key not in ("version", "chats", "chosen")}
+        nodes = {"a": {"id": "a", "parent": "", "role": "user", "content": "q"}, "b": node}
+        file: dict[str, Any] = {"format": "nmoe-chats", "version": 1, "chats": [one | {"nodes": nodes}]}
+        file |= {key: value for key, value in change.items() if key in ("version", "chats")}
+        (tmp_path / "x.json").write_text(json.dumps(file))
+        chat.page.locator("#import-file").set_input_files(tmp_path / "x.json")
+        expect(chat.page.locator("#notice")).to_have_text(message)
     assert chat.stored() == []
+
+
+FILL = """() => {
+    let size = 1 << 22;
+    for (let at = 0; size > 8; at++) {
+        try { localStorage.setItem(`fill${at}`, "x".repeat(size)); } catch { size >>= 1; }
+    }
+}"""
+
+
+def test_full_storage_gives_up_experts_first(server: Scripted, chat: Chat) -> None:
+    server.say([*said("a"), *ended(experts=[[[1, 2]] * 500])], [*said("b"), *ended(experts=[[[3, 4]]])])
+    chat.say("old")
+    click(chat.page.locator("#chats"), "New chat")
+    chat.page.evaluate(FILL)
+    chat.say("new")
+    kept = {
+        one["title"]: [node["tokens"] for node in one["nodes"].values() if "tokens" in node] for one in chat.stored()
+    }
+    assert [tokens[0][0][4] for tokens in (kept["old"], kept["new"])] == [None, [[3, 4]]]
+    assert kept["old"][0][0][1] == "a"
 
 
 def test_full_storage_gives_up_tokens_of_the_oldest_first(server: Scripted, chat: Chat) -> None:
@@ -541,17 +586,11 @@ def test_full_storage_gives_up_tokens_of_the_oldest_first(server: Scripted, chat
     chat.say("old")
     click(chat.page.locator("#chats"), "New chat")
     chat.say("new")
-    fill = """() => {
-        let size = 1 << 22;
-        for (let at = 0; size > 8; at++) {
-            try { localStorage.setItem(`fill${at}`, "x".repeat(size)); } catch { size >>= 1; }
-        }
-    }"""
-    chat.page.evaluate(fill)
+    chat.page.evaluate(FILL)
     chat.say("more")
     kept = {one["title"]: [bool(node.get("tokens")) for node in one["nodes"].values()] for one in chat.stored()}
     assert kept == {"old": [False, False], "new": [False, True, False, True]}
-    chat.page.evaluate(fill)
+    chat.page.evaluate(FILL)
     chat.page.locator("#title").fill("t" * 5000)
     expect(chat.page.locator("#notice")).to_contain_text("storage is full: export conversations")
 
@@ -621,7 +660,7 @@ def test_keys_do_what_the_help_says(server: Scripted, chat: Chat) -> None:
 
 
 def test_the_theme_follows_the_browser_until_it_is_chosen(server: Scripted, open_chat: Open) -> None:
-    chat = open_chat(server.url, color_scheme="dark")
+    chat = open_chat(server.url, scheme="dark")
     paper = "getComputedStyle(document.body).backgroundColor"
     light, dark = "rgb(251, 250, 247)", "rgb(22, 21, 18)"
     seen = [chat.page.evaluate(paper)]
@@ -651,7 +690,7 @@ def test_screen_readers_hear_of_an_answer_twice(server: Scripted, chat: Chat) ->
 
 
 def test_a_phone_shows_all_without_scrolling_sideways(server: Scripted, open_chat: Open) -> None:
-    chat = open_chat(server.url, viewport={"width": 360, "height": 640})
+    chat = open_chat(server.url, width=360, height=640)
     wide = (
         "w" * 300
         + "\n\n```\n"
@@ -687,11 +726,9 @@ def test_a_phone_shows_all_without_scrolling_sideways(server: Scripted, open_cha
 AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 360])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
 def test_axe_finds_nothing_serious(server: Scripted, open_chat: Open, scheme: str, width: int) -> None:
-    server.about = ABOUT
-    chat = open_chat(server.url, color_scheme=scheme, viewport={"width": width, "height": 800}, reduced_motion="reduce")
+    chat = open_chat(server.url, width=width, scheme=scheme)
     chat.page.evaluate(AXE)
     seen = list[str]()
 
@@ -705,12 +742,8 @@ def test_axe_finds_nothing_serious(server: Scripted, open_chat: Open, scheme: st
                     for node in one["nodes"]
                 )
 
-    look("empty")
-    words = [
-        chunk
-        for index, word in enumerate(("a", " b", " c", " d", "<|end|>"))
-        for chunk in said(word, logprob=-0.9 * index)
-    ]
+    texts = ("a", " b", " c", " d", "<|end|>")
+    words = [chunk for index, word in enumerate(texts) for chunk in said(word, logprob=-0.9 * index)]
     markdown = (
         "# Big\n\n`code` [link](https://example.org)\n\n```py\nx\n```\n\n> quote\n\n$$x^2$$\n\n|a|b|\n|-|-|\n|1|2|"
     )
@@ -722,27 +755,22 @@ def test_axe_finds_nothing_serious(server: Scripted, open_chat: Open, scheme: st
         [*said("x"), HANG],
     )
     chat.say("one").locator("summary").click()
-    click(chat.last("assistant"), "Tokens")
-    click(chat.last("assistant"), "Tokens")
-    chat.tokens(chat.say("two")).nth(1).click()
-    look("tokens")
-    chat.page.keyboard.press("Escape")
-    chat.last("assistant").locator(".token").nth(2).hover()
-    chat.say("three")
+    chat.tokens(chat.say("two"))
+    tokens = chat.page.locator(".token")
+    expect(chat.say("three").get_by_label("Answer of weather")).to_be_visible()
     chat.last("user").get_by_role("button", name="Edit").click()
-    look("call, edited message")
+    tokens.nth(1).click()
+    look("formula, tokens, call, edited message")
     chat.page.keyboard.press("Escape")
     chat.say("four")
     look("error, settings")
     chat.page.keyboard.press("Escape")
     chat.send("five")
     expect(chat.last("assistant").locator(".body")).to_have_text("x")
-    look("streaming")
-    chat.page.keyboard.press("Escape")
-    chat.page.locator("#open-help").click()
-    look("help")
-    chat.page.keyboard.press("Escape")
     if width == 360:
         click(chat.page.locator("#bar"), "Conversations")
-    look("conversations")
+    look("streaming, conversations")
+    chat.page.keyboard.press("Escape")
+    chat.page.locator("#open-help").click(force=True)
+    look("help")
     assert seen == []

@@ -32,6 +32,7 @@ const NODE_MAY = {
   calls: [listOf(isCall), "a list of calls"],
   tokens: [listOf(isToken), "a list of tokens"],
   finish: [isText, "a text"],
+  reason: [isText, "a text"],
   usage: [(value) => listOf(isNumber)(value) && value.length === 2, "two numbers"],
   experts: [isNumber, "a number"],
   rate: [isNumber, "a number"],

@@ -87,8 +87,10 @@ function draw(toEnd = false) {
   const list = $("messages");
   const same = elements.length === list.children.length && elements.every((element, at) => element === list.children[at]);
   if (!same) list.replaceChildren(...(elements.length ? elements : [h("p", { class: "empty faint" }, info.model ? `Say something to ${info.model}.` : "")]));
+  const focused = document.activeElement;
   $("send").hidden = running.has(current);
   $("stop").hidden = !running.has(current);
+  if (focused?.hidden) $("draft").focus();
   document.title = current.title ? `${current.title} – nmoe` : "nmoe";
   if (atEnd) scroll.scrollTop = scroll.scrollHeight;
 }
@@ -113,6 +115,7 @@ async function answer(chat, node, kept = []) {
   say("The model answers.");
   const error = await generate(chat, node, { ...info, model: info.model }, kept, controller.signal, grown);
   running.delete(chat);
+  if (!chats.includes(chat)) return; // it was deleted meanwhile
   touch(chat);
   redraw();
   if (error) say(`${error.message} ${error.advice ?? ""}`);
@@ -360,7 +363,7 @@ $("draft").addEventListener("keydown", (event) => {
     lastView("user")?.edit();
   }
 });
-addEventListener("pagehide", () => running.has(current) && keep(current));
+addEventListener("pagehide", () => [...running.keys()].forEach(keep));
 addEventListener("storage", (event) => {
   // Another tab changed a conversation: this one takes it, unless it is at work on it.
   if (!event.key?.startsWith(PREFIX) || running.size) return;

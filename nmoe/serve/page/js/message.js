@@ -117,7 +117,8 @@ export class MessageView {
     if (!this.growing) {
       if (node.role !== "assistant") parts.push(button("Edit", () => this.edit(), { class: "quiet" }));
       else parts.push(button("Regenerate", () => actions.regenerate(node), { class: "quiet" }));
-      if (["stopped", "length"].includes(node.finish) && node.tokens?.length) parts.push(button("Go on", () => actions.resume(node), { class: "quiet" }));
+      // Without a reason it has no end: the page was left while it came.
+      if (["stopped", "length", null, undefined].includes(node.finish) && node.tokens?.length && !node.error) parts.push(button("Go on", () => actions.resume(node), { class: "quiet" }));
       parts.push(button("Copy", () => copied(node.content), { class: "quiet" }));
     }
     if (node.tokens?.length) parts.push(button("Tokens", () => this.toggleTokens(), { class: "quiet", "aria-pressed": String(this.asTokens) }));
@@ -153,12 +154,13 @@ export class MessageView {
 }
 
 function counts(node) {
-  const sampled = node.usage?.[1] ?? node.tokens?.length ?? 0;
+  const sampled = node.tokens?.length || node.usage?.[1] || 0;
   const parts = [];
   if (sampled) parts.push(`${sampled} token${sampled === 1 ? "" : "s"}`);
   if (node.rate) parts.push(`${node.rate.toFixed(1)} tokens/s`);
   if (node.usage) parts.push(`prompt ${node.usage[0]}`);
-  if (FINISHES[node.finish]) parts.push(FINISHES[node.finish]);
+  if (node.reason) parts.push(`cut off by the server: ${node.reason}`);
+  else if (FINISHES[node.finish]) parts.push(FINISHES[node.finish]);
   return parts.join(" · ");
 }
 

@@ -40,7 +40,10 @@ export class Reply {
     for (const entry of choice.logprobs?.content ?? []) node.tokens.push(this.#token(entry));
     if (choice.experts) choice.experts.forEach((layers, at) => (node.tokens[this.kept.length + at] ?? [])[4] = layers);
     if (choice.expert_count) node.experts = choice.expert_count;
-    if (choice.finish_reason) node.finish = choice.finish_reason;
+    if (choice.finish_reason) {
+      node.finish = choice.finish_reason;
+      node.reason = node.finish === "length" && choice.stop_reason ? String(choice.stop_reason) : null;
+    }
     this.count = node.tokens.length - this.kept.length;
     if (this.count > 1) node.rate = round((1000 * (this.count - 1)) / Math.max(this.last - this.first, 1));
     if (this.first) node.wait = Math.round(this.first - this.started);

@@ -20,14 +20,19 @@ export function stored() {
   return { chats: chats.sort((a, b) => b.updated - a.updated), damaged };
 }
 
-/** Stores a chat. Where there is no room, the tokens of the oldest of `chats` are given up first; false if that is not enough. */
+const withoutExperts = (node) => node.tokens?.forEach((token) => (token[4] = null));
+const withoutTokens = (node) => delete node.tokens;
+
+/** Stores a chat. Where there is no room, experts and then tokens are given up, of the oldest of `chats` first; false if that is not
+ * enough. */
 export function save(chat, chats) {
   const write = (one) => localStorage.setItem(PREFIX + one.id, JSON.stringify(one));
   const byAge = [...chats.filter((one) => one !== chat).sort((a, b) => a.updated - b.updated), chat];
-  for (const oldest of [null, ...byAge]) {
+  const ways = [withoutExperts, withoutTokens].flatMap((lighten) => byAge.map((oldest) => [oldest, lighten]));
+  for (const [oldest, lighten] of [[], ...ways]) {
     try {
       if (oldest) {
-        for (const node of Object.values(oldest.nodes)) delete node.tokens;
+        Object.values(oldest.nodes).forEach(lighten);
         write(oldest);
       }
       write(chat);
