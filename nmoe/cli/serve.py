@@ -14,6 +14,7 @@ def serve(
     host: Annotated[str, typer.Option(metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535)] = 8000,
     served_model_name: Annotated[list[str] | None, typer.Option(metavar="NAME", show_default=False)] = None,
+    adapter: Annotated[list[str] | None, typer.Option(metavar="NAME=DIRECTORY", show_default=False)] = None,
     strict: Annotated[bool, typer.Option("--strict")] = False,
     format: Literal["auto", "harmony", "chat", "text"] = "auto",
     numerics: Literal["fast", "exact"] = "fast",
@@ -47,6 +48,7 @@ def serve(
         host: The address to listen on; another than this machine's own needs a key.
         port: The port to listen on; 0: any free one.
         served_model_name: A name that clients use for the model, repeated for several; default: RUN_OR_CHECKPOINT.
+        adapter: An adapter over this base, which clients ask for by its name; repeated for several.
         strict: Refuse fields that change nothing here, in place of naming them in the header x-nmoe-ignored.
         format: How conversations become tokens; auto: the tokenizer's own format.
         numerics: exact: a request has the same tokens in any batch.
@@ -76,7 +78,7 @@ def serve(
         stalled_s=stalled,
     )
     options = Options(
-        checkpoint, host, port, tuple(served_model_name or ()), strict, format, device, precision, expert_weights, numerics,
-        max_sequences, cache_mb, threads, limits,
+        checkpoint, host, port, tuple(served_model_name or ()), tuple(adapter or ()), strict, format, device, precision,
+        expert_weights, numerics, max_sequences, cache_mb, threads, limits,
     )  # fmt: skip
     serve(options)

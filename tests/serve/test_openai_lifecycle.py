@@ -145,6 +145,7 @@ def test_a_second_signal_interrupts(checkpoint: Path) -> None:
         (["--max-n", "0"], "Invalid value for '--max-n'"),
         (["--deadline", "nan"], "Invalid value for '--deadline'"),
         (["--format", "harmony"], "no control token"),
+        (["--adapter", "x"], "must be NAME=DIRECTORY"),
     ],
 )
 def test_a_server_that_cannot_start_says_why(checkpoint: Path, arguments: list[str], message: str) -> None:

@@ -85,7 +85,9 @@ class Server:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, asking: Asking) -> Response:
-        return json_reply({"object": "list", "data": [self._model(name) for name in self._served.models]})
+        return json_reply(
+            {"object": "list", "data": [self._model(name) for name in (*self._served.models, *self._served.adapters)]}
+        )
 
     async def model(self, asking: Asking) -> Response:
         return json_reply(self._model(self._served.named(asking.path_params["model"])))
@@ -93,7 +95,8 @@ class Server:
     def _model(self, name: str) -> dict[str, Any]:
         served = self._served
         about = {"id": name, "object": "model", "created": served.created, "owned_by": "nmoe"}
-        return about | {"root": served.models[0], "max_model_len": served.context_tokens}
+        about |= {"root": served.models[0], "max_model_len": served.context_tokens}
+        return about | ({"parent": served.models[0]} if served.adapter(name) else {})
 
     async def about(self, asking: Asking) -> Response:
         """What the page has to know of the model."""

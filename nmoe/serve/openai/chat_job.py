@@ -47,7 +47,7 @@ class ChatJob:
             stops = Stops(asked.stops, asked.with_stop) if asked.stops else None
             choices.append(Choice(index, reader, stops, asked.sampling.stop_ids, pieces, announced=echo))
         sampling = served.with_ends(asked, served.format.stop_ids)
-        request = Request(tuple(prompt_ids), asked.samples, sampling, self._id, asked.top)
+        request = Request(tuple(prompt_ids), asked.samples, sampling, self._id, asked.top, served.adapter(asked.model))
         self.runs = [Run(request, choices)]
         self._call_ids: dict[tuple[int, int], str] = {}
         about = {"id": self._id, "object": "chat.completion.chunk", "created": self._created, "model": asked.model}

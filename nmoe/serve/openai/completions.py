@@ -58,6 +58,7 @@ class TextJob:
         asked = self.asked
         sampling = self._served.with_ends(asked, self._served.tokenizer.end_ids)
         top = 0 if asked.top is None and asked.samples > self._best else asked.top
+        adapter = self._served.adapter(asked.model)
         runs = []
         for number, prompt in enumerate(self._prompts):
             choices = [
@@ -70,13 +71,15 @@ class TextJob:
                 for sample in range(asked.samples)
             ]
             request_id = f"{self._id}/{number}"
-            runs.append(Run(Request(prompt.token_ids, asked.samples, sampling, request_id, top), choices))
+            request = Request(prompt.token_ids, asked.samples, sampling, request_id, top, adapter)
+            runs.append(Run(request, choices))
         return runs
 
     async def prepare(self) -> None:
         """Scores the prompts, if their log-probabilities are asked for."""
         if self._echo and self.asked.top is not None:
-            scored = (self._served.engine.likelihoods(one.token_ids, self.asked.top) for one in self._prompts)
+            engine, adapter = self._served.engine, self._served.adapter(self.asked.model)
+            scored = (engine.likelihoods(one.token_ids, self.asked.top, adapter=adapter) for one in self._prompts)
             self._likelihoods = await asyncio.gather(*scored)
 
     def unsampled(self) -> list[Addition]:

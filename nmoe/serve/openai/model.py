@@ -31,6 +31,7 @@ class Served:
     layers: int
     experts: int  # 0 without a mixture
     fingerprint: str
+    adapters: tuple[str, ...] = ()  # the names of those over this base
     strict: bool = False
     limits: Limits = field(default_factory=Limits)
     defaults: Defaults = field(default_factory=Defaults)
@@ -58,10 +59,14 @@ class Served:
         """Returns the name of the model that a request asks for. Raises ApiError (404) for another."""
         if not model and not self.strict:
             return self.models[0]
-        if model not in self.models:
-            known = ", ".join(self.models)
+        if model not in (*self.models, *self.adapters):
+            known = ", ".join((*self.models, *self.adapters))
             raise ApiError(f"model {model!r} does not exist; there is {known}", "model", "model_not_found", 404)
         return model
+
+    def adapter(self, model: str) -> str | None:
+        """Returns the adapter that a name stands for; None for the base."""
+        return model if model in self.adapters else None
 
     def vocabulary(self, fields: Fields, name: str) -> list[int] | None:
         """Takes a field with tokens of the model. Raises ApiError for an id beyond them."""

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from nmoe.generation import sampling_notes
 from nmoe.model.checkpoint import fingerprint
 from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.peft_format import is_adapter
-from nmoe.model.policy import base_of, load_policy, sampling_precision
+from nmoe.model.policy import base_of, load_adapters, load_policy, sampling_precision
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.serve.openai.limits import Limits
 from nmoe.serve.openai.model import Served
@@ -47,6 +47,7 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8000
     names: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()  # NAME=DIRECTORY each
     strict: bool = False
     form: RenderFormat = "auto"
     device: str = "auto"
@@ -124,24 +125,39 @@ def _load(options: Options) -> Served:
     form = chat_format(tokenizer, options.form)
     model, lora = load_policy(directory, dtype, device, options.expert_weights)
     model.requires_grad_(False).set_numerics(options.numerics)
+    names = options.names or (str(options.checkpoint),)
+    directories = _adapters(options.adapters, names)
+    adapters = load_adapters(model, directory, directories, fingerprint(directory)) if directories else {}
     defaults = Defaults()
     notes = sampling_notes(directory, defaults.temperature, defaults.top_p, defaults.top_k)
     for line in (*notes, *(lora.notes if lora is not None else ())):
         print(line, file=sys.stderr)
     return Served(
-        NativeEngine(model, options.max_sequences, options.cache_mb),
+        NativeEngine(model, options.max_sequences, options.cache_mb, adapters=adapters),
         tokenizer,
         form,
-        options.names or (str(options.checkpoint),),
+        names,
         model.config.context_tokens,
         model.config.vocab_size,
         model.config.layers,
         model.config.experts if model.config.moe_layers else 0,
         f"fp_{(fingerprint(directory) if lora is None else lora.fingerprint)[:16]}",
+        tuple(adapters),
         options.strict,
         options.limits,
         defaults,
     )
+
+
+def _adapters(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
+    """Returns the directories of adapters by their names. Raises UserError for one without a name, or with a name in use."""
+    directories: dict[str, Path] = {}
+    for one in given:
+        name, _, directory = one.partition("=")
+        if not (name and directory) or name in directories or name in names:
+            raise UserError(f"--adapter {one}: must be NAME=DIRECTORY, under a name that no other model has")
+        directories[name] = resolve_checkpoint(Path(directory))
+    return directories
 
 
 def _tokenizer_of(directory: Path) -> Path:
