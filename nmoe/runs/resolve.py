@@ -13,6 +13,7 @@ from nmoe.config.loader import parse
 from nmoe.config.locate import Locator, Place
 from nmoe.config.packaged import MODELS
 from nmoe.config.tables.recipes import DatasetSettings, SFTRecordsSection
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.data.hub import hub_or_cache
 from nmoe.errors import MissingInputError, UserError
 from nmoe.gguf_file import SUFFIX, is_gguf
@@ -145,6 +146,14 @@ def trained_on(path: Path) -> EnvironmentSettings | None:
         if isinstance(table := tables.get("environment"), dict):
             return parse(table, EnvironmentSettings, Locator(Place(f"{file}: environment")))
     return None
+
+
+def sandbox_of(path: Path) -> SandboxSettings:
+    """Returns the sandbox settings of a run, given its directory or one of its checkpoints; the default ones if it has none."""
+    for file, tables in _configurations(path):
+        if isinstance(table := tables.get("sandbox"), dict):
+            return parse(table, SandboxSettings, Locator(Place(f"{file}: sandbox")))
+    return SandboxSettings()
 
 
 def tokens_sampled(path: Path) -> int | None:

@@ -29,7 +29,7 @@ from nmoe.envs.tools.tool import Tool
 from nmoe.errors import UserError
 from nmoe.generation import sampling_notes
 from nmoe.model.policy import load_policy_on
-from nmoe.runs.resolve import resolve_checkpoint, trained_on
+from nmoe.runs.resolve import resolve_checkpoint, sandbox_of, trained_on
 from nmoe.sandbox.api import Access, SandboxSetupError
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.serve.history import Answer, History
@@ -190,7 +190,7 @@ def chat(
         rendering = Rendering(chat_format(tokenizer, form))
     else:
         trained = in_format(trained, tokenizer)
-        toolbox, remark = _toolbox(trained)
+        toolbox, remark = _toolbox(trained, sandbox_of(checkpoint))
         rendering = Rendering(
             chat_format(tokenizer, "text" if trained.format == "boxed" else trained.format),
             () if toolbox is None else toolbox.definitions,
@@ -244,7 +244,7 @@ class _Server:
         return _CUT_OFF if reason == "length" else None
 
 
-def _toolbox(settings: EnvironmentSettings) -> tuple[Toolbox | None, str | None]:
+def _toolbox(settings: EnvironmentSettings, sandbox: SandboxSettings) -> tuple[Toolbox | None, str | None]:
     """Returns the tools of an environment, or a line that says why there are none; neither if it has none."""
     if settings.tools is None or not settings.tools.use:
         return None, None
@@ -254,7 +254,9 @@ def _toolbox(settings: EnvironmentSettings) -> tuple[Toolbox | None, str | None]
     if settings.format == "boxed":
         return None, f"the tools of the training ({names}) are not offered in plain text"
     try:
-        return Toolbox(settings, load_tools(settings.tools.use, settings.budget), SandboxSettings(warm=0)), None
+        return Toolbox(
+            settings, load_tools(settings.tools.use, settings.budget), sandbox.model_copy(update={"warm": 0})
+        ), None
     except SandboxSetupError as error:
         return None, f"the tools of the training ({names}) are not offered here: {error}"
 

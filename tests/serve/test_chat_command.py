@@ -12,13 +12,14 @@ from chat_templates import QWEN, QWEN_CONTROLS, QWEN_TAGS, llama, qwen, save
 from tiny_models import DENSE
 
 import nmoe
+from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
-from nmoe.sandbox.api import SandboxSetupError
+from nmoe.sandbox.api import Limits, SandboxSetupError
 from nmoe.serve import chat as command
 from nmoe.serve.chat import Rendering, chat
 from nmoe.serve.history import Answer, History
@@ -219,10 +220,11 @@ def test_the_tools_of_a_runs_environment_answer_its_calls(
 def test_without_a_sandbox_a_chat_goes_on_without_tools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = TOOLS.replace("shout", "python")
+    settings = TOOLS.replace("shout", "python") + '[sandbox]\nlevel = "landlock"\nwarm = 2\n'
     tokenizer = a_run(tmp_path, CALLING, settings)
 
-    def missing(*_: object) -> None:
+    def missing(settings: SandboxSettings, limits: Limits) -> None:
+        assert (settings.level, settings.warm) == ("landlock", 0)
         raise SandboxSetupError("no bubblewrap")
 
     monkeypatch.setattr(command, "Sandboxes", missing)
