@@ -38,8 +38,8 @@ class Document:
 def read_documents(path: str, tokenizer: Tokenizer, context_tokens: int) -> list[Document]:
     """Reads a document from each row of a dataset (`nmoe.data.rows`): `{"text": "..."}`, which is encoded and ended by
     <|endoftext|>, or `{"token_ids": [...]}`, taken as it is, for documents with control tokens that no text can spell. A further
-    column `"prompt_tokens": 9` says that the first nine tokens are read and not learned: a question whose digits are chance teaches
-    nothing but noise.
+    column `"prompt_tokens": 9` says that the first nine tokens are read and not learned, such as a question with random digits,
+    from which a model would learn noise.
 
     Documents of more than `context_tokens` positions are cut into pieces of at most that many, of which those without a learned
     token are left out.

@@ -204,7 +204,8 @@ def in_format(settings: EnvironmentSettings, tokenizer: HarmonyTokenizer) -> Env
 def renderer_of(
     settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition] = ()
 ) -> Renderer:
-    """Returns the renderer of an environment's prompts, which declares these tools. The settings have one format (`in_format`).
+    """Returns the renderer of an environment's prompts, which declares these tools. `settings.format` must not be "auto":
+    `in_format` replaces that.
 
     Raises UserError for `chat_template_kwargs` in another format than the chat template's, and as `ChatTemplate` does.
     """

@@ -112,7 +112,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns the memory that `keep_freed_memory` retains to the system. Does nothing under C libraries other than glibc."""
+    """Gives the system back the freed memory that glibc has kept (`keep_freed_memory`). Does nothing under other C libraries."""
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
@@ -151,7 +151,8 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
 def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
     """Adds the configured LoRA adapter to the model; returns None if all weights are trained.
 
-    Raises UserError if a target module does not exist, if the rank is above a dimension of one (`refuse_high_rank`), and if
+    Raises UserError if a target module does not exist, if the rank exceeds a target module's input or output width
+    (`refuse_high_rank`), and if
     the adapter to start from is damaged or belongs to another base model.
     """
     section, path = config.lora, config.model.path

@@ -101,7 +101,7 @@ class Ratio:
 
 
 def results(before: RealExamination, after: RealExamination) -> list[Result]:
-    """Returns the result of each task."""
+    """Pairs the answers to each task before and after training."""
     trained = after.by_task()
     return [Result(task, before.chance[task], answers, trained[task]) for task, answers in before.by_task().items()]
 

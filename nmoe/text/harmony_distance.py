@@ -65,8 +65,9 @@ class HarmonyDistance:
         self._start = self._with_insertions([0.0, *[float("inf")] * (self._states - 1)])
 
     def __call__(self, token_ids: Sequence[int]) -> float:
-        """Returns the distance of the tokens sampled after <|start|>assistant. Never raises: any integers have a distance. A name
-        in other tokens than the tokenizer's own encoding counts as wrong."""
+        """Returns the price of the edits that would make the tokens sampled after <|start|>assistant a well-formed completion.
+        Never raises: any integers have a distance. A channel's name counts as wrong if it is not encoded as the tokenizer
+        encodes it."""
         costs = self._start
         for token_id in self._without_long_runs(token_ids):
             costs = self._after(costs, token_id)

@@ -11,7 +11,7 @@ from nmoe.envs.tasks.contest import FIELDS, Contest, contest_of, memory_mb_of, s
 from nmoe.envs.tasks.record_fields import Record, text, texts
 from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask, RecordTask, SandboxTask
 from nmoe.errors import UserError
-from nmoe.grading.code.extract import MAX_CODE_CHARS, after, code_of, definitions, methods, names_read
+from nmoe.grading.code.extract import MAX_CODE_CHARS, after, code_of, definitions, methods, variables_in
 from nmoe.grading.code.verify import Case, ProgramLimits, Tests, verify_program, verify_solution
 from nmoe.sandbox.api import OpensSandboxes, SandboxSetupError
 from nmoe.types import Metadata, Problem, Verdict
@@ -131,7 +131,7 @@ class MbppTask(SolutionTask, RecordTask):
 def _tested(code: str, tests: list[str]) -> list[str]:
     """Returns the names that the gold code defines and the tests use."""
     try:
-        read = set().union(*map(names_read, tests))
+        read = set().union(*map(variables_in, tests))
     except (SyntaxError, ValueError) as error:
         raise UserError(f"field 'test_list' is no Python: {error}") from None
     names = [name for name in definitions(code) if name in read]

@@ -61,8 +61,8 @@ def after(start: str, code: str) -> str:
     return f"{start}\nexec(compile({code!r}, 'solution.py', 'exec'), globals())\n"
 
 
-def names_read(code: str) -> set[str]:
-    """Returns all names that occur as variables in code. Raises SyntaxError if it is not valid Python."""
+def variables_in(code: str) -> set[str]:
+    """Returns all variable names in code, read or assigned. Raises SyntaxError if it is not valid Python."""
     return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
 
 

@@ -144,8 +144,8 @@ def starved(limits: Limits, *ended: Result) -> Verdict | None:
     """Returns an "error" verdict if processes exceeded a deadline only because of the machine's load; else None. The processes of
     `ended` waited for one another.
 
-    This is assumed if a tenth of the CPU time was left, and if less than half of the time limit remains of the late process's time
-    without the times for which any of the processes was ready to run but got no CPU. The answer's correctness is then unknown.
+    That is so if no process used more than 90% of its CPU limit, and the late one would have taken less than half of the time
+    limit without the waits for a CPU, its own and the others'. The answer's correctness is then unknown.
     """
     late = next((one for one in ended if one.failure == "timeout"), None)
     if late is None or max(one.cpu_s for one in ended) >= 0.9 * limits.cpu_s:
