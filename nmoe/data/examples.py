@@ -94,8 +94,9 @@ class Examples:
         return lines
 
     def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
-        """Splits into training examples and held-out ones: about a `share` of the records (at least one; from 1 on, that number),
-        drawn by the seed, with all records of a prompt on the same side. Raises UserError if one of the two would be empty."""
+        """Splits into training examples and held-out ones. `share` below 1 is the share of the records that is held out, at least
+        one of them; from 1 on it is their number. They are drawn by the seed, and all records of a prompt are on the same side.
+        Raises UserError if one of the two would be empty."""
         return split_together([self], share, seed)[0]
 
     def _parted(self, drawn: set[int]) -> tuple[Examples, Examples]:

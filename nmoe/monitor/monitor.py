@@ -49,8 +49,8 @@ class Rule(ABC, Generic[S]):
         missing. All metrics are finite: `Monitor.observe` refuses others, with which any comparison would be false."""
 
 
-class Recent:
-    """Keeps the mean of a metric's first values, as a baseline for later ones: `Recent(5)`."""
+class Baseline:
+    """Keeps the mean of a metric's first values, which later ones are compared with: `Baseline(5)` of the first five."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nmoe.config.tables.monitor import EntropySection, FormatSection, LengthSection, TruncationSection
-from nmoe.monitor.monitor import Metrics, Recent, Rule
+from nmoe.monitor.monitor import Baseline, Metrics, Rule
 
 
 class FormatRule(Rule[FormatSection]):
@@ -77,7 +77,7 @@ class LengthRule(Rule[LengthSection]):
 
     def __init__(self, settings: LengthSection) -> None:
         super().__init__(settings)
-        self._start = Recent(5)
+        self._start = Baseline(5)
 
     def symptom(self, metrics: Metrics) -> str | None:
         length = metrics.get("response_length_mean")
@@ -101,7 +101,7 @@ class EntropyRule(Rule[EntropySection]):
 
     def __init__(self, settings: EntropySection) -> None:
         super().__init__(settings)
-        self._start = Recent(5)
+        self._start = Baseline(5)
 
     def symptom(self, metrics: Metrics) -> str | None:
         entropy, solved = metrics.get("entropy_mean"), metrics.get("correctness", 0.0)

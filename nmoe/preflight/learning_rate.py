@@ -25,7 +25,8 @@ WARMUP_SHARE = 0.05
 
 
 def learning_rate(config: RunConfig) -> Check:
-    """Checks the highest learning rate of the first steps, as a share of the peak rate, by the run's own schedule."""
+    """Checks that the first steps reach a fair share of the peak learning rate (`LEAST_SHARE` within `BY_STEP` steps), because a
+    warm-up that is longer than the run trains nothing."""
     name, peak = "learning rate", config.optimizer.learning_rate
     steps = config.run.steps
     if steps == 0:

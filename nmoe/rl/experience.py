@@ -51,9 +51,9 @@ class Experience:
 def minibatches(
     experience: Experience, sizes: BatchSection, aggregation: Aggregation, constant_length: int, *key: object
 ) -> Iterator[Batch]:
-    """Yields a batch for each optimizer step of a training step, with weights over that batch. Groups stay whole: if a pass over
-    the experience has fewer groups than updates, it has as many batches as groups. Every pass deals the groups out anew, in an
-    order drawn from a hash of `key`."""
+    """Yields a batch for each optimizer step of a training step; `aggregation` weighs a token's loss within its batch. Every pass
+    over the experience deals its groups out anew, in an order drawn from a hash of `key`. A group is never divided, so that a pass
+    with fewer groups than updates has only as many batches as groups."""
     members: dict[int, list[int]] = {}
     for sequence, group in enumerate(experience.group_ids_S.tolist()):
         members.setdefault(group, []).append(sequence)

@@ -116,7 +116,7 @@ def read_evaluations(directory: Path) -> list[dict[str, Any]]:
 
 
 def interval_of(result: Mapping[str, Any]) -> Interval | None:
-    """Returns the 95% interval of an evaluation's result; None if it has none, as a loss on fewer than three sequences."""
+    """Returns the 95% interval of an evaluation's result. A loss on fewer than three sequences has none: then None."""
     return Interval(float(result["low"]), float(result["high"])) if "low" in result else None
 
 

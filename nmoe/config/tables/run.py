@@ -69,7 +69,7 @@ class RLRunSection(SamplingRunSection):
 
 
 class SelfplayRunSection(SamplingRunSection):
-    """[run] of self-play: its length is the verifier's training."""
+    """[run] of self-play; `steps` count the verifier's training alone."""
 
     steps: int = Field(default=1, gt=0, le=MOST_STEPS)
     """optimizer steps of the verifier over all rounds; unused without training"""

@@ -279,7 +279,8 @@ class TorchOps:
         return weight_VD.float()
 
     def logits(self, x_ND: Tensor, head_weight: Tensor, vocabulary: int) -> Tensor:
-        """Returns `x @ weight.T` in fp32, `[N, V]`, without gradients, for a weight that `head_weight` prepared."""
+        """Returns `x @ head_weight.T` in fp32, `[N, V]` with V = `vocabulary`, without gradients. The method `head_weight` made the
+        weight."""
         return self.linear(x_ND.float(), head_weight)
 
     def takes_head(self, x_ND: Tensor, weight_VD: Tensor) -> bool:

@@ -82,7 +82,7 @@ def _attend(  # type: ignore[no-untyped-def]
 ):
     """Computes attention for one row, key-value head and split (Triton kernel).
 
-    Writes partial sums `[B, H, S, U]` and their state `[B, H, S, 2]`, which is the largest logit in powers of two and
+    Writes partial sums `[B, H, S, U]` and their state `[B, H, S, 2]`, which is the largest logit to base 2 and
     the sum of the weights relative to it. Without JOINED, a row has one split, and the result `[B, H, U]` is written.
     """
     row = tl.program_id(0)
