@@ -123,7 +123,8 @@ class Optimizer:
         if head is not None:
             trained |= {f"own_head.{name}": parameter for name, parameter in head.named_parameters()}
         self.names, self.parameters = list(trained), list(trained.values())
-        self.masters = [_master(parameter) for parameter in self.parameters]
+        self._gradients = MasterGradients()
+        self.masters = [self._gradients.master_of(parameter) for parameter in self.parameters]
         self.scaled = any(parameter.dtype == torch.float16 for parameter in self.parameters)
         self.loss_scale = FIRST_LOSS_SCALE if self.scaled else 1.0
         self.good_steps = 0
@@ -159,7 +160,7 @@ class Optimizer:
             if (
                 master is not parameter and parameter.grad is not None
             ):  # sharded: FSDP sets its gradient without the hook
-                _move_gradient(master, parameter)
+                self._gradients.move(master, parameter)
         scale = self.loss_scale
         if scale != 1.0:
             for master in self.masters:
@@ -191,6 +192,7 @@ class Optimizer:
     def _clear(self) -> None:
         for tensor in (*self.masters, *self.stepped):
             tensor.grad = None
+        self._gradients.free()
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -288,25 +290,49 @@ class Optimizer:
             self.adamw.state[mine] = {key: local(value) for key, value in states.items()}
 
     def _all(self) -> Iterable[tuple[str, Tensor, Tensor, Tensor]]:
-        """Returns for each trained parameter its name, the parameter, its master (see `_master`), and this rank's part of the
-        master."""
+        """Returns for each trained parameter its name, the parameter, its master (see `MasterGradients`), and this rank's part of
+        the master."""
         return zip(self.names, self.parameters, self.masters, self.stepped, strict=True)
 
 
-def _master(parameter: Tensor) -> Tensor:
-    """Returns the tensor that the optimizer updates for a parameter: the parameter itself, or for bf16 and fp16 an fp32 copy, to
-    which a hook moves the parameter's gradients."""
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
-        return parameter
-    master = parameter.detach().float().requires_grad_()
-    parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
-    return master
+class MasterGradients:
+    """The fp32 masters of bf16 and fp16 parameters, which the optimizer updates, and their gradients, to which hooks move those of
+    the parameters.
 
+    The gradients of a step lie in one buffer, made with the first of them. Allocated one by one they stood between the activations
+    of the backward pass and kept them from the gaps: of the 10.1 GB of a mixture of 373M weights 2.5 GB were gaps.
+    """
 
-def _move_gradient(master: Tensor, parameter: Tensor) -> None:
-    assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
-    if master.grad is None:
-        master.grad = parameter.grad.to(master.dtype)
-    else:
-        master.grad += parameter.grad
-    parameter.grad = None
+    def __init__(self) -> None:
+        self._places: dict[Tensor, int] = {}  # where each master's gradient begins in the buffer
+        self._size = 0
+        self._buffer: Tensor | None = None
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Returns the tensor that the optimizer updates for a parameter: itself, or for bf16 and fp16 an fp32 copy."""
+        if parameter.dtype not in (torch.bfloat16, torch.float16):
+            return parameter
+        master = parameter.detach().float().requires_grad_()
+        if type(master) is Tensor:  # not sharded
+            self._places[master] = self._size
+            self._size += master.numel()
+        parameter.register_post_accumulate_grad_hook(partial(self.move, master))
+        return master
+
+    def move(self, master: Tensor, parameter: Tensor) -> None:
+        """Adds a parameter's gradient to its master's, and clears it."""
+        assert parameter.grad is not None, "a gradient was accumulated"
+        if master.grad is not None:
+            master.grad += parameter.grad
+        elif (start := self._places.get(master)) is None:
+            master.grad = parameter.grad.to(master.dtype)
+        else:
+            if self._buffer is None:
+                self._buffer = torch.empty(self._size, device=master.device)
+            gradient = self._buffer[start : start + master.numel()].view_as(master)
+            master.grad = gradient.copy_(parameter.grad)
+        parameter.grad = None
+
+    def free(self) -> None:
+        """Frees the buffer, once no master has a gradient."""
+        self._buffer = None

@@ -28,7 +28,8 @@ from nmoe.model.device import choose_device, kind_of
 from nmoe.model.idle_threads import IDLE
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
-from nmoe.recipes.setup import provenance_of, return_freed_memory, run_path
+from nmoe.recipes.freed_memory import return_freed_memory
+from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.checkpoint import Saver
 from nmoe.runs.directory import Resume, RunDirectory, flat_keys
 from nmoe.runs.ledger import read_lines

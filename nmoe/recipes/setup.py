@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import math
-import platform
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +27,7 @@ from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import everywhere, gang
 from nmoe.parallel.ranks import Ranks
+from nmoe.recipes.freed_memory import keep_freed_memory
 from nmoe.runs.provenance import provenance, recorded_precision, recorded_threads, refuse_dirty
 from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
@@ -94,28 +92,6 @@ def device_and_dtype(settings: ModelSection) -> tuple[torch.device, torch.dtype]
     """Returns the device and dtype of a configured model. Raises UserError if the device is missing."""
     device = choose_device(settings.device)
     return device, dtype_for(device, settings.precision, settings.numerics == "exact")
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for later allocations rather than return it to the system.
-
-    A training step frees and allocates buffers of many megabytes, and the kernel clears every page of a new one.
-    Without this setting, that took half of the system time of a step (0.9 of 7 s in all). Other C libraries are left as
-    they are.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    m_trim_threshold, m_mmap_threshold = -1, -3  # from malloc.h
-    mallopt(m_mmap_threshold, 2**30)
-    mallopt(m_trim_threshold, 2**31 - 1)
-
-
-def return_freed_memory() -> None:
-    """Gives the system back the freed memory that glibc has kept (`keep_freed_memory`). Does nothing under other C libraries."""
-    gc.collect()
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def optimizer_settings(config: RunConfig, updates_per_step: int = 1, first: int = 0) -> OptimizerSection:

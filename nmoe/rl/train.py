@@ -26,6 +26,7 @@ from nmoe.eval.probes import Probes
 from nmoe.generation import sampling_notes
 from nmoe.learner.learner import Learner
 from nmoe.monitor.update import spikes_in
+from nmoe.recipes.freed_memory import return_gaps
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step
 from nmoe.recipes.setup import describe
 from nmoe.rl.advantages import Advantages
@@ -79,6 +80,7 @@ class PolicyGradient(Recipe):
         experience = None
         if rollouts.kept:
             self.engine.sleep()
+            return_gaps()
             batch = self.policy.batch(rollouts.kept_samples)
             # By default `DrGrpo` of nmoe/rl/advantages.py: reward - mean of the group.
             experience = self.advantages(batch, rollouts.kept)
