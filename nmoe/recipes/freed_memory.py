@@ -32,6 +32,10 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+# Gaps that are worth the time in which the kernel clears their pages again.
+_LEAST_GAPS = 2**30
+
+
 class _Allocated(ctypes.Structure):
     """`struct mallinfo2` of glibc 2.33 and later."""
 
@@ -56,5 +60,5 @@ def return_gaps() -> None:
     found = c.mallinfo2()
     allocated = found.uordblks + found.hblkhd
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    if resident - allocated > max(2**30, allocated / 4):
+    if resident - allocated > max(_LEAST_GAPS, allocated / 4):
         c.malloc_trim(0)

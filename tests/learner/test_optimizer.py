@@ -185,6 +185,25 @@ def test_gradients_are_gathered_in_fp32() -> None:
     assert grad[0, 0].item() == 257.0
 
 
+def test_gradients_of_a_step_lie_in_one_buffer_which_ends_with_it() -> None:
+    model = Small().bfloat16()
+    optimizer = Optimizer(model, OptimizerSection(learning_rate=0.1), total_steps=2)
+    (model.matrix.sum() * 3).backward()
+    matrix, scale = optimizer.masters
+    assert matrix.grad is not None
+    assert matrix.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert scale.grad is None, "what has no gradient is not stepped, and not decayed"
+    (2 * model.scale.sum()).backward()
+    (model.scale * torch.tensor([1.0, 5.0])).sum().backward()
+    assert scale.grad is not None
+    assert scale.grad.tolist() == [3.0, 7.0]
+    assert matrix.grad.untyped_storage().data_ptr() == scale.grad.untyped_storage().data_ptr()
+    assert matrix.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    optimizer.step()
+    assert matrix.grad is None
+    assert optimizer._gradients._buffer is None
+
+
 def test_loss_scale_halves_on_overflow_and_grows_after_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_module, "GROWTH_STEPS", 3)
     model = half(Small(), torch.float16)

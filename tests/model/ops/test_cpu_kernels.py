@@ -552,6 +552,22 @@ def test_tiles_multiply_large_experts_with_many_rows(
     assert (found is None) == (tiles and width == 1024 and tokens == 32)
 
 
+@needs_kernels
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("rows", [60, 64])
+def test_experts_with_many_rows_are_not_packed_for_tiles(
+    tiles: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are held by the engine twice, as they are and in the kernels' panels."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    x_RD, weight_EDF = draw(rows, 64, dtype=torch.bfloat16), nn.Parameter(draw(4, 64, 48, dtype=torch.bfloat16))
+    counts, cache = [rows - 30, 0, 20, 10], packing.PackedWeights()
+    with cache.active(), packing.kernels_in_use(), torch.no_grad():
+        out_RF = ops_for(x_RD).linear_by_group(x_RD, weight_EDF, counts)
+    assert len(cache._packed) == int(packing.ONEDNN_BF16 and not (tiles and rows == 64))
+    close(out_RF, OPS.linear_by_group(x_RD, weight_EDF, counts))
+
+
 def test_compiled_once_per_cache(compiler_runs: list[list[str]], tmp_path: Path) -> None:
     first = library._compiled(["g++"], "AVX512")
     assert first.parent == tmp_path / "nmoe" / "kernels"
