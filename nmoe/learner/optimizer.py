@@ -296,8 +296,8 @@ class Optimizer:
 
 
 class MasterGradients:
-    """The fp32 masters of bf16 and fp16 parameters, which the optimizer updates, and their gradients, to which hooks move those of
-    the parameters.
+    """The fp32 masters of bf16 and fp16 parameters, which the optimizer updates, and their gradients, to which hooks move the
+    parameters' gradients.
 
     The gradients of a step lie in one buffer, made with the first of them. Allocated one by one they stood between the activations
     of the backward pass and kept them from the gaps: of the 10.1 GB of a mixture of 373M weights 2.5 GB were gaps.

@@ -48,7 +48,7 @@ class _Allocated(ctypes.Structure):
 
 
 def return_gaps() -> None:
-    """Gives the system back the memory between allocated blocks, where that is more than 1 GiB and a quarter of what is allocated.
+    """Gives the system back the memory between allocated blocks, where that exceeds 1 GiB and a quarter of the allocated bytes.
 
     Experts have another number of rows in every micro-batch, so that no activation fits where another one was: a mixture of
     373M weights held 10.9 GB in its second step, of which 3.2 GB were gaps. Does nothing under C libraries without mallinfo2.
