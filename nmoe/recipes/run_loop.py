@@ -24,11 +24,10 @@ from nmoe.config.tables.run import SamplingRunSection
 from nmoe.config.toml import to_toml
 from nmoe.errors import RunStoppedError
 from nmoe.learner.learner import Learner
-from nmoe.model.device import choose_device, kind_of
+from nmoe.model.device import choose_device, kind_of, return_freed_memory
 from nmoe.model.idle_threads import IDLE
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
-from nmoe.recipes.freed_memory import return_freed_memory
 from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.checkpoint import Saver
 from nmoe.runs.directory import Resume, RunDirectory, flat_keys

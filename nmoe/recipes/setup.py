@@ -18,7 +18,7 @@ from nmoe.errors import UserError
 from nmoe.learner.learner import Learner, share_model
 from nmoe.model.checkpoint import fingerprint, load_model, new_model
 from nmoe.model.config import ModelConfig
-from nmoe.model.device import choose_device, dtype_for, kind_of, precision_for
+from nmoe.model.device import choose_device, dtype_for, keep_freed_memory, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora, LoraSettings, choose, refuse_high_rank
@@ -27,7 +27,6 @@ from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import everywhere, gang
 from nmoe.parallel.ranks import Ranks
-from nmoe.recipes.freed_memory import keep_freed_memory
 from nmoe.runs.provenance import provenance, recorded_precision, recorded_threads, refuse_dirty
 from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer

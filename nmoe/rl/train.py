@@ -25,8 +25,8 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.probes import Probes
 from nmoe.generation import sampling_notes
 from nmoe.learner.learner import Learner
+from nmoe.model.device import return_gaps
 from nmoe.monitor.update import spikes_in
-from nmoe.recipes.freed_memory import return_gaps
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step
 from nmoe.recipes.setup import describe
 from nmoe.rl.advantages import Advantages

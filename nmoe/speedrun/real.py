@@ -12,11 +12,10 @@ from pydantic import TypeAdapter
 from nmoe.config.commands import RLConfig
 from nmoe.config.packaged import packaged_configuration
 from nmoe.errors import UserError
-from nmoe.model.device import choose_device, precision_for
+from nmoe.model.device import choose_device, precision_for, return_freed_memory
 from nmoe.monitor.mismatch import highest_mismatch
 from nmoe.plan.estimate import size_of
 from nmoe.preflight.resources import disk, memory
-from nmoe.recipes.freed_memory import return_freed_memory
 from nmoe.runs.conversions import import_model
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.storage import write_atomically

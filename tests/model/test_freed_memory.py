@@ -13,9 +13,9 @@ import pytest
 SCRIPT = """
 import ctypes, sys
 from pathlib import Path
-from nmoe.recipes import freed_memory
-freed_memory.keep_freed_memory()
-freed_memory._LEAST_GAPS = int(sys.argv[1]) * 2**20
+from nmoe.model import device
+device.keep_freed_memory()
+device._LEAST_GAPS = int(sys.argv[1]) * 2**20
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def resident():
@@ -28,7 +28,7 @@ for _ in range(400):
 for block in blocks[::2]:
     libc.free(block)
 held = resident()
-freed_memory.return_gaps()
+device.return_gaps()
 print(held - resident())
 """
 
