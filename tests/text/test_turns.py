@@ -248,6 +248,15 @@ def test_arguments_and_training_read_the_same_calls(
     assert (trained.name, json.loads(trained.arguments), trained.fault) == (name, arguments, "")
 
 
+def test_llamas_turn_with_calls_ends_in_a_token_of_its_own(formats: dict[str, tuple[Tokenizer, ChatFormat]]) -> None:
+    tokenizer, form = formats["llama3"]
+    assert form.stop_ids == (tokenizer.special_id("<|eot_id|>"), tokenizer.special_id("<|eom_id|>"))
+    text = '<|python_tag|>{"name": "add", "parameters": {}}<|eom_id|>'
+    turn = tokenizer.encode(text, control_tokens=True)
+    (call,) = ChatRenderer(tokenizer).calls(0, turn)
+    assert (call.name, call.arguments, call.fault) == ("add", "{}", "")
+
+
 def test_without_tools_no_calls_are_read(formats: dict[str, tuple[Tokenizer, ChatFormat]]) -> None:
     tokenizer, form = formats["llama3"]
     text = '{"name": "add", "parameters": {"x": 1}}'

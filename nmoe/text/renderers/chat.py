@@ -37,6 +37,7 @@ reads."""
 
 
 _OPENING = 16
+_END_OF_CALLS = "<|eom_id|>"
 
 
 class ChatRenderer:
@@ -64,8 +65,11 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, effort, arguments)
         self._tools = {tool.name: tool for tool in tools}
-        self.stop_ids = self._template.stop_ids
         self._family = family_of(tokenizer.chat_template or "", tokenizer.added_tokens)
+        # Llama 3 ends a turn with calls in a token of its own, which not every checkpoint names among the ends.
+        own = [_END_OF_CALLS] if self._family.name == "llama3" and tokenizer.has_special(_END_OF_CALLS) else []
+        ends = (*self._template.stop_ids, *map(tokenizer.special_id, own))
+        self.stop_ids = tuple(dict.fromkeys(ends))
         self._marks = Marks(tokenizer, self._family, self.stop_ids)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
