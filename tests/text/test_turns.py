@@ -248,7 +248,7 @@ def test_arguments_and_training_read_the_same_calls(
     assert (trained.name, json.loads(trained.arguments), trained.fault) == (name, arguments, "")
 
 
-def test_llamas_turn_with_calls_ends_in_a_token_of_its_own(formats: dict[str, tuple[Tokenizer, ChatFormat]]) -> None:
+def test_llamas_turn_with_calls_ends_in_another_token(formats: dict[str, tuple[Tokenizer, ChatFormat]]) -> None:
     tokenizer, form = formats["llama3"]
     assert form.stop_ids == (tokenizer.special_id("<|eot_id|>"), tokenizer.special_id("<|eom_id|>"))
     text = '<|python_tag|>{"name": "add", "parameters": {}}<|eom_id|>'

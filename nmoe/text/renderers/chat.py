@@ -66,7 +66,7 @@ class ChatRenderer:
         self._template = ChatTemplate(tokenizer, tools, effort, arguments)
         self._tools = {tool.name: tool for tool in tools}
         self._family = family_of(tokenizer.chat_template or "", tokenizer.added_tokens)
-        # Llama 3 ends a turn with calls in a token of its own, which not every checkpoint names among the ends.
+        # Llama 3 ends a turn with calls in another token, which not every checkpoint names among the ends.
         own = [_END_OF_CALLS] if self._family.name == "llama3" and tokenizer.has_special(_END_OF_CALLS) else []
         ends = (*self._template.stop_ids, *map(tokenizer.special_id, own))
         self.stop_ids = tuple(dict.fromkeys(ends))
