@@ -38,7 +38,7 @@ class RawLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes five times as long to make, and each streamed token makes one
 class Delta:
     """One sampled token of a streamed completion: of the sample `index`, with its log-probability as in `Sample.logprobs`, and, if
     asked for, its `raw` one.

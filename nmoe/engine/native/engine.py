@@ -398,21 +398,25 @@ class _Stream:
         self.loop = loop
         self._deltas: list[Delta] = []
         self._ended = False
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, deltas: list[Delta]) -> None:
         self._deltas += deltas
-        self._changed.set()
+        self._wake()
 
     def end(self) -> None:
         self._ended = True
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def take(self) -> list[Delta]:
         """Returns the tokens that are there, after waiting for some; none at the end."""
-        while not (self._deltas or self._ended):
-            self._changed.clear()
-            await self._changed.wait()
+        if not (self._deltas or self._ended):
+            self._waiter = self.loop.create_future()
+            await self._waiter
         taken, self._deltas = self._deltas, []
         return taken
 
