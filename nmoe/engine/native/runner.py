@@ -210,13 +210,15 @@ class Runner:
         running, untouched_BV = self.running, logits_BV
         if running.adjusts[slots].any():
             logits_BV = self._adjusted(logits_BV, slots)
+        cuts = bool(running.cuts[slots].any())
+        least = running.min_p[slots].copy() if cuts and running.min_p[slots].any() else None
         columns = SamplingColumns(
             running["temperature"][slots],
             running["top_p"][slots],
             running["top_k"][slots],
             plain=bool(running.plain[slots].all()),
-            cuts=bool(running.cuts[slots].any()),
-            min_p_B=put(running.min_p[slots].copy(), running.device) if running.min_p[slots].any() else None,
+            cuts=cuts,
+            min_p_B=None if least is None else put(least, running.device),
         )
         at_B1 = put(running.generated[slots], running.device).unsqueeze(-1)
         uniforms_B = running["uniforms"][slots].gather(1, at_B1).squeeze(-1)
