@@ -28,7 +28,7 @@ OPENAPI = ROOT.parent / "shared/openai/openapi.json"
 FORMS = ("retrieve", "update", "list", "delete")
 
 
-def may_fail(test: str) -> bool:
+def may_fail(test: str, version: str) -> bool:
     """Says whether a test, as `Class::name[client]` in a file, needs what this server does not have."""
     file, _, name = test.partition("::")
     form = re.search(
@@ -39,7 +39,8 @@ def may_fail(test: str) -> bool:
     if file == FILES[0]:
         return form[1] == "delete"
     if file == FILES[1]:
-        return "with_all_params_overload_1" in name
+        # The older version's loose clients take a missing log-probability.
+        return "with_all_params_overload_1" in name and not (version == VERSIONS[0] and "[loose]" in name)
     return form[1] in FORMS
 
 
@@ -66,12 +67,13 @@ def suite(python: str, version: str, checkpoint: Path, place: Path) -> bool:
     with tarfile.open(place / f"openai-{version}.tar.gz") as packed:
         packed.extractall(place, filter="data")
     source, records = place / f"openai-{version}", place / f"{version}.jsonl"
-    names = {"model"}.union(*(re.findall(r'model="([^"]+)"', (source / file).read_text()) for file in FILES))
+    texts = [(source / file).read_text() for file in FILES]
+    names = {name for text in texts for name in re.findall(r'(?:model=|models.*retrieve\(\s*)"([^"]+)"', text)}
     named = [argument for name in sorted(names) for argument in ("--served-model-name", name)]
     with serving(checkpoint, *named) as client, recording(str(client.http.base_url), records) as url:
         found = dict(outcomes(python, source, url, place / f"{version}.xml"))
     failed = {test for test, passed in found.items() if not passed}
-    wanted = {test for test in found if may_fail(test)}
+    wanted = {test for test in found if may_fail(test, version)}
     for test in sorted(failed - wanted):
         print(f"FAIL {version} {test}")
     for test in sorted(wanted - failed):

@@ -2,10 +2,10 @@
 
     python .ci/served_vllm.py VLLM_PYTHON
 
-A mixture of experts with drawn weights, as `nmoe export` writes one, is served by both in fp32. Twenty conversations and twenty prompts
-are decoded greedily: prompt ids of the chat template, sampled ids and texts have to be the same, and the log-probabilities of prompts,
-asked for as lm-eval does, within 1e-3. `logit_bias` forbids tokens that are no plain text, because how they are shown is each server's
-choice.
+A mixture of experts with drawn weights, as `nmoe export` writes one, is served by both in fp32. Twenty conversations and twenty
+prompts are decoded greedily: prompt ids of the chat template, sampled ids and texts have to be the same, and the log-probabilities
+of prompts, asked for as lm-eval does, within 1e-3. `logit_bias` forbids tokens that are no plain text, because each server shows
+them in its own way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def difference(one: list[float | None], other: list[float | None]) -> float:
 def main(python: str) -> None:
     draws = random.Random(0)
     texts = [" ".join(draws.choices(WORDS, k=draws.randrange(2, 14))) for _ in range(PROMPTS)]
-    same = {name: 0 for name in ("prompt ids of a chat", "ids of a chat", "texts of a chat", "ids", "texts")}
+    same = dict.fromkeys(("prompt ids of a chat", "ids of a chat", "texts of a chat", "ids", "texts"), 0)
     largest, compared = 0.0, 0
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
