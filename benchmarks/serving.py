@@ -29,27 +29,23 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import reference_decode
 from decode_workload import MODELS, NEW_TOKENS, make_prompts
-from machine import Stopwatch, machine, versions
+from machine import machine, versions
 from result_files import write_results
-from side import Side, answer
+from serving_side import STREAMS, serve_alone
+from side import Side
 
-from nmoe.engine.api import Request
-from nmoe.engine.native.engine import NativeEngine
-from nmoe.model.checkpoint import load_model
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Sampling
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from served_client import serving
 
-STREAMS, ROUNDS, VOCABULARY = 64, 5, 4096
+ROUNDS, VOCABULARY = 5, 4096
 # What has to hold.
 LEAST_SPEED, MOST_GAP_P99, MOST_GAP, LEAST_SHARE, MOST_MB_A_MINUTE = 10.0, 3.0, 10.0, 0.8, 1.0
 WARM_S, SAMPLED_EVERY_S = 120.0, 5.0
@@ -111,33 +107,6 @@ async def together(port: int, bodies: list[dict[str, Any]]) -> list[Read]:
 
 async def one_by_one(port: int, bodies: list[dict[str, Any]]) -> list[Read]:
     return [await stream(port, body) for body in bodies]
-
-
-class Alone:
-    """The engine without a server. Answers (seed of the prompts, tokens) with seconds and CPU seconds."""
-
-    def __init__(self, directory: Path, numerics: str) -> None:
-        model = load_model(directory).requires_grad_(False)
-        model.set_numerics(numerics)  # type: ignore[arg-type]
-        self.engine = NativeEngine(model, max_sequences=STREAMS)
-
-    def reply(self, asked: tuple[int, int]) -> tuple[float, float]:
-        seed, tokens = asked
-
-        async def all_of_them() -> None:
-            requests = [
-                Request(tuple(prompt), 1, Sampling(tokens, seed=number), f"{seed}/{tokens}/{number}")
-                for number, prompt in enumerate(make_prompts(STREAMS, seed))
-            ]
-            await asyncio.gather(*map(self.engine.generate, requests))
-
-        with Stopwatch() as watch:
-            self.engine.run(all_of_them())
-        return watch.seconds, watch.cpu_seconds
-
-
-def serve_alone(connection: Connection, directory: Path, numerics: str) -> None:
-    answer(connection, Alone(directory, numerics).reply)
 
 
 def cpu_s(process: int) -> float:
