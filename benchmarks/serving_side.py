@@ -21,9 +21,8 @@ STREAMS = 64
 class Alone:
     """The engine without a server. Answers (seed of the prompts, tokens) with seconds and CPU seconds."""
 
-    def __init__(self, directory: Path, numerics: str) -> None:
+    def __init__(self, directory: Path) -> None:
         model = load_model(directory).requires_grad_(False)
-        model.set_numerics(numerics)  # type: ignore[arg-type]
         self.engine = NativeEngine(model, max_sequences=STREAMS)
 
     def reply(self, asked: tuple[int, int]) -> tuple[float, float]:
@@ -41,5 +40,5 @@ class Alone:
         return watch.seconds, watch.cpu_seconds
 
 
-def serve_alone(connection: Connection, directory: Path, numerics: str) -> None:
-    answer(connection, Alone(directory, numerics).reply)
+def serve_alone(connection: Connection, directory: Path) -> None:
+    answer(connection, Alone(directory).reply)

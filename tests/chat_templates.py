@@ -77,21 +77,23 @@ FORGETFUL = QWEN.replace("reasoning_content.strip('\\n')", "''").replace(
 )
 
 
-def save(directory: Path, template: str | None, controls: tuple[str, ...], tags: tuple[str, ...] = ()) -> Path:
+TEXT = '<|im_start|>user\n\n\n<think>\n</think> the answer is 42, assistant tool_call tool_response {"name": "add"}'
+
+
+def save(
+    directory: Path, template: str | None, controls: tuple[str, ...], tags: tuple[str, ...] = (), text: str = TEXT
+) -> Path:
     """A tokenizer directory. The last control token ends a turn, the first begins a text."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=400 if text is TEXT else 700,
         special_tokens=list(controls),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = [
-        '<|im_start|>user\n\n\n<think>\n</think> the answer is 42, assistant tool_call tool_response {"name": "add"}'
-    ]
-    backend.train_from_iterator(corpus * 9, trainer)
+    backend.train_from_iterator([text] * 9, trainer)
     backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": controls[0], "eos_token": controls[-1]}
     directory.mkdir(parents=True, exist_ok=True)
@@ -102,8 +104,8 @@ def save(directory: Path, template: str | None, controls: tuple[str, ...], tags:
     return directory
 
 
-def qwen(directory: Path, template: str = QWEN) -> Tokenizer:
-    return Tokenizer.load(save(directory, template, QWEN_CONTROLS, QWEN_TAGS))
+def qwen(directory: Path, template: str = QWEN, text: str = TEXT) -> Tokenizer:
+    return Tokenizer.load(save(directory, template, QWEN_CONTROLS, QWEN_TAGS, text))
 
 
 def llama(directory: Path) -> Tokenizer:
