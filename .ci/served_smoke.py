@@ -31,7 +31,8 @@ def main(run: str) -> None:
         assert chunks[-1]["usage"] == whole["usage"]
         scored = {"prompt": "Sort: 4153", "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
         logprobs = client.ask("/v1/completions", model="tiny", **scored)["choices"][0]["logprobs"]["token_logprobs"]
-        assert logprobs[0] is None and all(value <= 0 for value in logprobs[1:])
+        assert logprobs[0] is None
+        assert all(value <= 0 for value in logprobs[1:])
         error = client.refusal("/v1/chat/completions", 404, **HI | {"model": "another"})
         assert error["code"] == "model_not_found", error
         print(f"{whole['usage']['completion_tokens']} tokens, whole and streamed: {json.dumps(choice['message'])}")
@@ -40,7 +41,7 @@ def main(run: str) -> None:
         long = HI | {"ignore_eos": True, "max_tokens": 40, "n": 8}
         asked = threading.Thread(target=lambda: answered.append(client.ask("/v1/chat/completions", **long)))
         asked.start()
-        while client.metric("nmoe_requests_running") < 1:
+        while client.metric("nmoe_requests_open") < 1:
             assert asked.is_alive(), "it was answered before it was seen"
         client.process.send_signal(signal.SIGTERM)
         asked.join()
