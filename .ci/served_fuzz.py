@@ -268,16 +268,27 @@ def by_description(python: str, client: Client, place: Path, seconds: int, seed:
     return done.returncode == 0
 
 
-def answers(client: Client) -> list[Any]:
-    """Returns what the server says to the valid requests, but for what differs from one request to the next."""
-    found = []
+def answers(client: Client) -> dict[str, Any]:
+    """Returns what the server says to the valid requests, but for what differs from one request to the next: ids, times, and how a
+    stream is divided."""
+    found = {}
     for method, path, body in REQUESTS:
         if path == "/metrics" or ((body or {}).get("temperature") and "seed" not in (body or {})):
             continue
         reply = client.http.request(method, path, json=body) if body is not None else client.http.request(method, path)
-        assert reply.status_code == 200, f"{path} {json.dumps(body)}: {reply.status_code} {reply.text[:500]}"
-        text = re.sub(r'"(id|created|request_id)": ?("[^"]*"|\d+)', r'"\1":0', reply.text)
-        found.append(sorted(text.split("\n\n")) if reply.headers["content-type"].startswith("text/event") else text)
+        asked = f"{method} {path} {json.dumps(body)}"
+        assert reply.status_code == 200, f"{asked}: {reply.status_code} {reply.text[:500]}"
+        if reply.headers["content-type"].startswith("text/event"):
+            chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            tokens: collections.Counter[int] = collections.Counter()
+            parts: dict[int, str] = collections.defaultdict(str)
+            for choice in choices:
+                parts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                tokens[choice["index"]] += len(choice.get("token_ids") or ())
+            found[asked] = (sorted(parts.items()), sorted(tokens.items()), chunks[-1].get("usage"))
+        else:
+            found[asked] = re.sub(r'"(id|created|request_id)": ?("[^"]*"|\d+)', r'"\1":0', reply.text)
     return found
 
 
@@ -321,7 +332,10 @@ def main() -> None:
             failed += [f"{len(fuzz.wrong)} answers are wrong"] if fuzz.wrong else []
             failed += ["memory grew"] if arguments.requests > WARM_REQUESTS and grown > MOST_MB else []
             failed += ["the server computes without requests"] if idle > 0.5 else []
-            failed += ["it answers otherwise than before"] if answers(client) != before else []
+            for asked, now in answers(client).items():
+                if now != before[asked]:
+                    failed.append("it answers otherwise than before")
+                    print(f"{asked}\n  before {before[asked]}\n  now    {now}")
             if OPENAPI.exists():
                 with recording(str(client.http.base_url), place / "records.jsonl") as url:
                     asked = Client(type(client.http)(base_url=url, timeout=60, trust_env=False), client.process)
