@@ -14,180 +14,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nmoe.parsing import json_of
-from nmoe.text.calls.pieces import PieceWriter, plain
-from nmoe.text.calls.scan import JsonExtent, Source, certain
-from nmoe.text.conversation import CALL, END_CALL, TAGS, ToolDefinition
+from nmoe.text.calls.family import (
+    BLANK,
+    ArgumentsReader,
+    Call,
+    Family,
+    FamilyName,
+    ObjectReader,
+    Steps,
+    Turn,
+    object_call,
+)
+from nmoe.text.calls.pieces import plain
+from nmoe.text.calls.scan import JsonExtent, certain
+from nmoe.text.conversation import CALL, END_CALL, TAGS
 
 WRITTEN = (*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 """The tags that count by their text, whether or not they are tokens."""
-
-FamilyName = Literal["hermes", "llama3", "deepseek", "mistral", "glm"]
-
-Steps = Generator[None, None, None]
-
-_BLANK = " \t\r\n"
-
-
-@dataclass
-class Turn:
-    """A turn while it is read. `mark` gives for a tag's name the text that stands for it in the source. `bodies` collects the text
-    of each call, and `outside` the text outside calls, with positions."""
-
-    tools: Mapping[str, ToolDefinition]
-    marks: Mapping[str, str] = field(default_factory=dict)
-    source: Source = field(default_factory=Source)
-    out: PieceWriter = field(default_factory=PieceWriter)
-    bodies: list[str] = field(default_factory=list)
-    outside: list[tuple[int, str]] = field(default_factory=list)
-
-    def mark(self, tag: str) -> str:
-        return self.marks.get(tag, tag)
-
-    def say(self, count: int) -> None:
-        """Takes text of the answer."""
-        self.outside.append((self.source.taken, self.source.text[:count]))
-        self.out.say("content", self.source.take(count))
-
-    def fail(self, count: int) -> None:
-        """Takes a call that turned out to be none: it is shown as text of the answer."""
-        self.out.say("content", self.source.take(count))
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call as its text says it; `fault` says why it says none."""
-
-    name: str
-    arguments: Any = None
-    fault: str = ""
-
-    @property
-    def text(self) -> str:
-        """The arguments as JSON text."""
-        return self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments)
-
-
-class Family(Protocol):
-    """The form of the calls of one family. `tags` are the names of its control tokens. `read` reads a call, with the tag that
-    opens it, at the beginning of the source; `begin` reads calls that may open a turn without a tag."""
-
-    name: FamilyName
-    tags: tuple[str, ...]
-    openers: tuple[str, ...]
-
-    def begin(self, turn: Turn) -> Steps: ...
-
-    def read(self, turn: Turn) -> Steps: ...
-
-    def call(self, body: str, turn: Turn) -> Call:
-        """Reads the whole text of a call, which `read` collected."""
-
-
-class _Arguments:
-    """Gives the arguments of the call opened last while they arrive: one JSON value from `start` on, or text that is none."""
-
-    def __init__(self, out: PieceWriter, start: int, closing: str = _BLANK) -> None:
-        self._out, self._start, self._given, self._closing = out, start, start, closing
-        self._extent = JsonExtent(start)
-
-    def look(self, text: str, until: int) -> None:
-        """Gives the certain part of the text up to `until`."""
-        self._extent.look(text[:until], False)
-        if self._extent.end is not None:
-            self._close(text, self._extent.end)
-        elif not self._extent.broken and text[self._start : self._start + 1] in ("{", "["):
-            self._give(text, len(text[:until].rstrip(_BLANK)))
-
-    def finish(self, text: str, until: int) -> int:
-        """Gives the rest up to `until`, where the call ends; returns the position after the arguments."""
-        self._extent.look(text[:until], True)
-        if self._extent.end is not None:
-            self._close(text, self._extent.end)
-            return self._extent.end
-        self._give(text, len(text[:until].rstrip(self._closing)))
-        return until
-
-    def _close(self, text: str, end: int) -> None:
-        value = text[self._start : end]
-        if self._given == self._start and value.startswith('"'):
-            said = json.loads(value)
-            self._out.arguments(said if _is_text(said) else value)
-            self._given = end
-        self._give(text, end)
-
-    def _give(self, text: str, end: int) -> None:
-        if end > self._given:
-            self._out.arguments(text[self._given : end])
-            self._given = end
-
-
-def _is_text(text: str) -> bool:
-    """Returns whether the text has no lone surrogate, which JSON can escape and no encoding can write."""
-    return plain(text) == text
-
-
-def _object(body: str, key: str) -> Call:
-    """Reads a call that is one JSON object. Without `arguments` it has none; without Llama's `parameters` it is an answer."""
-    try:
-        call = json_of(body)
-    except ValueError as error:
-        return Call("", fault=str(error))
-    name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(name, str) or not _is_text(name):
-        return Call("", fault=f'a call is a JSON object with a "name" and "{key}"')
-    if key not in call and key == "parameters":
-        return Call("", fault='a call is a JSON object with a "name" and "parameters"')
-    return Call(name, call.get(key, {}))
-
-
-class _ObjectReader:
-    """Reads a call that is a JSON object at `start`: gives its arguments while they arrive where the name stands first, which is
-    usual, else all at once."""
-
-    def __init__(self, turn: Turn, start: int, key: str) -> None:
-        self.extent = JsonExtent(start)
-        self.opened: _Arguments | None = None
-        self._turn, self._start, self._key = turn, start, key
-        self._head = re.compile(rf'\s*\{{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)+")\s*,\s*"{key}"\s*:\s*(?=\S)')
-
-    def look(self, text: str, until: int) -> None:
-        """Gives the certain part of the text up to `until`."""
-        self.extent.look(text, self._turn.source.ended)
-        if self.opened is None and (head := self._head.match(text, self._start, until)) is not None:
-            try:
-                name = json.loads(head[1])
-            except ValueError:
-                return
-            if _is_text(name):
-                self._turn.out.tag()
-                self._turn.out.call(name)
-                self.opened = _Arguments(self._turn.out, head.end())
-        if self.opened is not None:
-            self.opened.look(text, until)
-
-    def finish(self, text: str, until: int) -> bool:
-        """Ends the call at `until`; returns whether it is one. What follows the object is text of the answer."""
-        self.look(text, until)
-        after = until
-        if self.opened is not None:
-            after = self.opened.finish(text, until)
-        else:
-            call = _object(text[self._start : until], self._key)
-            if call.fault or not call.name:
-                return False
-            self._turn.out.tag()
-            self._turn.out.call(call.name)
-            self._turn.out.arguments(call.text)
-        if self.extent.end is not None and self.extent.end <= until:
-            after = self.extent.end
-        if rest := text[after:until].strip(_BLANK + "}"):
-            self._turn.out.say("content", rest)
-        return True
 
 
 class Hermes:
@@ -202,7 +49,7 @@ class Hermes:
 
     def read(self, turn: Turn) -> Steps:
         source, start = turn.source, len(CALL)
-        reader = _ObjectReader(turn, start, "arguments")
+        reader = ObjectReader(turn, start, "arguments")
         while True:
             text = source.text
             closing = text.find(END_CALL, start)
@@ -227,7 +74,7 @@ class Hermes:
             json_of(body)
         except ValueError as error:
             return Call("", fault=f"a call is a JSON object between <tool_call> and </tool_call>: {error}")
-        return _object(body, "arguments")
+        return object_call(body, "arguments")
 
 
 class Llama3:
@@ -252,14 +99,14 @@ class Llama3:
         """Reads objects from `start` on, behind a tag; leaves what follows them in the source."""
         source = turn.source
         while True:
-            while not source.ended and not source.text[start:].lstrip(_BLANK):
+            while not source.ended and not source.text[start:].lstrip(BLANK):
                 yield
-            begins = len(source.text) - len(source.text[start:].lstrip(_BLANK))
+            begins = len(source.text) - len(source.text[start:].lstrip(BLANK))
             if source.text[begins : begins + 1] != "{":
                 turn.out.tag()
                 source.take(start)
                 return
-            reader = _ObjectReader(turn, begins, "parameters")
+            reader = ObjectReader(turn, begins, "parameters")
             while True:
                 text = source.text
                 reader.look(text, len(text))
@@ -276,15 +123,15 @@ class Llama3:
             source.take(end)
             turn.out.tag()
             start = 0
-            while not source.ended and not source.text.lstrip(_BLANK + ";"):
+            while not source.ended and not source.text.lstrip(BLANK + ";"):
                 yield
-            separated = len(source.text) - len(source.text.lstrip(_BLANK + ";"))
+            separated = len(source.text) - len(source.text.lstrip(BLANK + ";"))
             if ";" not in source.text[:separated] or source.text[separated : separated + 1] != "{":
                 return
             source.take(separated)
 
     def call(self, body: str, turn: Turn) -> Call:
-        return _object(body, "parameters")
+        return object_call(body, "parameters")
 
 
 _OBJECT = re.compile(r'\s*\{\s*"(?:name|type|parameters)"')
@@ -313,9 +160,9 @@ class DeepSeek:
         if source.text.startswith(outer):
             source.take(len(outer))
         while True:
-            while not source.ended and not source.text.lstrip(_BLANK):
+            while not source.ended and not source.text.lstrip(BLANK):
                 yield
-            blank = len(source.text) - len(source.text.lstrip(_BLANK))
+            blank = len(source.text) - len(source.text.lstrip(BLANK))
             while not source.ended and any(
                 one.startswith(source.text[blank:]) and len(source.text) - blank < len(one) for one in (opening, last)
             ):
@@ -339,7 +186,7 @@ class DeepSeek:
             if arguments is None and (head := self._head(turn, text[start:until], ends)) is not None:
                 turn.out.tag()
                 turn.out.call(head[0])
-                arguments = _Arguments(turn.out, start + head[1], _BLANK + "`")
+                arguments = ArgumentsReader(turn.out, start + head[1], BLANK + "`")
             if arguments is not None:
                 arguments.look(text, until)
             if ends:
@@ -351,7 +198,7 @@ class DeepSeek:
         else:
             after = arguments.finish(text, until)
             source.take(until)
-            if rest := text[after:until].strip(_BLANK + "`"):
+            if rest := text[after:until].strip(BLANK + "`"):
                 turn.out.say("content", rest)
         if source.text.startswith(closing):
             source.take(len(closing))
@@ -370,7 +217,7 @@ class DeepSeek:
             if line is None:
                 return None
             name, before, rest = line[1].strip(), before + line.end(), rest[line.end() :]
-        space = len(rest) - len(rest.lstrip(_BLANK))
+        space = len(rest) - len(rest.lstrip(BLANK))
         return None if not plain(name) or (space == len(rest) and not whole) else (plain(name), before + space)
 
     def call(self, body: str, turn: Turn) -> Call:
@@ -380,7 +227,7 @@ class DeepSeek:
         text = body[head[1] :]
         extent = JsonExtent()
         extent.look(text, True)
-        return Call(head[0], text.strip(_BLANK + "`") if extent.end is None else text[: extent.end])
+        return Call(head[0], text.strip(BLANK + "`") if extent.end is None else text[: extent.end])
 
 
 _FENCED = re.compile(r"([^\n]*)\n\s*```(?:json)?[ \t]*\n")
@@ -400,9 +247,9 @@ class Mistral:
 
     def read(self, turn: Turn) -> Steps:
         source, start = turn.source, len(turn.mark(self.tags[0]))
-        while not source.ended and not source.text[start:].lstrip(_BLANK):
+        while not source.ended and not source.text[start:].lstrip(BLANK):
             yield
-        begins = len(source.text) - len(source.text[start:].lstrip(_BLANK))
+        begins = len(source.text) - len(source.text[start:].lstrip(BLANK))
         if source.text[begins : begins + 1] == "[":
             yield from self._list(turn, begins + 1)
         else:
@@ -412,9 +259,9 @@ class Mistral:
         """Reads the objects of a list from `start` on."""
         source = turn.source
         while True:
-            while not source.ended and not source.text[start:].lstrip(_BLANK + ","):
+            while not source.ended and not source.text[start:].lstrip(BLANK + ","):
                 yield
-            begins = len(source.text) - len(source.text[start:].lstrip(_BLANK + ","))
+            begins = len(source.text) - len(source.text[start:].lstrip(BLANK + ","))
             if source.text[begins : begins + 1] != "{":
                 if turn.bodies and source.text[begins : begins + 1] in ("]", ""):
                     source.take(begins + 1)
@@ -422,7 +269,7 @@ class Mistral:
                 else:
                     turn.fail(begins)
                 return
-            reader = _ObjectReader(turn, begins, "arguments")
+            reader = ObjectReader(turn, begins, "arguments")
             while True:
                 text = source.text
                 reader.look(text, len(text))
@@ -450,7 +297,7 @@ class Mistral:
             if arguments is None and at >= 0 and (name := plain(text[start:at].split(call_id)[0]).strip()):
                 turn.out.tag()
                 turn.out.call(name)
-                arguments = _Arguments(turn.out, at + len(separator))
+                arguments = ArgumentsReader(turn.out, at + len(separator))
             if arguments is not None:
                 arguments.look(text, until)
             if ends:
@@ -463,7 +310,7 @@ class Mistral:
         after = arguments.finish(text, until)
         source.take(until)
         turn.out.tag()
-        if rest := text[after:until].strip(_BLANK):
+        if rest := text[after:until].strip(BLANK):
             turn.out.say("content", rest)
 
     def call(self, body: str, turn: Turn) -> Call:
@@ -471,7 +318,7 @@ class Mistral:
         if separator:
             name = plain(name.split(turn.mark(self.tags[2]))[0]).strip()
             return Call(name, arguments.strip()) if name else Call("", fault="a call has a name before its arguments")
-        return _object(body, "arguments")
+        return object_call(body, "arguments")
 
 
 class Glm:
@@ -526,7 +373,7 @@ class Glm:
 
     def _may_continue(self, rest: str) -> bool:
         """Returns whether the text can be the beginning of a pair or of the end."""
-        rest = rest.lstrip(_BLANK)
+        rest = rest.lstrip(BLANK)
         return any(tag.startswith(rest) or rest.startswith(tag) for tag in ("<arg_key>", END_CALL))
 
     def _pair(self, turn: Turn, name: str, pair: re.Match[str]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nmoe.text.calls.families import WRITTEN, Family, Steps, Turn
+from nmoe.text.calls.families import WRITTEN
+from nmoe.text.calls.family import Family, Steps, Turn
 from nmoe.text.calls.pieces import Piece
 from nmoe.text.conversation import END_THINK, THINK, ToolDefinition
 from nmoe.text.streaming import IncrementalDecoder

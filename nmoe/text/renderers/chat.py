@@ -13,7 +13,8 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
-from nmoe.text.calls.families import FAMILIES, Family, FamilyName, Turn, family_of
+from nmoe.text.calls.families import FAMILIES, family_of
+from nmoe.text.calls.family import Family, FamilyName, Turn
 from nmoe.text.calls.pieces import TurnReader
 from nmoe.text.calls.reader import Marks, TemplateReader, TextTurn
 from nmoe.text.chat_template import ChatTemplate, ToolAnswer
