@@ -154,6 +154,8 @@ def joined(pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
             ("", "", [("add", '{"s": "a</tool_call> b"')]),
         ),
         ("glm", '<tool_call>{"name": 1}</tool_call>', ("", '<tool_call>{"name": 1}</tool_call>', [])),
+        ("glm", "<tool_call>\nw\n", ("", "", [("w", "")])),
+        ("llama3", "<|python_tag|>{<|python_tag|><|python_tag|>\n", ("", "{", [])),
         ("text", "<think>a</think> <tool_call>", ("", "<think>a</think> <tool_call>", [])),
         (
             "harmony",

@@ -114,6 +114,8 @@ class Llama3:
                     break
                 yield
             end = len(text) if reader.extent.end is None else reader.extent.end
+            if reader.extent.broken and reader.opened is None:
+                end = begins + 1  # how much more there is depends on how the text arrived
             called = reader.finish(text, end)
             if called or tagged:
                 turn.bodies.append(text[begins:end])
@@ -277,6 +279,8 @@ class Mistral:
                     break
                 yield
             end = len(text) if reader.extent.end is None else reader.extent.end
+            if reader.extent.broken and reader.opened is None:
+                end = begins + 1
             turn.bodies.append(text[begins:end])
             if not reader.finish(text, end):
                 turn.fail(end)
@@ -336,8 +340,7 @@ class Glm:
         while True:
             text = source.text
             if not name and (head := _GLM_NAME.match(text, position)) is not None:
-                if not (name := head[1].strip()):
-                    break
+                name = head[1]
                 turn.out.tag()
                 turn.out.call(name)
                 position = head.end()
@@ -392,9 +395,9 @@ class Glm:
 
     def call(self, body: str, turn: Turn) -> Call:
         head = _GLM_NAME.match(body + END_CALL)
-        if head is None or not (name := head[1].strip()):
+        if head is None:
             return Call("", fault="a call is a name with arguments between <tool_call> and </tool_call>")
-        position, arguments = head.end(), dict[str, Any]()
+        name, position, arguments = head[1], head.end(), dict[str, Any]()
         while (pair := _GLM_PAIR.match(body, position)) is not None:
             arguments[pair[1]] = self._value(turn, name, pair[1], pair[2])
             position = pair.end()
@@ -403,7 +406,7 @@ class Glm:
         return Call(name, arguments)
 
 
-_GLM_NAME = re.compile(r"[ \t\r\n]*([^\s<{\[\"]*)[ \t\r]*(?:\n|(?=<arg_key>|</tool_call>))")
+_GLM_NAME = re.compile(r"[ \t\r\n]*([^\s<{\[\"]+)[ \t\r]*(?:\n|(?=<arg_key>|</tool_call>))")
 _GLM_HALF_NAME = re.compile(r"[ \t\r\n]*[^\s<{\[\"]*[ \t\r]*(?:<(?:a(?:r(?:g(?:_(?:k(?:ey?)?)?)?)?)?|/[a-z_]*)?)?\Z")
 _GLM_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _GLM_END = re.compile(r"\s*</tool_call>")
