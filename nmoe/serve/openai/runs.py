@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from nmoe.engine.api import Delta, Request
@@ -31,8 +31,9 @@ async def steps(engine: NativeEngine, runs: Sequence[Run], seconds: float) -> As
     timer = asyncio.get_running_loop().call_later(seconds, end, engine, runs, "deadline")
     try:
         if len(runs) > 1:
-            async for added in _of_several(engine, runs):
-                yield added
+            async with aclosing(_of_several(engine, runs)) as several:
+                async for added in several:
+                    yield added
             return
         # Not through `_of_one`, because each generator that a token passes costs a microsecond.
         (run,) = runs
@@ -77,27 +78,29 @@ def _read_sample(engine: NativeEngine, run: Run, index: int, deltas: Sequence[De
 
 
 async def _of_several(engine: NativeEngine, runs: Sequence[Run]) -> AsyncGenerator[list[Addition], None]:
-    queue: asyncio.Queue[list[Addition] | None] = asyncio.Queue(_WAITING)
+    # `room` bounds the steps, so that the end can be put into the queue also where nothing takes them any more.
+    queue: asyncio.Queue[list[Addition] | None] = asyncio.Queue()
+    room = asyncio.Semaphore(_WAITING)
 
     async def read(run: Run) -> None:
         stream = engine.stream(run.request)
         try:
             async for deltas in stream:
-                await queue.put(_read(engine, run, deltas))
+                await room.acquire()
+                queue.put_nowait(_read(engine, run, deltas))
         finally:
             await stream.aclose()
 
     async def read_all() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for run in runs:
-                    group.create_task(read(run))
-        finally:
-            await queue.put(None)
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                group.create_task(read(run))
 
     task = asyncio.create_task(read_all())
+    task.add_done_callback(lambda _: queue.put_nowait(None))
     try:
         while (added := await queue.get()) is not None:
+            room.release()
             yield added
         await task
     except BaseExceptionGroup as errors:
