@@ -20,6 +20,8 @@ class TextReader:
     """Reads tokens as plain text. The tokens in `silent` have no text: ends, and control tokens unless they are asked for. A
     character is held back until all of its bytes are there."""
 
+    held = ""
+
     def __init__(self, names: TokenNames, silent: Collection[int]) -> None:
         self._bytes_of, self._silent, self._decoder = names.bytes_of, silent, _Utf8("replace")
 
@@ -96,6 +98,11 @@ class Choice:
             added.raws += [delta.raw for delta in deltas if delta.raw is not None]
         self.tokens += len(token_ids)
         self._append(added, self._reader.feed(token_ids))
+        if self._stops is not None and not self.stopped and (text := self._stops.cut(self._reader.held)) is not None:
+            # A stop string of white space ends the answer at once, even if a tag would follow it.
+            self.stopped = True
+            if text:
+                added.pieces.append(Piece("content", text))
 
     def _append(self, added: Addition, pieces: list[Piece]) -> None:
         for piece in pieces:

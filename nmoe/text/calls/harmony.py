@@ -24,6 +24,8 @@ class HarmonyReader:
     """The `TurnReader` of Harmony. Messages of one kind are joined by line breaks. From the first token that breaks the format on,
     everything is text of the answer."""
 
+    held = ""
+
     def __init__(self, harmony: Harmony) -> None:
         self._harmony = harmony
         self._parser = StreamParser(harmony)

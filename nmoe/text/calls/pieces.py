@@ -25,6 +25,10 @@ class TurnReader(Protocol):
     """Reads one turn of the assistant while it is sampled. The texts of the pieces, joined for each kind and call, are the same for
     every division of the tokens. Never raises: any ids are read."""
 
+    @property
+    def held(self) -> str:
+        """The white space at the end of the answer so far, which is held back: it is no text if a tag follows."""
+
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         """Adds sampled tokens, and returns the pieces that are certain now."""
 
@@ -69,6 +73,11 @@ class PieceWriter:
         """Continues the arguments of the call opened last."""
         if text := plain(text):
             self._pieces.append(Piece("arguments", text, self.calls - 1))
+
+    @property
+    def held(self) -> str:
+        """The white space at the end of the answer that no tag has followed yet."""
+        return "" if "content" in self._tagged else self._blank.get("content", "")
 
     def end(self) -> None:
         """Gives the white space at the end of a turn that no tag follows."""

@@ -141,6 +141,10 @@ class TemplateReader:
     def __init__(self, decoder: IncrementalDecoder, marks: Marks, turn: TextTurn) -> None:
         self._decoder, self._marks, self._turn = decoder, marks, turn
 
+    @property
+    def held(self) -> str:
+        return self._turn.turn.out.held
+
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         return self._turn.feed(self._marks.text(token_ids, self._decoder))
 
