@@ -22,6 +22,8 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 # More tokens than are sampled in the seconds of a test.
 LONG = {"max_tokens": 4000, "ignore_eos": True}
 BRIEF = {"prompt": "a", "stream": True, "max_tokens": 1500, "ignore_eos": True}
+TOKENS = "/inference/v1/generate"
+TOKEN_BODY = {"request_id": "r", "token_ids": [70] * 5, "sampling_params": {"max_tokens": 4000, "seed": 1}}
 STREAMED = {"prompt": "a", "stream": True, **LONG}
 
 
@@ -69,6 +71,16 @@ def test_a_request_ends_at_its_deadline_with_the_tokens_that_it_has(hasty: Clien
     assert one["message"]["content"]
     last = hasty.stream(TEXT, prompt="a", **LONG)[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("length", "deadline")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_of_tokens_ends_at_its_deadline(hasty: Client, stream: bool) -> None:
+    began = time.monotonic()
+    reply = hasty.http.post(TOKENS, json=TOKEN_BODY | {"stream": stream})
+    assert reply.status_code == 200
+    assert time.monotonic() - began < 5
+    assert '"abort"' in reply.text
+    assert hasty.metric(f'nmoe_requests_total{{route="{TOKENS}",status="200"}}') >= 1
 
 
 def test_a_client_that_does_not_read_is_left(checkpoint: Path) -> None:
@@ -122,6 +134,18 @@ def test_requests_end_with_the_tokens_so_far_where_the_drain_ends(checkpoint: Pa
         ask.join(10)
         (choice,) = answers[0]["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "shutdown")
+        assert server.process.wait(10) == 0
+
+
+def test_requests_of_tokens_end_where_the_drain_ends(checkpoint: Path) -> None:
+    with serving(checkpoint, "--drain", "0.5") as server:
+        answers: list[dict[str, Any]] = []
+        ask = threading.Thread(target=lambda: answers.append(server.ask(TOKENS, **TOKEN_BODY)))
+        ask.start()
+        until(lambda: server.metric("nmoe_requests_open") == 1, 5, "it runs")
+        server.process.send_signal(signal.SIGTERM)
+        ask.join(10)
+        assert answers[0]["choices"][0]["finish_reason"] == "abort"
         assert server.process.wait(10) == 0
 
 

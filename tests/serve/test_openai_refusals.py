@@ -205,6 +205,13 @@ def test_limits_of_a_server(strict: Client) -> None:
     check("ErrorResponse", big.json())
     long = strict.refusal(CHAT, model="tiny", messages=[{"role": "user", "content": "x" * 60}])
     assert (long["code"], long["param"]) == ("context_length_exceeded", "messages")
+    tokens = {"request_id": "r", "token_ids": [70] * 51, "sampling_params": {"max_tokens": 2, "seed": 1}}
+    assert "at most 50" in strict.refusal("/inference/v1/generate", **tokens)["message"]
+    assert "at most 50" in strict.refusal("/score", token_ids=[70] * 51)["message"]
+    many = tokens | {"token_ids": [70], "sampling_params": {"max_tokens": 2, "seed": 1, "n": 3}}
+    assert "must be at most 2" in strict.refusal("/inference/v1/generate", **many)["message"]
+    big_tokens = strict.http.post("/inference/v1/generate", content=b" " * 2**20 + b"{}")
+    assert big_tokens.status_code == 413
     body = {"model": "tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with strict.http.stream("POST", TEXT, json=body) as first, strict.http.stream("POST", TEXT, json=body) as second:
         assert first.status_code == second.status_code == 200

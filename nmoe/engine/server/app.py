@@ -73,8 +73,7 @@ class Service:
                 self._open.clear()
                 await self._tokens.idle.wait()
             if mode == "abort":
-                for request_id in self._tokens.running.values():
-                    self._engine.abort(request_id)
+                self._tokens.end_all()
             await self._engine.pause()
             self._paused = True
             self._open.set()

@@ -4,10 +4,13 @@ nmoe's own."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as Asked
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -20,14 +23,21 @@ from nmoe.engine.server.requests import check_names, decode_request, take, take_
 from nmoe.errors import UserError
 
 R = TypeVar("R")
-# Beyond these, the records of a request's samples alone fill the memory.
-_MOST_SAMPLES = 4096
 _PREFIX = "generate-tokens-"  # by which vLLM names requests that are to be aborted
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """Limits of a request of tokens; `None` is none. After `seconds` its samples end with the tokens so far."""
+
+    samples: int = 4096  # beyond these, the records of a request's samples alone fill the memory
+    prompt_tokens: int | None = None
+    seconds: float | None = None
 
 
 class TokenRoutes:
     """The routes of an engine. `admit` returns once a request may run, or raises what refuses it; `version` returns the
-    weights' version. Bodies have at most `most_bytes` bytes, if there is a limit.
+    weights' version; `read` reads a body.
 
     `running` has the ids of the requests that run; `idle` is set while there are none.
     """
@@ -37,9 +47,11 @@ class TokenRoutes:
         engine: NativeEngine,
         admit: Callable[[], Awaitable[None]],
         version: Callable[[], int],
-        most_bytes: int | None = None,
+        read: Callable[[Asked], Awaitable[dict[str, Any]]] = body_of,
+        limits: TokenLimits | None = None,
     ) -> None:
-        self._engine, self._admit, self._version, self._most_bytes = engine, admit, version, most_bytes
+        self._engine, self._admit, self._version, self._read = engine, admit, version, read
+        self._limits = limits or TokenLimits()
         self.running: dict[object, str] = {}
         self.idle = asyncio.Event()
         self.idle.set()
@@ -49,22 +61,24 @@ class TokenRoutes:
         return [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
 
     async def generate(self, asked: Asked) -> Response:
-        request, streamed = decode_request(await body_of(asked, self._most_bytes), self._engine.adapters)
-        if request.samples > _MOST_SAMPLES:
-            raise UserError(f"n = {request.samples}: must be at most {_MOST_SAMPLES}")
+        request, streamed = decode_request(await self._read(asked), self._engine.adapters)
+        if request.samples > self._limits.samples:
+            raise UserError(f"n = {request.samples}: must be at most {self._limits.samples}")
+        self._check_length(request.prompt_ids)
         await self._admit()
+        began = time.monotonic()
         if not streamed:
-            samples = await unless_gone(asked, self._held(request.request_id, self._engine.generate(request)))
+            samples = await unless_gone(asked, self._held(request.request_id, self._engine.generate(request), began))
             return json_reply(encode_samples(request, samples))
         deltas = self._engine.stream(request)
         # A refusal comes before the first token, and so before the status of the reply.
-        first = await unless_gone(asked, self._held(request.request_id, _next(deltas)))
-        return StreamingResponse(self._events(request, first, deltas), media_type="text/event-stream")
+        first = await unless_gone(asked, self._held(request.request_id, _next(deltas), began))
+        return StreamingResponse(self._events(request, first, deltas, began), media_type="text/event-stream")
 
     async def _events(
-        self, request: Request, first: list[Delta], deltas: AsyncGenerator[list[Delta], None]
+        self, request: Request, first: list[Delta], deltas: AsyncGenerator[list[Delta], None], began: float
     ) -> AsyncGenerator[bytes, None]:
-        with self._counted(request.request_id):
+        with self._counted(request.request_id, began):
             try:
                 while first:
                     yield encode_deltas(request, first)
@@ -76,34 +90,54 @@ class TokenRoutes:
             yield event(None)
 
     async def score(self, asked: Asked) -> Response:
-        body = await body_of(asked, self._most_bytes)
+        body = await self._read(asked)
         check_names(body, "the body", ("token_ids", "temperature"))
         token_ids, temperature = take_ids(body, "token_ids"), take(body, "temperature", (int, float), 1.0)
+        self._check_length(token_ids)
         await self._admit()
-        scores = await unless_gone(asked, self._held("", self._engine.score(token_ids, temperature)))
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                scores = await unless_gone(asked, self._held("", self._engine.score(token_ids, temperature)))
+        except TimeoutError:
+            raise HTTPException(504, "the deadline came before the scores") from None
         return json_reply({"logprobs": scores, "weight_version": str(self._version())})
 
     async def abort(self, asked: Asked) -> Response:
         """Ends the named requests, or all if none is named. Their callers get the tokens sampled so far."""
-        named = take(await body_of(asked, self._most_bytes), "request_ids", list, [])
+        named = take(await self._read(asked), "request_ids", list, [])
         ids = [str(one).removeprefix(_PREFIX) for one in named] or list(self.running.values())
         for request_id in ids:
             self._engine.abort(request_id)
         return json_reply({"status": "aborted", "aborted": len(ids)})
 
-    async def _held(self, request_id: str, work: Awaitable[R]) -> R:
-        with self._counted(request_id):
+    def end_all(self) -> None:
+        """Ends all requests with the tokens so far."""
+        for request_id in self.running.values():
+            self._engine.abort(request_id)
+
+    def _check_length(self, token_ids: Sequence[int]) -> None:
+        if self._limits.prompt_tokens is not None and len(token_ids) > self._limits.prompt_tokens:
+            raise UserError(f"token_ids has {len(token_ids)} tokens: at most {self._limits.prompt_tokens}")
+
+    async def _held(self, request_id: str, work: Awaitable[R], began: float | None = None) -> R:
+        with self._counted(request_id, began):
             return await work
 
     @contextmanager
-    def _counted(self, request_id: str) -> Iterator[None]:
-        """Keeps a request among those that run."""
+    def _counted(self, request_id: str, began: float | None) -> Iterator[None]:
+        """Keeps a request among those that run, and ends it at its deadline if it samples, since `began`."""
         token = object()
         self.running[token] = request_id
         self.idle.clear()
+        timer = None
+        if began is not None and self._limits.seconds is not None:
+            left = began + self._limits.seconds - time.monotonic()
+            timer = asyncio.get_running_loop().call_later(left, self._engine.abort, request_id)
         try:
             yield
         finally:
+            if timer is not None:
+                timer.cancel()
             del self.running[token]
             if not self.running:
                 self.idle.set()

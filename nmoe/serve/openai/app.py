@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nmoe.engine.server.http import TooLargeError, body_of, json_reply, unless_gone
-from nmoe.engine.server.tokens import TokenRoutes
+from nmoe.engine.server.tokens import TokenLimits, TokenRoutes
 from nmoe.errors import UserError
 from nmoe.serve import page
 from nmoe.serve.openai.chat import read_chat
@@ -43,7 +43,9 @@ class Server:
         self._served = served
         self._admission = Admission(served.limits.requests)
         self._jobs = set[Job]()
-        self._tokens = TokenRoutes(served.engine, self._admit_tokens, lambda: 0, served.limits.body_bytes)
+        limits = served.limits
+        of_tokens = TokenLimits(limits.samples, limits.prompt_tokens or None, limits.request_s)
+        self._tokens = TokenRoutes(served.engine, self._admit_tokens, lambda: 0, self._body, of_tokens)
         self.metrics = Metrics()
 
     def routes(self) -> list[Route]:
@@ -64,7 +66,10 @@ class Server:
         return [
             *(Route(path, self._counted(path, endpoint), methods=["GET"]) for path, endpoint in gets.items()),
             *(Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in posts.items()),
-            *self._tokens.routes(),
+            *(
+                Route(route.path, self._counted(route.path, route.endpoint), methods=["POST"])
+                for route in self._tokens.routes()
+            ),
             *page.routes(),
         ]
 
@@ -81,7 +86,7 @@ class Server:
         return json_reply({"status": "ok"})
 
     async def figures(self, asking: Asking) -> Response:
-        text = self.metrics.text(self._served.engine.stats(), self._admission.admitted)
+        text = self.metrics.text(self._served.engine.stats(), self._admission.admitted + len(self._tokens.running))
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, asking: Asking) -> Response:
@@ -134,15 +139,17 @@ class Server:
         return await self._answer(asking, read_completions(self._served, fields), fields.ignored)
 
     async def _fields(self, asking: Asking) -> Fields:
+        return Fields(await self._body(asking), self._served.strict)
+
+    async def _body(self, asking: Asking) -> dict[str, Any]:
         limits = self._served.limits
         try:
             async with asyncio.timeout(limits.body_s):
-                body = await body_of(asking, limits.body_bytes)
+                return await body_of(asking, limits.body_bytes)
         except TooLargeError as error:
             raise ApiError(str(error), status=413, headers={"Connection": "close"}) from None
         except TimeoutError:
             raise ApiError("the body did not come in time", status=408, headers={"Connection": "close"}) from None
-        return Fields(body, self._served.strict)
 
     async def _admit_tokens(self) -> None:
         with self._admission.admit(len(self._tokens.running)):
@@ -192,6 +199,7 @@ class Server:
         """Ends all requests with the tokens so far."""
         for job in self._jobs:
             end(self._served.engine, job.runs, why)
+        self._tokens.end_all()
 
     @contextmanager
     def _listed(self, job: Job) -> Iterator[None]:
