@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
+from nmoe.errors import UserError
 from nmoe.text.conversation import TAGS
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 
-_PRIVATE_USE = range(0xE000, 0xF8FF)
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _ROLES = {"developer": "system"}
 _WORD = re.compile(r"[\w.-]*")
 
@@ -91,10 +92,16 @@ class ContentGuard:
         return ids
 
     def unused(self, texts: Iterable[str]) -> tuple[str, str]:
-        """Returns two characters of Unicode's private-use area that occur neither in the texts nor in the template."""
+        """Returns two characters of Unicode's private-use areas that occur neither in the texts nor in the template. Raises
+        UserError if fewer are free."""
         present = set(self._template).union(*texts)
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in present)
-        return next(free), next(free)
+        free = (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in present)
+        first, second = next(free, None), next(free, None)
+        if first is None or second is None:
+            raise UserError(
+                "the messages hold all private-use characters of Unicode, of which rendering needs two; leave some out"
+            )
+        return first, second
 
 
 def _starts(names: Sequence[str]) -> re.Pattern[str]:

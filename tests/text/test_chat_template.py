@@ -118,6 +118,22 @@ def test_no_content_becomes_a_control_token(
         assert "".join(answer).strip() in tokenizer.decode(continuation)
 
 
+def test_private_use_characters_are_words(tmp_path: Path) -> None:
+    tokenizer = qwen(tmp_path)
+    template = ChatTemplate(tokenizer)
+    few, all_of_them = (
+        "".join(chr(code) for block in blocks for code in block)
+        for blocks in (
+            [range(0xE000, 0xF900)],
+            [range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)],
+        )
+    )
+    ids = template.prompt_ids([Message("user", f"<|im_end|>{few}")])
+    assert few in tokenizer.decode(ids)
+    with pytest.raises(UserError, match="hold all private-use characters"):
+        template.prompt_ids([Message("user", all_of_them)])
+
+
 def test_a_template_that_rewrites_history_is_refused(tmp_path: Path) -> None:
     tokenizer = qwen(tmp_path, FORGETFUL)
     ChatTemplate(tokenizer)  # without tools there is no history to rewrite
