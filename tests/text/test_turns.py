@@ -4,6 +4,8 @@ written."""
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from nmoe.errors import UserError
 from nmoe.text.calls.pieces import Piece
+from nmoe.text.calls.scan import TaggedPairs
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 from nmoe.text.renderers import ChatRenderer
 from nmoe.text.tokenizer import Tokenizer
@@ -217,6 +220,36 @@ def test_every_division_gives_the_same_and_no_text_is_lost(
     for tag in (one for one in tokenizer.added_tokens if one not in QWEN_TAGS):
         assert tag not in everything
     everything.encode()  # no half of a surrogate
+
+
+_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+@given(
+    st.lists(st.sampled_from(["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "k", "\n", " "]), max_size=12),
+    st.lists(st.integers(0, 100), max_size=6),
+)
+def test_pairs_are_found_however_their_text_arrives(parts: list[str], cuts: list[int]) -> None:
+    text, expected, at = "<arg_key>" + "".join(parts), list[tuple[str, ...]](), 0
+    while (found := _PAIR.match(text, at)) is not None:
+        expected.append(found.groups())
+        at = found.end()
+    for lengths in ([*sorted(cuts), len(text)], range(len(text) + 1)):
+        pairs, read_pairs = TaggedPairs(0), list[tuple[str, str]]()
+        for length in lengths:
+            while (pair := pairs.next(text[:length])) is not None:
+                read_pairs.append(pair)
+        assert (read_pairs, pairs.position) == (expected, at)
+
+
+def test_many_tags_of_no_pair_are_read_in_a_moment(formats: dict[str, tuple[Tokenizer, ChatFormat]]) -> None:
+    tokenizer, form = formats["glm"]
+    text = "<tool_call>add\n<arg_key>" + "</arg_key><arg_value>" * 20_000
+    before = time.process_time()
+    _, content, calls = joined(read(form, tokenizer.encode(text)))
+    assert time.process_time() - before < 5  # the square of their number takes more than a minute
+    value = text.removeprefix("<tool_call>add\n<arg_key></arg_key><arg_value>")
+    assert (content, calls) == ("", [("add", json.dumps({"": value})[:-1])])
 
 
 @settings(deadline=None, max_examples=100)

@@ -30,7 +30,7 @@ from nmoe.text.calls.family import (
     object_call,
 )
 from nmoe.text.calls.pieces import plain
-from nmoe.text.calls.scan import JsonExtent, certain
+from nmoe.text.calls.scan import JsonExtent, TaggedPairs, certain
 from nmoe.text.conversation import CALL, END_CALL, TAGS
 
 WRITTEN = (*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -336,7 +336,7 @@ class Glm:
         yield from ()
 
     def read(self, turn: Turn) -> Steps:
-        source, position, name, given = turn.source, len(CALL), "", 0
+        source, position, name, given, pairs = turn.source, len(CALL), "", 0, TaggedPairs(0)
         while True:
             text = source.text
             if not name and (head := _GLM_NAME.match(text, position)) is not None:
@@ -344,9 +344,12 @@ class Glm:
                 turn.out.tag()
                 turn.out.call(name)
                 position = head.end()
-            while name and (pair := _GLM_PAIR.match(text, position)) is not None:
-                turn.out.arguments(("{" if given == 0 else ", ") + self._pair(turn, name, pair))
-                position, given = pair.end(), given + 1
+                pairs = TaggedPairs(position)
+            while name and (pair := pairs.next(text)) is not None:
+                key, value = pair
+                said = f"{json.dumps(key)}: {json.dumps(self._value(turn, name, key, value))}"
+                turn.out.arguments(("{" if given == 0 else ", ") + said)
+                position, given = pairs.position, given + 1
             closing = _GLM_END.match(text, position) if name else None
             if closing is not None or source.ended or (name and not self._may_continue(text[position:])):
                 break
@@ -379,9 +382,6 @@ class Glm:
         rest = rest.lstrip(BLANK)
         return any(tag.startswith(rest) or rest.startswith(tag) for tag in ("<arg_key>", END_CALL))
 
-    def _pair(self, turn: Turn, name: str, pair: re.Match[str]) -> str:
-        return f"{json.dumps(pair[1])}: {json.dumps(self._value(turn, name, pair[1], pair[2]))}"
-
     def _value(self, turn: Turn, name: str, key: str, text: str) -> Any:
         tool = turn.tools.get(name)
         properties = (tool.parameters or {}).get("properties") if tool is not None else None
@@ -397,18 +397,16 @@ class Glm:
         head = _GLM_NAME.match(body + END_CALL)
         if head is None:
             return Call("", fault="a call is a name with arguments between <tool_call> and </tool_call>")
-        name, position, arguments = head[1], head.end(), dict[str, Any]()
-        while (pair := _GLM_PAIR.match(body, position)) is not None:
-            arguments[pair[1]] = self._value(turn, name, pair[1], pair[2])
-            position = pair.end()
-        if body[position:].strip():
+        name, pairs, arguments = head[1], TaggedPairs(head.end()), dict[str, Any]()
+        while (pair := pairs.next(body)) is not None:
+            arguments[pair[0]] = self._value(turn, name, *pair)
+        if body[pairs.position :].strip():
             return Call("", fault="the arguments of a call are <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
         return Call(name, arguments)
 
 
 _GLM_NAME = re.compile(r"[ \t\r\n]*([^\s<{\[\"]+)[ \t\r]*(?:\n|(?=<arg_key>|</tool_call>))")
 _GLM_HALF_NAME = re.compile(r"[ \t\r\n]*[^\s<{\[\"]*[ \t\r]*(?:<(?:a(?:r(?:g(?:_(?:k(?:ey?)?)?)?)?)?|/[a-z_]*)?)?\Z")
-_GLM_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _GLM_END = re.compile(r"\s*</tool_call>")
 _GLM_HALF = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)\Z", re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""Text that arrives in parts, and the JSON values in it."""
+"""Text that arrives in parts, and the JSON values and tagged pairs in it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'["\\\x00-\x1f]')
 _OUTSIDE = re.compile(r"[^ \t\r\n:,0-9A-Za-z+.\-]")
+_KEY = re.compile(r"\s*<arg_key>")
+_BETWEEN = re.compile(r"</arg_key>\s*<arg_value>")
 _SCALAR = re.compile(r"[0-9A-Za-z+.\-]*")
 
 
@@ -126,3 +128,37 @@ class JsonExtent:
             self.end = _DECODER.raw_decode(text, self._start)[1]
         except (ValueError, RecursionError):
             self.broken = True
+
+
+class TaggedPairs:
+    """Reads the pairs <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> from `position` on, in a text that grows. No text is
+    searched twice, because a long value arrives in many parts, and a call may have thousands of tags."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self._searched = position
+        self._between: re.Match[str] | None = None
+
+    def next(self, text: str) -> tuple[str, str] | None:
+        """Returns key and value of the next pair; None while the text does not have all of it."""
+        opening = _KEY.match(text, self.position)
+        if opening is None:
+            return None
+        if self._between is None:
+            start = max(self._searched, opening.end())
+            self._between = _BETWEEN.search(text, start)
+            if self._between is None:
+                # The last closing tag counts as searched once something else than a value's tag follows it.
+                last = text.rfind("</arg_key>", start)
+                waits = last >= 0 and "<arg_value>".startswith(text[last + len("</arg_key>") :].lstrip())
+                self._searched = last if waits else max(start, len(text) - len("</arg_key>") + 1)
+                return None
+            self._searched = self._between.end()
+        closing = text.find("</arg_value>", self._searched)
+        if closing < 0:
+            self._searched = max(self._searched, len(text) - len("</arg_value>") + 1)
+            return None
+        pair = text[opening.end() : self._between.start()], text[self._between.end() : closing]
+        self.position = self._searched = closing + len("</arg_value>")
+        self._between = None
+        return pair
