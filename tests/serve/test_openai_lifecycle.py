@@ -92,7 +92,8 @@ def test_a_client_that_does_not_read_is_left(checkpoint: Path) -> None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.connect((url.host, url.port))
             raw.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
+                + content
             )
             assert raw.recv(15) == b"HTTP/1.1 200 OK"
             until(lambda: server.metric("nmoe_requests_open") == 1, 2, "it runs")

@@ -245,6 +245,16 @@ def test_a_page_of_another_site_gets_nothing(client: Client) -> None:
         assert "access-control-allow-origin" not in reply.headers
 
 
+def test_a_server_without_a_key_answers_to_its_own_names_alone(client: Client, strict: Client) -> None:
+    port = client.http.base_url.port
+    for host in ("127.0.0.1", "localhost", "LOCALHOST", "[::1]"):
+        assert client.http.get("/v1/models", headers={"Host": f"{host}:{port}"}).status_code == 200
+    for host in ("evil.example:80", "evil.example", "localhost.evil.example", "[::1].evil.example:80", ""):
+        reply = client.http.get("/v1/models", headers={"Host": host, "Origin": f"http://{host}"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "unknown_host"), host
+    assert strict.http.get("/v1/models", headers={"Host": "model.example"}).status_code == 200
+
+
 def test_bytes_that_are_no_http_are_refused(client: Client) -> None:
     host, port = client.http.base_url.host, client.http.base_url.port
     for sent in (

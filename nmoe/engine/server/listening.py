@@ -6,12 +6,13 @@ import socket
 
 from nmoe.errors import UserError
 
-_LOCAL = ("127.0.0.1", "::1", "localhost")
+LOCAL = ("127.0.0.1", "::1", "localhost")
+"""The addresses that only this machine reaches."""
 
 
 def check_key(host: str, key: str, variable: str, danger: str) -> None:
     """Raises UserError for an address that other machines reach, without a key for them; `danger` says what they could do."""
-    if host not in _LOCAL and not key:
+    if host not in LOCAL and not key:
         raise UserError(f"--host {host}: other machines could {danger}; set {variable} to a secret key")
 
 

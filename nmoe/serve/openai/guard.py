@@ -6,20 +6,38 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nmoe.engine.server.listening import LOCAL
 from nmoe.serve.openai.errors import ApiError
 from nmoe.serve.openai.metrics import Metrics
 
 _OPEN = ("/health", "/")
 
 
-def guarded(app: ASGIApp, key: str, metrics: Metrics) -> ASGIApp:
+def _name(host: bytes) -> str:
+    """Returns the name in a `Host` header, without brackets and port."""
+    text = host.decode("latin-1").lower()
+    address, closed, rest = text[1:].partition("]")
+    if text.startswith("[") and closed and rest[:1] in ("", ":"):
+        return address
+    return text.partition(":")[0]
+
+
+def guarded(app: ASGIApp, key: str, bound: str, metrics: Metrics) -> ASGIApp:
     """Returns an application that wants the key, if there is one, for all routes but the open ones: health, and the files of the
-    page. It refuses the requests that a page of another site sends through somebody's browser."""
+    page. It refuses the requests that a page of another site sends through somebody's browser.
+
+    Without a key a request must name this machine or the `bound` address as its host: a site may have its name resolve to this
+    machine, and its pages then count as the server's.
+    """
     wanted = f"Bearer {key}".encode()
+    own = {*LOCAL, bound}
 
     def refusal(path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         if (origin := headers.get(b"origin")) is not None and origin.partition(b"://")[2] != headers.get(b"host"):
             return ApiError("requests from the pages of other sites are refused", code="cross_origin", status=403)
+        if not key and (host := headers.get(b"host")) is not None and _name(host) not in own:
+            message = f"this server has no key, and answers requests to {', '.join(sorted(own))} alone"
+            return ApiError(message, code="unknown_host", status=403)
         open_to_all = not key or path in _OPEN or path.startswith("/page/")
         if open_to_all or hmac.compare_digest(headers.get(b"authorization", b""), wanted):
             return None

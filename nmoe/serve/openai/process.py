@@ -76,7 +76,7 @@ def serve(options: Options) -> None:
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * options.limits.stalled_s))
     served = _load(options)
     routes = Server(served)
-    app = guarded(application(routes), key, routes.metrics)
+    app = guarded(application(routes), key, options.host, routes.metrics)
     config = uvicorn.Config(
         app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False,
         timeout_keep_alive=_KEEP_ALIVE_S, server_header=False, timeout_graceful_shutdown=int(options.limits.drain_s) + 2,
