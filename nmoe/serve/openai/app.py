@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 from starlette.applications import Starlette
@@ -157,15 +157,16 @@ class Server:
 
     async def _answer(self, asking: Asking, job: Job, ignored: Sequence[str]) -> Response:
         headers = {IGNORED: ", ".join(ignored)} if ignored else {}
-        with ExitStack() as held:
+        async with AsyncExitStack() as held:
             held.enter_context(self._admission.admit(len(self._tokens.running)))
             held.enter_context(self._listed(job))
             if not job.asked.streamed:
                 return json_reply(job.whole(await unless_gone(asking, self._whole(job))), headers=headers)
             # A refusal comes before the first token, and so before the status of the reply.
             first, added = await unless_gone(asking, self._begin(job))
-            events = self._events(job, first, added, held.pop_all())
-            return EventStream(events, self._served.limits.stalled_s, headers)
+            held.push_async_callback(added.aclose)
+            events = self._events(job, first, added)
+            return EventStream(events, held.pop_all(), self._served.limits.stalled_s, headers)
 
     async def _begin(self, job: Job) -> tuple[list[Addition], AsyncGenerator[list[Addition], None]]:
         """Returns what the first step of the engine adds to a reply, and the later steps."""
@@ -213,19 +214,16 @@ class Server:
             self.metrics.prompt_tokens += job.usage()["prompt_tokens"]
 
     async def _events(
-        self, job: Job, first: list[Addition], added: AsyncGenerator[list[Addition], None], held: ExitStack
+        self, job: Job, first: list[Addition], added: AsyncGenerator[list[Addition], None]
     ) -> AsyncGenerator[bytes, None]:
-        with held:
-            try:
-                yield job.opening() + job.chunks(first)
-                async for of_step in added:
-                    if chunks := job.chunks(of_step):
-                        yield chunks
-                yield job.closing() + DONE
-            except (UserError, RuntimeError) as error:
-                yield b"data: " + bytes(ApiError(str(error), status=500).reply().body) + b"\n\n" + DONE
-            finally:
-                await added.aclose()
+        try:
+            yield job.opening() + job.chunks(first)
+            async for of_step in added:
+                if chunks := job.chunks(of_step):
+                    yield chunks
+            yield job.closing() + DONE
+        except (UserError, RuntimeError) as error:
+            yield b"data: " + bytes(ApiError(str(error), status=500).reply().body) + b"\n\n" + DONE
 
 
 async def _none() -> AsyncGenerator[list[Addition], None]:
