@@ -149,6 +149,16 @@ def test_inert_fields_are_named_and_zeroes_count_as_unset(client: Client) -> Non
     assert client.post(TEXT, prompt="a", best_of=0, max_tokens=0).headers["x-nmoe-ignored"] == "max_tokens, best_of"
 
 
+def test_inert_fields_of_messages_are_named_once(client: Client) -> None:
+    asked = [
+        {"role": "user", "content": "a", "name": "u"},
+        {"role": "assistant", "content": "b", "name": "m", "refusal": "no"},
+    ]
+    reply = client.post(CHAT, messages=[*asked * 20, asked[0]], max_tokens=1, store=True)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-nmoe-ignored"].split(", ") == ["messages.name", "messages.refusal", "store"]
+
+
 @pytest.fixture(scope="module")
 def strict(checkpoint: Path) -> Iterator[Client]:
     limits = (

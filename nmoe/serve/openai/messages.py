@@ -26,7 +26,9 @@ def read_messages(fields: Fields) -> list[ChatMessage]:
         table = Fields(one, fields.strict, where)
         message = _message(table, names)
         table.finish()
-        fields.ignored += [name for name in table.ignored if name not in fields.ignored]
+        # Each field once, without the message's index, because a header of replies has them all.
+        ignored = ["messages" + path.removeprefix(where) for path in table.ignored]
+        fields.ignored += [path for path in ignored if path not in fields.ignored]
         messages.append(message)
     return messages
 
