@@ -164,7 +164,7 @@ class TextJob:
         number = index // self.asked.samples
         prompt = self._prompts[number]
         scored = list(zip(prompt.token_ids, self._likelihoods[number], strict=True))
-        return self._tables[index].prompt(scored, prompt.opening)
+        return self._tables[index].prompt(scored, prompt.opening, prompt.text)
 
     def usage(self) -> dict[str, int]:
         return usage(sum(len(one.token_ids) for one in self._prompts), sum(run.tokens for run in self.runs))

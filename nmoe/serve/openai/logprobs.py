@@ -44,10 +44,16 @@ class TextLogprobs:
         self._names, self._silent, self._ids_as_tokens = names, silent, ids_as_tokens
         self._decoder, self._characters = _Utf8("replace"), 0
 
-    def prompt(self, tokens: Sequence[Scored], text_from: int) -> dict[str, Any]:
+    def prompt(self, tokens: Sequence[Scored], text_from: int, text: str) -> dict[str, Any]:
         """Returns the table of a prompt, whose text begins with token `text_from`."""
         table = self._table(tokens)
-        table["text_offset"] = [0] * text_from + [self._offset(token) for token, _ in tokens[text_from:]]
+        ids = [token for token, _ in tokens[text_from:]]
+        if self._names.text(ids) == f" {text}":
+            self._characters = -1  # SentencePiece puts a space before a text
+        table["text_offset"] = [0] * text_from + [max(0, self._offset(token)) for token in ids]
+        # Sampled text never completes a character that the prompt breaks off.
+        self._decoder.reset()
+        self._characters = len(text)
         return table
 
     def sampled(self, tokens: Sequence[Scored]) -> dict[str, Any]:
