@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nmoe.errors import UserError
 
 # A key of n parts takes n squared memory to read.
 _MOST_PARTS = 100
+MOST_NESTED = 100
 _LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{_MOST_PARTS}}}""")
 
 
@@ -22,6 +24,17 @@ def json_of(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("arrays or objects nested too deeply") from None
+
+
+def is_deep(value: Any) -> bool:
+    """Returns whether the arrays and objects of a JSON value are nested more than 100 deep: too deeply for recursion over them."""
+    held = [value] if isinstance(value, Mapping | list | tuple) else []
+    for _ in range(MOST_NESTED):
+        inner = (item for one in held for item in (one.values() if isinstance(one, Mapping) else one))
+        held = [one for one in inner if isinstance(one, Mapping | list | tuple)]
+        if not held:
+            return False
+    return True
 
 
 def json_object(path: Path, missing: str = "") -> dict[str, Any]:

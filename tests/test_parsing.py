@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from nmoe.extras import how_to_install
 from nmoe.generation import read_generation
 from nmoe.model.checkpoint import read_config
 from nmoe.model.peft_format import read_settings
-from nmoe.parsing import json_object, json_of, toml_of
+from nmoe.parsing import is_deep, json_object, json_of, toml_of
 from nmoe.rollout.bundle import FILE, read_bundle
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.provenance import read_provenance, recorded_precision, recorded_steps
@@ -174,3 +175,11 @@ def test_no_advice_asks_pypi_for_nmoe() -> None:
                 assert set(names.split(",")) <= set(extras), file
                 advised += 1
     assert advised >= 7
+
+
+@pytest.mark.parametrize(("levels", "deep"), [(0, False), (100, False), (101, True), (100_000, True)])
+def test_depth_is_measured_without_recursion(levels: int, deep: bool) -> None:
+    value: Any = "text"
+    for level in range(levels):
+        value = [1, value] if level % 2 else {"a": value, "b": 1}
+    assert is_deep(value) is deep

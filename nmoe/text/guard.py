@@ -13,6 +13,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.parsing import is_deep
 from nmoe.text.conversation import TAGS
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
@@ -116,12 +117,18 @@ def _pieces(text: str, starts: re.Pattern[str]) -> list[str]:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yields all strings inside a JSON value, keys included."""
+    """Yields all strings inside a JSON value, keys included. Raises UserError if the value is nested too deeply to be guarded."""
+    if is_deep(value):
+        raise UserError("a tool or the arguments of a call are nested too deeply; flatten them")
+    yield from _strings(value)
+
+
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            yield from (*strings(key), *strings(one))
+            yield from (*_strings(key), *_strings(one))
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from strings(one)
+            yield from _strings(one)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONE = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(900), dict[str, Any]())
 
 
 def image(text: str) -> list[dict[str, Any]]:
@@ -70,6 +73,11 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
      "tools[0].function.parameters", "JSON schema of an object"),
     ({"tools": [TOOL, TOOL]}, "tools", "twice"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
+     "tools[0].function.parameters", "nested more than 100 deep"),
+    ({"messages": [*HI, {"role": "assistant", "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps(DEEP)}}]}]},
+     "messages", "nested too deeply"),
     ({"functions": [{"name": "f"}]}, "functions", "replaced them by tools"),
     ({"stream_options": 5}, "stream_options", "must be an object"),
     ({"stream_options": {"include_all": True}}, "stream_options.include_all", "unknown"),

@@ -334,6 +334,22 @@ def test_harmony_writes_a_chat_without_the_reasoning_before_its_last_answer(
         form.prompt_ids([ChatMessage("user", "q"), ChatMessage("assistant", ""), ChatMessage("tool", "1", name="add")])
 
 
+@pytest.mark.parametrize("name", ["hermes", "harmony"])
+def test_tools_and_calls_nested_too_deeply_are_refused(
+    name: str, formats: dict[str, tuple[Tokenizer, ChatFormat]]
+) -> None:
+    _, form = formats[name]
+    question, deep = ChatMessage("user", "?"), {"type": "object", "properties": {"x": {"type": "string"}}}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"x": deep}}
+    with pytest.raises(UserError, match=r"nested (more than 100 deep|too deeply); flatten"):
+        form.prompt_ids([question], [ToolDefinition("add", "", deep)])
+    if name == "hermes":
+        call = ChatMessage("assistant", "", calls=(FunctionCall("add", json.dumps(deep), "1"),))
+        with pytest.raises(UserError, match="the arguments of a call are nested too deeply; flatten"):
+            form.prompt_ids([question, call])
+
+
 def test_what_a_format_cannot_say_is_refused(formats: dict[str, tuple[Tokenizer, ChatFormat]]) -> None:
     asked = [ChatMessage("user", "q")]
     with pytest.raises(UserError, match="does not declare tools, so the model cannot know add"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nmoe.errors import shown
+from nmoe.parsing import MOST_NESTED, is_deep
 from nmoe.serve.openai.errors import ApiError
 from nmoe.serve.openai.fields import Fields
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
@@ -132,6 +133,8 @@ def _function(function: Any, path: str) -> ToolDefinition:
         raise ApiError(
             f"{path}.parameters = {shown(parameters)}: must be the JSON schema of an object", f"{path}.parameters"
         )
+    if is_deep(parameters):
+        raise ApiError(f"{path}.parameters: nested more than {MOST_NESTED} deep", f"{path}.parameters")
     if not isinstance(function.get("strict"), bool | None):
         raise ApiError(f"{path}.strict = {shown(function['strict'])}: must be true or false", f"{path}.strict")
     return ToolDefinition(function["name"], description or "", parameters)

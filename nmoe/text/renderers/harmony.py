@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.parsing import MOST_NESTED, is_deep
 from nmoe.text.calls.harmony import NAMESPACE, HarmonyReader, called
 from nmoe.text.calls.pieces import TurnReader
 from nmoe.text.conversation import ChatMessage, ToolDefinition, split_reasoning
@@ -327,6 +328,8 @@ def declare_tools(messages: Sequence[Message], tools: Sequence[ToolDefinition]) 
 
 def _declaration(tool: ToolDefinition) -> str:
     comment = "".join(f"// {line}\n" for line in tool.description.splitlines())
+    if is_deep(tool.parameters):
+        raise UserError(f"the parameters of tool {tool.name} are nested more than {MOST_NESTED} deep; flatten them")
     argument = "" if tool.parameters is None else f"_: {_type(tool.parameters, '')}"
     return f"{comment}type {tool.name} = ({argument}) => any;"
 
