@@ -248,9 +248,14 @@ def application(server: Server) -> Starlette:
         UserError: handler(lambda _, error: ApiError(str(error), status=400 if error.exit_code == 2 else 500)),
         HTTPException: handler(_no_route),
         ClientDisconnect: handler(lambda _, error: ApiError("the client is gone", status=499)),
-        Exception: handler(lambda _, error: ApiError(f"{type(error).__name__}: {error}", status=500)),
+        Exception: handler(_failed),
     }
     return Starlette(routes=server.routes(), exception_handlers=handlers)
+
+
+def _failed(asking: Asking, error: Exception) -> ApiError:
+    # uvicorn closes the connection after these, and a client that did not know would send its next request into it.
+    return ApiError(f"{type(error).__name__}: {error}", status=500, headers={"Connection": "close"})
 
 
 def _no_route(asking: Asking, error: HTTPException) -> ApiError:
