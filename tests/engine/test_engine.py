@@ -21,7 +21,7 @@ from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.errors import DivergenceError, InfrastructureError, UserError
 from nmoe.model.ops.cpu.packing import ONEDNN, PackedWeights
 from nmoe.model.transformer import Transformer
-from nmoe.types import Sample
+from nmoe.types import Sample, Sampling
 
 MakeModel = Callable[..., Transformer]
 MakeRequest = Callable[..., Request]
@@ -243,6 +243,22 @@ def test_one_sample_of_a_stream_is_aborted(model: Transformer, request_of: MakeR
         assert tokens == mine[-1].sample.token_ids == expected.token_ids[: len(tokens)]
         assert mine[-1].finish_reason == ("abort" if index == 1 else "length")
         assert (len(tokens) < 40) == (index == 1)
+
+
+def test_no_client_can_name_a_scoring(model: Transformer) -> None:
+    """A server's clients choose the ids of requests, and end requests by their ids."""
+    engine = NativeEngine(model, 4)
+    ids = [1, 2, 3, 4]
+
+    async def both() -> list[Any]:
+        named = [Request((5,), 1, Sampling(2), f"score/{number}") for number in range(4)]
+        asked = asyncio.gather(engine.likelihoods(ids), *(engine.generate(one) for one in named))
+        await asyncio.sleep(0)
+        for number in range(4):
+            engine.abort(f"score/{number}")
+        return await asked
+
+    assert engine.run(both())[0] == engine.run(engine.likelihoods(ids))
 
 
 def test_likelihoods_have_none_for_the_first_token(model: Transformer) -> None:

@@ -58,6 +58,22 @@ def test_a_client_that_leaves_ends_the_scoring_of_its_prompts(client: Client) ->
     until(lambda: client.metric("nmoe_requests_open") == 0, 0.5, "it runs on for more than half a second")
 
 
+def test_others_are_answered_while_a_long_prompt_is_read(client: Client) -> None:
+    replies: list[int] = []
+    body = {"prompt": "many words of a prompt " * 40_000}
+
+    def ask() -> None:
+        replies.append(httpx2.post(client.http.base_url.join(TEXT), json=body, timeout=120).status_code)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: client.metric("nmoe_requests_open") == 1, 60, "it is not read")
+    assert client.http.get("/health").status_code == 200
+    assert not replies
+    asking.join()
+    assert replies == [400], "it is longer than the context"
+
+
 @pytest.fixture(scope="module")
 def hasty(checkpoint: Path) -> Iterator[Client]:
     with serving(checkpoint, "--deadline", "0.4", "--drain", "1", "--stalled", "1") as running:

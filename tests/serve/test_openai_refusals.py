@@ -72,7 +72,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function", "with a name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
      "tools[0].function.parameters", "JSON schema of an object"),
-    ({"tools": [TOOL, TOOL]}, "tools", "twice"),
+    ({"tools": [TOOL, TOOL]}, "tools", "more than once"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
      "tools[0].function.parameters", "nested more than 100 deep"),
     ({"messages": [*HI, {"role": "assistant", "tool_calls": [

@@ -12,6 +12,7 @@ depend on how fast a thread wakes, and a synchronous run repeats bit for bit.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -66,7 +67,7 @@ class NativeEngine:
         self._outbox: list[Callable[[], None]] = []  # of the event loop's thread only
         self._futures: dict[SequenceGroup, asyncio.Future[Any]] = {}  # of the stepping thread only
         self._streamed: list[tuple[_Stream, list[Delta]]] = []  # of the stepping thread only: not yet sent
-        self._scorings = 0
+        self._scorings, self._nobodys = 0, secrets.token_hex(8)
         self._running = self._paused = False
         self._mixed = False  # whether a copy of weights broke off, and none has succeeded since
         self._stepping = 0  # the thread inside `run`
@@ -169,12 +170,16 @@ class NativeEngine:
 
     async def _scored(self, add: Callable[[str], SequenceGroup]) -> Any:
         self._scorings += 1
-        request_id = f"score/{self._scorings}"
+        # A server's clients may name requests, to sample and to end them; none can guess this one.
+        request_id = f"score/{self._nobodys}/{self._scorings}"
         try:
-            return await self._submit(lambda: add(request_id))
+            scores = await self._submit(lambda: add(request_id))
         except asyncio.CancelledError:
             self.abort(request_id)
             raise
+        if scores is None:
+            raise InfrastructureError("the scoring was ended before it was done")
+        return scores
 
     async def stream(self, request: Request) -> AsyncGenerator[list[Delta], None]:
         """Yields the tokens of all samples of a request as they are sampled: each time all that are there, in the order in which

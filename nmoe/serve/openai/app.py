@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
@@ -122,21 +122,21 @@ class Server:
         )
 
     async def tokenize(self, asking: Asking) -> Response:
-        return json_reply(tokenize(self._served, await self._fields(asking)))
+        return json_reply(await asyncio.to_thread(tokenize, self._served, await self._fields(asking)))
 
     async def detokenize(self, asking: Asking) -> Response:
-        return json_reply(detokenize(self._served, await self._fields(asking)))
+        return json_reply(await asyncio.to_thread(detokenize, self._served, await self._fields(asking)))
 
     async def tokenizer_info(self, asking: Asking) -> Response:
         return json_reply(tokenizer_info(self._served))
 
     async def chat(self, asking: Asking) -> Response:
         fields = await self._fields(asking)
-        return await self._answer(asking, read_chat(self._served, fields), fields.ignored)
+        return await self._answer(asking, read_chat, fields)
 
     async def completions(self, asking: Asking) -> Response:
         fields = await self._fields(asking)
-        return await self._answer(asking, read_completions(self._served, fields), fields.ignored)
+        return await self._answer(asking, read_completions, fields)
 
     async def _fields(self, asking: Asking) -> Fields:
         return Fields(await self._body(asking), self._served.strict)
@@ -155,10 +155,12 @@ class Server:
         with self._admission.admit(len(self._tokens.running)):
             pass
 
-    async def _answer(self, asking: Asking, job: Job, ignored: Sequence[str]) -> Response:
-        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+    async def _answer(self, asking: Asking, read: Callable[[Served, Fields], Job], fields: Fields) -> Response:
         async with AsyncExitStack() as held:
             held.enter_context(self._admission.admit(len(self._tokens.running)))
+            # A prompt of megabytes takes seconds to encode, in which the others' streams go on.
+            job = await asyncio.to_thread(read, self._served, fields)
+            headers = {IGNORED: ", ".join(fields.ignored)} if fields.ignored else {}
             held.enter_context(self._listed(job))
             if not job.asked.streamed:
                 return json_reply(job.whole(await unless_gone(asking, self._whole(job))), headers=headers)

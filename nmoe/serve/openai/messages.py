@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from nmoe.errors import shown
@@ -101,9 +102,9 @@ def read_tools(fields: Fields) -> list[ToolDefinition]:
     called = fields.any("function_call", "auto")
     if old and called != "none":
         raise ApiError("functions: OpenAI has replaced them by tools; send those", "functions")
-    names = [tool.name for tool in tools]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ApiError(f"tools: {twice[0]} is there twice", "tools")
+    for name, count in Counter(tool.name for tool in tools).items():
+        if count > 1:
+            raise ApiError(f"tools: {name} is there more than once", "tools")
     choice = fields.any("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise ApiError(
