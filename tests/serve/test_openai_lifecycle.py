@@ -42,7 +42,7 @@ def test_a_client_that_leaves_ends_its_work(client: Client, path: str, stream: b
     if stream:
         with client.http.stream("POST", path, json=body) as reply:
             assert next(reply.iter_lines()).startswith("data: ")
-            assert client.metric("nmoe_running") > 0
+            until(lambda: client.metric("nmoe_running") > 0, 5, "it does not run")
     else:
         with pytest.raises(httpx2.ReadTimeout):
             client.http.post(path, json=body, timeout=0.3)
