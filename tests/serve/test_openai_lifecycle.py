@@ -60,7 +60,7 @@ def test_a_client_that_leaves_ends_the_scoring_of_its_prompts(client: Client) ->
 
 def test_others_are_answered_while_a_long_prompt_is_read(client: Client) -> None:
     replies: list[int] = []
-    body = {"prompt": "many words of a prompt " * 40_000}
+    body = {"prompt": "many words of a prompt " * 120_000}
 
     def ask() -> None:
         replies.append(httpx2.post(client.http.base_url.join(TEXT), json=body, timeout=120).status_code)
