@@ -23,4 +23,6 @@ def listening(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise UserError(f"--host {host} --port {port}: cannot listen there: {error}") from None
+        raise UserError(
+            f"--host {host} --port {port}: cannot listen there: {error}; choose another --port, 0 for any, or another --host"
+        ) from None
