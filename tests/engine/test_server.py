@@ -246,7 +246,9 @@ def test_a_closed_connection_ends_its_request(server: Server, request_of: MakeRe
     before = server.info()["stats"]["generated_tokens"]
     if stream:
         with server.http.stream("POST", GENERATE, json=body) as reply:
-            assert next(reply.iter_lines()).startswith("data: ")
+            lines = reply.iter_lines()  # held, as httpx closes the connection with the iterator
+            assert next(lines).startswith("data: ")
+            assert server.info()["stats"]["running"]
     else:
         with pytest.raises(httpx2.ReadTimeout):
             server.http.post(GENERATE, json=body, timeout=0.05)

@@ -41,7 +41,9 @@ def test_a_client_that_leaves_ends_its_work(client: Client, path: str, stream: b
     body = prompt | LONG | {"stream": stream}
     if stream:
         with client.http.stream("POST", path, json=body) as reply:
-            assert next(reply.iter_lines()).startswith("data: ")
+            # Held, as httpx closes the connection with the iterator.
+            lines = reply.iter_lines()
+            assert next(lines).startswith("data: ")
             until(lambda: client.metric("nmoe_running") > 0, 5, "it does not run")
     else:
         with pytest.raises(httpx2.ReadTimeout):
@@ -171,7 +173,8 @@ def test_a_second_signal_interrupts(checkpoint: Path) -> None:
         serving(checkpoint, "--drain", "600", ends=False) as server,
         server.http.stream("POST", TEXT, json=STREAMED) as reply,
     ):
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # held, as httpx closes the connection with the iterator
+        next(lines)
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         server.process.send_signal(signal.SIGINT)
