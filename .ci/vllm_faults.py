@@ -34,6 +34,7 @@ from faulty_proxy import FaultyProxy
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
 from nmoe.engine.remote import process, published
+from nmoe.engine.remote.launcher import LocalProcess
 from nmoe.engine.remote.process import ServerProcess
 from nmoe.engine.remote.wire import GENERATE
 from nmoe.rl.launch import train
@@ -133,8 +134,8 @@ class Observed:
 
 def processes(server: ServerProcess, whose: str) -> list[int]:
     """Returns the ids of a vLLM server's processes: of the one that answers, and of the one that computes."""
-    assert server._process is not None
-    (front,) = children(server._process.pid)
+    assert isinstance(server.process, LocalProcess)
+    (front,) = children(server.process.pid)
     core = [pid for pid in children(front) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::EngineCore")]
     assert len(core) == 1, core
     return {"core": core, "server": [front], "both": [front, *core]}[whose]
@@ -178,7 +179,7 @@ def watched(observed: Observed, config: RLConfig) -> Path:
 
     with (
         patch.object(process, "addresses", proxied),
-        patch.object(process, "_START_S", START_S),
+        patch.object(process, "START_S", START_S),
         patch.object(published, "PublishedFleet", Noted),
         patch.object(published, "DEADLINE_S", REQUEST_S),
         patch("nmoe.engine.remote.server.CONTROL_S", CONTROL_S),

@@ -29,6 +29,7 @@ from machine import machine, versions
 
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.api import Request
+from nmoe.engine.remote.launcher import LocalLauncher
 from nmoe.engine.remote.process import addresses
 from nmoe.engine.remote.weights import digest_of
 from nmoe.engine.remote.wire import GENERATE, decode_deltas, encode_request
@@ -112,7 +113,7 @@ def main() -> None:
         stored = open_tensors(sent)
         digests = [digest_of(stored.read(name)) for name in stored.files]
         info = {"transport": "disk", "path": str(sent), "names": list(stored.files), "digests": digests}
-        (server,) = addresses(section, served, "fast", "float32", True, ACCESS, Path(directory) / "logs")
+        (server,) = addresses(section, served, "fast", "float32", True, ACCESS, LocalLauncher(Path(directory) / "logs"))
         client = Client(server.start(), config.vocab_size, kind == "vllm")
         client.post("/init_weight_transfer_engine", {"init_info": {}})
         gaps: dict[str, list[float]] = {"pause": [], "publish": []}

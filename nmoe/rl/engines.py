@@ -19,6 +19,7 @@ from nmoe.config.tables.rollout import RolloutEngineSection, fault_of_urls
 from nmoe.engine.api import Engine, Request
 from nmoe.engine.function import FunctionEngine
 from nmoe.engine.rank_sampling import sampling_engine
+from nmoe.engine.remote.fleet import Address
 from nmoe.engine.remote.weights import Format
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
@@ -122,7 +123,8 @@ def rollout_engine(
             learner.hand_over(engine)
             yield engine
         return
-    from nmoe.engine.remote.process import KEY, addresses
+    from nmoe.engine.remote.launcher import LocalLauncher
+    from nmoe.engine.remote.process import KEY, RunningServer, addresses
     from nmoe.engine.remote.published import PublishedFleet
 
     key = os.environ.get(KEY, "") if section.urls else secrets.token_hex(16)
@@ -133,14 +135,16 @@ def rollout_engine(
         if not section.urls:
             learner.export(base, "peft" if transport == "adapter" and section.kind == "server" else format_)
         model = learner.model
-        servers = addresses(
+        dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+        servers: Sequence[Address] = [RunningServer(url) for url in section.urls] or addresses(
             section,
             base,
             "exact" if model.exact else "fast",
-            str(model.embedding.weight.dtype).removeprefix("torch."),
+            dtype,
             model.device.type == "cpu",
             key,
-            directory / "engines",
+            LocalLauncher(directory / "engines"),
+            gang().local_size,
         )
         fleet = PublishedFleet(
             servers,
@@ -151,7 +155,7 @@ def rollout_engine(
             format=format_,
             backend=section.group_backend,
             workers=section.tensor_parallel,
-            precision=str(model.embedding.weight.dtype).removeprefix("torch."),
+            precision=dtype,
             token_s=section.token_s,
             key=key,
             note=note,

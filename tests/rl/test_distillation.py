@@ -18,6 +18,7 @@ from tiny_models import tiny_model
 from nmoe.config.tables.algorithm import DistillationSection
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.remote.launcher import LocalLauncher
 from nmoe.engine.remote.process import addresses
 from nmoe.engine.remote.served import served_engine
 from nmoe.errors import InfrastructureError, UserError
@@ -129,7 +130,9 @@ def test_a_teacher_on_servers_is_the_teacher_of_this_process(
     exact = (*SMALL, "--model.numerics=exact", f"--distillation.teacher={trained}", "--distillation.reward_coef=0.5")
     here = read_metrics(reinforce(*exact, "--run.name=here"))
     section = RolloutEngineSection(kind="server", servers=2)
-    servers = addresses(section, resolve_checkpoint(trained), "exact", "float32", True, "a key", tmp_path / "logs")
+    servers = addresses(
+        section, resolve_checkpoint(trained), "exact", "float32", True, "a key", LocalLauncher(tmp_path / "logs")
+    )
     try:
         urls = [server.start() for server in servers]
         there = read_metrics(reinforce(*exact, "--run.name=there", f"--distillation.urls={urls}"))

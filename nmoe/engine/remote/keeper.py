@@ -3,7 +3,8 @@
     python keeper.py COMMAND ARGUMENT...
 
 The process that holds the other end of the pipe is its parent. The kernel closes it even where the parent was killed, so that no
-engine server outlives its run and keeps a GPU. It imports nothing of nmoe, which would take a second.
+engine server outlives its run and keeps a GPU. A parent that writes `t` asks the command to end, and one that writes `k` kills it.
+It imports nothing of nmoe, which would take a second.
 """
 
 import ctypes
@@ -32,8 +33,9 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
 
     def watch() -> None:
-        while os.read(0, 4096):
-            pass
+        while wish := os.read(0, 1):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL if wish == b"k" else signal.SIGTERM)
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(_GRACE_S)

@@ -1,11 +1,10 @@
-"""Starts engine servers as processes of this machine, which end with the run."""
+"""Starts engine servers as processes that end with the run."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,15 +17,13 @@ from pathlib import Path
 import torch
 
 from nmoe.config.tables.rollout import RolloutEngineSection
+from nmoe.engine.remote.launcher import Command, Launcher, Process
 from nmoe.errors import InfrastructureError, UserError, cut
-from nmoe.parallel.gang import gang
 
 KEY = "NMOE_ENGINE_KEY"
 """The environment variable with the key that a server asks for."""
-_KEEPER = Path(__file__).with_name("keeper.py")
 # Seconds that a server has until it answers: vLLM's start takes 90 CPU seconds, on a busy machine for a long time.
-_START_S = 1800.0
-_END_S = 15.0
+START_S = 1800.0
 
 
 class RunningServer:
@@ -45,55 +42,60 @@ class RunningServer:
 
 
 class ServerProcess:
-    """A server that this run starts on this machine. Its output goes to a log file."""
+    """A server that this run starts. Its output goes to a log file."""
 
     restarts = True
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """`command` has `{port}` where the port belongs."""
-        self.name, self._command, self._environment, self._log = name, command, environment, log
-        self._process: subprocess.Popen[bytes] | None = None
-        self._began, self._closed, self._lock = 0, False, threading.Lock()  # a heal starts it on another thread
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], launcher: Launcher, gpus: float = 0.0
+    ) -> None:
+        """`command` has `{port}` and `{host}` where these belong."""
+        self.name, self._command, self._launcher, self._gpus = name, Command(command, environment), launcher, gpus
+        self.process: Process | None = None
+        self._address = ""  # where it has answered, and is started again
+        self._closed, self._lock = False, threading.Lock()  # a heal starts it on another thread
+
+    @property
+    def url(self) -> str:
+        assert self.process is not None, "it has been started"
+        return f"http://{self.process.address}"
 
     def start(self) -> str:
         """Starts the server, after ending an earlier one, and returns its URL once it answers. Raises InfrastructureError with the
         end of its log if it does not."""
         with self._lock:
-            return self._start()
-
-    def _start(self) -> str:
-        self._refuse_after_the_end()
-        self._end()
-        port = _free_port()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._began = os.fstat(log.fileno()).st_size
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-S",
-                    "-E",
-                    str(_KEEPER),
-                    *(part.replace("{port}", str(port)) for part in self._command),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self._environment,
-            )
-        url = f"http://127.0.0.1:{port}"
-        until = time.monotonic() + _START_S
-        while not _answers(url, self._environment.get(KEY, "")):
-            if self._process.poll() is not None:
-                raise self._failed(f"ended with exit code {self._process.returncode} before it answered")
-            if time.monotonic() > until:
-                self._end()
-                raise self._failed(f"did not answer within {_START_S:.0f} s")
-            if self._closed:
-                self._end()
             self._refuse_after_the_end()
-            time.sleep(0.1)
-        return url
+            self.begin()
+            until = time.monotonic() + START_S
+            while not self.answers(5.0):
+                if (failed := self.failed()) is not None:
+                    raise failed
+                if time.monotonic() > until:
+                    self.end()
+                    raise self.because(f"did not answer within {START_S:.0f} s")
+                if self._closed:
+                    self.end()
+                self._refuse_after_the_end()
+                time.sleep(0.1)
+            return self.url
+
+    def begin(self) -> None:
+        """Starts the server, after ending an earlier one, and does not wait for it."""
+        self.end()
+        self.process = self._launcher.start(self.name, self._command, self._gpus, self._address)
+
+    def answers(self, seconds: float) -> bool:
+        """Whether the server says within so many seconds that it is well."""
+        if self.process is None or not _answers(self.url, self._command.env.get(KEY, ""), seconds):
+            return False
+        self._address = self.process.address
+        return True
+
+    def failed(self) -> InfrastructureError | None:
+        """Returns why a server that has been started does not run any more; None while it does."""
+        if self.process is None or (code := self.process.code()) is None:
+            return None
+        return self.because(f"ended with exit code {code}{'' if self._address else ' before it answered'}")
 
     def _refuse_after_the_end(self) -> None:
         if self._closed:
@@ -103,34 +105,40 @@ class ServerProcess:
         """Ends the server and all processes that it started, for good."""
         self._closed = True
         with self._lock:
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.end()
 
-    def _failed(self, how: str) -> InfrastructureError:
-        lines = self._log.read_bytes()[self._began :].decode("utf-8", "replace").strip().splitlines()
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+    def because(self, how: str) -> InfrastructureError:
+        """Returns the error that the server did something, with the end of its log."""
+        assert self.process is not None, "it has been started"
+        log = self.process.log
+        with log.open("rb") as file:
+            file.seek(self.process.began)
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
         # vLLM's own processes report the cause, and its last lines that one of them failed.
         shown = [line for line in lines if "Error: " in line][:2] or lines[-3:]
-        return InfrastructureError(f"engine {self.name} {how}; {self._log} says: {cut(' / '.join(shown), 400)}")
+        return InfrastructureError(f"engine {self.name} {how}; {log} says: {cut(' / '.join(shown), 400)}")
 
 
 def addresses(
-    section: RolloutEngineSection, checkpoint: Path, numerics: str, dtype: str, on_cpu: bool, key: str, logs: Path
-) -> list[RunningServer | ServerProcess]:
-    """Returns the servers that [engine] asks for: the running ones at its `urls`, or as many as `servers` that this run starts and
-    that load the checkpoint."""
-    if section.urls:
-        return [RunningServer(url) for url in section.urls]
+    section: RolloutEngineSection,
+    checkpoint: Path,
+    numerics: str,
+    dtype: str,
+    on_cpu: bool,
+    key: str,
+    launcher: Launcher,
+    first_gpu: int | None = 0,
+) -> list[ServerProcess]:
+    """Returns as many servers as [engine] names, which load the checkpoint. They get the GPUs of this machine from `first_gpu`
+    on; None leaves the choice to the launcher."""
     environment = {
         KEY: key,
         "VLLM_API_KEY": key,
@@ -165,19 +173,20 @@ def addresses(
         ServerProcess(
             f"{section.kind}_{number}",
             command,
-            environment | ({} if on_cpu else _gpus(number, section.tensor_parallel)),
-            logs / f"{section.kind}_{number}.log",
+            environment | ({} if on_cpu or first_gpu is None else _gpus(number, section.tensor_parallel, first_gpu)),
+            launcher,
+            0.0 if on_cpu else float(section.tensor_parallel),
         )
         for number in range(section.servers)
     ]
 
 
-def _gpus(number: int, each: int) -> dict[str, str]:
-    """Returns the environment by which a server sees its GPUs: the next ones after the learner's ranks and the servers before it.
-    Raises UserError if there are too few."""
+def _gpus(number: int, each: int, first: int) -> dict[str, str]:
+    """Returns the environment by which a server sees its GPUs: the next ones of this machine after the `first` and the servers
+    before it. Raises UserError if there are too few."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
-    first = gang().local_size + number * each
+    first += number * each
     if first + each > len(visible):
         raise UserError(
             f"engine.servers: server {number} needs {each} of this machine's GPUs after the first {first}, and there are "
@@ -206,20 +215,11 @@ def _vllm(python: str | None) -> str:
     return python
 
 
-def _answers(url: str, key: str) -> bool:
+def _answers(url: str, key: str, seconds: float) -> bool:
     request = urllib.request.Request(f"{url}/health", headers={"Authorization": f"Bearer {key}"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=5) as reply:
+        with opener.open(request, timeout=seconds) as reply:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError, http.client.HTTPException):
         return False
-
-
-def _free_port() -> int:
-    """Returns a port that the kernel chose. Another program can take it before the server does; the server then ends with an error
-    and is started again by whoever asked for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

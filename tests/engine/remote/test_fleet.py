@@ -27,6 +27,7 @@ from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.remote.fleet import Address
+from nmoe.engine.remote.launcher import LocalLauncher, LocalProcess
 from nmoe.engine.remote.process import ServerProcess, addresses
 from nmoe.engine.remote.published import PublishedFleet
 from nmoe.engine.remote.server import EngineServer, ServerLostError
@@ -53,8 +54,7 @@ def servers_of(learner: Learner, directory: Path, count: int) -> list[ServerProc
     if not base.exists():
         learner.export(base, "nmoe")
     section = RolloutEngineSection(kind="server", servers=count, max_sequences=8)
-    found = addresses(section, base, "exact", "float32", True, KEY, directory / "engines")
-    return [one for one in found if isinstance(one, ServerProcess)]
+    return addresses(section, base, "exact", "float32", True, KEY, LocalLauncher(directory / "engines"))
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def fleet_of(
 
 def end(process: ServerProcess) -> None:
     """Kills a server, not the process that keeps it."""
-    assert process._process is not None
-    keeper = process._process.pid
+    assert isinstance(process.process, LocalProcess)
+    keeper = process.process.pid
     os.kill(int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]), signal.SIGKILL)
 
 

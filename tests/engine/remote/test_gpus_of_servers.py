@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from nmoe.engine.remote.process import _gpus
@@ -31,10 +29,9 @@ def test_a_server_sees_the_next_gpus_after_the_ranks_and_the_servers_before_it(
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    monkeypatch.setattr("nmoe.engine.remote.process.gang", lambda: SimpleNamespace(local_size=ranks))
     if isinstance(seen, str):
-        assert _gpus(number, each) == {"CUDA_VISIBLE_DEVICES": seen}
+        assert _gpus(number, each, ranks) == {"CUDA_VISIBLE_DEVICES": seen}
         return
     wanted = f"server {number} needs {each} of this machine's GPUs after the first {ranks + number * each}, and there are {seen}"
     with pytest.raises(UserError, match=wanted):
-        _gpus(number, each)
+        _gpus(number, each, ranks)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from nmoe.cli.command import app
 from nmoe.config.tables.rollout import RolloutEngineSection
+from nmoe.engine.remote.launcher import LocalLauncher
 from nmoe.engine.remote.process import addresses
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.eval import subject
@@ -33,7 +34,7 @@ Evaluated = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def servers(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     section, logs = RolloutEngineSection(kind="server", servers=2), tmp_path_factory.mktemp("logs")
-    processes = addresses(section, resolve_checkpoint(base), "exact", "float32", True, KEY, logs)
+    processes = addresses(section, resolve_checkpoint(base), "exact", "float32", True, KEY, LocalLauncher(logs))
     yield [process.start() for process in processes]
     for process in processes:
         process.stop()
