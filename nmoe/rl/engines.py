@@ -128,6 +128,10 @@ def rollout_engine(
     from nmoe.engine.remote.published import PublishedFleet
 
     key = os.environ.get(KEY, "") if section.urls else secrets.token_hex(16)
+    if section.shared_directory is not None and not Path(section.shared_directory).is_dir():
+        raise UserError(
+            f"engine.shared_directory={section.shared_directory}: no such directory; make it, or leave it out"
+        )
     transport = section.transport(learner.lora is not None)
     format_: Format = "nmoe" if section.kind == "server" else "hf"
     base = Path(tempfile.mkdtemp(prefix="nmoe_base_"))
@@ -155,6 +159,7 @@ def rollout_engine(
             format=format_,
             backend=section.group_backend,
             workers=section.tensor_parallel,
+            shared=None if section.shared_directory is None else Path(section.shared_directory),
             precision=dtype,
             token_s=section.token_s,
             key=key,

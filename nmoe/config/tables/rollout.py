@@ -48,9 +48,13 @@ class RolloutEngineSection(EngineSection):
     """number of engine servers that the run starts on this machine"""
     urls: Array[str] = ()
     """running engine servers to use, such as `http://127.0.0.1:8000`, with the run's model; their key is $NMOE_ENGINE_KEY"""
-    weights: Literal["auto", "disk", "group", "adapter"] = "auto"
-    """way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` sends the
-    adapter of [lora] alone; `auto`: `adapter` if there is one and kind is `server`, else `disk`"""
+    weights: Literal["auto", "disk", "delta", "group", "adapter"] = "auto"
+    """way of a publication: `disk` writes all weights where servers read them, `delta` what changed since the last publication,
+    `group` broadcasts them, `adapter` sends the adapter of [lora] alone; `auto`: `adapter` if there is one and kind is `server`,
+    else `disk`"""
+    shared_directory: Annotated[str | None, DataPath()] = None
+    """directory that servers on other machines see under the same path, for the files of a publication; default: this machine's
+    memory"""
     publish_every: int = Field(default=1, gt=0)
     """steps from one publication to the next; with more than 1 the samples between come from weights that are older by up to
     publish_every - 1 steps, which algorithm.correction has to correct. A step that is evaluated or saved publishes, too"""
@@ -72,7 +76,7 @@ class RolloutEngineSection(EngineSection):
         """Whether engine servers sample. An engine named by its import path counts as one of this process."""
         return self.kind in ("server", "vllm")
 
-    def transport(self, adapts: bool) -> Literal["disk", "group", "adapter"]:
+    def transport(self, adapts: bool) -> Literal["disk", "delta", "group", "adapter"]:
         """Returns the way of a publication. `adapts` says whether the run trains an adapter."""
         if self.weights == "auto":
             return "adapter" if adapts and self.kind == "server" else "disk"
@@ -86,7 +90,10 @@ class RolloutEngineSection(EngineSection):
                 known = self.kind in ENGINES
                 yield Conflict("kind", str(error) if known else ENGINES.refusal(self.kind, [*_KINDS, *ENGINES.names()]))
         for names, kinds in (
-            (("servers", "urls", "weights", "publish_every", "group_backend", "token_s", "args"), ("server", "vllm")),
+            (
+                ("servers", "urls", "weights", "shared_directory", "publish_every", "group_backend", "token_s", "args"),
+                ("server", "vllm"),
+            ),
             (("python", "tensor_parallel", "memory_share"), ("vllm",)),
         ):
             for name in names:
@@ -98,6 +105,13 @@ class RolloutEngineSection(EngineSection):
                     yield Conflict(
                         name, f'needs engine.kind = {" or ".join(map(repr, kinds))}, and it is "{self.kind}"'
                     )
+        if self.weights == "delta" and self.kind == "vllm":
+            yield Conflict(
+                "weights",
+                '"delta" needs the weights that a server has, and vLLM keeps them merged and packed; use "disk" or "group"',
+            )
+        if self.shared_directory is not None and self.weights == "group":
+            yield Conflict("shared_directory", 'is for files, and "group" writes none')
         if self.weights == "group" and self.publish_every > 1:
             yield Conflict(
                 "weights",

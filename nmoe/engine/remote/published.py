@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from nmoe.engine.api import Request
+from nmoe.engine.remote.difference import Differences
 from nmoe.engine.remote.fleet import DEADLINE_S, Address, Fleet, Slot
 from nmoe.engine.remote.server import EngineServer, ServerLostError
-from nmoe.engine.remote.weights import Backend, Format, Publisher, Source, Transport, Update, prepared
+from nmoe.engine.remote.weights import Backend, Format, Publisher, Source, Transport, Update, prepared, written
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.types import Sample, Sampling
@@ -49,15 +52,20 @@ class PublishedFleet(Fleet):
         format: Format | None = None,
         backend: Backend = "gloo",
         workers: int = 1,
+        shared: Path | None = None,
         precision: str = "",
         token_s: float,
         key: str,
         note: Callable[[str], None],
     ) -> None:
-        """`format` None is the format of the servers at hand, each of which has so many `workers`. The others are `Fleet`'s."""
+        """`format` None is the format of the servers at hand, each of which has so many `workers`. Files for them are written below
+        `shared`; None is this machine's memory. The others are `Fleet`'s."""
         super().__init__(addresses, model, token_s=token_s, key=key, note=note)
         self._source, self._canary, self._precision = source, canary, precision
         self._transport, self._format, self._backend, self._workers = transport, format, backend, workers
+        self._prepared = partial(prepared, transport=transport, shared=shared)
+        if transport == "delta":
+            self._prepared = Differences(partial(written, shared=shared)).prepared
         self._publisher: Publisher | None = None
         self._update: Update | None = None
         self._version = 0
@@ -163,7 +171,7 @@ class PublishedFleet(Fleet):
         self._holds_prefix.clear()
         assert self._format is not None, "servers that were opened have one"
         format, learner = self._format, self._source
-        update = await self._on_caller(lambda: prepared(learner, self._transport, format, version))
+        update = await self._on_caller(lambda: self._prepared(learner, format=format, version=version))
         old, self._update, self._version = self._update, update, version
         written = time.perf_counter()
         failed = await self._send(self._slots)
@@ -183,8 +191,10 @@ class PublishedFleet(Fleet):
         self._published = {
             "time_publish_prepare_s": written - began,
             "time_publish_commit_s": stalled_s,
-            "publish_bytes": float(update.size),
+            "publish_bytes": float(update.moved),
         }
+        if self._transport == "delta":
+            self._published["publish_full"] = float(self._publisher.wholes)
         differences, coverages = zip(*(self._compared[slot.index] for slot in self._slots if slot.open), strict=True)
         self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}
 

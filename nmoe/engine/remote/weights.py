@@ -26,9 +26,9 @@ from nmoe.model.peft_format import adapter_tensors, save_adapter
 from nmoe.model.shards import write_as_they_come
 from nmoe.model.transformer import Transformer
 
-Transport = Literal["disk", "group", "adapter"]
-"""The way of a publication: `disk` writes all weights where servers read them, `group` broadcasts them, `adapter` writes an
-adapter alone."""
+Transport = Literal["disk", "group", "adapter", "delta"]
+"""The way of a publication: `disk` writes all weights where servers read them, `delta` what changed of them since the last one,
+`group` broadcasts them, `adapter` writes an adapter alone."""
 Backend = Literal["gloo", "nccl"]
 Format = Literal["hf", "nmoe"]
 """The names of tensors: Hugging Face's for vLLM, nmoe's for its own server, which stores every model."""
@@ -53,22 +53,30 @@ class Source(Protocol):
 
 @dataclass
 class Update:
-    """One version's weights. `info` is the body that announces them to a server. They lie in a directory, or the source still has
-    them and broadcasts them."""
+    """One version's weights, of `size` bytes. `info` is the body that announces them to a server. They lie in a directory, or the
+    source still has them and broadcasts them; `moved` are the bytes that a server reads. `whole` writes all weights where the
+    directory has only what changed."""
 
     version: int
     info: dict[str, Any]
     size: int
     directory: Path | None
+    moved: int
+    whole: Callable[[], Update] | None = None
 
     def discard(self) -> None:
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def prepared(source: Source, transport: Transport, format: Format, version: int) -> Update:
+Written = Callable[[Iterator[tuple[str, Tensor]], int], tuple[Path, int]]
+"""Writes tensors into a new directory that servers see, given the size of all weights. Returns it and the size of its files."""
+
+
+def prepared(source: Source, transport: Transport, format: Format, version: int, shared: Path | None = None) -> Update:
     """Makes ready what can be before servers pause: writes the files, or computes the digests of what will be broadcast. All ranks
-    gather the weights, on the thread that trains."""
+    gather the weights, on the thread that trains. `shared` is the directory that servers see, too; None for this machine's
+    memory."""
     names, digests, dtypes, shapes, sizes = [], [], [], [], []
     if transport == "adapter":
         assert source.lora is not None, "a run without [lora] has no adapter"
@@ -88,10 +96,9 @@ def prepared(source: Source, transport: Transport, format: Format, version: int)
     info: dict[str, Any] = {"transport": transport, "names": names, "digests": digests}
     if transport == "group":
         deque(described(), maxlen=0)
-        return Update(version, info | {"dtypes": dtypes, "shapes": shapes}, sum(sizes), None)
+        return Update(version, info | {"dtypes": dtypes, "shapes": shapes}, sum(sizes), None, sum(sizes))
     whole = sum(tensor.nbytes for tensor in source.model.state_dict().values())
-    shared = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * whole else None
-    directory = Path(tempfile.mkdtemp(prefix=f"nmoe_weights_{os.getpid()}_", dir=shared))
+    directory = _new_directory(whole, shared)
     try:
         if source.lora is not None and transport == "adapter":
             deque(described(), maxlen=0)
@@ -102,7 +109,24 @@ def prepared(source: Source, transport: Transport, format: Format, version: int)
         deque(tensors, maxlen=0)  # other ranks gather every tensor
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    return Update(version, info | {"path": str(directory)}, sum(sizes), directory)
+    return Update(version, info | {"path": str(directory)}, sum(sizes), directory, sum(sizes))
+
+
+def written(tensors: Iterator[tuple[str, Tensor]], size: int, shared: Path | None) -> tuple[Path, int]:
+    """Writes tensors into a new directory below `shared`, as `Written` says."""
+    directory = _new_directory(size, shared)
+    try:
+        write_as_they_come(directory, tensors, _SHARD_BYTES)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return directory, sum(file.stat().st_size for file in directory.iterdir())
+
+
+def _new_directory(size: int, shared: Path | None) -> Path:
+    if shared is None and _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size:
+        shared = _SHARED_MEMORY
+    return Path(tempfile.mkdtemp(prefix=f"nmoe_weights_{os.getpid()}_", dir=shared))
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -124,6 +148,9 @@ class Publisher:
         self._members: list[EngineServer] = []
         self._group: Any = None
         self._ready: set[EngineServer] = set()  # servers that were prepared for updates
+        self._holds: dict[EngineServer, list[str]] = {}  # the digests of the weights that each has
+        self.wholes = 0  # times that a server was sent all weights
+        self._whole: asyncio.Future[Update] | None = None  # what is sent where a difference does not fit
         self._sending = asyncio.Lock()  # two heals would share the group
 
     async def send(self, update: Update, servers: Sequence[EngineServer]) -> dict[EngineServer, ServerLostError]:
@@ -131,7 +158,12 @@ class Publisher:
         samples can be compared with the learner's. nmoe's servers sample until all tensors have come, and on; vLLM is paused
         meanwhile, since an update without a pause ends its engine."""
         async with self._sending:
-            return await self._send(update, servers)
+            self._whole = None
+            try:
+                return await self._send(update, servers)
+            finally:
+                if self._whole is not None:
+                    (await self._whole).discard()  # written to its end, or its files would stay
 
     async def _send(self, update: Update, servers: Sequence[EngineServer]) -> dict[EngineServer, ServerLostError]:
         failed: dict[EngineServer, ServerLostError] = {}
@@ -146,12 +178,18 @@ class Publisher:
                 elif isinstance(outcome, BaseException):
                     raise outcome
 
+        async def point(server: EngineServer) -> None:
+            sent = await self._fitting(update, server)
+            await server.control("/update_weights", {"update_info": sent.info}, size=sent.size)
+
         await each(self._begin)
         if update.info["transport"] == "group":
             await self._broadcast(update, [server for server in servers if server not in failed], failed)
         else:
-            await each(lambda server: server.control("/update_weights", {"update_info": update.info}, size=update.size))
+            await each(point)
         await each(lambda server: server.control("/finish_weight_update", {"weight_version": str(update.version)}))
+        if update.directory is not None:
+            self._holds |= {server: update.info["digests"] for server in servers if server not in failed}
         # nmoe's servers too: one that somebody has paused would leave its canary without an answer.
         await each(lambda server: server.control("/resume"))
         return failed
@@ -164,6 +202,15 @@ class Publisher:
             await server.control("/init_weight_transfer_engine", {"init_info": {}})
             self._ready.add(server)
         await server.control("/start_weight_update")
+
+    async def _fitting(self, update: Update, server: EngineServer) -> Update:
+        """Returns what to send to a server: all weights where it has others than a difference is from."""
+        if update.whole is not None and self._holds.pop(server, None) != update.info["bases"]:
+            if self._whole is None:
+                self._whole = asyncio.ensure_future(asyncio.to_thread(update.whole))
+            update = await asyncio.shield(self._whole)
+        self.wholes += update.whole is None
+        return update
 
     async def _broadcast(
         self, update: Update, servers: list[EngineServer], failed: dict[EngineServer, ServerLostError]

@@ -1,8 +1,8 @@
-"""Takes new weights for a served model: from files, by broadcast, or as an adapter.
+"""Takes new weights for a served model: from files, by broadcast, as an adapter, or as the difference from those that it has.
 
-An update is one whole set of tensors, under the names of a checkpoint, with the SHA-256 of each. The engine samples on while they
-arrive and are checked; all of them are then copied between two of its steps. After an update that failed, it takes no request until
-one has succeeded.
+An update is one whole set of tensors, under the names of a checkpoint, with the SHA-256 of each; a difference names the old ones'
+digests, too, and is refused where the last update's are others. The engine samples on while tensors arrive and are checked; all of
+them are then copied between two of its steps. After an update that failed, it takes no request until one has succeeded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.remote.difference import patched
 from nmoe.engine.remote.weights import Backend, device_of, digest_of, group_of
 from nmoe.engine.server.requests import check_names, take
 from nmoe.errors import InfrastructureError, UserError
+from nmoe.model.checkpoint import checkpoint_tensors
 from nmoe.model.families import family_of, native
 from nmoe.model.families.base import filling
 from nmoe.model.lora import Lora
@@ -34,7 +36,7 @@ from nmoe.model.shards import open_tensors
 from nmoe.model.transformer import Transformer
 
 _INIT = ("host", "port", "rank", "world_size", "backend", "timeout_s")
-_UPDATE = ("transport", "names", "digests", "path", "dtypes", "shapes")
+_UPDATE = ("transport", "names", "digests", "path", "dtypes", "shapes", "bases")
 _HOW = "send a whole one: /start_weight_update, /update_weights, /finish_weight_update"
 _SHOWN = 5
 
@@ -52,6 +54,8 @@ class Weights:
         self.version, self.unusable, self.id = 0, "", secrets.token_hex(8)
         self._started = False
         self._put: Callable[[], None] | None = None  # copies what has arrived
+        self._arrived: dict[str, str] = {}  # the digests of what has arrived, and of what is in the model
+        self._holds: dict[str, str] = {}
         self._group: Any = None
         self._backend: Backend = "gloo"
 
@@ -92,7 +96,7 @@ class Weights:
             transport, names, digests = take(info, "transport", str), _texts(info, "names"), _texts(info, "digests")
             tensors = await asyncio.to_thread(self._received, transport, info, names)
             await asyncio.to_thread(_check, tensors, names, digests)
-            self._put = self._copier(transport, info, tensors)
+            self._put, self._arrived = self._copier(transport, info, tensors), dict(zip(names, digests, strict=True))
         except Exception as error:
             self._fail(error)
             raise
@@ -109,11 +113,11 @@ class Weights:
         except Exception as error:
             self._fail(error)
             raise
-        self._started, self._put = False, None
+        self._started, self._put, self._holds = False, None, self._arrived
         self.version, self.unusable = int(version), ""
 
     def _fail(self, error: Exception) -> None:
-        self._started, self._put = False, None
+        self._started, self._put, self._holds = False, None, {}
         self.unusable = f"the last update failed ({_first_line(error)}); {_HOW}"
 
     def _received(self, transport: str, info: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
@@ -125,10 +129,17 @@ class Weights:
                 return load_file(path / WEIGHTS)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path / WEIGHTS}: cannot be read: {error}") from None
-        if transport != "disk":
-            raise UserError(f"transport = {transport!r}: must be 'disk', 'group' or 'adapter'")
+        if transport not in ("disk", "delta"):
+            raise UserError(f"transport = {transport!r}: must be 'disk', 'delta', 'group' or 'adapter'")
+        if transport == "delta" and self._holds != dict(zip(names, _texts(info, "bases"), strict=False)):
+            raise StateError(
+                "transport = 'delta': it is from other weights than the last update's; send all, as 'disk'"
+            )
         stored = open_tensors(path)
-        return {name: stored.read(name) for name in stored.files}
+        if transport == "disk":
+            return {name: stored.read(name) for name in stored.files}
+        present = checkpoint_tensors(self._model, own_format="embedding.weight" in names)
+        return patched({name: make() for name, _, make in present}, stored)
 
     def _broadcast(self, info: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
         """Receives every tensor, wrong ones too, so that the sender does not wait for this server."""

@@ -44,7 +44,7 @@ def asked_of(format: Format, sleeping: bool) -> tuple[list[str], ServerLostError
     async def publish() -> ServerLostError | None:
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
             server = EngineServer("one", "http://one", client, ModelConfig(**MOE))
-            update = Update(3, {"transport": "disk"}, 0, None)
+            update = Update(3, {"transport": "disk", "digests": []}, 0, None, 0)
             return (await Publisher(source(), format, "gloo", on_caller).send(update, [server])).get(server)
 
     failed = asyncio.run(publish())
@@ -80,7 +80,7 @@ def test_each_worker_of_each_server_has_a_rank_in_the_group(monkeypatch: pytest.
     async def publish() -> None:
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
             servers = [EngineServer(name, "http://127.0.0.1:9", client, ModelConfig(**MOE)) for name in ("one", "two")]
-            update = Update(3, {"transport": "group"}, 0, None)
+            update = Update(3, {"transport": "group"}, 0, None, 0)
             assert await Publisher(source(), "nmoe", "gloo", on_caller, workers=2).send(update, servers) == {}
 
     monkeypatch.setattr("nmoe.engine.remote.weights.group_of", group_of)

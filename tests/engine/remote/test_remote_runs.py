@@ -105,6 +105,25 @@ def test_a_run_with_an_adapter_sends_the_adapter_alone(reinforce: Reinforce) -> 
     assert min(row["publish_bytes"] for row in rows) > 500_000
 
 
+def test_a_run_that_sends_differences_has_the_numbers_of_one_process(reinforce: Reinforce, tmp_path: Path) -> None:
+    delta = ("--engine.kind=server", "--engine.weights=delta", f"--engine.shared_directory={tmp_path}")
+    here = reinforce(*SMALL, "--run.name=here")
+    there = reinforce(*SMALL, "--run.name=there", "--engine.servers=2", *delta)
+    assert figures(there) == figures(here)
+    rows = read_metrics(there)
+    assert [row["publish_full"] for row in rows] == [2, 2, 2], "before the first step, and never again"
+    assert [row["engines_healed"] for row in rows] == [0, 0, 0]
+    whole = rows[0]["publish_bytes"]
+    assert all(0.1 * whole < row["publish_bytes"] < 0.95 * whole for row in rows[1:]), "each element of fp32 changes"
+    assert not list(tmp_path.glob("nmoe_weights_*"))
+
+    adapter = (*SMALL, "--lora.rank=2", "--lora.targets=['q_proj', 'v_proj']", "--engine.kind=server")
+    merged = reinforce(*adapter, "--run.name=merged", "--engine.weights=disk")
+    changed = reinforce(*adapter, "--run.name=changed", *delta)
+    assert figures(changed) == figures(merged)
+    assert read_metrics(changed)[-1]["publish_bytes"] < 0.2 * read_metrics(merged)[-1]["publish_bytes"]
+
+
 def test_weights_are_published_every_third_step(reinforce: Reinforce) -> None:
     """Interrupted or not, the same: a run that is asked to stop between two publications does so after the next."""
     third = (
