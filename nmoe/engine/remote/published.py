@@ -63,6 +63,7 @@ class PublishedFleet(Fleet):
         super().__init__(addresses, model, token_s=token_s, key=key, note=note)
         self._source, self._canary, self._precision = source, canary, precision
         self._transport, self._format, self._backend, self._workers = transport, format, backend, workers
+        self._prepared: Callable[[Source, Format, int], Update]
         self._prepared = partial(prepared, transport=transport, shared=shared)
         if transport == "delta":
             self._prepared = Differences(partial(written, shared=shared)).prepared
@@ -171,7 +172,7 @@ class PublishedFleet(Fleet):
         self._holds_prefix.clear()
         assert self._format is not None, "servers that were opened have one"
         format, learner = self._format, self._source
-        update = await self._on_caller(lambda: self._prepared(learner, format=format, version=version))
+        update = await self._on_caller(lambda: self._prepared(learner, format, version))
         old, self._update, self._version = self._update, update, version
         written = time.perf_counter()
         failed = await self._send(self._slots)
@@ -193,7 +194,7 @@ class PublishedFleet(Fleet):
             "time_publish_commit_s": stalled_s,
             "publish_bytes": float(update.moved),
         }
-        if self._transport == "delta":
+        if self._transport == "delta" and self._publisher is not None:
             self._published["publish_full"] = float(self._publisher.wholes)
         differences, coverages = zip(*(self._compared[slot.index] for slot in self._slots if slot.open), strict=True)
         self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}

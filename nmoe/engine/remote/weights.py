@@ -73,7 +73,9 @@ Written = Callable[[Iterator[tuple[str, Tensor]], int], tuple[Path, int]]
 """Writes tensors into a new directory that servers see, given the size of all weights. Returns it and the size of its files."""
 
 
-def prepared(source: Source, transport: Transport, format: Format, version: int, shared: Path | None = None) -> Update:
+def prepared(
+    source: Source, format: Format, version: int, *, transport: Transport, shared: Path | None = None
+) -> Update:
     """Makes ready what can be before servers pause: writes the files, or computes the digests of what will be broadcast. All ranks
     gather the weights, on the thread that trains. `shared` is the directory that servers see, too; None for this machine's
     memory."""

@@ -113,7 +113,7 @@ def test_files_are_written_while_tensors_are_gathered(limit: int, monkeypatch: p
         return sorted(found, key=lambda path: path.stat().st_ctime_ns)
 
     monkeypatch.setattr(learner, "weights", watched)
-    update = prepared(learner, "disk", "nmoe", 1)
+    update = prepared(learner, "nmoe", 1, transport="disk")
     assert update.directory is not None
     try:
         sizes = [
@@ -146,6 +146,6 @@ def test_a_full_disk_leaves_nothing_behind_and_the_other_ranks_gather_on(monkeyp
     monkeypatch.setattr("nmoe.engine.remote.weights._SHARD_BYTES", 1)
     before = set(Path("/dev/shm").glob("nmoe_weights_*"))
     with pytest.raises(OSError, match="No space left"):
-        prepared(learner, "disk", "nmoe", 1)
+        prepared(learner, "nmoe", 1, transport="disk")
     assert len(gathered) == len(list(weights("nmoe")))
     assert set(Path("/dev/shm").glob("nmoe_weights_*")) <= before
