@@ -152,7 +152,7 @@ class Publisher:
         self._ready: set[EngineServer] = set()  # servers that were prepared for updates
         self._holds: dict[EngineServer, list[str]] = {}  # the digests of the weights that each has
         self.wholes = 0  # times that a server was sent all weights
-        self._whole: asyncio.Future[Update] | None = None  # what is sent where a difference does not fit
+        self._whole: asyncio.Future[Update] | None = None  # sent where a difference does not fit
         self._sending = asyncio.Lock()  # two heals would share the group
 
     async def send(self, update: Update, servers: Sequence[EngineServer]) -> dict[EngineServer, ServerLostError]:

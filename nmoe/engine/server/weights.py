@@ -54,7 +54,7 @@ class Weights:
         self.version, self.unusable, self.id = 0, "", secrets.token_hex(8)
         self._started = False
         self._put: Callable[[], None] | None = None  # copies what has arrived
-        self._arrived: dict[str, str] = {}  # the digests of what has arrived, and of what is in the model
+        self._arrived: dict[str, str] = {}  # digests of the tensors that have come, and of the model
         self._holds: dict[str, str] = {}
         self._group: Any = None
         self._backend: Backend = "gloo"
