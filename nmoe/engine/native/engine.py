@@ -50,6 +50,8 @@ class NativeEngine:
     between two steps.
     """
 
+    _sampler: type[LLMEngine] = LLMEngine
+
     def __init__(
         self, model: Transformer, max_sequences: int, cache_mb: int = 0, adapters: Mapping[str, Lora] | None = None
     ) -> None:
@@ -59,7 +61,7 @@ class NativeEngine:
         if adapters:
             self._engine = AdapterEngines(model, max_sequences, cache_mb * 2**20, adapters)
         else:
-            self._engine = LLMEngine(model, max_sequences, cache_mb * 2**20)
+            self._engine = self._sampler(model, max_sequences, cache_mb * 2**20)
         self._wake = threading.Condition()  # guards what both threads touch: inbox, pending, error
         self._inbox: list[Callable[[], None]] = []
         self._pending: set[asyncio.Future[Any]] = set()

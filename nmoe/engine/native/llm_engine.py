@@ -97,6 +97,11 @@ class LLMEngine:
         """Queues a request and returns its group of sequences. `on_deltas` is called once in each step that samples for it, with
         all new tokens, and `on_sample` with each sample's index as it ends. Raises UserError if the request is invalid, can never
         run, or has the id of a request that is running."""
+        self.check(request)
+        return self._queue(SequenceGroup(request, self.scheduler.arrived, on_deltas, on_sample))
+
+    def check(self, request: Request) -> None:
+        """Raises UserError if a request for samples is invalid or can never run."""
         settings = request.sampling
         if not request.prompt_ids:
             raise UserError(f"request {request.request_id}: the prompt has no tokens")
@@ -106,7 +111,6 @@ class LLMEngine:
         _check_sampling(request.request_id, settings)
         self._check_vocabulary(request)
         self._check_fits(request, len(request.prompt_ids) + settings.max_new_tokens)
-        return self._queue(SequenceGroup(request, self.scheduler.arrived, on_deltas, on_sample))
 
     def add_scoring(
         self, token_ids: Iterable[int], temperature: float, request_id: str, adapter: str | None = None

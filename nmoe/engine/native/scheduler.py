@@ -75,6 +75,7 @@ class Scheduler:
         self.groups: dict[str, SequenceGroup] = {}  # unfinished requests by id
         self.waiting: deque[SequenceGroup] = deque()  # with sequences to start, or tokens to score
         self.preempted: list[Sequence] = []  # oldest first
+        self.held: list[Sequence] = []
         self.prefilling: list[Sequence] = []  # oldest first
         self.arrived = self.steps = self.preemptions = self.prefix_hit_tokens = 0
         self.clear(blocks)
@@ -87,7 +88,7 @@ class Scheduler:
     def clear(self, blocks: BlockManager) -> None:
         """Drops every request without giving its blocks back, and takes `blocks` as the block manager from now on."""
         self.blocks, self._gathering = blocks, Gathering()
-        for requests in (self.running, self.groups, self.waiting, self.preempted, self.prefilling):
+        for requests in (self.running, self.groups, self.waiting, self.preempted, self.held, self.prefilling):
             requests.clear()
 
     @property
@@ -191,8 +192,8 @@ class Scheduler:
         group = sequence.group
         if sequence.status is Status.PREFILLING:
             self.stop_prefill(sequence)
-        if sequence.status is Status.PREEMPTED:
-            self.preempted.remove(sequence)
+        if sequence.status in (Status.PREEMPTED, Status.HELD):
+            (self.preempted if sequence.status is Status.PREEMPTED else self.held).remove(sequence)
             return
         group.to_start.remove(sequence)
         if not group.to_start:
@@ -296,6 +297,18 @@ class Scheduler:
         sequence.block_table = []
         self._queue_preempted(sequence)
         self.preemptions += 1
+
+    def hold(self, sequence: Sequence) -> None:
+        """Preempts a running sequence until `release`."""
+        self._preempt(sequence)
+        self.preempted.remove(sequence)
+        sequence.status = Status.HELD
+        self.held.append(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Queues a held sequence to be prefilled again."""
+        self.held.remove(sequence)
+        self._queue_preempted(sequence)
 
     def _queue_preempted(self, sequence: Sequence) -> None:
         sequence.status = Status.PREEMPTED

@@ -31,6 +31,7 @@ class Status(Enum):
     PREFILLING  holds blocks whose keys are being computed, for a prompt that its request's sequences share, or for itself
     RUNNING     has a slot in the running batch and decodes one token per step
     PREEMPTED   gave its blocks to an older sequence; keeps its tokens and will be prefilled again
+    HELD        as PREEMPTED, but waits for new weights before that (`nmoe.engine.native.held`)
     FINISHED    its sample is delivered
     """
 
@@ -38,6 +39,7 @@ class Status(Enum):
     PREFILLING = auto()
     RUNNING = auto()
     PREEMPTED = auto()
+    HELD = auto()
     FINISHED = auto()
 
 
@@ -154,6 +156,11 @@ class SequenceGroup:
         self.samples = [None] * self.request.samples
 
     @property
+    def limit(self) -> int:
+        """The number of tokens at which a sequence ends."""
+        return self.request.sampling.max_new_tokens
+
+    @property
     def unstarted(self) -> int:
         """The number of sequences that will need a slot to start."""
         return 0 if self.scoring else len(self.to_start)
@@ -234,7 +241,7 @@ class RunningBatch:
         settings = group.request.sampling
         slots = slice(len(self), len(self) + len(sequences))
         self._make_room(settings.max_new_tokens)
-        self.limit[slots] = settings.max_new_tokens
+        self.limit[slots] = group.limit
         self.plain[slots] = settings.temperature == 1
         self.cuts[slots] = settings.top_p < 1 or settings.top_k > 0 or settings.min_p > 0
         self.adjusts[slots] = settings.adjusts
