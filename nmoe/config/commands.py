@@ -5,9 +5,9 @@ the directory of the file that names it, and data paths in an environment's file
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer
 
 from nmoe.config.base import Array, Conflict, FromFile, Section
 from nmoe.config.environment import EnvironmentSettings, held_out
@@ -21,6 +21,7 @@ from nmoe.config.tables.algorithm import (
     MicroBatchSection,
     PolicyLossSection,
 )
+from nmoe.config.tables.asynchrony import AsyncSection
 from nmoe.config.tables.evaluation import (
     CountedEvalSection,
     ExamplesEvalSection,
@@ -274,7 +275,17 @@ class VerifierConfig(SupervisedConfig):
     optimizer: FineTuningOptimizerSection = FineTuningOptimizerSection()
 
 
-class RLConfig(AdaptableConfig):
+if TYPE_CHECKING:
+    _Asynchronous = Section
+else:
+    # No class can name a field by a keyword.
+    _ASYNC = Field(default=AsyncSection(), description="sampling beside the trainer")
+    _Asynchronous = create_model(
+        "_Asynchronous", __base__=Section, __module__=__name__, **{"async": (AsyncSection, _ASYNC)}
+    )
+
+
+class RLConfig(AdaptableConfig, _Asynchronous):
     """The configuration of `nmoe rl train`: [environment] is required."""
 
     run: RLRunSection = RLRunSection()
@@ -298,6 +309,12 @@ class RLConfig(AdaptableConfig):
     monitor: MonitorSection = MonitorSection()
     """rules that watch the run; kept rollouts"""
 
+    @property
+    def asynchrony(self) -> AsyncSection:
+        """The table [async]."""
+        section: AsyncSection = getattr(self, "async")
+        return section
+
     def conflicts(self) -> Iterator[Conflict]:
         steps, episodes, shape = self.run.steps, self.run.episodes, self.model.shape
         if steps == 0 and episodes is None:
@@ -310,6 +327,8 @@ class RLConfig(AdaptableConfig):
                 f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
             )
         yield from self._algorithm_conflicts()
+        if self.asynchrony.max_staleness:
+            yield from self._asynchrony_conflicts()
         if "open" in task_types(self.environment.task_pool):
             if self.batch.favour_unsolved:
                 yield Conflict(
@@ -383,6 +402,24 @@ class RLConfig(AdaptableConfig):
         if algorithm.reference_every_steps and self.lora is not None:
             yield Conflict(
                 "algorithm.reference_every_steps", "with a [lora] the reference is always the initial model; set 0"
+            )
+
+    def _asynchrony_conflicts(self) -> Iterator[Conflict]:
+        engine, key = self.engine, "async.max_staleness"
+        if not engine.on_servers:
+            yield Conflict(
+                key,
+                f'engine.kind = "{engine.kind}" samples on the thread that trains; set engine.kind = "server", or leave it out',
+            )
+        if engine.publish_every > 1:
+            yield Conflict(
+                "engine.publish_every",
+                "samples have one way to be older than the learner: leave it out, and raise async.max_staleness",
+            )
+        if engine.weights == "group":
+            yield Conflict(
+                "engine.weights",
+                '"group" cannot send the last publication once more to a server that failed while the learner trains; use "disk"',
             )
 
 

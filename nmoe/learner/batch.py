@@ -48,7 +48,8 @@ class Batch:
     `old_logprobs_T` and `old_values_T` come from the learner before the first of several updates on the same samples. `returns_T`
     and `labels_T` are the targets of a value or classification head. Where the head judges reasoning steps of several tokens,
     `steps_T` numbers the step of each judged token, and `label_weights_T` is the loss weight of the step's label, separate from the
-    token's weight in `weights_T`. `engines_T` is the number of the engine server that sampled a token, of several.
+    token's weight in `weights_T`. `engines_T` is the number of the engine server that sampled a token, of several, and `versions_T`
+    the version of the weights that did, where not all have the learner's.
     """
 
     lengths: tuple[int, ...]
@@ -66,6 +67,7 @@ class Batch:
     label_weights_T: Tensor | None = None
     steps_T: Tensor | None = None
     engines_T: Tensor | None = None
+    versions_T: Tensor | None = None
     routes_TYK: Tensor | None = None
     kept_TM: Tensor | None = None
     prefixes: tuple[tuple[int, int], ...] | None = None

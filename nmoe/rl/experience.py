@@ -16,7 +16,7 @@ from torch import Tensor
 from nmoe.config.tables.algorithm import BatchSection
 from nmoe.envs.pools.pool import stable_hash
 from nmoe.learner.batch import Aggregation, Batch, token_weights
-from nmoe.trajectory import Branch, Trajectory
+from nmoe.trajectory import NOT_SAMPLED_VERSION, Branch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,15 @@ def minibatches(
 
 
 def policy_batch(
-    trajectories: Sequence[Trajectory], advantages_B: Tensor | None, aggregation: Aggregation, constant_length: int
+    trajectories: Sequence[Trajectory],
+    advantages_B: Tensor | None,
+    aggregation: Aggregation,
+    constant_length: int,
+    version: int | None = None,
 ) -> Batch:
-    """Builds the training batch of these trajectories, one sequence per branch. Only tokens that the policy sampled are scored (the
-    loss covers them), stop tokens included; prompts and tool results are read but not learned. `advantages_B` holds one advantage
-    per trajectory, for all its branches; None leaves the column out."""
+    """Builds the training batch of these trajectories, one sequence per branch, for a learner of this `version`. Only tokens that
+    the policy sampled are scored (the loss covers them), stop tokens included; prompts and tool results are read but not learned.
+    `advantages_B` holds one advantage per trajectory, for all its branches; None leaves the column out."""
     branches = [branch for trajectory in trajectories for branch in trajectory.branches]
     samples = tuple(index for index, trajectory in enumerate(trajectories) for _ in trajectory.branches)
     several = samples if len(branches) > len(trajectories) else None
@@ -95,6 +99,7 @@ def policy_batch(
         behaviour_logprobs_T=torch.from_numpy(behaviour_T).float(),
         routes_TYK=_routes(branches),
         engines_T=_engines(branches),
+        versions_T=_versions(branches, version),
         kept_TM=_kept(branches),
         prefixes=_prefixes(branches),
         samples=several,
@@ -132,6 +137,17 @@ def _engines(branches: Sequence[Branch]) -> Tensor | None:
         return None
     columns = zip(branches, engines, strict=True)
     return torch.tensor([n for one, own in columns for n in (*[-1] * (len(one.prompt_ids) - 1), *(own or ()))])
+
+
+def _versions(branches: Sequence[Branch], learners: int | None) -> Tensor | None:
+    """Returns `Batch.versions_T`, with the learner's own version at tokens that the policy did not sample; None if it is the only
+    one."""
+    sampled = {version for one in branches for version in one.versions} - {NOT_SAMPLED_VERSION, learners}
+    if learners is None or not sampled:
+        return None
+    columns = ([learners] * (len(one.prompt_ids) - 1) + one.versions for one in branches)
+    versions_T = torch.tensor([version for column in columns for version in column])
+    return torch.where(versions_T == NOT_SAMPLED_VERSION, learners, versions_T)
 
 
 def _kept(branches: Sequence[Branch]) -> Tensor | None:

@@ -36,7 +36,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
-    config = with_steps_of_episodes(config, environment.pool.size)
+    config = corrected(with_steps_of_episodes(config, environment.pool.size))
     device = config.model.device
     attach_scorers(
         environment.rewards,
@@ -54,6 +54,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         seed=config.run.seed,
         reference=everywhere(Reference.build, config, learner, tokenizer),
         critic=Critic.build(config, learner, tokenizer),
+        older=config.asynchrony.max_staleness > 0,
     )
     context_tokens = learner.model.config.context_tokens
     environment.leave_out_overlong(context_tokens, config.sampling.max_new_tokens)
@@ -76,9 +77,25 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         samples_with: Engine = engine
         if generate_fn is not None:
             samples_with = FunctionEngine(engine, generate_fn, lambda: learner.version, learner.model.config)
-        sampler = RolloutSampler(config, run.directory, tokenizer, environment, tools, samples_with, learner)
+        parts = config, run.directory, tokenizer, environment, tools, samples_with, learner
+        if config.asynchrony.max_staleness:
+            from nmoe.engine.remote.published import PublishedFleet
+            from nmoe.rl.asynchronous import AsyncRollouts
+
+            assert isinstance(engine, PublishedFleet), "the configuration requires servers"
+            sampler: RolloutSampler = AsyncRollouts(*parts, engine)
+        else:
+            sampler = RolloutSampler(*parts)
         stack.enter_context(sampler.open())
         run.follow(
             PolicyGradient(config, run, tokenizer, environment, tools, asked, engine, sampler, advantages, policy)
         )
     return run.directory.path
+
+
+def corrected(config: RLConfig) -> RLConfig:
+    """Returns the configuration with a correction for older samples, if they are allowed and algorithm.correction is not given."""
+    algorithm = config.algorithm
+    if not config.asynchrony.max_staleness or algorithm.loss == "dppo" or "correction" in algorithm.model_fields_set:
+        return config
+    return config.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": "tis"})})

@@ -26,8 +26,9 @@ from nmoe.rl.experience import Experience
 from nmoe.rl.group_rewards import GroupRewards, RewardedGroup, judged
 from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.recorder import FailureRecords, ReplayRecorder
-from nmoe.rollout.tickets import Reason, Ticket, Tickets
+from nmoe.rollout.tickets import Reason, Terms, Ticket, Tickets
 from nmoe.runs.directory import RunDirectory
+from nmoe.runs.state import JsonPart
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import Sampling, TrainerState
@@ -41,17 +42,20 @@ DECAY = 0.7
 @dataclass
 class Rollouts:
     """The rollouts of one step: all groups sampled, the groups kept to train on with the positions of their tickets, counts of
-    groups dropped by reason, and the time taken."""
+    groups dropped by reason, and the time taken. `sampling_s` are the seconds in which its tokens were sampled, if these are not
+    the seconds that it waited for them; `beside` has the metrics of sampling beside the trainer."""
 
     groups: list[Group] = field(default_factory=list)
     kept: list[RewardedGroup] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     dropped: Counter[Reason] = field(default_factory=Counter)
     rollout_s: float = 0.0
+    sampling_s: float | None = None
     grade_s: float = 0.0
     refills: int = 0
     left_out: int = 0
     focus: Mapping[str, float] = field(default_factory=dict)
+    beside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -77,7 +81,7 @@ class Rollouts:
         return {
             "time_rollout_s": self.rollout_s,
             "time_grade_s": self.grade_s,
-            "tokens_per_second": tokens / self.rollout_s,
+            "tokens_per_second": tokens / (self.sampling_s or self.rollout_s),
         }
 
     def metrics(self) -> dict[str, float]:
@@ -91,6 +95,7 @@ class Rollouts:
             "refills": self.refills,
             "problems_left_out": self.left_out,
             **self.focus,
+            **self.beside,
         }
 
 
@@ -110,7 +115,7 @@ class RolloutSampler:
     ) -> None:
         """Builds the collector of groups, their rewards and the records of failures from the configuration. `engine` generates with
         the weights of the learner's policy."""
-        self._environment, self._run, self._batch = environment, config.run, config.batch
+        self._engine, self._environment, self._run, self._batch = engine, environment, config.run, config.batch
         self._mask_truncated = config.algorithm.mask_truncated
         self.tickets = Tickets()
         self._sampling = Sampling(**config.sampling.model_dump())
@@ -144,15 +149,17 @@ class RolloutSampler:
 
         Raises GradingError, after saving its sample, and InfrastructureError if every sample was lost.
         """
+        # A cached prefix of an evaluation, or of a step that published nothing, would be missing in a resumed run.
+        self._engine.forget_prefixes()
         batch, pool, rollouts = self._batch, self._environment.pool, Rollouts()
         passed_over = pool.passed_over
-        key, state = (self._run.seed, "train"), TrainerState(step - 1, self._run.steps)
         for refill in range(batch.max_refills + 1):
             missing = batch.prompts_per_step - len(rollouts.kept)
             if missing == 0:
                 break
-            terms = self._collector.terms(batch.group_size, self._sampling, key, state, give_start=True)
-            tickets = [Ticket(*drawn, terms) for drawn in self._draw(math.ceil(missing * batch.oversampling))]
+            terms = self._terms(step)
+            wanted = math.ceil(missing * batch.oversampling)
+            tickets = [Ticket(*drawn, terms) for drawn in self._draw(wanted, self.tickets.unanswered)]
             try:
                 collected = self._collector.sample(tickets)
             except GradingError as error:
@@ -162,50 +169,63 @@ class RolloutSampler:
             rollouts.groups += collected.groups
             for ticket, group in zip(tickets, collected.groups, strict=True):
                 if self.tickets.answer(ticket.position, sum(one.sampled_tokens for one in group.trajectories)):
-                    self._keep_or_drop(ticket.position, group, rollouts)
+                    rewarded, reason = self._judged(group)
+                    if reason is None and len(rollouts.kept) == batch.prompts_per_step:
+                        reason = "surplus"
+                    if reason is None:
+                        rollouts.kept.append(rewarded)
+                        rollouts.positions.append(ticket.position)
+                    else:
+                        rollouts.dropped[reason] += 1
+                        self.tickets.end(ticket.position, reason)
             rollouts.rollout_s += collected.rollout_s
             rollouts.grade_s += collected.grade_s
             rollouts.refills = refill
         rollouts.left_out = pool.passed_over - passed_over
-        if self.focus is not None:
-            self.focus.observe(rollouts.groups)
-            rollouts.focus = self.focus.metrics()
-        self._failures.write(step, rollouts.trajectories)
-        self._failures.refuse_total_loss(step, rollouts.trajectories)
-        return rollouts
+        self._observe(rollouts)
+        return self._recorded(step, rollouts)
 
-    def _draw(self, wanted: int) -> list[Drawn]:
-        """Returns the next problems of the pool, and issues their tickets. Groups that a checkpoint left outstanding come first."""
+    def _terms(self, step: int) -> Terms:
+        """Returns the terms of groups that are issued during a step."""
+        key, state = (self._run.seed, "train"), TrainerState(step - 1, self._run.steps)
+        return self._collector.terms(self._batch.group_size, self._sampling, key, state, give_start=True)
+
+    def _draw(self, wanted: int, left: Sequence[int]) -> list[Drawn]:
+        """Returns the next problems of the pool, and issues their tickets. Groups that a checkpoint `left` outstanding come
+        first."""
         pool = self._environment.pool
-        again = [Drawn(position, pool.order.at(position)) for position in self.tickets.unanswered]
+        again = [Drawn(position, pool.order.at(position)) for position in left]
         count = max(wanted - len(again), 0)
         drawn = pool.draw(count) if self.focus is None else pool.draw(count, self.focus.admits)
         for position, _ in drawn:
             self.tickets.issue(position)
         return again + drawn
 
-    def _keep_or_drop(self, position: int, group: Group, rollouts: Rollouts) -> None:
-        """Keeps a group to train on, or ends its ticket with the reason why it is dropped."""
+    def _judged(self, group: Group) -> tuple[RewardedGroup, Reason | None]:
+        """Returns a group with its rewards, and the reason not to train on it; None if there is none."""
         rewarded = self._rewards.of(group)
-        reason: Reason
         if not rewarded.samples or not (rewarded.differs or self._keep_equal):
-            reason = "zero_variance"
-        elif self._outside_bounds(group):
-            reason = "outside_solve_rate"
-        elif len(rollouts.kept) == self._batch.prompts_per_step:
-            reason = "surplus"
-        else:
-            rollouts.kept.append(rewarded)
-            rollouts.positions.append(position)
-            return
-        rollouts.dropped[reason] += 1
-        self.tickets.end(position, reason)
+            return rewarded, "zero_variance"
+        return rewarded, "outside_solve_rate" if self._outside_bounds(group) else None
+
+    def _observe(self, rollouts: Rollouts) -> None:
+        """Updates the shares by which problems of each source are drawn."""
+        if self.focus is not None:
+            self.focus.observe(rollouts.groups)
+            rollouts.focus = self.focus.metrics()
+
+    def _recorded(self, step: int, rollouts: Rollouts) -> Rollouts:
+        """Records the failures of a step. Raises InfrastructureError if every sample was lost."""
+        self._failures.write(step, rollouts.trajectories)
+        self._failures.refuse_total_loss(step, rollouts.trajectories)
+        return rollouts
 
     def settle(self, rollouts: Rollouts, experience: Experience | None) -> dict[str, float]:
         """Ends the tickets of the groups that were kept, after the update on their `experience` (None if every sample was masked).
         Returns the account as metrics. Raises RuntimeError if a token that was sampled is neither in the experience nor void."""
-        groups = len(rollouts.kept)
-        trained = [0] * groups if experience is None else experience.tokens_by_group(groups)
+        return self._ended(rollouts, trained_tokens(rollouts, experience))
+
+    def _ended(self, rollouts: Rollouts, trained: Sequence[int]) -> dict[str, float]:
         for position, one, tokens in zip(rollouts.positions, rollouts.kept, trained, strict=True):
             left_out = [t for t in one.group.trajectories if not t.trainable or (self._mask_truncated and t.truncated)]
             if len(left_out) == len(one.group.trajectories):
@@ -214,6 +234,21 @@ class RolloutSampler:
                 self.tickets.train(position, tokens, sum(t.sampled_tokens for t in left_out))
         self.tickets.check()
         return self.tickets.metrics()
+
+    def go_on(self, step: int) -> None:
+        """Begins to sample after this step, if that is not left to the next one."""
+
+    def parts(self) -> dict[str, JsonPart]:
+        """Returns the position in the pool and the curriculum, the account, and the rates of sources, for a checkpoint."""
+        environment, tickets = self._environment, self.tickets
+        parts = {
+            "environment": JsonPart(environment.state, environment.load_state),
+            "tickets": JsonPart(tickets.state, tickets.load_state),
+        }
+        if self.focus is not None:
+            rates = self.focus.rates
+            parts["focus"] = JsonPart(lambda: rates, rates.update)
+        return parts
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -228,6 +263,12 @@ class RolloutSampler:
             return False
         rate = solve_rate(group)
         return rate is not None and not lowest <= rate <= highest
+
+
+def trained_tokens(rollouts: Rollouts, experience: Experience | None) -> list[int]:
+    """Returns the number of tokens that a step trained on, of each group that was kept."""
+    groups = len(rollouts.kept)
+    return [0] * groups if experience is None else experience.tokens_by_group(groups)
 
 
 def solve_rate(group: Group) -> float | None:

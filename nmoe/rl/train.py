@@ -36,7 +36,7 @@ from nmoe.rl.spikes import spike_record
 from nmoe.rl.update import PolicyUpdate
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
+from nmoe.runs.state import Files, Part, Subdirectory
 from nmoe.text.tokenizer import Tokenizer
 
 
@@ -72,8 +72,6 @@ class PolicyGradient(Recipe):
         its weights to the engine; returns the step's metrics. The policy stays as it is if no group is left to train on, and while
         only the critic is trained."""
         began, self._at, age = time.perf_counter(), step, self.learner.ahead
-        # A cached prefix of an evaluation, or of a step that published nothing, would be missing in a resumed run.
-        self.engine.forget_prefixes()
         rollouts = self.sampler.sample(step)
         learn_began = time.perf_counter()
         updated: dict[str, float] = {}
@@ -101,6 +99,7 @@ class PolicyGradient(Recipe):
         if self.config.engine.publish_every > 1:
             metrics["engine_age"] = float(age)
         metrics |= self._advance_curriculum(step, metrics)
+        self.sampler.go_on(step)
         metrics |= {**rollouts.times(), **times, **self.engine.metrics(), "time_step_s": time.perf_counter() - began}
         self._record(step, rollouts, metrics)
         self._record_routing(step, shares)
@@ -136,16 +135,12 @@ class PolicyGradient(Recipe):
         parts: dict[str, Part] = {
             "learner": self.learner,
             "tokenizer": Files(self.tokenizer.save),
-            "environment": JsonPart(self.environment.state, self.environment.load_state),
-            "tickets": JsonPart(self.sampler.tickets.state, self.sampler.tickets.load_state),
+            **self.sampler.parts(),
         }
         if reference is not None and reference.renewed:
             parts["reference"] = Subdirectory("reference", {"model": reference})
         if critic is not None and critic.own is not None:
             parts["critic"] = Subdirectory("critic", {"learner": critic.own})
-        if self.sampler.focus is not None:
-            rates = self.sampler.focus.rates
-            parts["focus"] = JsonPart(lambda: rates, rates.update)
         return parts
 
     def resume(self) -> None:

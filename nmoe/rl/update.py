@@ -55,13 +55,15 @@ class PolicyUpdate:
         seed: int = 0,
         reference: Reference | None = None,
         critic: Critic | None = None,
+        older: bool = False,
     ) -> None:
         """Builds the objective of the policy and keeps the settings. `sizes` sets the number of optimizer steps per training step,
-        by default 1; `seed` decides how groups are dealt to them."""
+        by default 1; `seed` decides how groups are dealt to them. With `older`, samples may be of older weights than the
+        learner's, as their versions say."""
         self.learner, self.algorithm = learner, algorithm
         self.reference, self.critic = reference, critic
         self._constant_length, self._sizes, self._seed = sampling.max_new_tokens, sizes or BatchSection(), seed
-        self._several = self._sizes.updates > 1
+        self._several, self._older = self._sizes.updates > 1, older
         self._objective, self._loss = policy_objective(algorithm, critic), own_loss(algorithm)
 
     def batch(self, samples: Sequence[Trajectory]) -> Batch:
@@ -69,7 +71,8 @@ class PolicyUpdate:
         reference, if there is one; under the learner before the updates, if there are several updates or a correction; and the
         critic's values, if there is a critic."""
         algorithm = self.algorithm
-        batch = policy_batch(samples, None, algorithm.aggregation, self._constant_length)
+        version = self.learner.version if self._older else None
+        batch = policy_batch(samples, None, algorithm.aggregation, self._constant_length, version)
         if self.reference is not None:
             batch = batch.with_reference(self.reference.logprobs(batch))
         # After the first of several updates the learner is no longer the sampler; ratios are to the learner before all of them.
@@ -99,6 +102,10 @@ class PolicyUpdate:
             engines_T = experience.batch.engines_T
             engines_N = None if engines_T is None else engines_T[experience.batch.scored_positions]
             metrics |= update_metrics(result, last, experience.advantages, experience.mismatch, engines_N)
+            if experience.batch.versions_T is not None:
+                metrics = {k: v for k, v in metrics.items() if not k.startswith(("mismatch_", "route_"))}
+                mismatch_N = result.tokens["log_ratio"] if experience.mismatch is None else experience.mismatch
+                metrics |= mismatch_of_fresh(experience.batch, mismatch_N, engines_N, self.learner.version)
             # Of a single update its own pass has them.
             batch, before_T = experience.batch, experience.batch.old_logprobs_T
             before_N = result.tokens["logprobs"] if before_T is None else before_T[batch.scored_positions]
@@ -167,6 +174,15 @@ def update_metrics(
         "entropy_mean": float(entropy_N.mean()),
         "entropy_p10": _quantile(entropy_N, 0.1),
         "entropy_p90": _quantile(entropy_N, 0.9),
+        **_mismatch(mismatch_N, engines_N),
+    }
+    if "reference_kl" in result.tokens:
+        metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
+    return metrics | step.metrics() | result.routing_metrics()
+
+
+def _mismatch(mismatch_N: Tensor, engines_N: Tensor | None) -> dict[str, float]:
+    metrics = {
         "mismatch_abs_mean": float(mismatch_N.abs().mean()),
         "mismatch_abs_max": float(mismatch_N.abs().max()),
         # KL(sampler || learner) at the sampler's tokens: k3 with d = log sampler - log learner.
@@ -174,9 +190,25 @@ def update_metrics(
     }
     for engine in () if engines_N is None else engines_N.unique().tolist():
         metrics[f"mismatch_abs_mean/engine_{engine}"] = float(mismatch_N[engines_N == engine].abs().mean())
-    if "reference_kl" in result.tokens:
-        metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
-    return metrics | step.metrics() | result.routing_metrics()
+    return metrics
+
+
+def mismatch_of_fresh(batch: Batch, mismatch_N: Tensor, engines_N: Tensor | None, version: int) -> dict[str, float]:
+    """Computes the mismatch of a batch with older samples over the tokens that the learner's own `version` sampled: apart from
+    others the "mixed" ones, which follow tokens of older weights in their sequence. Without such tokens there are no metrics."""
+    assert batch.versions_T is not None, "not all tokens are of one version"
+    positions_N = batch.scored_positions
+    own_N, sequences_N = batch.versions_T[positions_N] == version, batch.sequence_ids()[positions_N]
+    older_S = torch.zeros(len(batch.lengths), dtype=torch.bool)
+    older_S[sequences_N[~own_N]] = True
+    mixed_N = own_N & older_S[sequences_N]
+    fresh_N, found = own_N & ~mixed_N, dict[str, float]()
+    if fresh_N.any():
+        found = _mismatch(mismatch_N[fresh_N].double(), None if engines_N is None else engines_N[fresh_N])
+    if mixed_N.any():
+        mixed = mismatch_N[mixed_N].double().abs()
+        found |= {"mismatch_mixed_abs_mean": float(mixed.mean()), "mismatch_mixed_abs_max": float(mixed.max())}
+    return found
 
 
 def effect(

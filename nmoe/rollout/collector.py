@@ -85,7 +85,7 @@ class Stream:
         """Makes a stream on the running loop. `rewards` are open from `opened` on."""
         self._play, self._rewards = play, rewards
         self.loop = asyncio.get_running_loop()
-        self._playing: dict[asyncio.Task[Group], Ticket] = {}
+        self._playing: dict[asyncio.Task[Group], Ticket] = {}  # and those that have ended and were not yet asked for
         self._ended: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
         self._open: asyncio.Future[None] = self.loop.create_future()
         self._keeping = self.loop.create_task(self._keep())
@@ -115,8 +115,16 @@ class Stream:
 
     async def finished(self) -> tuple[Ticket, Group]:
         """Returns the next group that has ended, with its ticket. Raises what playing it raised."""
-        task = await self._ended.get()
-        return self._playing.pop(task), task.result()
+        while (ticket := self._playing.pop(task := await self._ended.get(), None)) is None:
+            pass  # it was dropped
+        return ticket, task.result()
+
+    async def drop(self, position: int) -> None:
+        """Ends a group that `finished` has not returned, and waits until its tools and requests have ended."""
+        (task,) = (task for task, ticket in self._playing.items() if ticket.position == position)
+        del self._playing[task]
+        task.cancel()
+        await asyncio.wait([task])
 
     async def stop(self) -> None:
         """Ends all groups, and waits until their tools and requests have ended."""
@@ -157,7 +165,10 @@ class Collector:
         self._model = model or {}
         self._workspaces = workspaces
         self._player = Player(engine, environment, context_tokens)
-        self._grade_s = 0.0
+        self.sampled_tokens = self._player.sampled_tokens
+        """The tokens that the engine handed over since `sample` began, by the key of their group."""
+        self.grade_s = 0.0
+        """Seconds of grading since `sample` began, summed over trajectories."""
         self._stream: Stream | None = None
         self._lasting = False  # whether the stream outlives a batch
 
@@ -199,10 +210,11 @@ class Collector:
 
     def sample(self, tickets: Sequence[Ticket], on_group: Callable[[Group], None] | None = None) -> Collected:
         """Starts the groups of all tickets, and waits for all of them. `on_group` and errors are as in `collect`."""
-        began, self._grade_s, before = time.perf_counter(), 0.0, self._player.sampled_tokens
+        began, self.grade_s = time.perf_counter(), 0.0
+        self.sampled_tokens.clear()
         groups = self._engine.run(self._all(tickets, on_group))
         seconds = time.perf_counter() - began
-        return Collected(groups, seconds, self._grade_s, self._player.sampled_tokens - before)
+        return Collected(groups, seconds, self.grade_s, self.sampled_tokens.total())
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -225,12 +237,15 @@ class Collector:
         if self._stream is not None and self._stream.lives:
             await self._stream.close()
 
+    def stream(self, rewarded: bool = True) -> Stream:
+        """Returns the stream of the running loop. Its rewards are opened for it if groups are `rewarded`."""
+        if self._stream is None or not self._stream.lives:
+            self._stream = Stream(self._group, self._environment.rewards if rewarded else ())
+        return self._stream
+
     async def _all(self, tickets: Sequence[Ticket], on_group: Callable[[Group], None] | None) -> list[Group]:
         groups: dict[int, Group] = {}
-        stream = self._stream
-        if stream is None or not stream.lives:
-            rewarded = self._lasting or any(ticket.terms.state is not None for ticket in tickets)
-            stream = self._stream = Stream(self._group, self._environment.rewards if rewarded else ())
+        stream = self.stream(self._lasting or any(ticket.terms.state is not None for ticket in tickets))
         try:
             await stream.opened()
             for ticket in tickets:
@@ -269,7 +284,7 @@ class Collector:
 
         async def sample_first_turns() -> None:
             request = Request((*prompt_ids, *given), terms.samples, sampling, f"{terms.key}/{position}")
-            async with aclosing(self._player.samples(request)) as sampled:
+            async with aclosing(self._player.samples(request, key)) as sampled:
                 async for index, sample in sampled:
                     first_turns[index].set_result(sample)
 
@@ -297,7 +312,7 @@ class Collector:
             }
             ungraded = replace(trajectory.grade, weights=weights, failure="grader_error", reason=str(error))
             raise UserCodeFailedError(replace(trajectory, grade=ungraded), str(error)) from error
-        self._grade_s += time.perf_counter() - began
+        self.grade_s += time.perf_counter() - began
         graded = {trajectory.index: grade for trajectory, grade in zip(judged, grades, strict=True)}
         return [replace(one, grade=graded.get(one.index, one.grade)) for one in trajectories]
 
@@ -332,7 +347,7 @@ class Collector:
                 )
             except Exception as error:
                 raise _failed(self._ungraded(episode, session, weights), error, "grading") from error
-            self._grade_s += time.perf_counter() - began
+            self.grade_s += time.perf_counter() - began
             workspace = {"failed": reason} if reason is not None else await self._keep_files(episode, session, grade)
         return self._done(episode, grade, workspace)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -84,13 +85,13 @@ class Player:
         self._environment = environment
         self._context_tokens = context_tokens
         self._executor = AsyncToolExecutor(environment.tools, environment.budget)
-        self.sampled_tokens = 0
+        self.sampled_tokens: Counter[tuple[str | int, ...]] = Counter()  # of groups that are played, by their keys
 
-    async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
-        """Yields the first turns of a group, each with its index, as they finish."""
+    async def samples(self, request: Request, key: tuple[str | int, ...]) -> AsyncGenerator[tuple[int, Sample], None]:
+        """Yields the first turns of the group of this key, each with its index, as they finish."""
         async with aclosing(self._engine.samples(request)) as sampled:
             async for index, sample in sampled:
-                self.sampled_tokens += len(sample.token_ids)
+                self.sampled_tokens[key] += len(sample.token_ids)
                 yield index, sample
 
     async def play(self, episode: Episode, session: ToolSession) -> Failure | None:
@@ -173,5 +174,5 @@ class Player:
         key = (*episode.key, episode.index, len(episode.turns))
         sampling = replace(episode.sampling, max_new_tokens=tokens, seed=request_seed(*key))
         (sample,) = await self._engine.generate(Request(prompt_ids, 1, sampling, "/".join(map(str, key))))
-        self.sampled_tokens += len(sample.token_ids)
+        self.sampled_tokens[episode.key] += len(sample.token_ids)
         return sample

@@ -19,8 +19,9 @@ from typing import Any, Literal, get_args
 from nmoe.errors import UserError
 from nmoe.types import Problem, Sampling, TrainerState
 
-Reason = Literal["zero_variance", "outside_solve_rate", "surplus", "masked"]
-"""Why a group is not trained on. "masked": none of its samples was left by the mask of truncated samples."""
+Reason = Literal["zero_variance", "outside_solve_rate", "surplus", "masked", "overdue"]
+"""Why a group is not trained on. "masked": none of its samples was left by the mask of truncated samples. "overdue": it would have
+been too old when it had been sampled."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,11 @@ class Tickets:
             raise RuntimeError(f"position {position} of the pool ends twice, now as {reason}")
         self._void_tokens += self._outstanding.pop(position) or 0
         self.void[reason] += 1
+
+    def discard(self, tokens: int) -> None:
+        """Counts tokens that an engine handed over and that belong to no answer, so that they are void."""
+        self._sampled_tokens += tokens
+        self._void_tokens += tokens
 
     def check(self) -> None:
         """Raises RuntimeError if a token that was sampled is not accounted for."""

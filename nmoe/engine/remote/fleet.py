@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -56,7 +57,8 @@ class Address(Protocol):
 
 @dataclass
 class Slot:
-    """One server's place in the fleet. It is open where it may get requests; `fence` is the reason why it may not."""
+    """One server's place in the fleet. It is open where it may get requests; `fence` is the reason why it may not, and `fences` the
+    number of times that it was fenced."""
 
     index: int
     address: Address
@@ -65,6 +67,7 @@ class Slot:
     open: bool = False
     version: int = 0
     fence: str | None = None
+    fences: int = 0
     healing: asyncio.Task[None] | None = None
 
 
@@ -99,6 +102,7 @@ class Fleet(ABC):
         self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-fleet", daemon=True)
         self._changed = asyncio.Condition()
         self._sampled_tokens = self._retried = self._lost = self._healed = 0
+        self._requests, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
 
     def __enter__(self) -> Self:
         import httpx2
@@ -225,17 +229,34 @@ class Fleet(ABC):
         prefix = request.prompt_ids[:_PREFIX_TOKENS]
         for attempt in (1, 2):
             slot = await self._choose(request, self._holds_prefix.get(prefix))
-            self._holds_prefix[prefix] = slot.index
+            self._holds_prefix[prefix], fences = slot.index, slot.fences
             try:
-                with self._dealing.dealt(slot.index, request) as finished:
+                with self._dealing.dealt(slot.index, request) as finished, self._counted():
                     return await call(slot, attempt, finished)
             except ServerLostError as error:
                 self._retried += attempt == 1
-                if slot.open:
+                if slot.open and slot.fences == fences:
                     self._fence(slot, str(error))
                 lost = error
         self._lost += 1
         raise lost
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a request that a server has, and the time without any."""
+        if not self._requests:
+            self._idle_s = self.idle_s()
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._idle_since = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Returns the seconds in which no server had a request."""
+        return self._idle_s + (0.0 if self._requests else time.monotonic() - self._idle_since)
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
         for one in enumerate(await self.generate(request)):
@@ -265,13 +286,14 @@ class Fleet(ABC):
 
     def _fence(self, slot: Slot, reason: str) -> None:
         """Gives a server no more requests, and heals it beside."""
-        slot.open, slot.fence = False, reason
+        slot.open, slot.fence, slot.fences = False, reason, slot.fences + 1
         self._note(f"engine {slot.server.name} is fenced: {reason}")
         slot.healing = asyncio.get_running_loop().create_task(self._heal(slot))
 
     async def _heal(self, slot: Slot) -> None:
         """Restores a fenced server; restarts it if that does not help."""
         try:
+            await self._notify()  # whoever holds samples of it
             for restart in (False, True)[: 1 + slot.address.restarts]:
                 try:
                     if restart:
@@ -286,8 +308,11 @@ class Fleet(ABC):
             self._note(f"engine {slot.server.name} stays fenced: {slot.fence}")
         finally:
             slot.healing = None
-            async with self._changed:
-                self._changed.notify_all()
+            await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _restart(self, slot: Slot) -> None:
         starting = asyncio.get_running_loop().run_in_executor(None, slot.address.start)
@@ -301,9 +326,8 @@ class Fleet(ABC):
         slot.server = EngineServer(slot.server.name, url, self._client, self._model)
 
     async def _open_slot(self, slot: Slot) -> None:
-        async with self._changed:
-            slot.open, slot.fence = True, None
-            self._changed.notify_all()
+        slot.open, slot.fence = True, None
+        await self._notify()
 
     @abstractmethod
     async def update_weights(self, source: Any, version: int) -> None: ...

@@ -73,6 +73,8 @@ class PublishedFleet(Fleet):
         self._settling, self._settled = asyncio.Lock(), False
         self._compared: dict[int, tuple[float, float]] = {}  # the last canary's difference and coverage of each server
         self._published: dict[str, float] = {}
+        self.discarded_tokens = 0
+        """Tokens of servers that did not sample by the learner's weights."""
 
     async def _admit(self, slot: Slot) -> None:
         info = await slot.server.info()
@@ -113,8 +115,20 @@ class PublishedFleet(Fleet):
             return [Sample([], [], [], "abort") for _ in range(request.samples)]
 
     async def _sample(self, slot: Slot, request: Request, attempt: int) -> list[Sample]:
+        """Samples of weights that came meanwhile are held until the server's canary has passed by them."""
         deadline_s = DEADLINE_S + self._token_s * request.sampling.max_new_tokens
-        return await slot.server.generate(request, slot.version, attempt, deadline_s)
+        version, fences = slot.version, slot.fences
+        samples = await slot.server.generate(request, version, attempt, deadline_s, lambda: self._version)
+        newest = max((sample.versions[-1] for sample in samples if sample.versions), default=version)
+        if newest > version:
+            async with self._changed:
+                await self._changed.wait_for(lambda: slot.version >= newest or slot.fences > fences)
+            if slot.fences > fences:
+                self.discarded_tokens += sum(len(sample.token_ids) for sample in samples)
+                raise ServerLostError(
+                    f"{slot.server.name} was fenced before its samples of version {newest} had passed"
+                )
+        return samples
 
     async def _restore(self, slot: Slot) -> None:
         await self._install(slot, (await self._send([slot])).get(slot.server))

@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from nmoe.engine.api import Request
@@ -96,10 +97,16 @@ class EngineServer:
         self._keeps, self._weights = False, ""  # the header that every reply has to have
 
     async def generate(
-        self, request: Request, version: int | None, attempt: int, deadline_s: float | None
+        self,
+        request: Request,
+        version: int | None,
+        attempt: int,
+        deadline_s: float | None,
+        newest: Callable[[], int | None] = lambda: None,
     ) -> list[Sample]:
         """Returns a request's samples, every one of them checked. `version` is the last one that was published here: tokens of
-        any other have the wrong weights. None takes any."""
+        any other have the wrong weights. None takes any. `newest` returns the last version that was published here meanwhile, up to
+        which later tokens may be."""
         # A server refuses a second request of the same id, which may still run where its client gave up.
         named = Request(request.prompt_ids, request.samples, request.sampling, f"{request.request_id}#{attempt}")
         body = encode_request(named) | {"cache_salt": str(version)}
@@ -114,7 +121,7 @@ class EngineServer:
             raise ServerLostError(f"{self.name}: {error}") from None
         for index, sample in enumerate(samples):
             fault = fault_of(sample, request, self._model)
-            if fault is None and version is not None and set(sample.versions) != {version}:
+            if fault is None and version is not None and not _in_order(sample.versions, version, newest() or version):
                 fault = f"has tokens of the weight versions {sorted(set(sample.versions))}, and {version} was published"
             if fault is not None:
                 raise ServerLostError(f"{self.name}: sample {index} of request {request.request_id!r} {fault}")
@@ -236,3 +243,8 @@ class EngineServer:
         elif weights != self._weights:
             raise ServerLostError(f"{self.name} was started again or has taken weights since it was asked first")
         return reply.status_code, reply.content
+
+
+def _in_order(versions: Sequence[int], first: int, last: int) -> bool:
+    """Whether the versions of a sample's tokens rise, from `first` to `last` at most."""
+    return all(earlier <= later for earlier, later in pairwise([first, *versions, last]))
