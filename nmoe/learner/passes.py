@@ -16,7 +16,7 @@ from torch import Tensor
 from nmoe.learner.batch import Batch, micro_batches
 from nmoe.learner.objectives import Objective, Outputs, Scored
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, entropy_sums, load_shares
-from nmoe.model.device import fetch, kind_of, put
+from nmoe.model.device import fetch, kind_of, put, return_gaps
 from nmoe.model.head import Head
 from nmoe.model.idle_threads import IDLE
 from nmoe.model.logprobs import head_logprobs
@@ -147,6 +147,9 @@ class TrainingPass:
                 sums.append(extra.detach())
                 total = total + extra
             (total * (loss_scale * counts)).backward()
+            if self.experts and kind_of(self.model.device).on_host:
+                # Here, where no activation lives: at the end of a pass its gaps were larger than the activations.
+                return_gaps()
             if not counts:
                 continue
             if not self.head_only:

@@ -334,7 +334,7 @@ def return_freed_memory() -> None:
 
 
 def return_gaps() -> None:
-    """Gives the system back the memory between allocated blocks, where that exceeds 1 GiB and a quarter of the allocated bytes.
+    """Gives the system back the memory between allocated blocks, where that exceeds 1 GiB and an eighth of the allocated bytes.
 
     Experts have another number of rows in every micro-batch, so that no activation fits where another one was: a mixture of
     373M weights held 10.9 GB in its second step, of which 3.2 GB were gaps. Does nothing under C libraries without mallinfo2.
@@ -346,5 +346,5 @@ def return_gaps() -> None:
     found = c.mallinfo2()
     allocated = found.uordblks + found.hblkhd
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    if resident - allocated > max(_LEAST_GAPS, allocated / 4):
+    if resident - allocated > max(_LEAST_GAPS, allocated / 8):
         c.malloc_trim(0)

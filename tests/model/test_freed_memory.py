@@ -1,4 +1,5 @@
-"""Memory between allocated blocks is given back where there is much of it, and only there."""
+"""Memory between allocated blocks is given back where there is much of it, and only there; while experts learn, between two
+micro-batches."""
 
 from __future__ import annotations
 
@@ -8,6 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_models import tiny_family
+
+from nmoe.config.tables.model import OptimizerSection
+from nmoe.learner import passes
+from nmoe.learner.batch import Batch
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import Outputs, Scored, cross_entropy
 
 # In a process of its own, whose allocator keeps what is freed. 400 blocks of 1 MB, of which every second one is freed.
 SCRIPT = """
@@ -41,3 +50,39 @@ def test_gaps_are_returned_where_they_are_large(least_mb: int, low: int, high: i
         [sys.executable, "-c", SCRIPT, str(least_mb)], cwd=root, capture_output=True, text=True, check=True
     )
     assert low <= int(done.stdout) <= high
+
+
+class Held:
+    """A tensor that a backward pass needs: there are as many as there are activations."""
+
+    alive = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        Held.alive += 1
+
+    def __del__(self) -> None:
+        Held.alive -= 1
+
+
+@pytest.mark.parametrize(("family", "returned"), [("mixtral", [0, 0, 0]), ("llama", [])])
+def test_gaps_are_returned_between_micro_batches_of_experts(
+    family: str, returned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no activation is alive. A dense model's activations have the same sizes again, and fit."""
+    found: list[int] = []
+    monkeypatch.setattr(passes, "return_gaps", lambda: found.append(Held.alive))
+    learner = Learner(tiny_family(family), OptimizerSection(learning_rate=1e-2), 10, tokens_per_microbatch=8)
+    ids_T = torch.arange(24) % 48
+    batch = Batch((8, 8, 8), ids_T, ids_T + 1, torch.ones(24, dtype=torch.bool), torch.ones(24) / 24)
+    most = 0
+
+    def watched(outputs: Outputs, scored: Scored) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        nonlocal most
+        most = max(most, Held.alive)
+        return cross_entropy(outputs, scored)
+
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+        learner.forward_backward(batch, watched)
+    assert most > 20, "activations were counted"
+    assert found == returned
