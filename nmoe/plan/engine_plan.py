@@ -54,7 +54,7 @@ class EnginePlan:
         ]
         if memory is None:
             return found
-        named = "engine.memory_share = " if section.kind == "vllm" else ""
+        named = "" if section.kind == "server" else "engine.memory_share = "
         share = f"{named}{section.memory_share:g} of {gib(memory)}"
         if (missing := self.missing(memory)) <= 0:
             return [*found, f"an engine fits {share}, with a cache for {1 + -missing // sequence:,} sequences"]

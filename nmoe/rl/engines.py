@@ -126,7 +126,11 @@ def rollout_engine(
     from nmoe.engine.remote.launcher import LocalLauncher
     from nmoe.engine.remote.process import KEY, RunningServer, addresses
     from nmoe.engine.remote.published import PublishedFleet
+    from nmoe.engine.remote.server import EngineServer
+    from nmoe.engine.remote.sglang import SGLangServer
 
+    if section.kind == "sglang":
+        note("engine.kind=sglang is unproven: no run over SGLang was tried; watch mismatch_abs_mean and canary_abs_max")
     key = os.environ.get(KEY, "") if section.urls else secrets.token_hex(16)
     if section.shared_directory is not None and not Path(section.shared_directory).is_dir():
         raise UserError(
@@ -164,6 +168,7 @@ def rollout_engine(
             token_s=section.token_s,
             key=key,
             note=note,
+            speaks=SGLangServer if section.kind == "sglang" else EngineServer,
         )
         with fleet:
             learner.hand_over(fleet)

@@ -15,6 +15,7 @@ from nmoe.errors import UserError
         (["--engine.kind=vllm", "--engine.max_sequences=4"], "vLLM refuses a group of batch.group_size"),
         (["--engine.servers=2"], "needs engine.kind = 'server' or 'vllm'"),
         (["--engine.kind=server", "--engine.tensor_parallel=2"], "needs engine.kind = 'vllm'"),
+        (["--engine.kind=sglang", "--engine.weights=group"], 'go by "disk" alone'),
         (["--engine.kind=vllm", "--engine.weights=delta"], 'vLLM keeps them merged and packed; use "disk" or "group"'),
         (
             ["--engine.kind=server", "--engine.weights=group", "--engine.shared_directory=."],

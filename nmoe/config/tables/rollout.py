@@ -11,7 +11,8 @@ from nmoe.config.base import Array, Conflict, DataPath, Section
 from nmoe.config.registry import ENGINES, TOOLS
 from nmoe.errors import UserError
 
-_KINDS = ("native", "server", "vllm")
+_SERVERS = ("server", "vllm", "sglang")
+_KINDS = ("native", *_SERVERS)
 
 
 class EngineSection(Section):
@@ -42,8 +43,8 @@ class RolloutEngineSection(EngineSection):
     """[engine]: how rollouts are generated, in this process or in others."""
 
     kind: str = "native"
-    """`native` samples in this process; `server` is nmoe's engine and `vllm` is vLLM, in other processes; or an engine of your own
-    as `package.module:Name`"""
+    """`native` samples in this process; `server` is nmoe's engine, `vllm` is vLLM and `sglang` is SGLang (unproven), in other
+    processes; or an engine of your own as `package.module:Name`"""
     servers: int = Field(default=1, gt=0)
     """number of engine servers that the run starts on this machine"""
     urls: Array[str] = ()
@@ -63,18 +64,18 @@ class RolloutEngineSection(EngineSection):
     token_s: float = Field(default=1.0, gt=0)
     """seconds that a server may take for each token of a request before it counts as lost"""
     python: str | None = None
-    """Python interpreter of an environment with vllm and nmoe's plugin for it; default: nmoe's own environment"""
+    """Python interpreter of an environment with vllm and nmoe's plugin for it, or with sglang; default: nmoe's own environment"""
     tensor_parallel: int = Field(default=1, gt=0)
-    """GPUs that each vllm server splits the model over"""
+    """GPUs that each vllm or sglang server splits the model over"""
     memory_share: float = Field(default=0.85, gt=0, le=1)
-    """share of a GPU's memory that a vllm server takes"""
+    """share of a GPU's memory that a vllm or sglang server takes"""
     args: Array[str] = ()
     """more arguments of the server's command line, such as `--enable-expert-parallel`"""
 
     @property
     def on_servers(self) -> bool:
         """Whether engine servers sample. An engine named by its import path counts as one of this process."""
-        return self.kind in ("server", "vllm")
+        return self.kind in _SERVERS
 
     def transport(self, adapts: bool) -> Literal["disk", "delta", "group", "adapter"]:
         """Returns the way of a publication. `adapts` says whether the run trains an adapter."""
@@ -92,9 +93,9 @@ class RolloutEngineSection(EngineSection):
         for names, kinds in (
             (
                 ("servers", "urls", "weights", "shared_directory", "publish_every", "group_backend", "token_s", "args"),
-                ("server", "vllm"),
+                _SERVERS,
             ),
-            (("python", "tensor_parallel", "memory_share"), ("vllm",)),
+            (("python", "tensor_parallel", "memory_share"), ("vllm", "sglang")),
         ):
             for name in names:
                 if (
@@ -105,6 +106,8 @@ class RolloutEngineSection(EngineSection):
                     yield Conflict(
                         name, f'needs engine.kind = {" or ".join(map(repr, kinds))}, and it is "{self.kind}"'
                     )
+        if self.kind == "sglang" and self.weights not in ("auto", "disk"):
+            yield Conflict("weights", 'to SGLang go by "disk" alone: it was never run, and the others need more of it')
         if self.weights == "delta" and self.kind == "vllm":
             yield Conflict(
                 "weights",

@@ -87,10 +87,12 @@ class Fleet(ABC):
         key: str,
         note: Callable[[str], None],
         named: str = "engine.urls: ",
+        speaks: type[EngineServer] = EngineServer,
     ) -> None:
         """`token_s` are the seconds that a token of a request may take, waiting included. `note` writes a line of the run's log.
-        `named` begins messages about servers that cannot be used."""
+        `named` begins messages about servers that cannot be used. `speaks` is the client of these servers."""
         self._model, self._token_s, self._key, self._note, self._named = model, token_s, key, note, named
+        self._speaks = speaks
         if not key.isascii():
             raise UserError("NMOE_ENGINE_KEY: a key is ASCII text, because it travels in a header of HTTP")
         self._addresses = addresses
@@ -124,7 +126,7 @@ class Fleet(ABC):
         )
         self._client = client
         for index, (address, url) in enumerate(zip(self._addresses, urls, strict=True)):
-            server = EngineServer(address.name, url, client, self._model)
+            server = self._speaks(address.name, url, client, self._model)
             slot = Slot(index, address, server, Silence(address.name, self._note))
             self._slots.append(slot)
             try:
@@ -321,9 +323,9 @@ class Fleet(ABC):
         except asyncio.CancelledError:
             # The thread starts it all the same, and the next publication reaches it.
             with suppress(InfrastructureError):
-                slot.server = EngineServer(slot.server.name, await starting, self._client, self._model)
+                slot.server = self._speaks(slot.server.name, await starting, self._client, self._model)
             raise
-        slot.server = EngineServer(slot.server.name, url, self._client, self._model)
+        slot.server = self._speaks(slot.server.name, url, self._client, self._model)
 
     async def _open_slot(self, slot: Slot) -> None:
         slot.open, slot.fence = True, None

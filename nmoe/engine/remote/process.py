@@ -19,11 +19,18 @@ import torch
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.remote.launcher import Command, Launcher, Process
 from nmoe.errors import InfrastructureError, UserError, cut
+from nmoe.model.policy import config_of
 
 KEY = "NMOE_ENGINE_KEY"
 """The environment variable with the key that a server asks for."""
 # Seconds that a server has until it answers: vLLM's start takes 90 CPU seconds, on a busy machine for a long time.
 START_S = 1800.0
+
+
+# SGLang takes its key from the command line alone, which every user of the machine can read.
+_SGLANG = f"""import os, runpy, sys
+sys.argv += ["--api-key", os.environ["{KEY}"]]
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)"""
 
 
 class RunningServer:
@@ -151,9 +158,29 @@ def addresses(
             *("--max-sequences", str(section.max_sequences), "--cache-mb", str(section.cache_mb)),
             *("--precision", dtype, "--device", "cpu" if on_cpu else "cuda"),
         ]
+    elif section.kind == "sglang":
+        command = [
+            *(
+                _with_engine(section.python, ("sglang",), "pip install sglang"),
+                "-c",
+                _SGLANG,
+                "--model-path",
+                str(checkpoint),
+            ),
+            *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--skip-tokenizer-init"),
+            *("--max-running-requests", str(section.max_sequences), "--tp-size", str(section.tensor_parallel)),
+            *("--mem-fraction-static", str(section.memory_share)),
+            *(["--enable-return-routed-experts"] if config_of(checkpoint).moe_layers else []),
+        ]
     else:
         command = [
-            *(_vllm(section.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
+            *(
+                _with_engine(section.python, ("vllm", "nmoe_vllm"), "pip install vllm and plugins/vllm"),
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                str(checkpoint),
+            ),
             *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--skip-tokenizer-init"),
             *(
                 "--enable-scale-out",
@@ -195,22 +222,13 @@ def _gpus(number: int, each: int, first: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + each])}
 
 
-def _vllm(python: str | None) -> str:
-    """Returns the interpreter that has vLLM and the plugin."""
+def _with_engine(python: str | None, modules: Sequence[str], remedy: str) -> str:
+    """Returns the interpreter that has an engine's modules."""
     python = python or sys.executable
-    found = subprocess.run(
-        [
-            python,
-            "-c",
-            "import importlib.util as u, sys; sys.exit(not (u.find_spec('vllm') and u.find_spec('nmoe_vllm')))",
-        ],
-        capture_output=True,
-        check=False,
-    )
-    if found.returncode:
+    finds = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {modules!r})))"
+    if subprocess.run([python, "-c", finds], capture_output=True, check=False).returncode:
         raise UserError(
-            f"{python} has no vllm with nmoe's plugin: pip install vllm and plugins/vllm there, or name another interpreter in "
-            "engine.python"
+            f"{python} has no {' and '.join(modules)}: {remedy} there, or name another interpreter in engine.python"
         )
     return python
 

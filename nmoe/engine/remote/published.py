@@ -57,10 +57,11 @@ class PublishedFleet(Fleet):
         token_s: float,
         key: str,
         note: Callable[[str], None],
+        speaks: type[EngineServer] = EngineServer,
     ) -> None:
         """`format` None is the format of the servers at hand, each of which has so many `workers`. Files for them are written below
         `shared`; None is this machine's memory. The others are `Fleet`'s."""
-        super().__init__(addresses, model, token_s=token_s, key=key, note=note)
+        super().__init__(addresses, model, token_s=token_s, key=key, note=note, speaks=speaks)
         self._source, self._canary, self._precision = source, canary, precision
         self._transport, self._format, self._backend, self._workers = transport, format, backend, workers
         self._prepared: Callable[[Source, Format, int], Update]

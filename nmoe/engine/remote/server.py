@@ -1,4 +1,5 @@
-"""One engine server as its client sees it: nmoe's own (`python -m nmoe.engine.server`) or vLLM with nmoe's plugin."""
+"""One engine server as its client sees it: nmoe's own (`python -m nmoe.engine.server`) or vLLM with nmoe's plugin; SGLang's calls
+are in `nmoe.engine.remote.sglang`."""
 
 from __future__ import annotations
 
@@ -109,12 +110,12 @@ class EngineServer:
         which later tokens may be."""
         # A server refuses a second request of the same id, which may still run where its client gave up.
         named = Request(request.prompt_ids, request.samples, request.sampling, f"{request.request_id}#{attempt}")
-        body = encode_request(named) | {"cache_salt": str(version)}
-        status, reply = await self._call(GENERATE, deadline_s, body)
+        path, body = self._asked(named, version)
+        status, reply = await self._call(path, deadline_s, body)
         if status >= 500:
             raise ServerLostError(f"{self.name} answered with status {status}: {error_of(reply)}")
         try:
-            samples = decode_samples(status, reply, named)
+            samples = self._answered(status, reply, named)
         except WireError as error:
             if error.status != 200:
                 raise
@@ -126,6 +127,14 @@ class EngineServer:
             if fault is not None:
                 raise ServerLostError(f"{self.name}: sample {index} of request {request.request_id!r} {fault}")
         return samples
+
+    def _asked(self, request: Request, version: int | None) -> tuple[str, dict[str, Any]]:
+        """Returns the route and the body that ask for a request's samples."""
+        return GENERATE, encode_request(request) | {"cache_salt": str(version)}
+
+    def _answered(self, status: int, reply: bytes, request: Request) -> list[Sample]:
+        """Reads a reply. Raises WireError for a refusal, and for a reply that is torn or answers another request."""
+        return decode_samples(status, reply, request)
 
     async def control(
         self, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None, size: int = 0

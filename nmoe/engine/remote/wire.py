@@ -31,8 +31,8 @@ _RARE = ("min_p", "presence_penalty", "frequency_penalty")  # sent where they ar
 _NO_LOGPROB = -9999.0  # vLLM sends it for NaN
 UNPUBLISHED = -1
 """The version of weights that a vLLM has loaded by itself, which it calls "default" or not at all."""
-# What reading a value that is not of the expected form raises.
-_TORN = (ValueError, TypeError, KeyError, AttributeError)
+TORN = (ValueError, TypeError, KeyError, AttributeError)
+"""The exceptions of reading a value that is not of the expected form."""
 
 
 class WireError(InfrastructureError):
@@ -108,15 +108,16 @@ def decode_samples(status: int, body: bytes, request: Request) -> list[Sample]:
         _expect(answered == request.request_id, f"it answers request {shown(answered)}")
         if (prompt := reply.get("prompt_token_ids")) is not None:
             _expect(prompt == list(request.prompt_ids), "it answers another prompt")
-        samples = {choice["index"]: _decode_sample(choice) for choice in reply["choices"]}
+        samples = {choice["index"]: decode_choice(choice) for choice in reply["choices"]}
         indices = sorted(choice["index"] for choice in reply["choices"])
         _expect(indices == list(range(request.samples)), f"it has the samples {indices} of {request.samples}")
-    except _TORN as error:
+    except TORN as error:
         raise WireError(f"the reply to request {request.request_id} cannot be used: {_reason(error)}") from None
     return [samples[index] for index in range(request.samples)]
 
 
-def _decode_sample(choice: dict[str, Any]) -> Sample:
+def decode_choice(choice: dict[str, Any]) -> Sample:
+    """Returns the sample that a reply has as one of its choices. Raises one of `TORN` for a choice that is torn."""
     tokens, logprobs = _decode_logprobs(choice)
     spans = choice["weight_versions"]
     versions = [UNPUBLISHED] * len(tokens) if spans is None else []
@@ -181,7 +182,7 @@ def decode_deltas(line: str, request: Request) -> list[Delta]:
             elif reason is not None:
                 its.append(Delta(None, 0.0, reason, index))
             deltas += its
-    except _TORN as error:
+    except TORN as error:
         raise WireError(f"the stream of request {request.request_id} broke off: {_reason(error)}") from None
     return deltas
 
