@@ -68,7 +68,7 @@ class NativeEngine:
         self._error: BaseException | None = None
         self._outbox: list[Callable[[], None]] = []  # of the event loop's thread only
         self._futures: dict[SequenceGroup, asyncio.Future[Any]] = {}  # of the stepping thread only
-        self._streamed: list[tuple[_Stream, list[Delta]]] = []  # of the stepping thread only: not yet sent
+        self._streamed: list[_Streamed] = []  # of the stepping thread only: not yet sent
         self._scorings, self._nobodys = 0, secrets.token_hex(8)
         self._running = self._paused = False
         self._mixed = False  # whether a copy of weights broke off, and none has succeeded since
@@ -183,16 +183,23 @@ class NativeEngine:
             raise InfrastructureError("the scoring was ended before it was done")
         return scores
 
-    async def stream(self, request: Request) -> AsyncGenerator[list[Delta], None]:
-        """Yields the tokens of all samples of a request as they are sampled: each time all that are there, in the order in which
-        they were sampled. Each sample's last delta has its finish reason and the whole sample. Raises UserError as `generate` does.
-        Cancelling the caller, or closing the generator early, aborts the samples that still run."""
-        stream = _Stream(asyncio.get_running_loop())
+    def follow(self, request: Request, put: Callable[[list[Delta]], None]) -> asyncio.Future[Any]:
+        """Calls `put`, which may not raise, on the event loop's thread with the tokens of all samples of a request: once a step, in
+        the order in which they were sampled. Each sample's last delta has its finish reason and the whole sample. Returns a future
+        that ends with the request, and raises what ended it early, a UserError as `generate`. Who needs no more of a request that
+        still runs has to abort it."""
+        loop = asyncio.get_running_loop()
 
         def on_deltas(deltas: list[Delta]) -> None:
-            self._streamed.append((stream, deltas))
+            self._streamed.append((loop, put, deltas))
 
-        ended = self._submit(lambda: self._engine.add(request, on_deltas))
+        return self._submit(lambda: self._engine.add(request, on_deltas))
+
+    async def stream(self, request: Request) -> AsyncGenerator[list[Delta], None]:
+        """Yields the tokens of all samples of a request as `follow` has them, each time all that are there. Raises UserError as
+        `generate` does. Cancelling the caller, or closing the generator early, aborts the samples that still run."""
+        stream = _Stream(asyncio.get_running_loop())
+        ended = self.follow(request, stream.put)
         ended.add_done_callback(lambda _: stream.end())
         try:
             while deltas := await stream.take():
@@ -380,7 +387,7 @@ class NativeEngine:
         resolves the futures of requests that have ended."""
         streamed, self._streamed = self._streamed, []
         if streamed:
-            _call_on(streamed[0][0].loop, _put_all, streamed)
+            _call_on(streamed[0][0], _put_all, streamed)
         for group in groups:
             self._settle(self._futures.pop(group), _resolve, group.scores if group.scoring else group.samples)
 
@@ -402,7 +409,7 @@ class _Stream:
     """Collects tokens until they are taken. Used on the thread of its event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+        self._loop = loop
         self._deltas: list[Delta] = []
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
@@ -422,15 +429,18 @@ class _Stream:
     async def take(self) -> list[Delta]:
         """Returns the tokens that are there, after waiting for some; none at the end."""
         if not (self._deltas or self._ended):
-            self._waiter = self.loop.create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
         taken, self._deltas = self._deltas, []
         return taken
 
 
-def _put_all(streamed: list[tuple[_Stream, list[Delta]]]) -> None:
-    for stream, deltas in streamed:
-        stream.put(deltas)
+_Streamed = tuple[asyncio.AbstractEventLoop, Callable[[list[Delta]], None], list[Delta]]
+
+
+def _put_all(streamed: list[_Streamed]) -> None:
+    for _, put, deltas in streamed:
+        put(deltas)
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *args: object) -> None:

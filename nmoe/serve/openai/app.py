@@ -15,6 +15,7 @@ from starlette.requests import Request as Asking
 from starlette.responses import Response
 from starlette.routing import Route
 
+from nmoe.engine.server.events import DONE, EventStream
 from nmoe.engine.server.http import TooLargeError, body_of, json_reply, unless_gone
 from nmoe.engine.server.tokens import TokenLimits, TokenRoutes
 from nmoe.errors import UserError
@@ -23,13 +24,12 @@ from nmoe.serve.openai.chat import read_chat
 from nmoe.serve.openai.chat_job import ChatJob
 from nmoe.serve.openai.completions import TextJob, read_completions
 from nmoe.serve.openai.errors import ApiError
-from nmoe.serve.openai.events import DONE, EventStream
 from nmoe.serve.openai.fields import IGNORED, Fields
 from nmoe.serve.openai.limits import Admission
 from nmoe.serve.openai.metrics import Metrics
 from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.reading import Addition
-from nmoe.serve.openai.runs import end, steps
+from nmoe.serve.openai.runs import Steps, end
 from nmoe.serve.openai.tokenizing import detokenize, tokenize, tokenizer_info
 
 Job = ChatJob | TextJob
@@ -165,12 +165,12 @@ class Server:
             if not job.asked.streamed:
                 return json_reply(job.whole(await unless_gone(asking, self._whole(job))), headers=headers)
             # A refusal comes before the first token, and so before the status of the reply.
-            first, added = await unless_gone(asking, self._begin(job))
-            held.push_async_callback(added.aclose)
-            events = self._events(job, first, added)
+            first, steps = await unless_gone(asking, self._begin(job))
+            held.push_async_callback(steps.close)
+            events = self._events(job, first, steps)
             return EventStream(events, held.pop_all(), self._served.limits.stalled_s, headers)
 
-    async def _begin(self, job: Job) -> tuple[list[Addition], AsyncGenerator[list[Addition], None]]:
+    async def _begin(self, job: Job) -> tuple[list[Addition], Steps]:
         """Returns what the first step of the engine adds to a reply, and the later steps."""
         began = time.monotonic()
         try:
@@ -178,25 +178,25 @@ class Server:
                 await job.prepare()
         except TimeoutError:
             raise ApiError("the deadline came before the first token", code="deadline", status=504) from None
+        steps = Steps(self._served.engine, job.runs, job.asked.seconds)
         if not job.runs:
-            return job.unsampled(), _none()
-        added = steps(self._served.engine, job.runs, job.asked.seconds)
+            return job.unsampled(), steps
         try:
-            first = await anext(added)
+            first = await steps.take()
         except BaseException:
-            await added.aclose()
+            await steps.close()
             raise
         self.metrics.first_token.observe(time.monotonic() - began)
-        return first, added
+        return first, steps
 
     async def _whole(self, job: Job) -> list[Addition]:
-        first, added = await self._begin(job)
+        additions, steps = await self._begin(job)
         try:
-            async for of_step in added:
-                first += of_step
+            while added := await steps.take():
+                additions += added
         finally:
-            await added.aclose()
-        return first
+            await steps.close()
+        return additions
 
     def end_all(self, why: str) -> None:
         """Ends all requests with the tokens so far."""
@@ -215,23 +215,15 @@ class Server:
             self.metrics.whole.observe(time.monotonic() - began)
             self.metrics.prompt_tokens += job.usage()["prompt_tokens"]
 
-    async def _events(
-        self, job: Job, first: list[Addition], added: AsyncGenerator[list[Addition], None]
-    ) -> AsyncGenerator[bytes, None]:
+    async def _events(self, job: Job, first: list[Addition], steps: Steps) -> AsyncGenerator[bytes, None]:
         try:
             yield job.opening() + job.chunks(first)
-            async for of_step in added:
-                if chunks := job.chunks(of_step):
+            while added := await steps.take():
+                if chunks := job.chunks(added):
                     yield chunks
             yield job.closing() + DONE
         except (UserError, RuntimeError) as error:
             yield b"data: " + bytes(ApiError(str(error), status=500).reply().body) + b"\n\n" + DONE
-
-
-async def _none() -> AsyncGenerator[list[Addition], None]:
-    """Yields nothing, for a request that samples nothing."""
-    return
-    yield []
 
 
 def application(server: Server) -> Starlette:

@@ -12,7 +12,7 @@ from typing import Any
 from nmoe.engine.api import RawLogprob, Request
 from nmoe.serve.openai.errors import ApiError
 from nmoe.serve.openai.fields import Fields
-from nmoe.serve.openai.logprobs import Scored, TextLogprobs, dumps, joined, usage
+from nmoe.serve.openai.logprobs import Scored, TextLogprobs, dumps, joined, listed, usage
 from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.reading import Addition, Choice, TextReader, texts
 from nmoe.serve.openai.runs import Run
@@ -105,7 +105,7 @@ class TextJob:
             text, table = texts(added.pieces, "content"), "null"
             if self.asked.top is not None and added.token_ids:
                 table = dumps(self._tables[added.index].sampled(_scored(added)))
-            ids = f',"token_ids":{dumps(added.token_ids)}' if self.asked.with_ids and added.token_ids else ""
+            ids = f',"token_ids":{listed(added.token_ids)}' if self.asked.with_ids and added.token_ids else ""
             if text or ids or table != "null":
                 parts.append(self._event(added.index, text, table, of_choice=ids))
             if added.finish is not None:

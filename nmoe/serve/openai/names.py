@@ -18,17 +18,22 @@ class TokenNames:
         self.bytes_of = lru_cache(maxsize=None)(tokenizer.bytes_of)
         self.name = lru_cache(maxsize=None)(self._name)
         self.entry = lru_cache(maxsize=None)(self._entry)
+        self.whole = lru_cache(maxsize=None)(self._whole)
 
     def text(self, token_ids: Iterable[int]) -> str:
         """Returns the text of tokens."""
         return b"".join(map(self.bytes_of, token_ids)).decode("utf-8", "replace")
 
     def _name(self, token_id: int) -> str:
-        raw = self.bytes_of(token_id)
+        text = self.whole(token_id)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token_id)) if text is None else text
+
+    def _whole(self, token_id: int) -> str | None:
+        """The text of a token; None if its bytes are no whole characters."""
         try:
-            return raw.decode()
+            return self.bytes_of(token_id).decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            return None
 
     def _entry(self, token_id: int) -> str:
         """The start of a token's entry in a list of log-probabilities, up to its number: `"token":"a","bytes":[97],"logprob":`."""

@@ -23,10 +23,15 @@ class TextReader:
     held = ""
 
     def __init__(self, names: TokenNames, silent: Collection[int]) -> None:
-        self._bytes_of, self._silent, self._decoder = names.bytes_of, silent, _Utf8("replace")
+        self._bytes_of, self._whole, self._silent, self._decoder = names.bytes_of, names.whole, silent, _Utf8("replace")
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         bytes_of, silent = self._bytes_of, self._silent
+        if len(token_ids) == 1 and not self._decoder.buffer and token_ids[0] not in silent:
+            # Nearly all steps: one token of whole characters, behind whole characters.
+            text = self._whole(token_ids[0])
+            if text is not None:
+                return [Piece("content", text)] if text else []
         text = self._decoder.decode(b"".join([bytes_of(one) for one in token_ids if one not in silent]))
         return [Piece("content", text)] if text else []
 
@@ -140,6 +145,8 @@ class Choice:
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
     """Joins neighbouring texts of one kind, so that a step has few chunks."""
+    if len(pieces) < 2:
+        return list(pieces)
     joined = list[Piece]()
     for piece in pieces:
         last = joined[-1] if joined else None
@@ -151,6 +158,8 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def texts(pieces: Sequence[Piece], kind: str) -> str:
+    if len(pieces) == 1:
+        return pieces[0].text if pieces[0].kind == kind else ""
     return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.serve.openai.reading import Addition, Choice
-
-_WAITING = 64  # steps that wait to be sent, of all prompts
 
 
 @dataclass(frozen=True)
@@ -26,25 +24,58 @@ class Run:
         return sum(choice.tokens for choice in self.choices)
 
 
-async def steps(engine: NativeEngine, runs: Sequence[Run], seconds: float) -> AsyncGenerator[list[Addition], None]:
-    """Yields what each step of the engine adds to the choices. After `seconds` the runs end with the tokens so far."""
-    timer = asyncio.get_running_loop().call_later(seconds, end, engine, runs, "deadline")
-    try:
-        if len(runs) > 1:
-            async with aclosing(_of_several(engine, runs)) as several:
-                async for added in several:
-                    yield added
-            return
-        # Not through `_of_one`, because each generator that a token passes costs a microsecond.
-        (run,) = runs
-        stream = engine.stream(run.request)
-        try:
-            async for deltas in stream:
-                yield _read(engine, run, deltas)
-        finally:
-            await stream.aclose()
-    finally:
-        timer.cancel()
+class Steps:
+    """What the engine adds to the choices of runs, from now on. After `seconds` the runs end with the tokens so far."""
+
+    def __init__(self, engine: NativeEngine, runs: Sequence[Run], seconds: float) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._new = list[tuple[Run, list[Delta]]]()
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer = self._loop.call_later(seconds, end, engine, runs, "deadline")
+        self._running = {engine.follow(run.request, partial(self._put, run)): run for run in runs}
+        self._error: BaseException | None = None
+        for ended in self._running:
+            ended.add_done_callback(self._end)
+
+    async def take(self) -> list[Addition]:
+        """Returns what has been added since the last time, after waiting for something; nothing at the end. Raises UserError as
+        the engine does, and RuntimeError if it fails."""
+        while not self._new:
+            if self._error is not None:
+                raise self._error
+            if not self._running:
+                return []
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        new, self._new = self._new, []
+        if len(new) == 1:
+            return _read(self._engine, *new[0])
+        together = dict[int, tuple[Run, list[Delta]]]()
+        for run, deltas in new:
+            together.setdefault(id(run), (run, []))[1].extend(deltas)
+        return [added for run, deltas in together.values() for added in _read(self._engine, run, deltas)]
+
+    async def close(self) -> None:
+        """Ends the runs that still run."""
+        self._timer.cancel()
+        if self._running:
+            for run in self._running.values():
+                self._engine.abort(run.request.request_id)
+            await asyncio.wait(list(self._running))
+
+    def _put(self, run: Run, deltas: list[Delta]) -> None:
+        self._new.append((run, deltas))
+        self._wake()
+
+    def _end(self, ended: asyncio.Future[object]) -> None:
+        del self._running[ended]
+        self._error = self._error or (asyncio.CancelledError() if ended.cancelled() else ended.exception())
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def end(engine: NativeEngine, runs: Sequence[Run], why: str) -> None:
@@ -75,37 +106,3 @@ def _read_sample(engine: NativeEngine, run: Run, index: int, deltas: Sequence[De
     if choice.stopped and not stopped and added.finish is None:
         engine.abort(run.request.request_id, index)
     return added
-
-
-async def _of_several(engine: NativeEngine, runs: Sequence[Run]) -> AsyncGenerator[list[Addition], None]:
-    # `room` bounds the steps, so that the end can be put into the queue also where nothing takes them any more.
-    queue: asyncio.Queue[list[Addition] | None] = asyncio.Queue()
-    room = asyncio.Semaphore(_WAITING)
-
-    async def read(run: Run) -> None:
-        stream = engine.stream(run.request)
-        try:
-            async for deltas in stream:
-                await room.acquire()
-                queue.put_nowait(_read(engine, run, deltas))
-        finally:
-            await stream.aclose()
-
-    async def read_all() -> None:
-        async with asyncio.TaskGroup() as group:
-            for run in runs:
-                group.create_task(read(run))
-
-    task = asyncio.create_task(read_all())
-    task.add_done_callback(lambda _: queue.put_nowait(None))
-    try:
-        while (added := await queue.get()) is not None:
-            room.release()
-            yield added
-        await task
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError, BaseExceptionGroup):
-            await task

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from nmoe.engine.server.http import closed
 
@@ -21,20 +21,28 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], held: AsyncExitStack, stalled_s: float, headers: dict[str, str]
+        self,
+        events: AsyncGenerator[bytes, None],
+        held: AsyncExitStack,
+        stalled_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
+        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events, self._held, self._stalled_s = events, held, stalled_s
-        self._since = 0.0  # when the message began to be sent that is being sent
+        self._messages, self._taken = 0, 0  # that were given to the connection, and that it has taken
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         sending, gone = asyncio.create_task(self._send(send)), asyncio.create_task(closed(receive))
+        taken, since = 0, loop.time()
         try:
             while not (sending.done() or gone.done()):
                 await asyncio.wait((sending, gone), timeout=self._stalled_s / 4, return_when=asyncio.FIRST_COMPLETED)
-                if self._since and loop.time() - self._since > self._stalled_s:
+                # Not timed message by message, which would read the clock twice for each token.
+                if self._taken == self._messages or self._taken != taken:
+                    taken, since = self._taken, loop.time()
+                elif loop.time() - since > self._stalled_s:
                     break
             if sending.done():
                 sending.result()
@@ -48,16 +56,15 @@ class EventStream(Response):
                 await self._held.aclose()
 
     async def _send(self, send: Send) -> None:
-        now = asyncio.get_running_loop().time
-
-        async def timed(message: Message) -> None:
-            self._since = now()
-            await send(message)
-            self._since = 0.0
-
-        await timed({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._messages = 1
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._taken = 1
         async for data in self._events:
-            await timed({"type": "http.response.body", "body": data, "more_body": True})
+            self._messages += 1
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._taken += 1
         # Before the end of the reply, after which the client may ask again.
         await self._held.aclose()
-        await timed({"type": "http.response.body", "body": b"", "more_body": False})
+        self._messages += 1
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._taken += 1
