@@ -16,7 +16,7 @@ from nmoe.engine.native.adapters import AdapterEngines
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.remote.wire import encode_request
-from nmoe.engine.server.requests import decode_request
+from nmoe.engine.server.requests import UnknownModelError, decode_request
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.lora import Lora, LoraSettings, choose
@@ -170,7 +170,11 @@ def test_the_token_route_takes_an_adapter_by_its_name(request_of: MakeRequest) -
     request = replace(request_of("a", 5, 1, 9), adapter="wide")
     body = encode_request(request)
     assert decode_request(body, ("narrow", "wide")) == (request, False)
-    assert decode_request(body) == (replace(request, adapter=None), False)  # a client's own name for the model
+    assert decode_request(body, names=("wide",)) == (replace(request, adapter=None), False)
+    with pytest.raises(UnknownModelError, match="model = 'wide': does not exist; there is base, narrow"):
+        decode_request(body, ("narrow",), ("base",))
+    with pytest.raises(UnknownModelError, match="leave it out"):
+        decode_request(body)
 
 
 def test_adapters_are_loaded_beside_each_other(model: Transformer, tmp_path: Path, request_of: MakeRequest) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import httpx2
 import pytest
+import torch
 from starlette.types import Message
 
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import DivergenceError
+from nmoe.model.checkpoint import load_model
 from nmoe.model.transformer import Transformer
 from nmoe.serve.openai.app import Server, application
 from nmoe.serve.openai.model import Served
@@ -38,3 +43,44 @@ def test_a_fault_says_that_its_connection_ends(
     assert sent[0]["status"] == 500
     assert dict(sent[0]["headers"])[b"connection"] == b"close"
     assert b"ZeroDivisionError: by nothing" in sent[1]["body"]
+
+
+def test_a_request_whose_numbers_are_not_finite_ends_alone(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    model = load_model(checkpoint).requires_grad_(False)
+    with torch.no_grad():
+        model.embedding.weight[80] = torch.nan
+    form = chat_format(tokenizer, "auto")
+    engine = NativeEngine(model, 2, survives=True)
+    served = Served(engine, tokenizer, form, ("tiny",), 4096, tokenizer.vocab_size, 2, 0, "fp")
+    transport = httpx2.ASGITransport(application(Server(served)))
+
+    async def ask() -> list[int]:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+
+            async def of(token: int, path: str = "/v1/completions", **more: object) -> httpx2.Response:
+                return await client.post(path, json={"prompt": [token], "max_tokens": 3, "seed": 1} | more)
+
+            async def health() -> int:
+                return (await client.get("/health")).status_code
+
+            right = (await of(70)).json()["choices"]
+            found = [await health(), (bad := await of(80)).status_code, await health()]
+            assert "not finite" in bad.json()["error"]["message"]
+            assert "not finite" in (await client.get("/health")).json()["message"]
+            streamed = await of(80, stream=True)
+            assert "not finite" in streamed.text
+            tokens = {"request_id": "r", "token_ids": [80], "sampling_params": {"max_tokens": 2, "seed": 1}}
+            found += [(await client.post("/inference/v1/generate", json=tokens)).status_code]
+            found += [(await client.post("/score", json={"token_ids": [80, 70]})).status_code]
+            assert (await of(70)).json()["choices"] == right
+            return [*found, await health()]
+
+    assert engine.run(ask()) == [200, 500, 503, 500, 500, 200]
+
+
+def test_an_engine_that_does_not_survive_stops(checkpoint: Path) -> None:
+    model = load_model(checkpoint).requires_grad_(False)
+    with torch.no_grad():
+        model.embedding.weight[80] = torch.nan
+    with pytest.raises(DivergenceError):
+        (engine := NativeEngine(model, 2)).run(engine.score([80, 70]))

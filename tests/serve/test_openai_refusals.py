@@ -270,6 +270,9 @@ def test_a_server_without_a_key_answers_to_its_own_names_alone(client: Client, s
     for host in ("evil.example:80", "evil.example", "localhost.evil.example", "[::1].evil.example:80", ""):
         reply = client.http.get("/v1/models", headers={"Host": host, "Origin": f"http://{host}"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "unknown_host"), host
+    with socket.create_connection((client.http.base_url.host, port), timeout=10) as raw:
+        raw.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")  # a request without a host
+        assert raw.recv(12) == b"HTTP/1.1 403"
     assert strict.http.get("/v1/models", headers={"Host": "model.example"}).status_code == 200
 
 

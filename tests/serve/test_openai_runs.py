@@ -9,7 +9,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.model.transformer import Transformer
 from nmoe.serve.openai.names import TokenNames
 from nmoe.serve.openai.reading import Choice, TextReader
-from nmoe.serve.openai.runs import Run, steps
+from nmoe.serve.openai.runs import Run, Steps
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Sampling
 
@@ -29,11 +29,11 @@ def test_a_client_that_takes_no_more_leaves_no_task(model: Transformer, tokenize
     engine, runs = NativeEngine(model, 4), runs_of(tokenizer, 4, 400)
 
     async def left() -> int:
-        added = steps(engine, runs, 60)
-        await anext(added)
-        while engine.stats().generated_tokens < 160:  # more steps than may wait
+        steps = Steps(engine, runs, 60)
+        await steps.take()
+        while engine.stats().generated_tokens < 160:
             await asyncio.sleep(0.01)
-        await asyncio.wait_for(added.aclose(), 5)
+        await asyncio.wait_for(steps.close(), 5)
         return len(asyncio.all_tasks()) - 1
 
     assert engine.run(left()) == 0
@@ -45,7 +45,8 @@ def test_the_steps_of_several_runs_bring_all_their_tokens(model: Transformer, to
 
     async def counts() -> dict[int, int]:
         counted: dict[int, int] = {}
-        async for additions in steps(engine, runs, 60):
+        steps = Steps(engine, runs, 60)
+        while additions := await steps.take():
             for added in additions:
                 counted[added.index] = counted.get(added.index, 0) + len(added.token_ids)
         return counted

@@ -25,7 +25,7 @@ from nmoe.engine.api import Delta, EngineStats, RawLogprob, Request
 from nmoe.engine.native.adapters import AdapterEngines
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.native.sequence import SequenceGroup
-from nmoe.errors import InfrastructureError, UserError
+from nmoe.errors import DivergenceError, InfrastructureError, UserError
 from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sample
@@ -46,6 +46,9 @@ class NativeEngine:
         >>> [len(sample.token_ids) for sample in engine.run(engine.generate(request))]
         [5, 5]
 
+    An engine that `survives` ends only the requests of a step in which the model computes NaN or infinity, with a DivergenceError;
+    `diverged` has its message until a step goes well.
+
     Only the thread inside `run` touches the synchronous engine: calls from other threads put actions into its inbox, which it does
     between two steps.
     """
@@ -53,10 +56,17 @@ class NativeEngine:
     _sampler: type[LLMEngine] = LLMEngine
 
     def __init__(
-        self, model: Transformer, max_sequences: int, cache_mb: int = 0, adapters: Mapping[str, Lora] | None = None
+        self,
+        model: Transformer,
+        max_sequences: int,
+        cache_mb: int = 0,
+        adapters: Mapping[str, Lora] | None = None,
+        survives: bool = False,
     ) -> None:
         self.adapters = tuple(adapters or ())
         """The names of the adapters."""
+        self.diverged: str | None = None
+        self._survives = survives
         self._engine: LLMEngine | AdapterEngines
         if adapters:
             self._engine = AdapterEngines(model, max_sequences, cache_mb * 2**20, adapters)
@@ -338,7 +348,21 @@ class NativeEngine:
         for action in actions:
             action()
         if self._has_work:
-            self._finish(self._engine.step())
+            self._step()
+
+    def _step(self) -> None:
+        try:
+            finished = self._engine.step()
+        except DivergenceError as error:
+            if not self._survives:
+                raise
+            self.diverged = str(error)
+            self._finish(())
+            for group in [group for group in self._futures if group.aborted]:
+                self._settle(self._futures.pop(group), _fail, error)
+        else:
+            self.diverged = None
+            self._finish(finished)
 
     @property
     def _has_work(self) -> bool:

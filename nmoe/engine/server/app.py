@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.remote.wire import WEIGHTS_ID, error_body
 from nmoe.engine.server.http import body_of, json_reply
-from nmoe.engine.server.requests import take
+from nmoe.engine.server.requests import UnknownModelError, take
 from nmoe.engine.server.tokens import TokenRoutes
 from nmoe.engine.server.weights import StateError, Weights
 from nmoe.errors import UserError
@@ -161,7 +161,8 @@ def application(service: Service, key: str) -> ASGIApp:
 
 async def _refused(asked: Asked, error: Exception) -> Response:
     assert isinstance(error, UserError), "the handler of these"
-    status = 409 if isinstance(error, StateError) else 400 if error.exit_code == 2 else 500
+    unknown = 404 if isinstance(error, UnknownModelError) else 400 if error.exit_code == 2 else 500
+    status = 409 if isinstance(error, StateError) else unknown
     return json_reply(error_body(status, str(error)), status)
 
 

@@ -16,7 +16,8 @@ DONE = b"data: [DONE]\n\n"
 
 class EventStream(Response):
     """Sends events as they come. The generator is closed if the client closes its connection, or takes nothing for `stalled_s`
-    seconds, so that nothing is computed or kept for it. `held` is closed with it, also where the generator has not begun."""
+    seconds, if there is such a limit, so that nothing is computed or kept for it. `held` is closed with it, also where the
+    generator has not begun."""
 
     media_type = "text/event-stream"
 
@@ -24,7 +25,7 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         held: AsyncExitStack,
-        stalled_s: float,
+        stalled_s: float | None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
@@ -35,14 +36,15 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         sending, gone = asyncio.create_task(self._send(send)), asyncio.create_task(closed(receive))
-        taken, since = 0, loop.time()
+        taken, since, limit = 0, loop.time(), self._stalled_s
         try:
             while not (sending.done() or gone.done()):
-                await asyncio.wait((sending, gone), timeout=self._stalled_s / 4, return_when=asyncio.FIRST_COMPLETED)
+                looks_after = None if limit is None else limit / 4
+                await asyncio.wait((sending, gone), timeout=looks_after, return_when=asyncio.FIRST_COMPLETED)
                 # Not timed message by message, which would read the clock twice for each token.
                 if self._taken == self._messages or self._taken != taken:
                     taken, since = self._taken, loop.time()
-                elif loop.time() - since > self._stalled_s:
+                elif limit is not None and loop.time() - since > limit:
                     break
             if sending.done():
                 sending.result()

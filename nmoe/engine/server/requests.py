@@ -22,9 +22,14 @@ _REQUIRED = object()
 _MOST_DIGITS = 19  # of a token id of 63 bits
 
 
-def decode_request(body: Any, adapters: Collection[str] = ()) -> tuple[Request, bool]:
+class UnknownModelError(UserError):
+    """A request names a model that the server does not have."""
+
+
+def decode_request(body: Any, adapters: Collection[str] = (), names: Collection[str] = ()) -> tuple[Request, bool]:
     """Returns the request of a body, and whether its tokens are to be streamed. A `model` that is one of the `adapters` is sampled
-    from with it. Raises UserError for a body that is not of this form."""
+    from with it; `names` are those of the base. Raises UserError for a body that is not of this form, and UnknownModelError for
+    another model, because samples of the base look like an adapter's."""
     check_names(body, "the body", _TOP)
     given = body.get("sampling_params")
     check_names(given, "sampling_params", _PARAMS)
@@ -48,6 +53,9 @@ def decode_request(body: Any, adapters: Collection[str] = ()) -> tuple[Request, 
     )
     prompt_ids, samples = tuple(take_ids(body, "token_ids")), take(given, "n", int, 1)
     model = take(body, "model", str, "")
+    if model and model not in (*names, *adapters):
+        known = f"; there is {', '.join((*names, *adapters))}" if (*names, *adapters) else ": leave it out"
+        raise UnknownModelError(f"model = {shown(model)}: does not exist{known}")
     adapter = model if model in adapters else None
     request = Request(prompt_ids, samples, sampling, take(body, "request_id", str), adapter=adapter)
     return request, take(body, "stream", bool, False)

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from nmoe.engine.server.events import DONE, EventStream
 from nmoe.engine.server.http import TooLargeError, body_of, json_reply, unless_gone
+from nmoe.engine.server.requests import UnknownModelError
 from nmoe.engine.server.tokens import TokenLimits, TokenRoutes
 from nmoe.errors import UserError
 from nmoe.serve import page
@@ -44,8 +45,8 @@ class Server:
         self._admission = Admission(served.limits.requests)
         self._jobs = set[Job]()
         limits = served.limits
-        of_tokens = TokenLimits(limits.samples, limits.prompt_tokens or None, limits.request_s)
-        self._tokens = TokenRoutes(served.engine, self._admit_tokens, lambda: 0, self._body, of_tokens)
+        of_tokens = TokenLimits(limits.samples, limits.prompt_tokens or None, limits.request_s, limits.stalled_s)
+        self._tokens = TokenRoutes(served.engine, self._admit_tokens, lambda: 0, self._body, of_tokens, served.models)
         self.metrics = Metrics()
 
     def routes(self) -> list[Route]:
@@ -83,6 +84,8 @@ class Server:
         return answered
 
     async def health(self, asking: Asking) -> Response:
+        if (fault := self._served.engine.diverged) is not None:
+            return json_reply({"status": "diverged", "message": fault}, 503)
         return json_reply({"status": "ok"})
 
     async def figures(self, asking: Asking) -> Response:
@@ -203,6 +206,7 @@ class Server:
         for job in self._jobs:
             end(self._served.engine, job.runs, why)
         self._tokens.end_all()
+        self._tokens.end_scorings()
 
     @contextmanager
     def _listed(self, job: Job) -> Iterator[None]:
@@ -239,6 +243,7 @@ def application(server: Server) -> Starlette:
 
     handlers: Any = {
         ApiError: handler(lambda _, error: error),
+        UnknownModelError: handler(lambda _, error: ApiError(str(error), "model", "model_not_found", 404)),
         UserError: handler(lambda _, error: ApiError(str(error), status=400 if error.exit_code == 2 else 500)),
         HTTPException: handler(_no_route),
         ClientDisconnect: handler(lambda _, error: ApiError("the client is gone", status=499)),

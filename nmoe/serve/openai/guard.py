@@ -35,7 +35,7 @@ def guarded(app: ASGIApp, key: str, bound: str, metrics: Metrics) -> ASGIApp:
     def refusal(path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         if (origin := headers.get(b"origin")) is not None and origin.partition(b"://")[2] != headers.get(b"host"):
             return ApiError("requests from the pages of other sites are refused", code="cross_origin", status=403)
-        if not key and (host := headers.get(b"host")) is not None and _name(host) not in own:
+        if not key and _name(headers.get(b"host", b"")) not in own:
             message = f"this server has no key, and answers requests to {', '.join(sorted(own))} alone"
             return ApiError(message, code="unknown_host", status=403)
         open_to_all = not key or path in _OPEN or path.startswith("/page/")

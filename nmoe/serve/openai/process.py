@@ -133,7 +133,7 @@ def _load(options: Options) -> Served:
     for line in (*notes, *(lora.notes if lora is not None else ())):
         print(line, file=sys.stderr)
     return Served(
-        NativeEngine(model, options.max_sequences, options.cache_mb, adapters=adapters),
+        NativeEngine(model, options.max_sequences, options.cache_mb, adapters=adapters, survives=True),
         tokenizer,
         form,
         names,
