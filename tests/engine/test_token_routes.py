@@ -28,6 +28,9 @@ class Endless:
         finally:
             self.ended += 1
 
+    def abort(self, request_id: str) -> None:
+        assert request_id == "", "no request samples"
+
 
 async def admit() -> None: ...
 
