@@ -28,7 +28,7 @@ class UnknownModelError(UserError):
 
 def decode_request(body: Any, adapters: Collection[str] = (), names: Collection[str] = ()) -> tuple[Request, bool]:
     """Returns the request of a body, and whether its tokens are to be streamed. A `model` that is one of the `adapters` is sampled
-    from with it; `names` are those of the base. Raises UserError for a body that is not of this form, and UnknownModelError for
+    from with it; the base has the `names`. Raises UserError for a body that is not of this form, and UnknownModelError for
     another model, because samples of the base look like an adapter's."""
     check_names(body, "the body", _TOP)
     given = body.get("sampling_params")

@@ -40,7 +40,7 @@ class TokenLimits:
 
 class TokenRoutes:
     """The routes of an engine. `admit` returns once a request may run, or raises what refuses it; `version` returns the
-    weights' version; `read` reads a body; `names` are those of the base model.
+    weights' version; `read` reads a body; the base model has the `names`.
 
     `running` has the ids of the requests that run; `idle` is set while there are none.
     """
