@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "nmoe"
 
 LEVELS = [
     {"cli"},
+    {"cluster"},
     {"api"},
     {"serve"},
     {"speedrun"},

@@ -88,13 +88,14 @@ Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random 
 
 
 @contextmanager
-def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
-    """Loads the configuration of a training command, checks it, prints the memory that the run will need, and yields it.
+def configured(arguments: list[str], schema: "type[C]", config: "C | None" = None) -> "Iterator[C]":
+    """Loads the configuration of a training command if it is not given, checks it, prints the memory that the run will need, and
+    yields it.
 
     Raises UserError for a run that cannot succeed (see `nmoe preflight`). If the `with` block raises UserError because
     an input is missing, the error is extended by the file and line that name this input.
     """
-    config = read_configuration(arguments, schema)
+    config = config or read_configuration(arguments, schema)
     from nmoe.config.loader import located
     from nmoe.config.packaged import find_configuration
     from nmoe.preflight.preflight import refuse_to_start

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nmoe.cli.arguments import ConfigAndOverrides, configured, sum_up
+from nmoe.cli.arguments import ConfigAndOverrides, configured, file_and_overrides, read_configuration, sum_up
 from nmoe.errors import UserError
 
 
@@ -162,10 +162,18 @@ def train(arguments: ConfigAndOverrides) -> None:
       nmoe rl train sort_grpo --run.name=wide --batch.group_size=16
     Example, resuming after an interruption:
       nmoe rl train sort_grpo --run.name=wide --batch.group_size=16 --run.resume=true
+    Example, with two engine servers that are started again when they fail:
+      nmoe rl train sort_grpo --engine.kind=server --placement.engines=2
     """
     from nmoe.config.commands import RLConfig
 
-    with configured(arguments, RLConfig) as config:
+    config = read_configuration(arguments, RLConfig)
+    if config.has_parent:
+        from nmoe.cluster.parent import run_placed
+
+        run_placed(config, *file_and_overrides(arguments))
+        return
+    with configured(arguments, RLConfig, config) as config:
         from nmoe.rl.launch import train
 
         run = train(config)

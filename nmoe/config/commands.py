@@ -42,6 +42,7 @@ from nmoe.config.tables.model import (
     PretrainingOptimizerSection,
 )
 from nmoe.config.tables.monitor import MonitorSection, SampleRateSection, WatchSection
+from nmoe.config.tables.placement import PlacementSection
 from nmoe.config.tables.pools import SelfplayPool, task_types
 from nmoe.config.tables.recipes import (
     DataSection,
@@ -295,6 +296,8 @@ class RLConfig(AdaptableConfig, _Asynchronous):
     """isolation of tools and tests"""
     engine: RolloutEngineSection = RolloutEngineSection()
     """rollout engine"""
+    placement: PlacementSection | None = None
+    """processes to start and to watch; without it, the run's own process trains"""
     sampling: SamplingSection = SamplingSection()
     """sampling distribution"""
     batch: BatchSection = BatchSection()
@@ -329,6 +332,7 @@ class RLConfig(AdaptableConfig, _Asynchronous):
         yield from self._algorithm_conflicts()
         if self.asynchrony.max_staleness:
             yield from self._asynchrony_conflicts()
+        yield from self._placement_conflicts()
         if "open" in task_types(self.environment.task_pool):
             if self.batch.favour_unsolved:
                 yield Conflict(
@@ -350,6 +354,33 @@ class RLConfig(AdaptableConfig, _Asynchronous):
                 )
             yield from effort_in_plain_text(index, probe, probe.environment or self.environment)
         yield from confusable(dict(enumerate(self.eval)), self.environment.env_id)
+
+    @property
+    def has_parent(self) -> bool:
+        """Whether `nmoe rl train` is the parent of the processes that train and sample. These get the engines' addresses."""
+        return self.placement is not None and not self.engine.urls
+
+    @property
+    def placed_engine(self) -> RolloutEngineSection:
+        """[engine] with the number and the sizes of the servers that [placement] starts, if it does."""
+        if self.placement is None or self.engine.urls:
+            return self.engine
+        placed = self.placement
+        sizes = {"tensor_parallel": placed.tensor_parallel, "memory_share": placed.memory_share}
+        return self.engine.model_copy(update={"servers": placed.engines, **sizes})
+
+    def _placement_conflicts(self) -> Iterator[Conflict]:
+        if self.placement is None:
+            return
+        if not self.engine.on_servers:
+            yield Conflict(
+                "engine.kind", f'is "{self.engine.kind}", and [placement] starts engine servers: set "server" or "vllm"'
+            )
+        here = {"servers": "engines", "tensor_parallel": "tensor_parallel", "memory_share": "memory_share"}
+        for name, placed in here.items():
+            default = RolloutEngineSection.model_fields[name].default
+            if self.has_parent and getattr(self.engine, name) != default:
+                yield Conflict(f"engine.{name}", f"is of servers without [placement]; give placement.{placed}")
 
     def _algorithm_conflicts(self) -> Iterator[Conflict]:
         algorithm, critic = self.algorithm, self.critic

@@ -75,7 +75,7 @@ def engine_plan(config: RunConfig) -> EnginePlan | None:
     """Plans the engine servers of a run; None if its own processes sample. Raises UserError if the checkpoint cannot be read."""
     if samples_here(config) or not isinstance(config, RLConfig):
         return None
-    size, section = size_of(config), config.engine
+    size, section = size_of(config), config.placed_engine
     shape, weights = size.shape, size.parameters * size.dtype.itemsize
     _, tokens = lengths(config, shape.context_tokens)
     adapter = section.transport(size.adapts) == "adapter"

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-from nmoe.config.commands import RunConfig
+from nmoe.config.commands import RLConfig, RunConfig
+from nmoe.config.tables.placement import PLACED
+from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.config.tables.run import SamplingRunSection
 from nmoe.config.toml import to_toml
 from nmoe.errors import RunStoppedError
@@ -328,8 +330,11 @@ def _lasting(config: RunConfig, threads: int) -> RunConfig:
     """Returns the configuration to store in the run directory: a new run of it repeats this run.
 
     So a resumed run stores its thread count, and the length of its original learning-rate schedule unless
-    optimizer.schedule_steps sets another.
+    optimizer.schedule_steps sets another. A run with a parent does not store the addresses of the parent's engines.
     """
+    if isinstance(config, RLConfig) and config.placement is not None:
+        engine = {name: value for name, value in config.engine if name in config.engine.model_fields_set - PLACED}
+        config = config.model_copy(update={"engine": RolloutEngineSection(**engine)})
     run, optimizer = config.run, config.optimizer
     began = recorded_schedule_steps(run_path(config)) if run.resume else None
     if optimizer.schedule_steps == 0 and began not in (None, run.steps):

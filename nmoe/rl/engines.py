@@ -32,6 +32,7 @@ from nmoe.model.policy import load_policy, sampling_precision
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import gang
 from nmoe.rl.canary import LearnerCanary
+from nmoe.runs.directory import LOGS
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.types import Sample
 
@@ -109,6 +110,14 @@ def own_engine(section: RolloutEngineSection, learner: Learner) -> Iterator[Engi
         yield FunctionEngine(made, generate, lambda: learner.version, learner.model.config, named)
 
 
+def export_base(section: RolloutEngineSection, learner: Learner, directory: Path) -> None:
+    """Writes the checkpoint that engine servers are started on."""
+    if section.kind != "server":
+        learner.export(directory, "hf")
+    else:
+        learner.export(directory, "peft" if section.transport(learner.lora is not None) == "adapter" else "nmoe")
+
+
 @contextmanager
 def rollout_engine(
     section: RolloutEngineSection, learner: Learner, directory: Path, note: Callable[[str], None]
@@ -141,7 +150,7 @@ def rollout_engine(
     base = Path(tempfile.mkdtemp(prefix="nmoe_base_"))
     try:
         if not section.urls:
-            learner.export(base, "peft" if transport == "adapter" and section.kind == "server" else format_)
+            export_base(section, learner, base)
         model = learner.model
         dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
         servers: Sequence[Address] = [RunningServer(url) for url in section.urls] or addresses(
@@ -151,7 +160,7 @@ def rollout_engine(
             dtype,
             model.device.type == "cpu",
             key,
-            LocalLauncher(directory / "engines"),
+            LocalLauncher(directory / LOGS),
             gang().local_size,
         )
         fleet = PublishedFleet(
@@ -169,6 +178,7 @@ def rollout_engine(
             key=key,
             note=note,
             speaks=SGLangServer if section.kind == "sglang" else EngineServer,
+            wait_s=section.wait_s,
         )
         with fleet:
             learner.hand_over(fleet)

@@ -24,6 +24,8 @@ from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
 LOCK = ".lock"
 """The file in a run's directory that the writing process has locked."""
+LOGS = "engines"
+"""The directory in a run's directory with the logs of the other processes of the run."""
 # These keys may change when a run is resumed: its length, its checkpoints, its monitor, and its sinks. With another number of steps
 # the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is here because 0 stands
 # for the cores that the process may use; `recorded_threads` gives the count to use again. A run may go on on another device, and
@@ -35,8 +37,10 @@ _KEYS_THAT_MAY_DIFFER = (
     "run.require_clean",
     "model.device",
     "optimizer.schedule_steps",
+    "engine.urls",
+    "engine.wait_s",
 )
-_SECTIONS_THAT_MAY_DIFFER = ("checkpoint.", "monitor.", "parallel.", "sinks.")
+_SECTIONS_THAT_MAY_DIFFER = ("checkpoint.", "monitor.", "parallel.", "placement.", "sinks.")
 
 
 Resume = bool | Literal["auto"]
@@ -234,8 +238,8 @@ def _size(file: Path) -> int:
 
 
 def _is_empty(path: Path) -> bool:
-    # Hidden files do not count: a start that was killed early leaves a lock and nothing else.
-    return not path.is_dir() or all(entry.name.startswith(".") for entry in path.iterdir())
+    # Hidden files do not count: a start that was killed early leaves a lock and nothing else. The parent of a run keeps logs there.
+    return not path.is_dir() or all(entry.name.startswith(".") or entry.name == LOGS for entry in path.iterdir())
 
 
 def _similar(path: Path) -> str:

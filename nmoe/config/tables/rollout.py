@@ -63,6 +63,8 @@ class RolloutEngineSection(EngineSection):
     """what broadcasts with weights = `group`: `nccl` between GPUs"""
     token_s: float = Field(default=1.0, gt=0)
     """seconds that a server may take for each token of a request before it counts as lost"""
+    wait_s: float = Field(default=0.0, ge=0)
+    """seconds that a server of `urls` is waited for which does not answer, while whoever started it starts it again"""
     python: str | None = None
     """Python interpreter of an environment with vllm and nmoe's plugin for it, or with sglang; default: nmoe's own environment"""
     tensor_parallel: int = Field(default=1, gt=0)
@@ -92,7 +94,17 @@ class RolloutEngineSection(EngineSection):
                 yield Conflict("kind", str(error) if known else ENGINES.refusal(self.kind, [*_KINDS, *ENGINES.names()]))
         for names, kinds in (
             (
-                ("servers", "urls", "weights", "shared_directory", "publish_every", "group_backend", "token_s", "args"),
+                (
+                    "servers",
+                    "urls",
+                    "weights",
+                    "shared_directory",
+                    "publish_every",
+                    "group_backend",
+                    "token_s",
+                    "wait_s",
+                    "args",
+                ),
                 _SERVERS,
             ),
             (("python", "tensor_parallel", "memory_share"), ("vllm", "sglang")),

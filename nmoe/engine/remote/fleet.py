@@ -25,6 +25,7 @@ from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.dealing import Dealing
 from nmoe.engine.remote.server import EngineServer, ServerLostError
 from nmoe.engine.remote.silence import Silence
+from nmoe.engine.remote.supervisor import Restarts
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.types import Sample, Sampling
@@ -39,6 +40,9 @@ _PREFIX_TOKENS = 64
 _ENDING_S = 30.0
 # Seconds that a request may take beyond the time for its tokens.
 DEADLINE_S = 60.0
+# Restarts of a server for one fault, and seconds: between two attempts to heal one that others start, and between two questions
+# whether it answers.
+_RESTARTS, _LONGEST_S, _ASKED_EVERY_S = 3, 30.0, 0.5
 # Seconds that each token of a request for scores may take: it is one pass of the model.
 _SCORED_S = 1.0
 
@@ -88,11 +92,14 @@ class Fleet(ABC):
         note: Callable[[str], None],
         named: str = "engine.urls: ",
         speaks: type[EngineServer] = EngineServer,
+        wait_s: float = 0.0,
     ) -> None:
         """`token_s` are the seconds that a token of a request may take, waiting included. `note` writes a line of the run's log.
-        `named` begins messages about servers that cannot be used. `speaks` is the client of these servers."""
+        `named` begins messages about servers that cannot be used. `speaks` is the client of these servers. One that
+        only others can start again is waited for `wait_s` seconds."""
         self._model, self._token_s, self._key, self._note, self._named = model, token_s, key, note, named
         self._speaks = speaks
+        self._wait_s = wait_s
         if not key.isascii():
             raise UserError("NMOE_ENGINE_KEY: a key is ASCII text, because it travels in a header of HTTP")
         self._addresses = addresses
@@ -130,6 +137,8 @@ class Fleet(ABC):
             slot = Slot(index, address, server, Silence(address.name, self._note))
             self._slots.append(slot)
             try:
+                if self._wait_s and not address.restarts:
+                    await self._answering(slot, self._loop.time() + self._wait_s)
                 await self._admit(slot)
             except InfrastructureError as error:
                 raise UserError(f"{self._named}{error}; start the server, or name another") from None
@@ -293,20 +302,31 @@ class Fleet(ABC):
         slot.healing = asyncio.get_running_loop().create_task(self._heal(slot))
 
     async def _heal(self, slot: Slot) -> None:
-        """Restores a fenced server; restarts it if that does not help."""
+        """Restores a fenced server. Where that does not help it is started again, or waited for while others may start it."""
+        restarts, until, again = Restarts(_RESTARTS), self._loop.time() + self._wait_s, False
         try:
             await self._notify()  # whoever holds samples of it
-            for restart in (False, True)[: 1 + slot.address.restarts]:
+            while True:
                 try:
-                    if restart:
+                    if again and slot.address.restarts:
                         await self._restart(slot)
+                    elif again:
+                        await self._answering(slot, until)
                     await self._restore(slot)
                 except InfrastructureError as error:
                     slot.fence = str(error)
                 else:
                     self._healed += 1
-                    self._note(f"engine {slot.server.name} serves again{' after a restart' if restart else ''}")
+                    restarted = " after a restart" if again and slot.address.restarts else ""
+                    self._note(f"engine {slot.server.name} serves again{restarted}")
                     return
+                delay, again = restarts.delay(self._loop.time()), True
+                if slot.address.restarts:
+                    if delay is None:
+                        break
+                elif self._loop.time() >= until:
+                    break
+                await asyncio.sleep(_LONGEST_S if delay is None else delay)
             self._note(f"engine {slot.server.name} stays fenced: {slot.fence}")
         finally:
             slot.healing = None
@@ -315,6 +335,17 @@ class Fleet(ABC):
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    async def _answering(self, slot: Slot, until: float) -> None:
+        """Returns once a server answers. Raises ServerLostError if it does not until this time of the loop."""
+        while True:
+            try:
+                await slot.server.info()
+                return
+            except ServerLostError:
+                if self._loop.time() >= until:
+                    raise
+                await asyncio.sleep(_ASKED_EVERY_S)
 
     async def _restart(self, slot: Slot) -> None:
         starting = asyncio.get_running_loop().run_in_executor(None, slot.address.start)

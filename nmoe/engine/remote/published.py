@@ -58,10 +58,11 @@ class PublishedFleet(Fleet):
         key: str,
         note: Callable[[str], None],
         speaks: type[EngineServer] = EngineServer,
+        wait_s: float = 0.0,
     ) -> None:
         """`format` None is the format of the servers at hand, each of which has so many `workers`. Files for them are written below
         `shared`; None is this machine's memory. The others are `Fleet`'s."""
-        super().__init__(addresses, model, token_s=token_s, key=key, note=note, speaks=speaks)
+        super().__init__(addresses, model, token_s=token_s, key=key, note=note, speaks=speaks, wait_s=wait_s)
         self._source, self._canary, self._precision = source, canary, precision
         self._transport, self._format, self._backend, self._workers = transport, format, backend, workers
         self._prepared: Callable[[Source, Format, int], Update]
@@ -201,7 +202,13 @@ class PublishedFleet(Fleet):
             elif outcome is not None:
                 raise outcome
         stalled_s = time.perf_counter() - written
-        await asyncio.gather(*(slot.healing for slot in self._slots if slot.healing is not None))
+        # A server that others start again may take minutes, in which the others serve.
+        ours = [slot for slot in self._slots if slot.address.restarts or not self._wait_s]
+        await asyncio.gather(*(slot.healing for slot in ours if slot.healing is not None))
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: any(slot.open for slot in self._slots) or all(slot.healing is None for slot in self._slots)
+            )
         if not any(slot.open for slot in self._slots):
             raise self._no_engine()
         self._published = {

@@ -1,0 +1,162 @@
+"""A placement that cannot work is refused before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nmoe.cluster import parent
+from nmoe.cluster.base import checkpoint_as_it_is
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
+from nmoe.errors import UserError
+from nmoe.plan.engine_plan import engine_plan
+from nmoe.runs.directory import is_free
+
+PLACED = ("--engine.kind=server", "--placement.engines=2")
+
+
+Configured = Callable[..., RLConfig]
+
+
+@pytest.fixture
+def configured(base: Path, workshop: Path) -> Configured:
+    return lambda *overrides: load_run(workshop / "rl.toml", RLConfig, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--placement.engines=2"], "starts engine servers"),
+        ([*PLACED, "--engine.servers=2"], "give placement.engines"),
+        (["--engine.kind=vllm", "--placement.engines=2", "--engine.memory_share=0.5"], "give placement.memory_share"),
+        ([*PLACED, "--placement.least_engines=3"], "are more than the engines = 2"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(configured: Configured, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        configured(*overrides)
+
+
+def test_a_run_has_a_parent_unless_it_has_the_addresses_of_engines(configured: Configured) -> None:
+    assert configured(*PLACED).has_parent
+    assert not configured(*PLACED, "--engine.urls=['http://a:1']").has_parent
+    assert not configured("--engine.kind=server").has_parent
+
+
+def test_ranks_that_torchrun_started_are_refused(
+    configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="starts its ranks itself; start it without torchrun"):
+        parent.run_placed(configured(*PLACED), tmp_path, [])
+
+
+def test_a_machine_with_too_little_memory_is_refused(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(*PLACED, "--placement.learner_gpus=2")
+    engines = engine_plan(config)
+    assert engines is not None
+    of_engine, of_rank = sum(engines.of_gpu(1)), parent.plan(config, 2, 2).total
+    monkeypatch.setattr(parent, "memory_of", lambda _: (2 * of_engine + 2 * of_rank, 0))
+    parent.refuse_what_does_not_fit(config)
+    monkeypatch.setattr(parent, "memory_of", lambda _: (2 * of_engine + 2 * of_rank - 1, 0))
+    with pytest.raises(UserError, match=r"placement: 2 ranks of .* and 2 engines of .*; lower placement.engines"):
+        parent.refuse_what_does_not_fit(config)
+    monkeypatch.setattr(parent, "memory_of", lambda _: (0, 0))
+    parent.refuse_what_does_not_fit(config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "engines", "each", "there", "message"),
+    [
+        ("disaggregated", 4, 2, 2, 8, None),
+        (
+            "disaggregated",
+            4,
+            2,
+            2,
+            7,
+            "4 GPUs to train on and 4 for engines, disaggregated, are 8, and this machine has 7",
+        ),
+        ("colocated", 4, 2, 2, 4, None),
+        ("colocated", 2, 2, 2, 3, "2 GPUs to train on and 4 for engines, colocated, are 4, and this machine has 3"),
+    ],
+)
+def test_gpus_are_counted(
+    configured: Configured,
+    layout: str,
+    ranks: int,
+    engines: int,
+    each: int,
+    there: int,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parent, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
+    config = configured(
+        *("--engine.kind=vllm", f"--placement.layout={layout}", f"--placement.learner_gpus={ranks}"),
+        *(f"--placement.engines={engines}", f"--placement.tensor_parallel={each}", "--placement.memory_share=0.5"),
+    )
+    if message is None:
+        parent.refuse_what_does_not_fit(config)
+        return
+    with pytest.raises(UserError, match=message):
+        parent.refuse_what_does_not_fit(config)
+
+
+def test_a_gpu_with_too_little_memory_is_refused(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both share it where they are colocated."""
+    config = configured("--engine.kind=vllm", "--placement.memory_share=0.5", "--placement.layout=colocated")
+    rank = parent.plan(config, 1, 1).total
+    monkeypatch.setattr(parent, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+
+    def refused(memory: int) -> str:
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+        with pytest.raises(UserError) as error:
+            parent.refuse_what_does_not_fit(config)
+        return str(error.value)
+
+    assert refused(2 * rank - 2).startswith("placement: a rank needs ")
+    assert refused(2**16).startswith("placement: an engine does not fit engine.memory_share = 0.5 of ")
+
+
+def test_a_plan_counts_the_engines_of_a_placement(configured: Configured) -> None:
+    planned = engine_plan(configured("--engine.kind=vllm", "--placement.engines=3", "--placement.tensor_parallel=2"))
+    assert planned is not None
+    assert planned.gpus == 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "as_it_is"),
+    [
+        ((), True),
+        (("--engine.kind=vllm",), False),  # it knows no checkpoint of nmoe's own
+        (("--model.context_tokens=128",), False),
+        (("--lora.rank=2",), False),
+        (("--lora.rank=2", "--engine.weights=disk"), True),
+        (("--lora.path=elsewhere", "--engine.weights=disk"), False),
+    ],
+)
+def test_engines_load_the_checkpoint_where_the_run_begins_with_it(
+    configured: Configured, base: Path, overrides: tuple[str, ...], as_it_is: bool
+) -> None:
+    config = configured(*PLACED, *overrides)
+    found = checkpoint_as_it_is(config)
+    assert (found is not None) == as_it_is
+    if found is not None:
+        assert found.parent == base / "checkpoints"
+
+
+def test_logs_of_engines_do_not_take_the_name_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run/engines").mkdir(parents=True)
+    (tmp_path / "run/engines/server_0.log").touch()
+    assert is_free(tmp_path / "run")
+    (tmp_path / "run/other").touch()
+    assert not is_free(tmp_path / "run")
