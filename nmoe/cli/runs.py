@@ -1,5 +1,7 @@
 """The commands `nmoe runs ...`, `nmoe report` and `nmoe replay`: show and compare runs, and keep a log of experiments."""
 
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -245,29 +247,49 @@ def report(
 
 
 def replay(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE")],
+    recorded: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_RUN")],
     checkpoint: Annotated[Path | None, typer.Option(metavar="RUN_OR_CHECKPOINT")] = None,
     tokenizer: Annotated[Path | None, typer.Option(metavar="DIR_OR_RUN")] = None,
+    train: Annotated[bool, typer.Option("--train")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
     allow_user_code: Annotated[bool, typer.Option("--allow-user-code")] = False,
 ) -> None:
-    """Repeat a recorded trajectory and report the first difference.
+    """Repeat a recorded trajectory, or with --train a whole run, and report the first difference.
 
-    Renders the prompt, parses the turns, runs the tools and grades the result; with a checkpoint, rescores the log-probabilities.
-    Exits with 1 if anything differs.
+    For a trajectory: renders the prompt, parses the turns, runs the tools and grades the result; with a checkpoint, rescores the
+    log-probabilities. For a run that sampled beside its training ([async]): trains again in one process, and compares the weights
+    of every kept checkpoint, and the metrics, byte for byte. Exits with 1 if anything differs.
 
     \b
     Example:
       nmoe replay runs/mine/replay/step_000010-parse_error-sort_3-2-81f0
     Example, with the weights that sampled it:
       nmoe replay runs/mine/replay/step_000011-sampled-sort_7-0-20c4 --checkpoint runs/mine/checkpoints/step_000010
+    Example, a whole run:
+      nmoe replay runs/mine --train
 
     Args:
-        bundle: A directory in a run's replay/.
-        checkpoint: The weights that sampled it, to rescore its log-probabilities.
-        tokenizer: Its tokenizer, if the replay/ directory does not hold it.
-        allow_user_code: Import and run the code that the bundle names: custom tools and rewards, a workspace's bootstrap.
+        recorded: A directory in a run's replay/, or with --train a run's directory.
+        checkpoint: The weights that sampled a trajectory, to rescore its log-probabilities.
+        tokenizer: A trajectory's tokenizer, if the replay/ directory does not hold it.
+        train: Train again as the run did.
+        out: Where to keep the new run; default: nowhere.
+        allow_user_code: Import and run the code that the record names: custom tools, tasks and rewards, a workspace's bootstrap.
     """
+    from nmoe.errors import UserError
+
+    if train:
+        if checkpoint is not None or tokenizer is not None:
+            raise UserError(
+                "--train has a run's own weights and tokenizer: --checkpoint and --tokenizer are for bundles"
+            )
+        from nmoe.rl.replay_run import replay_run
+
+        replay_run(recorded, out, partial(typer.echo, file=sys.stdout), allow_user_code=allow_user_code)
+        return
+    if out is not None:
+        raise UserError("--out keeps what --train trains again; add --train")
     from nmoe.rl.replay_bundle import replay_command
 
-    for line in replay_command(bundle, checkpoint, tokenizer, allow_user_code=allow_user_code):
+    for line in replay_command(recorded, checkpoint, tokenizer, allow_user_code=allow_user_code):
         typer.echo(line)

@@ -22,11 +22,13 @@ from nmoe.engine.remote.published import PublishedFleet
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.learner.learner import Learner
+from nmoe.parallel.gang import gang
 from nmoe.rl.experience import Experience
 from nmoe.rl.group_rewards import RewardedGroup
 from nmoe.rl.rollouts import Rollouts, RolloutSampler, trained_tokens
 from nmoe.rollout.collector import GradingError, Stream
 from nmoe.rollout.guards import Guards
+from nmoe.rollout.journal import Journal
 from nmoe.rollout.tickets import Reason, Ticket
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.state import JsonPart
@@ -56,6 +58,7 @@ class AsyncRollouts(RolloutSampler):
         self._guards = Guards(config.asynchrony.max_staleness, config.batch.prompts_per_step, config.asynchrony.overdue)
         batch = config.batch
         self._most_dropped = (batch.max_refills + 1) * math.ceil(batch.prompts_per_step * batch.oversampling)
+        self._journal = Journal(directory.path)
         self._version = self._step = 0
         self._ready: dict[int, RewardedGroup] = {}
         self._coming = Rollouts()  # what the next step has already: its dropped groups
@@ -88,16 +91,22 @@ class AsyncRollouts(RolloutSampler):
             enough = None if self._coming.dropped.total() < self._most_dropped else 0
             if (taken := self._guards.take(version, enough)) is not None:
                 break
-            self._arrived.clear()
-            changed = asyncio.create_task(self._arrived.wait())
-            await asyncio.wait([changed, self._flow], return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
-            if self._flow.done():
-                await self._flow
+            await self._until_one_comes(self._flow)
         return self._rollouts(taken, version, time.perf_counter() - began)
+
+    async def _until_one_comes(self, flow: asyncio.Task[None]) -> None:
+        """Waits for a group. Raises what playing groups raised."""
+        self._arrived.clear()
+        changed = asyncio.create_task(self._arrived.wait())
+        await asyncio.wait([changed, flow], return_when=asyncio.FIRST_COMPLETED)
+        changed.cancel()
+        if flow.done():
+            await flow
 
     async def _begin(self, step: int, version: int) -> None:
         self._left, self._step, self._version = self.tickets.unanswered, step, version
+        self._journal.begin(step - 1, gang().size)
+        self._fleet.on_fault = self._journal.fault
         self._present = self._terms(step)
         self._passed_over = self._environment.pool.passed_over
         stream = self._collector.stream()
@@ -121,12 +130,15 @@ class AsyncRollouts(RolloutSampler):
         if wanted <= 0:
             return
         left, self._left = self._left[:wanted], self._left[wanted:]
-        for drawn in self._draw(wanted, left):
+        issued = self._draw(wanted, left)
+        self._journal.issue(self._step, self._version, [drawn.position for drawn in issued])
+        for drawn in issued:
             guards.issue(drawn.position, self._version)
             stream.start(Ticket(*drawn, self._present))
 
     def _arrive(self, ticket: Ticket, group: Group) -> None:
         position = ticket.position
+        self._journal.arrive(self._step, position, group)
         handed_over = self._collector.sampled_tokens.pop((*ticket.terms.key, position), 0)
         self.tickets.sampled(handed_over)
         self.tickets.answer(position, sum(one.sampled_tokens for one in group.trajectories))
@@ -143,6 +155,7 @@ class AsyncRollouts(RolloutSampler):
         return min((version for version in sample.versions if version >= 0), default=self._version)
 
     def _void(self, position: int, reason: Reason) -> None:
+        self._journal.end(self._step, position, reason)
         self._coming.dropped[reason] += 1
         self._guards.end(position)
         self.tickets.end(position, reason)
@@ -157,6 +170,7 @@ class AsyncRollouts(RolloutSampler):
 
     def _rollouts(self, taken: list[int], version: int, waited_s: float) -> Rollouts:
         """Returns what a step trains on, with the groups that were dropped since the last one."""
+        self._journal.train(self._step, taken)
         rollouts, self._coming, self._taken = self._coming, Rollouts(), taken
         rollouts.positions, rollouts.kept = taken, [self._ready.pop(position) for position in taken]
         rollouts.groups += [one.group for one in rollouts.kept]
@@ -200,6 +214,8 @@ class AsyncRollouts(RolloutSampler):
     def _went_on(self, step: int) -> None:
         for position in self._taken:
             self._guards.end(position)
+        if self._version != self._learner.version:
+            self._journal.publish(self._learner.version)
         self._taken, self._step, self._version = [], step + 1, self._learner.version
         self._present = self._terms(self._step)
         self._saved = {name: part.read() for name, part in super().parts().items()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nmoe.config.commands import RLConfig
 from nmoe.config.environment import reseeded
@@ -30,9 +33,33 @@ from nmoe.rl.update import PolicyUpdate
 from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
 
 
-def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path:
+def _sampler(*parts: Any) -> RolloutSampler:
+    config, engine = parts[0], parts[-1]
+    if not config.asynchrony.max_staleness:
+        return RolloutSampler(*parts[:-1])
+    from nmoe.engine.remote.published import PublishedFleet
+    from nmoe.rl.asynchronous import AsyncRollouts
+
+    assert isinstance(engine, PublishedFleet), "the configuration requires servers"
+    return AsyncRollouts(*parts)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run that a replay makes in its own way, and its last step, if it is not the configuration's.
+
+    `sampler` gets what `RolloutSampler` does, and the engine whose weights are published; `recipe` what `PolicyGradient` does."""
+
+    engine: Callable[..., AbstractContextManager[Engine]] = rollout_engine
+    sampler: Callable[..., RolloutSampler] = _sampler
+    recipe: Callable[..., PolicyGradient] = PolicyGradient
+    steps: int | None = None
+
+
+def train(config: RLConfig, generate_fn: GenerateFunction | None = None, parts: Parts | None = None) -> Path:
     """Trains as the configuration says, to the last step, and returns the run directory. `generate_fn` generates the samples in
     place of the built-in engine. Raises KeyboardInterrupt, after saving a checkpoint, where a signal asked it to stop."""
+    parts = parts or Parts()
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
@@ -72,24 +99,14 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
             seed=config.run.seed,
             tools=tools,
         )
-        run = stack.enter_context(open_run(config, threads, around=tools.provenance()))
-        engine = stack.enter_context(rollout_engine(config.engine, learner, run.directory.path, run.note))
+        run = stack.enter_context(open_run(config, threads, parts.steps, around=tools.provenance()))
+        engine = stack.enter_context(parts.engine(config.engine, learner, run.directory.path, run.note))
         samples_with: Engine = engine
         if generate_fn is not None:
             samples_with = FunctionEngine(engine, generate_fn, lambda: learner.version, learner.model.config)
-        parts = config, run.directory, tokenizer, environment, tools, samples_with, learner
-        if config.asynchrony.max_staleness:
-            from nmoe.engine.remote.published import PublishedFleet
-            from nmoe.rl.asynchronous import AsyncRollouts
-
-            assert isinstance(engine, PublishedFleet), "the configuration requires servers"
-            sampler: RolloutSampler = AsyncRollouts(*parts, engine)
-        else:
-            sampler = RolloutSampler(*parts)
+        sampler = parts.sampler(config, run.directory, tokenizer, environment, tools, samples_with, learner, engine)
         stack.enter_context(sampler.open())
-        run.follow(
-            PolicyGradient(config, run, tokenizer, environment, tools, asked, engine, sampler, advantages, policy)
-        )
+        run.follow(parts.recipe(config, run, tokenizer, environment, tools, asked, engine, sampler, advantages, policy))
     return run.directory.path
 
 

@@ -262,7 +262,7 @@ class Bundle:
                 tuple(record.get("cached", ())),
             ),
             sampling=Sampling(**{**record["sampling"], "stop_ids": tuple(record["sampling"]["stop_ids"])}),
-            tool_events=tuple(_tool_event(event) for event in record["tool_events"]),
+            tool_events=tuple(tool_event(event) for event in record["tool_events"]),
             environment=record["environment"],
             model=record["model"],
             workspace=record["workspace"],
@@ -350,7 +350,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _tool_event(record: Mapping[str, Any]) -> ToolEvent:
+def tool_event(record: Mapping[str, Any]) -> ToolEvent:
+    """Returns the event that `ToolEvent.record` recorded."""
     names = ("name", "arguments", "call_id", "fault")
     call = ToolCall(**{name: record[name] for name in names})
     return ToolEvent(call, **{name: value for name, value in record.items() if name not in names})

@@ -25,7 +25,7 @@ from nmoe.sandbox.api import OpensSandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.sandbox.workspaces.sources import WorkspaceError
 from nmoe.trajectory import Group, Trajectory
-from nmoe.types import Failure, Grade, Problem, Sample, Sampling, TrainerState, Turn
+from nmoe.types import Failure, Grade, Problem, Sample, Sampling, ToolEvent, TrainerState, Turn
 
 _AT_THE_START = TrainerState()
 
@@ -236,6 +236,10 @@ class Collector:
     async def _close(self) -> None:
         if self._stream is not None and self._stream.lives:
             await self._stream.close()
+
+    def take_answers(self, recorded: Callable[[Episode], tuple[list[ToolEvent], bool]]) -> None:
+        """Has tools answered by a record, as `Player.recorded` says."""
+        self._player.recorded = recorded
 
     def stream(self, rewarded: bool = True) -> Stream:
         """Returns the stream of the running loop. Its rewards are opened for it if groups are `rewarded`."""

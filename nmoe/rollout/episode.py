@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -85,6 +85,8 @@ class Player:
         self._environment = environment
         self._context_tokens = context_tokens
         self._executor = AsyncToolExecutor(environment.tools, environment.budget)
+        self.recorded: Callable[[Episode], tuple[list[ToolEvent], bool]] | None = None
+        """In a replay: returns the results of the last turn's tools, and whether the episode's time was up."""
         self.sampled_tokens: Counter[tuple[str | int, ...]] = Counter()  # of groups that are played, by their keys
 
     async def samples(self, request: Request, key: tuple[str | int, ...]) -> AsyncGenerator[tuple[int, Sample], None]:
@@ -130,12 +132,15 @@ class Player:
             return await self._next_answer(episode, clock)
         if len(episode.turns) >= budget.turns or len(episode.tool_events) + len(calls) > budget.tool_calls:
             return "budget_exceeded"
-        events = await self._executor.run(calls, session)
+        if self.recorded is not None:
+            events, late = self.recorded(episode)
+        else:
+            events, late = await self._executor.run(calls, session), False
         episode.rounds.append(events)
         for event in events:
             if event.failure in INFRASTRUCTURE:
                 return event.failure
-        if session.lost:
+        if session.lost or late:
             return "timeout"
         given = environment.renderer.answer_calls(environment.prompts.messages(episode.problem), episode.rounds)
         return await self._sample_on(episode, "tool", given, clock)

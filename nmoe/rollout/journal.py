@@ -17,8 +17,11 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
+from nmoe.rollout.bundle import tool_event
+from nmoe.rollout.episode import Episode
 from nmoe.runs.storage import append_whole, storage_errors
 from nmoe.trajectory import Group, Trajectory
+from nmoe.types import ToolEvent
 
 FILE = "journal.jsonl"
 
@@ -38,13 +41,13 @@ class Journal:
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE
 
-    def begin(self, step: int) -> None:
-        """A process goes on after `step` steps, 0 or its checkpoint's: what the journal has of later steps is superseded,
-        and outstanding groups are issued anew."""
+    def begin(self, step: int, ranks: int = 1) -> None:
+        """A process, or so many `ranks`, goes on after `step` steps, 0 or its checkpoint's: the later steps of the journal are
+        superseded, and outstanding groups are issued anew."""
         if self._path.exists():
             with storage_errors(self._path):
                 os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
-        self._append(event="begin", step=step)
+        self._append(event="begin", step=step, ranks=ranks)
 
     def issue(self, step: int, version: int, positions: Sequence[int]) -> None:
         """Groups are issued during `step`, while the learner is at `version`."""
@@ -105,11 +108,20 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The events that are in force, in their order, and the groups that came by position."""
+    """The events that are in force, in their order, and the groups that came by position. `begins` counts the starts of the run,
+    superseded ones too; `ranks` is the largest number of ranks that trained."""
 
     events: Sequence[Mapping[str, Any]]
     arrivals: Mapping[int, Arrival]
     begins: int
+    ranks: int
+
+    def answers(self, episode: Episode) -> tuple[list[ToolEvent], bool]:
+        """Returns the results of the tools that an episode's last turn calls, and whether its time was up then."""
+        arrival, turn = self.arrivals[int(episode.key[-1])], len(episode.turns) - 1
+        events = [tool_event(one) for one in arrival.tools.get(episode.index, ())]
+        late = episode.index in arrival.timeouts and (episode.index, turn + 1) not in arrival.spans
+        return [event for event in events if event.call.call_id.startswith(f"{turn}/")], late
 
 
 def read_journal(directory: Path) -> Recorded:
@@ -122,7 +134,7 @@ def read_journal(directory: Path) -> Recorded:
         raise UserError(f"{path}: there is no journal; only a run with async.max_staleness above 0 writes one")
     *lines, _torn = path.read_bytes().split(b"\n")
     events: list[dict[str, Any]] = []
-    begins = 0
+    begins, ranks = 0, 1
     for number, line in enumerate(lines, start=1):
         try:
             event = _checked(json_of(line))
@@ -134,12 +146,14 @@ def read_journal(directory: Path) -> Recorded:
                 f"{path}:{number}: not an event of a journal ({error}): {shown!r}; the run can't be replayed without it"
             ) from None
         if event["event"] == "begin":
-            begins += 1
+            begins, ranks = begins + 1, max(ranks, event["ranks"])
             events = _in_force(events, event["step"])
         events.append(event)
     if not events:
         raise UserError(f"{path}: the journal is empty: the run had not begun to sample")
-    return Recorded(events, {one["position"]: _arrival(one) for one in events if one["event"] == "arrive"}, begins)
+    return Recorded(
+        events, {one["position"]: _arrival(one) for one in events if one["event"] == "arrive"}, begins, ranks
+    )
 
 
 def _in_force(events: Sequence[dict[str, Any]], step: int) -> list[dict[str, Any]]:
@@ -172,7 +186,7 @@ def _wholes(value: Any) -> bool:
 
 _STEP: dict[str, Callable[[Any], bool]] = {"step": _whole}
 _ENTRIES: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "begin": _STEP,
+    "begin": {**_STEP, "ranks": _whole},
     "issue": {**_STEP, "version": _whole, "positions": _wholes},
     "arrive": {**_STEP, "position": _whole},
     "end": {**_STEP, "position": _whole, "reason": lambda value: isinstance(value, str)},

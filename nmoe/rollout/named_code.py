@@ -6,6 +6,8 @@ until the user allows it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.registry import TASKS, TOOLS
 from nmoe.config.tables.pools import task_types
@@ -20,20 +22,28 @@ def named_code(bundle: Bundle) -> list[str]:
 
     ["tool words:lookup from /home/me/words.py", "pip, for [workspace] bootstrap of files"]
     """
-    settings = bundle.settings
-    tools = () if settings.tools is None else settings.tools.use
     # The record names its problem's task beside the pool's.
-    tasks = {*task_types(settings.task_pool), str(bundle.record["task_type"])}
+    tasks = {str(bundle.record["task_type"])}
+    python = ((bundle.sandbox or {}).get("settings") or {}).get("python")
+    return code_of(bundle.settings, python, tasks, all_rewards=False)
+
+
+def code_of(
+    settings: EnvironmentSettings, python: str | None, tasks: Collection[str] = (), *, all_rewards: bool = True
+) -> list[str]:
+    """Returns the lines of `named_code` for an environment, and more `tasks`; `python` is the one of [sandbox]. Without
+    `all_rewards`, rewards are left out that a bundle's replay takes as recorded."""
+    tools = () if settings.tools is None else settings.tools.use
+    named = {*task_types(settings.task_pool), *tasks}
     # What no table has is refused where it is looked up; there is nothing to run.
-    found = [_function("task", name) for name in sorted(tasks - TASKS.builtin.keys()) if name in TASKS]
+    found = [_function("task", name) for name in sorted(named - TASKS.builtin.keys()) if name in TASKS]
     found += [_function("tool", name) for name in tools if name not in TOOLS.builtin and name in TOOLS]
     found += [
         _function("reward function", one.call)
         for one in settings.rewards
-        if isinstance(one, FunctionRewardConfig) and one.replay
+        if isinstance(one, FunctionRewardConfig) and (all_rewards or one.replay)
     ]
     found += _of_the_workspace(settings)
-    python = ((bundle.sandbox or {}).get("settings") or {}).get("python")
     return found if python is None else [*found, f"the program {python}, as [sandbox] python"]
 
 

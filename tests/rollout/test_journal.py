@@ -4,14 +4,21 @@ not."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scripted_engine import ScriptedEngine
 
+from nmoe.engine.api import Request
+from nmoe.envs.environment import Environment
+from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.errors import UserError
+from nmoe.rollout.collector import Collector
 from nmoe.rollout.journal import FILE, Arrival, Journal, read_journal, spans_of
+from nmoe.text.harmony import Harmony
 from nmoe.trajectory import Group, Trajectory
-from nmoe.types import Failure, Grade, Problem, Sample, Sampling, ToolCall, ToolEvent, Turn
+from nmoe.types import Failure, Grade, Message, Problem, Sample, Sampling, ToolCall, ToolEvent, Turn
 
 PROBLEM = Problem("sort/1", "sort", "2 1", "1 2", "sort")
 EVENT = ToolEvent(ToolCall("python", '{"code": "1"}', "0/0"), "ok", "1\n", "", started_s=0.5, wall_s=0.25)
@@ -56,7 +63,7 @@ def test_events_are_read_in_the_order_in_which_they_were_written(tmp_path: Path,
     journal.train(1, [1, 0])
     journal.publish(1)
     assert list(read_journal(tmp_path).events) == [
-        {"event": "begin", "step": 0},
+        {"event": "begin", "step": 0, "ranks": 1},
         {"event": "issue", "step": 1, "version": 0, "positions": [0, 1, 2]},
         {"event": "fault", "engine": 1, "what": "killed"},
         {"event": "end", "step": 1, "position": 2, "reason": "zero_variance"},
@@ -95,7 +102,7 @@ def test_a_resumed_run_supersedes_later_steps_and_what_was_outstanding(tmp_path:
         0: ((0, 1),),
         2: ((1, 2),),
     }
-    assert recorded.begins == 2
+    assert (recorded.begins, recorded.ranks) == (2, 1)
 
 
 def test_a_last_line_that_a_kill_cut_off_is_left_out_and_written_over(tmp_path: Path, journal: Journal) -> None:
@@ -144,3 +151,62 @@ def test_a_journal_that_is_missing_headless_or_empty_is_refused(tmp_path: Path, 
     journal.publish(1)
     with pytest.raises(UserError, match="does not begin with a start"):
         read_journal(tmp_path)
+
+
+TOOLS = """
+[task_pool]
+type = "generated"
+task_type = "sort"
+
+[tools]
+use = ["tool_cases:add", "tool_cases:fail", "tool_cases:sleep"]
+
+[budget]
+wall_s = 0.5
+tool_s = 9
+"""
+
+
+def test_tools_are_answered_by_the_record(
+    environment: Callable[[str], Environment],
+    harmony: Harmony,
+    tmp_path: Path,
+    journal: Journal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer, a tool that fails, and time that was up while a tool ran: each is as it was, and no tool runs."""
+
+    def call(name: str, arguments: str) -> list[int]:
+        to = {"recipient": f"functions.{name}", "content_type": "json"}
+        return harmony.render_completion([Message("assistant", arguments, "commentary", **to)])
+
+    ends = harmony.render_completion([Message("assistant", "12", channel="final")])
+    turns = {
+        0: [call("add", '{"x": 40}'), call("add", '{"x": 1, "y": 1}'), ends],
+        1: [call("fail", "{}"), ends],
+        2: [call("add", '{"x": 2}'), call("sleep", '{"seconds": 60}'), ends],
+    }
+
+    def script(request: Request, index: int) -> Sample:
+        *_, sample, turn = request.request_id.split("/")
+        ids = turns[index][0] if request.samples > 1 else turns[int(sample)][int(turn)]
+        return Sample(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+
+    def played() -> Group:
+        collector = Collector(ScriptedEngine(script), environment(TOOLS), 2000)  # type: ignore[arg-type]
+        if (tmp_path / FILE).exists():
+            collector.take_answers(read_journal(tmp_path).answers)
+        return collector.collect([PROBLEM], 3, Sampling(400), (7, "train"), [11]).groups[0]
+
+    before = played()
+    assert [one.grade.failure for one in before.trajectories][2] == "timeout"
+    assert [len(one.tool_events) for one in before.trajectories] == [2, 1, 1]
+    journal.begin(0)
+    journal.arrive(1, 11, before)
+
+    async def runs(*_: object) -> None:
+        raise AssertionError("a tool runs")
+
+    monkeypatch.setattr(AsyncToolExecutor, "run", runs)
+    now = played()
+    assert now.trajectories == before.trajectories

@@ -134,6 +134,10 @@ class HeldEngine(NativeEngine):
     """
 
     _sampler = HoldingEngine
+    on_fault: Callable[[int, str], None] | None = None
+    """Of servers alone."""
+    discarded_tokens = 0
+    """Tokens of servers that did not sample by the learner's weights: of none."""
 
     def __init__(
         self,
@@ -208,6 +212,10 @@ class HeldEngine(NativeEngine):
 
     def _commit(self, version: int, recompute: bool = True) -> None:
         super()._commit(version, recompute)
+
+    def idle_s(self) -> float:
+        """Returns the seconds in which it had no request, which no replay compares."""
+        return 0.0
 
     async def missing(self, due: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
         """Returns, of the samples that are to have so many tokens, the ones that have fewer so far."""

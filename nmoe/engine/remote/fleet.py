@@ -111,6 +111,8 @@ class Fleet(ABC):
         self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-fleet", daemon=True)
         self._changed = asyncio.Condition()
         self._sampled_tokens = self._retried = self._lost = self._healed = 0
+        self.on_fault: Callable[[int, str], None] | None = None
+        """Called with the index of a server that is fenced, and the reason."""
         self._requests, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
 
     def __enter__(self) -> Self:
@@ -298,6 +300,8 @@ class Fleet(ABC):
     def _fence(self, slot: Slot, reason: str) -> None:
         """Gives a server no more requests, and heals it beside."""
         slot.open, slot.fence, slot.fences = False, reason, slot.fences + 1
+        if self.on_fault is not None:
+            self.on_fault(slot.index, reason)
         self._note(f"engine {slot.server.name} is fenced: {reason}")
         slot.healing = asyncio.get_running_loop().create_task(self._heal(slot))
 

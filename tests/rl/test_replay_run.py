@@ -1,0 +1,228 @@
+"""Runs that sampled beside their training, executed again in one process to the same weights, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nmoe.cli.command import app
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_run
+from nmoe.engine.native.held import OtherTokensError
+from nmoe.errors import UserError
+from nmoe.rl.launch import train
+from nmoe.rl.replay_bundle import ReplayDifferenceError
+from nmoe.rl.replay_run import replay_run
+from nmoe.rollout.journal import FILE
+from nmoe.text.tokenizer import Tokenizer
+
+# Drawn at random, the model answers to the limit of tokens, so that weights come while it samples.
+RUN = """
+[run]
+name = "run"
+directory = "{here}"
+steps = 4
+threads = 1
+
+[model]
+tokenizer = "{here}/tokenizer"
+numerics = "exact"
+
+[model.shape]
+hidden_size = 32
+layers = 2
+heads = 2
+kv_heads = 1
+head_dim = 16
+experts = 4
+experts_per_token = 2
+expert_width = 32
+context_tokens = 160
+
+[environment]
+path = "draw.toml"
+
+[sampling]
+max_new_tokens = 64
+
+[batch]
+prompts_per_step = 2
+group_size = 4
+
+[engine]
+kind = "server"
+max_sequences = 4
+
+[async]
+max_staleness = 3
+
+[optimizer]
+learning_rate = 1e-2
+
+[checkpoint]
+every_steps = 2
+keep = 9
+"""
+ENVIRONMENT = """
+env_id = "draw"
+
+[task_pool]
+type = "generated"
+task_type = "reverse"
+difficulty = [3, 3]
+
+[rubric]
+correctness = 0.0
+
+[[rewards]]
+name = "low"
+type = "function"
+call = "low_ids:low"
+weight = 1.0
+"""
+REWARD = """
+def low(completion_ids, **columns):
+    return [sum(one < 100 for one in ids) / len(ids) for ids in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of a run on a server."""
+    here = tmp_path_factory.mktemp("recorded")
+    Tokenizer.train(["Reverse: analysis final back same"] * 10, 400).save(here / "tokenizer")
+    (here / "run.toml").write_text(RUN.format(here=here))
+    (here / "draw.toml").write_text(ENVIRONMENT)
+    (here / "low_ids.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(here)
+        yield train(load_run(here / "run.toml", RLConfig))
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    """A copy of it to change."""
+    return shutil.copytree(recorded, tmp_path / "run", symlinks=True)
+
+
+def replayed(run: Path, out: Path | None = None) -> list[str]:
+    said: list[str] = []
+    replay_run(run, out, said.append, allow_user_code=True)
+    return said
+
+
+def rewrite(file: Path, change: Callable[[str], str]) -> None:
+    before = file.read_text()
+    file.write_text(change(before))
+    assert file.read_text() != before
+
+
+def test_a_run_on_a_server_is_executed_again_to_the_same_bytes(recorded: Path, tmp_path: Path) -> None:
+    events = [json.loads(line) for line in (recorded / FILE).read_text().splitlines()]
+    spans = [one for event in events for one in event.get("spans", {}).values()]
+    assert max(map(len, spans)) > 1, "a sample got new weights on its way"
+    # documented: nmoe replay RUN --train
+    arguments = ["replay", str(recorded), "--train", "--out", str(tmp_path / "again"), "--allow-user-code"]
+    said = CliRunner().invoke(app, arguments).stdout.splitlines()
+    assert said[1:] == [
+        "checkpoint of step 2: the same",
+        "checkpoint of step 4: the same",
+        "metrics of 4 steps: the same",
+        "all the same",
+    ]
+    # What it leaves is a run of the same weights.
+    weights = "checkpoints/step_000004/model.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (recorded / weights).read_bytes()
+    with pytest.raises(UserError, match="is there already"):
+        replayed(recorded, tmp_path / "again")
+
+
+def test_differences_are_counted_and_named(run: Path) -> None:
+    file = run / "checkpoints/step_000002/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    content[-9] ^= 1
+    file.write_bytes(content)
+    rewrite(run / "metrics.jsonl", lambda text: text.replace('"staleness_max": 0', '"staleness_max": 7', 1))
+    said: list[str] = []
+    with pytest.raises(ReplayDifferenceError) as error:
+        replay_run(run, None, said.append, allow_user_code=True)
+    assert said[1:] == [
+        f"checkpoint of step 2 differs: model.safetensors: 2 of {len(content):,} bytes",
+        "checkpoint of step 4: the same",
+        "metrics of 4 steps differs: step 1, staleness_max: 7 in the run, 0 now",
+    ]
+    assert str(error.value).endswith(
+        f"first difference: checkpoint of step 2: model.safetensors: 2 of {len(content):,} bytes (and 1 more)"
+    )
+    assert error.value.exit_code == 1
+
+
+def test_a_journal_of_other_samples_is_noticed(run: Path) -> None:
+    """It says that a sample was longer than the limit."""
+    lines = (run / FILE).read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if '"arrive"' in line)
+    event = json.loads(lines[at])
+    event["spans"]["0/0"][-1][1] += 1
+    lines[at] = json.dumps(event)
+    (run / FILE).write_text("\n".join(lines) + "\n")
+    with pytest.raises(OtherTokensError, match="sample 0 has 64 tokens where 65 were recorded") as error:
+        replayed(run)
+    assert error.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("config.toml", 'in_flight = "recompute"', 'in_flight = "stale_kv"', 'train with "recompute" or "drain"'),
+        ("config.toml", 'kind = "server"', 'kind = "vllm"', 'train with "server"'),
+        ("provenance.json", '"exact"', '"exact, but for norms"', "its numerics were exact, but for norms"),
+        (FILE, '"ranks": 1', '"ranks": 2', "2 ranks added their gradients up"),
+        (FILE, '"event": "train", "step": 2', '"event": "train", "step": 9', "does not say what step 2 trained on"),
+    ],
+)
+def test_runs_that_do_not_repeat_are_refused(run: Path, file: str, old: str, new: str, said: str) -> None:
+    rewrite(run / file, lambda text: text.replace(old, new))
+    with pytest.raises(UserError, match=said) as error:
+        replayed(run)
+    assert error.value.exit_code == 2
+
+
+def test_a_step_without_the_samples_of_its_groups_is_refused(run: Path) -> None:
+    event = next(one for one in map(json.loads, (run / FILE).read_text().splitlines()) if one["event"] == "train")
+    first = event["positions"][0]
+
+    def without(text: str) -> str:
+        return "".join(
+            line for line in text.splitlines(True) if f'"arrive", "step": 1, "position": {first}, ' not in line
+        )
+
+    rewrite(run / FILE, without)
+    with pytest.raises(UserError, match=f"has no samples of position {first}, which step 1 trained on"):
+        replayed(run)
+
+
+def test_code_of_users_runs_where_it_is_allowed(run: Path) -> None:
+    with pytest.raises(UserError, match=r"reward function low_ids:low from .*low_ids\.py.*--allow-user-code"):
+        replay_run(run, None, print)
+
+
+def test_a_run_that_sampled_in_step_has_nothing_to_replay(run: Path) -> None:
+    (run / FILE).unlink()
+    with pytest.raises(UserError, match=r"there is no journal; only a run with async\.max_staleness above 0"):
+        replayed(run)
+
+
+def test_options_that_do_not_fit_together_are_refused(run: Path) -> None:
+    for arguments, said in (
+        (["--train", "--checkpoint", "x"], "--checkpoint and --tokenizer are for bundles"),
+        (["--out", "x"], "add --train"),
+    ):
+        outcome = CliRunner().invoke(app, ["replay", str(run), *arguments])
+        assert isinstance(outcome.exception, UserError)
+        assert said in str(outcome.exception)
