@@ -82,3 +82,24 @@ def _reinforcement_learning(config: RLConfig) -> list[str]:
     if config.critic is not None and config.critic.warmup_steps:
         lines.append(f"critic: trained alone for the first {config.critic.warmup_steps:,} steps")
     return lines
+
+
+def asynchrony_notes(config: RLConfig) -> list[str]:
+    """Returns the lines to print of a run that samples beside its training; none for another."""
+    section, algorithm = config.asynchrony, config.algorithm
+    if not section.max_staleness:
+        return []
+    groups = (section.max_staleness + 1) * config.batch.prompts_per_step
+    lines = [
+        f"asynchronous: at most {groups:,} groups under way, of weights at most {section.max_staleness:,} versions older than the "
+        f"learner's; in flight at a publication: {section.in_flight}; overdue: {section.overdue}; algorithm.correction = \""
+        f'{algorithm.correction}"'
+    ]
+    if algorithm.correction == "none" and algorithm.loss != "dppo":
+        lines.append('nothing corrects for samples of older weights; algorithm.correction = "tis" does')
+    if section.overdue == "drop" and algorithm.length_penalty:
+        lines.append(
+            'biased: async.overdue = "drop" gives up long samples, and algorithm.length_penalty compares the lengths of the rest; '
+            '"wait" keeps all'
+        )
+    return lines

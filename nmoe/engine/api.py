@@ -14,7 +14,8 @@ class Request:
     """A request to an engine: a prompt, of which `samples` continuations are sampled.
 
     With `top_logprobs = k` each streamed token comes with its raw log-probability and the k likeliest tokens (0: with none of
-    these). `adapter` names one of the engine's adapters; None is the model as it is.
+    these). `adapter` names one of the engine's adapters; None is the model as it is. Of requests that wait for a server, a lower
+    `order` is sent first.
 
     Example: `Request((200006, 1428), samples=8, sampling=Sampling(64, stop_ids=(200002,)), request_id="12/0")`.
     """
@@ -25,6 +26,7 @@ class Request:
     request_id: str
     top_logprobs: int | None = None
     adapter: str | None = None
+    order: int = 0
 
 
 class RawLogprob(NamedTuple):

@@ -36,6 +36,8 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group, Trajectory
 
 R = TypeVar("R")
+# The share of groups that may be dropped without an alert.
+_MOST_OVERDUE = 0.02
 
 
 class AsyncRollouts(RolloutSampler):
@@ -68,7 +70,8 @@ class AsyncRollouts(RolloutSampler):
         self._arrived = asyncio.Event()
         self._saved: dict[str, Any] = {}
         self._took_at = self._idle_s = 0.0
-        self._passed_over = self._discarded = 0
+        self._passed_over = self._discarded = self._gave_up = 0
+        self._alerted = False
 
     def sample(self, step: int) -> Rollouts:
         """Waits for the groups of a step. Others go on. Raises as `RolloutSampler.sample` does."""
@@ -191,7 +194,15 @@ class AsyncRollouts(RolloutSampler):
             "engine_idle_share": (idle_s - self._idle_s) / (now - self._took_at),
         }
         self._took_at, self._idle_s = now, idle_s
+        self._gave_up += rollouts.dropped["overdue"]
         self._observe(rollouts)
+        issued = self.tickets.trained + self.tickets.void.total() + len(taken)
+        if self._gave_up > _MOST_OVERDUE * issued and not self._alerted:
+            self._alerted = True
+            rollouts.alert = (
+                f"{self._gave_up} of {issued} groups were overdue and dropped, which removes long samples; raise "
+                'async.max_staleness, or set async.overdue = "wait"'
+            )
         return rollouts
 
     def settle(self, rollouts: Rollouts, experience: Experience | None) -> dict[str, float]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nmoe.config.registry import ENGINES
+from nmoe.config.tables.asynchrony import AsyncSection
 from nmoe.config.tables.rollout import RolloutEngineSection, fault_of_urls
 from nmoe.engine.api import Engine, Request
 from nmoe.engine.function import FunctionEngine
@@ -120,10 +121,15 @@ def export_base(section: RolloutEngineSection, learner: Learner, directory: Path
 
 @contextmanager
 def rollout_engine(
-    section: RolloutEngineSection, learner: Learner, directory: Path, note: Callable[[str], None]
+    section: RolloutEngineSection,
+    learner: Learner,
+    directory: Path,
+    note: Callable[[str], None],
+    asynchrony: AsyncSection = AsyncSection(),
 ) -> Iterator[Engine]:
     """Opens the engine that [engine] asks for, with the learner's weights. Servers that the run starts end with the block; their
-    logs are in `directory`/engines. Raises UserError for servers that cannot be used."""
+    logs are in `directory`/engines. `asynchrony` says whether they sample while the learner trains. Raises UserError for servers
+    that cannot be used."""
     if section.kind == "native":
         yield sampling_engine(learner, section.max_sequences, section.cache_mb)
         return
@@ -179,6 +185,9 @@ def rollout_engine(
             note=note,
             speaks=SGLangServer if section.kind == "sglang" else EngineServer,
             wait_s=section.wait_s,
+            in_flight=asynchrony.in_flight,
+            # The canary's samples find room beside the others.
+            most=section.max_sequences - section.max_sequences // 16 if asynchrony.max_staleness else None,
         )
         with fleet:
             learner.hand_over(fleet)

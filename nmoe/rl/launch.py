@@ -100,7 +100,9 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None, parts: 
             tools=tools,
         )
         run = stack.enter_context(open_run(config, threads, parts.steps, around=tools.provenance()))
-        engine = stack.enter_context(parts.engine(config.engine, learner, run.directory.path, run.note))
+        engine = stack.enter_context(
+            parts.engine(config.engine, learner, run.directory.path, run.note, config.asynchrony)
+        )
         samples_with: Engine = engine
         if generate_fn is not None:
             samples_with = FunctionEngine(engine, generate_fn, lambda: learner.version, learner.model.config)

@@ -88,6 +88,8 @@ def shown(metrics: Mapping[str, float]) -> dict[str, float]:
         "length": "response_length_mean",
         "tokens/s": "tokens_per_second",
         "mismatch": "mismatch_abs_mean",
+        "age": "staleness_mean",
+        "wait": "trainer_wait_s",
     }
     return {label: metrics[name] for label, name in shown_as.items() if name in metrics}
 

@@ -160,7 +160,13 @@ def _refuse(path: Path, config: RLConfig, recorded: Recorded, steps: int, *, all
 
 @contextmanager
 def _engine(
-    recorded: Recorded, seed: int, section: RolloutEngineSection, learner: Learner, directory: Path, note: Say
+    recorded: Recorded,
+    seed: int,
+    section: RolloutEngineSection,
+    learner: Learner,
+    directory: Path,
+    note: Say,
+    *_: object,
 ) -> Iterator[HeldEngine]:
     requests: dict[str, dict[int, Spans]] = {}
     for position in recorded.arrivals:

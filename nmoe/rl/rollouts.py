@@ -43,7 +43,7 @@ DECAY = 0.7
 class Rollouts:
     """The rollouts of one step: all groups sampled, the groups kept to train on with the positions of their tickets, counts of
     groups dropped by reason, and the time taken. `sampling_s` are the seconds in which its tokens were sampled, if these are not
-    the seconds that it waited for them; `beside` has the metrics of sampling beside the trainer."""
+    the seconds that it waited for them; `beside` has the metrics of sampling beside the trainer, and `alert` is a warning."""
 
     groups: list[Group] = field(default_factory=list)
     kept: list[RewardedGroup] = field(default_factory=list)
@@ -56,6 +56,7 @@ class Rollouts:
     left_out: int = 0
     focus: Mapping[str, float] = field(default_factory=dict)
     beside: Mapping[str, float] = field(default_factory=dict)
+    alert: str | None = None
 
     @property
     def trajectories(self) -> list[Trajectory]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.arithmetic import asynchrony_notes, batch_arithmetic
 from nmoe.config.commands import RLConfig
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
@@ -159,6 +159,7 @@ class PolicyGradient(Recipe):
             lines += sampling_notes(checkpoint, sampling.temperature, sampling.top_p, sampling.top_k)
         if environment.pool.order.read_as:
             lines.append(f"records: {environment.pool.order.read_as}")
+        lines += asynchrony_notes(self.config)
         if self.tools.sandboxes is not None:
             lines.append(f"sandbox: {self.tools.sandboxes.describe()}")
         if environment.overlong:
@@ -195,6 +196,8 @@ class PolicyGradient(Recipe):
         if metrics["skipped"] and not self._skipped:
             self.run.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
         self._skipped = bool(metrics["skipped"])
+        if rollouts.alert is not None:
+            self.run.alert(step, rollouts.alert)
         group = rollouts.groups[0].trajectories
         self.run.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in group))
         if spikes := spikes_in(metrics, self.config.monitor.kl.above):

@@ -284,10 +284,13 @@ class Collector:
 
         async def trajectory(index: int) -> Trajectory:
             turns = [Turn(given, await first_turns[index], "form" if given else "tool")]
-            return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns), terms.weights)
+            return await self._trajectory(
+                Episode(problem, index, key, prompt_ids, sampling, turns, position), terms.weights
+            )
 
         async def sample_first_turns() -> None:
-            request = Request((*prompt_ids, *given), terms.samples, sampling, f"{terms.key}/{position}")
+            named = f"{terms.key}/{position}"
+            request = Request((*prompt_ids, *given), terms.samples, sampling, named, order=position)
             async with aclosing(self._player.samples(request, key)) as sampled:
                 async for index, sample in sampled:
                     first_turns[index].set_result(sample)

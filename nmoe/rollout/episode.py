@@ -49,8 +49,8 @@ class ConversationError(Exception):
 
 @dataclass
 class Episode:
-    """The state of one sample while it is played. `key` identifies the group of samples; `sampling` has the parameters of the first
-    turn.
+    """The state of one sample while it is played. `key` identifies the group of samples, and `position` is its problem's;
+    `sampling` has the parameters of the first turn.
     """
 
     problem: Problem
@@ -59,6 +59,7 @@ class Episode:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     turns: list[Turn]
+    position: int = 0
     rounds: list[list[ToolEvent]] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
 
@@ -178,6 +179,7 @@ class Player:
     async def _sample(self, episode: Episode, prompt_ids: tuple[int, ...], tokens: int) -> Sample:
         key = (*episode.key, episode.index, len(episode.turns))
         sampling = replace(episode.sampling, max_new_tokens=tokens, seed=request_seed(*key))
-        (sample,) = await self._engine.generate(Request(prompt_ids, 1, sampling, "/".join(map(str, key))))
+        request = Request(prompt_ids, 1, sampling, "/".join(map(str, key)), order=episode.position)
+        (sample,) = await self._engine.generate(request)
         self.sampled_tokens[episode.key] += len(sample.token_ids)
         return sample

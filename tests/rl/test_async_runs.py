@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+from recipes.interrupted_runs import interrupted_at
+
+from nmoe.errors import UserError
+from nmoe.rollout.journal import read_journal
 from nmoe.runs.ledger import read_lines, read_metrics
 
 Reinforce = Callable[..., Path]
@@ -30,3 +35,58 @@ def test_a_step_trains_on_groups_that_were_sampled_beside_the_one_before(reinfor
     assert 'correction = "tis"' in (run / "config.toml").read_text()
     trained = [one for step in range(1, 7) for one in read_lines(run / f"samples/step_{step:06}.jsonl")]
     assert len({one["seed"] for one in trained}) == len(trained) // 4
+
+
+def test_an_interrupted_run_issues_outstanding_groups_again(reinforce: Reinforce) -> None:
+    """With evaluations beside the stream, and overdue groups dropped."""
+    more = (
+        *SMALL,
+        "--async.max_staleness=2",
+        "--async.overdue=drop",
+        "--async.in_flight=drain",
+        "--batch.favour_unsolved=true",
+        "--eval.0.every_steps=3",
+        "--eval.0.problems=8",
+        "--checkpoint.every_steps=2",
+    )
+    with interrupted_at(3):
+        reinforce(*more)
+    run = reinforce(*more, "--run.resume=true")
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert row["tokens_sampled"] == row["tokens_trained"] + row["tokens_void"] + row["tokens_in_flight"]
+        assert row["staleness_max"] <= 2
+    recorded = read_journal(run)
+    assert recorded.begins == 2
+    trained = [position for event in recorded.events if event["event"] == "train" for position in event["positions"]]
+    void = [event["position"] for event in recorded.events if event["event"] == "end"]
+    ended = trained + void
+    assert len(set(ended)) == len(ended), "no group is trained on twice, or ends twice"
+    assert sorted(ended) == list(range(len(ended))), "no group is lost, and none is left"
+    assert len(list((run / "eval").glob("*.json"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            (),
+            'async.max_staleness=1: engine.kind = "native" samples on the thread that trains; set engine.kind = "server"',
+        ),
+        (
+            ("--engine.kind=server", "--engine.publish_every=2", "--algorithm.correction=tis"),
+            "publish_every=2: samples have one way to be older than the learner: leave it out, and raise async.max_staleness",
+        ),
+        (("--engine.kind=server", "--engine.weights=group"), 'weights=group: "group" cannot send the last publication'),
+        (
+            ("--async.max_staleness=0", "--async.overdue=drop"),
+            "async.overdue=drop: nothing is sampled beside the trainer",
+        ),
+    ],
+)
+def test_an_asynchronous_run_that_cannot_be_is_refused(
+    reinforce: Reinforce, given: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        reinforce("--async.max_staleness=1", *given)

@@ -237,11 +237,11 @@ class NativeEngine:
             raise ValueError("the native engine runs the learner's own module; it takes weights from no other")
         await self.between_steps(lambda: self._commit(version))
 
-    async def replace_weights(self, put: Callable[[], None], version: int) -> None:
+    async def replace_weights(self, put: Callable[[], None], version: int, recompute: bool = True) -> None:
         """Has `put` copy new weights into the module between two steps. Running sequences compute their keys again by them before
-        they sample on. One request at least goes on before weights are replaced once more: else versions that come fast would let
-        none go on. Where `put` raises, every request ends with the tokens that it has, since the module may hold a mixture, and
-        later ones are refused until other weights have come."""
+        they sample on; without `recompute` they keep those that they have. One request at least goes on before weights are replaced
+        once more: else versions that come fast would let none go on. Where `put` raises, every request ends with the tokens that it
+        has, since the module may hold a mixture, and later ones are refused until other weights have come."""
 
         def act() -> None:
             try:
@@ -251,7 +251,7 @@ class NativeEngine:
                 for request_id in self._engine.request_ids:
                     self._finish(self._engine.abort(request_id))
                 raise
-            self._commit(version, recompute=True)
+            self._commit(version, recompute)
 
         while await self.between_steps(lambda: self._has_work and self._engine.recomputing):
             pass

@@ -12,6 +12,8 @@ What heals a server depends on whose weights it has: the learner's (`nmoe.engine
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import queue
 import threading
 import time
@@ -62,7 +64,7 @@ class Address(Protocol):
 @dataclass
 class Slot:
     """One server's place in the fleet. It is open where it may get requests; `fence` is the reason why it may not, and `fences` the
-    number of times that it was fenced."""
+    number of times that it was fenced. `samples` are those of the requests that it has."""
 
     index: int
     address: Address
@@ -72,6 +74,7 @@ class Slot:
     version: int = 0
     fence: str | None = None
     fences: int = 0
+    samples: int = 0
     healing: asyncio.Task[None] | None = None
 
 
@@ -93,16 +96,17 @@ class Fleet(ABC):
         named: str = "engine.urls: ",
         speaks: type[EngineServer] = EngineServer,
         wait_s: float = 0.0,
+        most: int | None = None,
     ) -> None:
         """`token_s` are the seconds that a token of a request may take, waiting included. `note` writes a line of the run's log.
         `named` begins messages about servers that cannot be used. `speaks` is the client of these servers. One that
-        only others can start again is waited for `wait_s` seconds."""
+        only others can start again is waited for `wait_s` seconds. One that has `most` samples gets no other request."""
         self._model, self._token_s, self._key, self._note, self._named = model, token_s, key, note, named
         self._speaks = speaks
         self._wait_s = wait_s
         if not key.isascii():
             raise UserError("NMOE_ENGINE_KEY: a key is ASCII text, because it travels in a header of HTTP")
-        self._addresses = addresses
+        self._addresses, self._most = addresses, most
         self._slots: list[Slot] = []
         self._dealing = Dealing(len(addresses))
         self._holds_prefix: dict[tuple[int, ...], int] = {}
@@ -110,6 +114,9 @@ class Fleet(ABC):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-fleet", daemon=True)
         self._changed = asyncio.Condition()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap of requests that wait for a server
+        self._numbers = itertools.count()
+        self._draining, self._ended = False, asyncio.Event()  # of a request
         self._sampled_tokens = self._retried = self._lost = self._healed = 0
         self.on_fault: Callable[[int, str], None] | None = None
         """Called with the index of a server that is fenced, and the reason."""
@@ -244,7 +251,7 @@ class Fleet(ABC):
             slot = await self._choose(request, self._holds_prefix.get(prefix))
             self._holds_prefix[prefix], fences = slot.index, slot.fences
             try:
-                with self._dealing.dealt(slot.index, request) as finished, self._counted():
+                with self._dealing.dealt(slot.index, request) as finished, self._counted(slot, request):
                     return await call(slot, attempt, finished)
             except ServerLostError as error:
                 self._retried += attempt == 1
@@ -255,17 +262,23 @@ class Fleet(ABC):
         raise lost
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, slot: Slot, request: Request) -> Iterator[None]:
         """Counts a request that a server has, and the time without any."""
         if not self._requests:
             self._idle_s = self.idle_s()
         self._requests += 1
+        slot.samples += request.samples
+        if any(map(self._may_get, self._slots)):
+            self._admit_next()
         try:
             yield
         finally:
             self._requests -= 1
+            slot.samples -= request.samples
             if not self._requests:
                 self._idle_since = time.monotonic()
+            self._ended.set()
+            self._admit_next()
 
     def idle_s(self) -> float:
         """Returns the seconds in which no server had a request."""
@@ -283,12 +296,28 @@ class Fleet(ABC):
             raise UserError(f"request {request.request_id}: it exceeds the model's context of {context} tokens")
 
     async def _choose(self, request: Request, preferred: int | None) -> Slot:
-        async with self._changed:
-            while not (open_ := [slot.index for slot in self._slots if slot.open]):
-                if all(slot.healing is None and slot.fence is not None for slot in self._slots):
-                    raise self._no_engine()
-                await self._changed.wait()
+        while not (open_ := [slot.index for slot in self._slots if self._may_get(slot)]):
+            if all(slot.healing is None and slot.fence is not None for slot in self._slots):
+                raise self._no_engine()
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (request.order, next(self._numbers), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._admit_next()  # it may have been this one's turn
+                raise
         return self._slots[self._dealing.choose(open_, request, preferred)]
+
+    def _may_get(self, slot: Slot) -> bool:
+        return slot.open and not self._draining and (self._most is None or slot.samples < self._most)
+
+    def _admit_next(self) -> None:
+        """Has the first of the waiting requests look for a server."""
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
 
     def _no_engine(self) -> InfrastructureError:
         reasons = "; ".join(f"{slot.server.name}: {slot.fence}" for slot in self._slots)
@@ -337,6 +366,11 @@ class Fleet(ABC):
             await self._notify()
 
     async def _notify(self) -> None:
+        """Has all look again that wait for a server, or for one to be open or fenced."""
+        waiting, self._waiting = self._waiting, []
+        for _, _, turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
         async with self._changed:
             self._changed.notify_all()
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from nmoe.config.tables.asynchrony import InFlight
 from nmoe.engine.api import Request
 from nmoe.engine.remote.difference import Differences
 from nmoe.engine.remote.fleet import DEADLINE_S, Address, Fleet, Slot
@@ -59,10 +60,14 @@ class PublishedFleet(Fleet):
         note: Callable[[str], None],
         speaks: type[EngineServer] = EngineServer,
         wait_s: float = 0.0,
+        in_flight: InFlight = "recompute",
+        most: int | None = None,
     ) -> None:
         """`format` None is the format of the servers at hand, each of which has so many `workers`. Files for them are written below
-        `shared`; None is this machine's memory. The others are `Fleet`'s."""
-        super().__init__(addresses, model, token_s=token_s, key=key, note=note, speaks=speaks, wait_s=wait_s)
+        `shared`; None is this machine's memory. The others are `Fleet`'s. `in_flight` says what a publication does to requests."""
+
+        super().__init__(addresses, model, token_s=token_s, key=key, note=note, speaks=speaks, wait_s=wait_s, most=most)
+        self._in_flight = in_flight
         self._source, self._canary, self._precision = source, canary, precision
         self._transport, self._format, self._backend, self._workers = transport, format, backend, workers
         self._prepared: Callable[[Source, Format, int], Update]
@@ -141,7 +146,12 @@ class PublishedFleet(Fleet):
             slot.open = False
         if self._publisher is None:
             self._publisher = Publisher(
-                self._source, self._format or "hf", self._backend, self._on_caller, workers=self._workers
+                self._source,
+                self._format or "hf",
+                self._backend,
+                self._on_caller,
+                workers=self._workers,
+                keeps_cache=self._in_flight == "stale_kv",
             )
         return await self._publisher.send(self._update, [slot.server for slot in slots])
 
@@ -191,7 +201,11 @@ class PublishedFleet(Fleet):
         update = await self._on_caller(lambda: self._prepared(learner, format, version))
         old, self._update, self._version = self._update, update, version
         written = time.perf_counter()
-        failed = await self._send(self._slots)
+        try:
+            await self._drained()
+            failed = await self._send(self._slots)
+        finally:
+            self._draining = False
         installed = (self._install(slot, failed.get(slot.server)) for slot in self._slots)
         outcomes = await asyncio.gather(*installed, return_exceptions=True)
         if old is not None:
@@ -220,6 +234,13 @@ class PublishedFleet(Fleet):
             self._published["publish_full"] = float(self._publisher.wholes)
         differences, coverages = zip(*(self._compared[slot.index] for slot in self._slots if slot.open), strict=True)
         self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}
+
+    async def _drained(self) -> None:
+        """Holds new requests back, and waits for the running ones, if weights are published between requests."""
+        self._draining = self._in_flight == "drain"
+        while self._draining and self._requests:
+            self._ended.clear()
+            await self._ended.wait()
 
     def metrics(self) -> dict[str, float]:
         """Returns the last publication's figures beside the fleet's."""

@@ -141,12 +141,19 @@ class Publisher:
     """Sends an update to servers, and knows which of them form its process group."""
 
     def __init__(
-        self, source: Source, format: Format, backend: Backend, on_caller: OnCaller, *, workers: int = 1
+        self,
+        source: Source,
+        format: Format,
+        backend: Backend,
+        on_caller: OnCaller,
+        *,
+        workers: int = 1,
+        keeps_cache: bool = False,
     ) -> None:
         """`on_caller` calls a function on the thread that trains, where collectives run. Each server has so many `workers`, the
-        ranks of a group that broadcasts."""
+        ranks of a group that broadcasts. With `keeps_cache`, running requests go on with the keys and values of the old weights."""
         self._source, self._format, self._backend, self._on_caller = source, format, backend, on_caller
-        self._workers = workers
+        self._workers, self._keeps_cache = workers, keeps_cache
         self._members: list[EngineServer] = []
         self._group: Any = None
         self._ready: set[EngineServer] = set()  # servers that were prepared for updates
@@ -189,7 +196,10 @@ class Publisher:
             await self._broadcast(update, [server for server in servers if server not in failed], failed)
         else:
             await each(point)
-        await each(lambda server: server.control("/finish_weight_update", {"weight_version": str(update.version)}))
+        finish: dict[str, Any] = {"weight_version": str(update.version)}
+        if self._keeps_cache and self._format == "nmoe":
+            finish["keep_cache"] = True
+        await each(lambda server: server.control("/finish_weight_update", finish))
         if update.directory is not None:
             self._holds |= {server: update.info["digests"] for server in servers if server not in failed}
         # nmoe's servers too: one that somebody has paused would leave its canary without an answer.
@@ -199,7 +209,7 @@ class Publisher:
     async def _begin(self, server: EngineServer) -> None:
         if self._format == "hf":
             await server.refuse_sleep()
-            await server.control("/pause", params={"mode": "keep", "clear_cache": "true"})
+            await server.control("/pause", params={"mode": "keep", "clear_cache": str(not self._keeps_cache).lower()})
         if server not in self._ready:
             await server.control("/init_weight_transfer_engine", {"init_info": {}})
             self._ready.add(server)

@@ -109,9 +109,10 @@ class Service:
         return json_reply({"message": "the weights have arrived"})
 
     async def finish_update(self, asked: Asked) -> Response:
-        version = take(await body_of(asked), "weight_version", str)
+        body = await body_of(asked)
+        version, keep = take(body, "weight_version", str), take(body, "keep_cache", bool, False)
         async with self._control:
-            await self._weights.finish(version)
+            await self._weights.finish(version, keep)
         return json_reply({"message": f"the weights have version {version}"})
 
     async def health(self, asked: Asked) -> Response:

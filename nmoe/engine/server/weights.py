@@ -101,15 +101,16 @@ class Weights:
             self._fail(error)
             raise
 
-    async def finish(self, version: str) -> None:
-        """Makes the engine sample by the weights that have arrived, under their version."""
+    async def finish(self, version: str, keep_cache: bool = False) -> None:
+        """Makes the engine sample by the weights that have arrived, under their version. With `keep_cache`, running requests go on
+        with the keys and values of the weights before."""
         if (put := self._put) is None:
             raise StateError(f"no weights have arrived since an update began; {_HOW}")
         if not (version.isascii() and version.isdecimal()):
             raise UserError(f"weight_version = {version!r}: must be a whole number as text, such as '7'")
         self.id = secrets.token_hex(8)  # before the first token by them
         try:
-            await self._engine.replace_weights(put, int(version))
+            await self._engine.replace_weights(put, int(version), recompute=not keep_cache)
         except Exception as error:
             self._fail(error)
             raise
