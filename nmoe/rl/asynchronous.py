@@ -89,8 +89,8 @@ class AsyncRollouts(RolloutSampler):
             self._took_at, self._idle_s = began, self._fleet.idle_s()
         assert self._flow is not None, "begun above"
         while True:
-            for position in self._guards.late(version):
-                await self._drop(position)
+            while late := self._guards.late(version):
+                await self._drop(late[0])  # others may arrive meanwhile
             enough = None if self._coming.dropped.total() < self._most_dropped else 0
             if (taken := self._guards.take(version, enough)) is not None:
                 break
@@ -129,7 +129,7 @@ class AsyncRollouts(RolloutSampler):
         """Starts as many groups as may run. None of them is for a step after the last."""
         guards = self._guards
         needed = (self._steps - self._step + 1) * self._batch.prompts_per_step
-        wanted = min(guards.room, needed - guards.running - guards.ready_groups)
+        wanted = min(guards.room, needed - guards.running - guards.ready_groups - len(self._taken))
         if wanted <= 0:
             return
         left, self._left = self._left[:wanted], self._left[wanted:]

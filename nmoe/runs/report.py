@@ -17,6 +17,7 @@ from nmoe.runs.record_links import refuse_missing
 from nmoe.runs.samples import answer_lines, how_ended, latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import ends_of, headline
+from nmoe.runs.timeline import timeline
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ PLOTS = (
     Plot("entropy", "Entropy of the policy", "nats per token", ("entropy_mean", "entropy_p10", "entropy_p90")),
     Plot("mismatch", "Rollout against learner", "nats", ("mismatch_abs_mean", "mismatch_abs_max"), log=True),
     Plot("grad_norm", "Gradient norm before clipping", "norm", ("grad_norm",)),
+    Plot("staleness", "Age of the samples trained on", "versions", ("staleness_mean", "staleness_max")),
 )
 SUMMARY = (
     "reward_mean",
@@ -51,6 +53,9 @@ SUMMARY = (
     "grad_norm",
     "mismatch_abs_mean",
     "tokens_per_second",
+    "staleness_mean",
+    "trainer_wait_s",
+    "engine_idle_share",
     "verifier_f1",
     "verifier_accuracy",
     "verifier_ece",
@@ -94,7 +99,7 @@ def write_report(run: Path) -> Path:
         _section("Calibration", _calibration_table(run / "eval")),
         _section("Curves", _curves(metrics, run, PLOTS)),
         _section("Experts", _experts(metrics, run)),
-        _section("Time per stage", _time_table(metrics)),
+        _section("Time per stage", _time_table(metrics) + _timeline(metrics, run)),
         _section("Samples", _samples(run)),
         _section("Last alerts", _alerts_table(read_lines(run / "alerts.jsonl"))),
         _section("Provenance", _provenance_table(read_provenance(run))),
@@ -299,6 +304,15 @@ def _time_table(metrics: Sequence[Mapping[str, Any]]) -> str:
     if "time_step_s" in sums:
         rows.append(["time_step_s (whole steps)", f"{whole:.1f}", ""])
     return markdown_table(["stage", "seconds", "of whole steps"], rows)
+
+
+def _timeline(metrics: Sequence[Mapping[str, Any]], run: Path) -> str:
+    """Draws who waited for whom in an asynchronous run, and returns the picture's line; "" for another run."""
+    if not (drawn := timeline(metrics)):
+        return ""
+    (run / "plots").mkdir(exist_ok=True)
+    write_atomically(run / "plots" / "timeline.svg", drawn.encode())
+    return "\n![Who waited for whom](plots/timeline.svg)\n"
 
 
 def _alerts_table(alerts: Sequence[Mapping[str, Any]]) -> str:

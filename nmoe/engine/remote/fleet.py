@@ -64,7 +64,7 @@ class Address(Protocol):
 @dataclass
 class Slot:
     """One server's place in the fleet. It is open where it may get requests; `fence` is the reason why it may not, and `fences` the
-    number of times that it was fenced. `samples` are those of the requests that it has."""
+    number of times that it was fenced. `samples` counts what its requests ask for."""
 
     index: int
     address: Address
