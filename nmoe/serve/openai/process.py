@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -90,6 +91,11 @@ def serve(options: Options) -> None:
         print(f"{served.models[0]} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         await server.serve([bound])
 
+    # What is loaded stays. Beside its objects a full collection would wait for tens of thousands of new ones, and connections that
+    # have ended, which hold themselves in cycles, would be kept by the thousand.
+    gc.collect()
+    gc.freeze()
+    gc.collect()
     before = [signal.signal(number, drain) for number in _SIGNALS]
     try:
         served.engine.run(live())
