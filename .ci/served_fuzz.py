@@ -257,7 +257,7 @@ def described(file: Path, models: list[str]) -> Path:
 
 
 def by_description(python: str, client: Client, place: Path, seconds: int, seed: int) -> bool:
-    program = Path(python).parent / "schemathesis"
+    program = Path(python).absolute().parent / "schemathesis"  # the command runs elsewhere
     url = str(client.http.base_url).rstrip("/")
     command = [str(program), "run", str(described(place / "openapi.json", ["tiny"])), "--url", f"{url}/v1"]
     command += [

@@ -26,6 +26,7 @@ class Words:
         ([1, 2], 0, "Hello world", [2, 5], ([0, 5], [11, 17])),  # the tokenizer puts a space before the text
         ([0, 1, 2], 1, "Hello world", [2], ([0, 0, 5], [11])),
         ([1, 2], 0, " Hello world", [2], ([0, 6], [12])),
+        ([1, 0, 2], 0, "Hello<s>world", [2], ([0, 5, 8], [13])),  # and before the text behind a control token
         ([3], 0, "\ufffd", [5, 2, 5], ([0], [1, 4, 10])),  # half a character
         ([5, 3], 0, "abc\ufffd", [4, 5], ([0, 3], [4, 5])),
         ([5, 3, 4, 5], 0, "abc\u00e9abc", [3, 4, 5], ([0, 3, 3, 4], [7, 7, 8])),

@@ -48,9 +48,13 @@ class TextLogprobs:
         """Returns the table of a prompt, whose text begins with token `text_from`."""
         table = self._table(tokens)
         ids = [token for token, _ in tokens[text_from:]]
-        if self._names.text(ids) == f" {text}":
-            self._characters = -1  # SentencePiece puts a space before a text
-        table["text_offset"] = [0] * text_from + [max(0, self._offset(token)) for token in ids]
+        offsets, at = [0] * text_from, 0
+        for token in ids:
+            offsets.append(at)
+            part = self._decoder.decode(self._names.bytes_of(token))
+            # SentencePiece puts a space before a text, and before the text behind a control token.
+            at += len(part) - (part.startswith(" ") and not text.startswith(" ", at))
+        table["text_offset"] = offsets
         # Sampled text never completes a character that the prompt breaks off.
         self._decoder.reset()
         self._characters = len(text)

@@ -26,6 +26,7 @@ from nmoe.text.calls.family import (
     FamilyName,
     ObjectReader,
     Steps,
+    TaggedFamily,
     Turn,
     object_call,
 )
@@ -37,15 +38,12 @@ WRITTEN = (*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 """The tags that count by their text, whether or not they are tokens."""
 
 
-class Hermes:
+class Hermes(TaggedFamily):
     """One JSON object between tags; in its strings a tag closes nothing. A call without a closing tag runs to the end."""
 
     name: FamilyName = "hermes"
     tags: tuple[str, ...] = ()
     openers: tuple[str, ...] = (CALL,)
-
-    def begin(self, turn: Turn) -> Steps:
-        yield from ()
 
     def read(self, turn: Turn) -> Steps:
         source, start = turn.source, len(CALL)
@@ -107,15 +105,7 @@ class Llama3:
                 source.take(start)
                 return
             reader = ObjectReader(turn, begins, "parameters")
-            while True:
-                text = source.text
-                reader.look(text, len(text))
-                if reader.extent.end is not None or source.ended or (reader.extent.broken and reader.opened is None):
-                    break
-                yield
-            end = len(text) if reader.extent.end is None else reader.extent.end
-            if reader.extent.broken and reader.opened is None:
-                end = begins + 1  # how much more there is depends on how the text arrived
+            text, end = yield from reader.whole()
             called = reader.finish(text, end)
             if called or tagged:
                 turn.bodies.append(text[begins:end])
@@ -140,7 +130,7 @@ _OBJECT = re.compile(r'\s*\{\s*"(?:name|type|parameters)"')
 _HALF_OBJECT = re.compile(r'\s*(?:\{\s*(?:"[a-z]{0,10})?)?')
 
 
-class DeepSeek:
+class DeepSeek(TaggedFamily):
     """A name and a JSON object between control tokens, as V3 and R1 write it, with a fence around the object, or as V3.1 does."""
 
     name: FamilyName = "deepseek"
@@ -152,9 +142,6 @@ class DeepSeek:
         "<｜tool▁calls▁end｜>",
     )
     openers: tuple[str, ...] = tags[:2]
-
-    def begin(self, turn: Turn) -> Steps:
-        yield from ()
 
     def read(self, turn: Turn) -> Steps:
         source = turn.source
@@ -237,15 +224,12 @@ _BARE = re.compile(r"([^\n]*)\n")
 _NOT_FENCED = re.compile(r"[^\n]*\n\s*[^\s`]")
 
 
-class Mistral:
+class Mistral(TaggedFamily):
     """A list of JSON objects after [TOOL_CALLS], or a name, [ARGS] and a JSON object for each call."""
 
     name: FamilyName = "mistral"
     tags: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     openers: tuple[str, ...] = tags[:1]
-
-    def begin(self, turn: Turn) -> Steps:
-        yield from ()
 
     def read(self, turn: Turn) -> Steps:
         source, start = turn.source, len(turn.mark(self.tags[0]))
@@ -272,15 +256,7 @@ class Mistral:
                     turn.fail(begins)
                 return
             reader = ObjectReader(turn, begins, "arguments")
-            while True:
-                text = source.text
-                reader.look(text, len(text))
-                if reader.extent.end is not None or source.ended or (reader.extent.broken and reader.opened is None):
-                    break
-                yield
-            end = len(text) if reader.extent.end is None else reader.extent.end
-            if reader.extent.broken and reader.opened is None:
-                end = begins + 1
+            text, end = yield from reader.whole()
             turn.bodies.append(text[begins:end])
             if not reader.finish(text, end):
                 turn.fail(end)
@@ -325,15 +301,12 @@ class Mistral:
         return object_call(body, "arguments")
 
 
-class Glm:
+class Glm(TaggedFamily):
     """A name and pairs of tags between tags. A value is JSON, or the text of a parameter that the tool declares as text."""
 
     name: FamilyName = "glm"
     tags: tuple[str, ...] = ()
     openers: tuple[str, ...] = (CALL,)
-
-    def begin(self, turn: Turn) -> Steps:
-        yield from ()
 
     def read(self, turn: Turn) -> Steps:
         source, position, name, given, pairs = turn.source, len(CALL), "", 0, TaggedPairs(0)

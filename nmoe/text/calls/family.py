@@ -75,6 +75,13 @@ class Family(Protocol):
         """Reads the whole text of a call, which `read` collected."""
 
 
+class TaggedFamily:
+    """A family whose calls all begin with a tag."""
+
+    def begin(self, turn: Turn) -> Steps:
+        yield from ()
+
+
 class ArgumentsReader:
     """Gives the arguments of the call opened last while they arrive: one JSON value from `start` on, or text that is none."""
 
@@ -156,6 +163,20 @@ class ObjectReader:
                 self.opened = ArgumentsReader(self._turn.out, head.end())
         if self.opened is not None:
             self.opened.look(text, until)
+
+    def whole(self) -> Generator[None, None, tuple[str, int]]:
+        """Looks until the object ends, or cannot be one; returns the text, and where the object ends in it."""
+        source = self._turn.source
+        while True:
+            text = source.text
+            self.look(text, len(text))
+            if self.extent.broken and self.opened is None:
+                return text, self._start + 1  # how much more there is depends on how the text arrived
+            if self.extent.end is not None:
+                return text, self.extent.end
+            if source.ended:
+                return text, len(text)
+            yield
 
     def finish(self, text: str, until: int) -> bool:
         """Ends the call at `until`; returns whether it is one. What follows the object is text of the answer."""
