@@ -33,20 +33,10 @@ AT_ONCE, VALID_EVERY, LEAVING_EVERY, SILENT_EVERY = 16, 10, 50, 250
 WARM_REQUESTS, MOST_MB = 1000, 5.0
 REPLY_S, LEAVES_AFTER_S, SILENT_S = 60.0, 0.3, 2.0
 # One request computes little, whatever its mutated numbers say.
-# The cache is small, so that its pages, which count as memory once they are written, are so after the first thousand requests.
+# The cache is small, so that its pages, which count as memory once they are written, are so early.
 OPTIONS = (
-    "--max-n",
-    "4",
-    "--deadline",
-    "5",
-    "--max-body-mb",
-    "1",
-    "--max-sequences",
-    "16",
-    "--threads",
-    "1",
-    "--cache-mb",
-    "1",
+    *("--max-n", "4", "--deadline", "5", "--max-body-mb", "1", "--max-sequences", "16"),
+    *("--threads", "1", "--cache-mb", "2"),
 )
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, -1e308, 0.5, "", "x", "\ud800", [], {}, [[]], [None], {"a": 1}, "0", [-1],

@@ -91,8 +91,8 @@ def serve(options: Options) -> None:
         print(f"{served.models[0]} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         await server.serve([bound])
 
-    # What is loaded stays. Beside its objects a full collection would wait for tens of thousands of new ones, and connections that
-    # have ended, which hold themselves in cycles, would be kept by the thousand.
+    # The model and its modules stay. Beside their objects a full collection would wait for tens of thousands of new ones, and
+    # connections that have ended, which hold themselves in cycles, would be kept by the thousand.
     gc.collect()
     gc.freeze()
     gc.collect()
