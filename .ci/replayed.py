@@ -25,7 +25,7 @@ from pathlib import Path
 from nmoe.text.tokenizer import Tokenizer
 
 STALENESS = (1, 4, 8)
-PATIENCE_S = 900.0
+PATIENCE_S = 3600.0
 RUN = """
 [run]
 name = "run"
