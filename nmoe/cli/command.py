@@ -18,6 +18,7 @@ import typer
 import typer.core
 
 from nmoe.cli.checks import doctor, plan, preflight
+from nmoe.cli.cluster import rehearse, simulate
 from nmoe.cli.data import download, export_data, pairs, prepare, show_data, solve_rates
 from nmoe.cli.engines import engines, publish
 from nmoe.cli.evaluate import chat, evaluate, grade
@@ -231,6 +232,8 @@ for plain_verb in (grade, chat, serve, replay, report, export, speedrun, doctor,
 # They take overrides as a training verb does.
 app.command(cls=Verb, context_settings={"ignore_unknown_options": True})(preflight)
 app.command(cls=Verb, context_settings={"ignore_unknown_options": True})(plan)
+app.command(cls=Verb, context_settings={"ignore_unknown_options": True})(simulate)
+app.command(cls=Verb, context_settings={"ignore_unknown_options": True})(rehearse)
 app.add_typer(rl, name="rl")
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
