@@ -65,7 +65,6 @@ class PublishedFleet(Fleet):
     ) -> None:
         """`format` None is the format of the servers at hand, each of which has so many `workers`. Files for them are written below
         `shared`; None is this machine's memory. The others are `Fleet`'s. `in_flight` says what a publication does to requests."""
-
         super().__init__(addresses, model, token_s=token_s, key=key, note=note, speaks=speaks, wait_s=wait_s, most=most)
         self._in_flight = in_flight
         self._source, self._canary, self._precision = source, canary, precision
