@@ -17,6 +17,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,6 +81,7 @@ class Run:
 
     def __init__(self, workshop: Path, name: str, *overrides: str) -> None:
         self.path, self._workshop, self._name, self._overrides = workshop / name, workshop, name, overrides
+        shutil.rmtree(self.path, ignore_errors=True)  # of an earlier call with this workshop
         self.start()
 
     def start(self, *more: str) -> None:
