@@ -43,7 +43,7 @@ def main() -> int:
     million = Setting(
         tickets=1_000_000 // part,
         engines=10_000 // part,
-        groups=9_900 // part,
+        groups=9_600 // part,
         samples=4,
         slots=64,
         staleness=4,
@@ -64,7 +64,7 @@ def main() -> int:
         most_tokens=8000,
         faults=faults(2000 // part, 100_000 // part, 200),
     )
-    kept = [flown("many groups", million, 98, 300 / part), flown("many engines", many, 5, 60 / part)]
+    kept = [flown("many groups", million, 100, 300 / part), flown("many engines", many, 5, 60 / part)]
     return 0 if all(kept) else 1
 
 
