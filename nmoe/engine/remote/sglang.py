@@ -22,7 +22,6 @@ from nmoe.types import Sample
 GENERATE = "/generate"
 # What each call of control is here; those left out, which prepare an update, have nothing to do.
 _CONTROL: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "/pause": ("/pause_generation", {"mode": "retract"}),  # running requests are computed again by the new weights
     "/resume": ("/continue_generation", {}),
     "/reset_prefix_cache": ("/flush_cache", {}),
 }
@@ -31,7 +30,7 @@ _CONTROL: Mapping[str, tuple[str, dict[str, Any]]] = {
 class SGLangServer(EngineServer):
     """The routes of one SGLang server."""
 
-    _path, _size = "", 0
+    _path, _size, _flushes = "", 0, True
 
     async def control(
         self, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None, size: int = 0
@@ -40,8 +39,16 @@ class SGLangServer(EngineServer):
             self._path, self._size = body["update_info"]["path"], size
         elif path == "/finish_weight_update" and body is not None:
             # One call, so that no token falls between the weights and their version.
-            update = {"model_path": self._path, "weight_version": body["weight_version"], "flush_cache": True}
+            update = {
+                "model_path": self._path,
+                "weight_version": body["weight_version"],
+                "flush_cache": self._flushes,
+            }
             await super().control("/update_weights_from_disk", update, size=self._size)
+        elif path == "/pause":
+            self._flushes = (params or {}).get("clear_cache") != "false"
+            # Retracted requests are computed again by the new weights, and those in place keep their keys and values.
+            await super().control("/pause_generation", {"mode": "retract" if self._flushes else "in_place"})
         elif path in _CONTROL:
             await super().control(*_CONTROL[path])
 

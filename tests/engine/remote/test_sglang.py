@@ -121,7 +121,8 @@ def test_replies_that_are_torn_or_refuse_are_named(status: int, reply: Any, mess
     assert isinstance(caught.value, WireError) == (status == 400)
 
 
-def test_weights_and_their_version_come_in_one_call_while_generation_is_paused() -> None:
+@pytest.mark.parametrize(("clear", "mode"), [("true", "retract"), ("false", "in_place")])
+def test_weights_and_their_version_come_in_one_call_while_generation_is_paused(clear: str, mode: str) -> None:
     calls: list[tuple[str, Any]] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
@@ -130,7 +131,7 @@ def test_weights_and_their_version_come_in_one_call_while_generation_is_paused()
 
     async def publish(server: SGLangServer) -> None:
         await server.refuse_sleep()
-        await server.control("/pause", params={"mode": "keep", "clear_cache": "true"})
+        await server.control("/pause", params={"mode": "keep", "clear_cache": clear})
         await server.control("/init_weight_transfer_engine", {"init_info": {}})
         await server.control("/start_weight_update")
         await server.control("/update_weights", {"update_info": {"path": "/dev/shm/new", "names": []}}, size=9)
@@ -139,8 +140,11 @@ def test_weights_and_their_version_come_in_one_call_while_generation_is_paused()
 
     answered_by(answer, publish)
     assert calls == [
-        ("/pause_generation", {"mode": "retract"}),
-        ("/update_weights_from_disk", {"model_path": "/dev/shm/new", "weight_version": "7", "flush_cache": True}),
+        ("/pause_generation", {"mode": mode}),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/dev/shm/new", "weight_version": "7", "flush_cache": mode == "retract"},
+        ),
         ("/continue_generation", {}),
     ]
 
