@@ -1,4 +1,4 @@
-# Sourced by what needs TRL or vLLM: each gets an environment in the root, apart from .venv, made where it is missing. Safe to run twice.
+# Sourced by what needs TRL, vLLM or Ray: each gets an environment in the root, apart from .venv, made where it is missing. Safe to run twice.
 # $PYTHON names the interpreter to use (default: python3).
 PYTHON="${PYTHON:-python3}"
 TRL=("trl==1.16.*" "accelerate==1.15.*")
@@ -53,6 +53,20 @@ prepare_vllm() { # root
         # They come with vLLM, built for another torch: importing them fails.
         "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -e "$root/plugins/vllm"
+        echo "$wanted" >"$venv/.installed"
+    fi
+}
+
+# Makes .venv-ray with Ray on top of the project itself.
+prepare_ray() { # root
+    local root="$1" venv="$1/.venv-ray" wanted torch
+    wanted="$(cat "$root/constraints.txt" "$root/pyproject.toml" | cksum)"
+    if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+        [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
+        torch="$(grep '^torch==' "$root/constraints.txt")"
+        echo "installing $torch, Ray and nmoe into .venv-ray (minutes the first time)"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" -e "$root[ray,serve]"
         echo "$wanted" >"$venv/.installed"
     fi
 }

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from nmoe.cluster.base import checkpoint_as_it_is
+from nmoe.cluster.ray import ray_launcher
 from nmoe.config.commands import RLConfig
 from nmoe.config.packaged import find_configuration
 from nmoe.config.tables.placement import PlacementSection
@@ -64,17 +65,18 @@ def run_placed(config: RLConfig, file: Path, overrides: Sequence[str]) -> None:
     refuse_what_does_not_fit(config)
     precision = config.model.precision or (recorded_precision(run) if config.run.resume else None)
     device, dtype = device_and_dtype(config.model.model_copy(update={"precision": precision}))
-    on_cpu, key, launcher = (
-        device.type == "cpu",
-        os.environ.get(KEY) or secrets.token_hex(16),
-        LocalLauncher(run / LOGS),
-    )
+    on_cpu, key = device.type == "cpu", os.environ.get(KEY) or secrets.token_hex(16)
+    each, shared = (0.0, 0.0) if on_cpu else (1.0, float(placed.tensor_parallel)), config.engine.shared()
     with ExitStack() as stack:
+        launcher: Launcher = LocalLauncher(run / LOGS)
+        if placed.launcher == "ray":
+            reach = shared is not None or config.engine.weights == "group"
+            launcher = stack.enter_context(ray_launcher(run / LOGS, placed.learner_gpus, placed.engines, each, reach))
         base = checkpoint_as_it_is(config)
         if base is None:
-            base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nmoe_base_")))
+            base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nmoe_base_", dir=shared)))
             _write_base(base, file, overrides)
-        first = 0 if placed.layout == "colocated" else placed.learner_gpus
+        first = None if placed.launcher == "ray" else 0 if placed.layout == "colocated" else placed.learner_gpus
         dtype_name, numerics = str(dtype).removeprefix("torch."), config.model.numerics
         servers = addresses(config.placed_engine, base, numerics, dtype_name, on_cpu, key, launcher, first)
         command = [
@@ -82,7 +84,7 @@ def run_placed(config: RLConfig, file: Path, overrides: Sequence[str]) -> None:
             *(one for one in overrides if not one.startswith("--run.resume=")),
             *([f"--engine.tensor_parallel={placed.tensor_parallel}"] if config.engine.kind != "server" else []),
         ]
-        training = Training(command, {KEY: key}, launcher, placed.learner_gpus, 0.0 if on_cpu else 1.0)
+        training = Training(command, {KEY: key}, launcher, placed.learner_gpus, each[0])
         Parent(placed, run, servers, training, config.run.resume).run()
 
 
@@ -93,7 +95,7 @@ def refuse_what_does_not_fit(config: RLConfig) -> None:
     assert engines is not None, "[placement] needs engine servers"
     device, ranks = choose_device(config.model.device), placed.learner_gpus
     on_cpu, colocated = device.type == "cpu", placed.layout == "colocated"
-    if not on_cpu:
+    if not on_cpu and placed.launcher == "local":
         wanted = engines.gpus + ranks if not colocated else max(engines.gpus, ranks)
         if (there := torch.cuda.device_count()) < wanted:
             raise UserError(

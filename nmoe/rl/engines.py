@@ -147,10 +147,7 @@ def rollout_engine(
     if section.kind == "sglang":
         note("engine.kind=sglang is unproven: no run over SGLang was tried; watch mismatch_abs_mean and canary_abs_max")
     key = os.environ.get(KEY, "") if section.urls else secrets.token_hex(16)
-    if section.shared_directory is not None and not Path(section.shared_directory).is_dir():
-        raise UserError(
-            f"engine.shared_directory={section.shared_directory}: no such directory; make it, or leave it out"
-        )
+    shared = section.shared()
     transport = section.transport(learner.lora is not None)
     format_: Format = "nmoe" if section.kind == "server" else "hf"
     base = Path(tempfile.mkdtemp(prefix="nmoe_base_"))
@@ -178,7 +175,7 @@ def rollout_engine(
             format=format_,
             backend=section.group_backend,
             workers=section.tensor_parallel,
-            shared=None if section.shared_directory is None else Path(section.shared_directory),
+            shared=shared,
             precision=dtype,
             token_s=section.token_s,
             key=key,

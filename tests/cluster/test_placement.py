@@ -35,6 +35,7 @@ def configured(base: Path, workshop: Path) -> Configured:
         ([*PLACED, "--engine.servers=2"], "give placement.engines"),
         (["--engine.kind=vllm", "--placement.engines=2", "--engine.memory_share=0.5"], "give placement.memory_share"),
         ([*PLACED, "--placement.least_engines=3"], "are more than the engines = 2"),
+        ([*PLACED, "--placement.launcher=ray", "--placement.layout=colocated"], "shares no GPU between processes"),
     ],
 )
 def test_settings_that_cannot_work_are_named(configured: Configured, overrides: list[str], message: str) -> None:
@@ -46,6 +47,15 @@ def test_a_run_has_a_parent_unless_it_has_the_addresses_of_engines(configured: C
     assert configured(*PLACED).has_parent
     assert not configured(*PLACED, "--engine.urls=['http://a:1']").has_parent
     assert not configured("--engine.kind=server").has_parent
+
+
+def test_a_shared_directory_that_is_not_there_is_named(configured: Configured, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"engine.shared_directory=.*/none: no such directory; make it, or leave it out"
+    ):
+        configured(*PLACED, f"--engine.shared_directory={tmp_path}/none").engine.shared()
+    assert configured(*PLACED, f"--engine.shared_directory={tmp_path}").engine.shared() == tmp_path
+    assert configured(*PLACED).engine.shared() is None
 
 
 def test_ranks_that_torchrun_started_are_refused(

@@ -1,4 +1,4 @@
-"""[placement]: the processes of a run on one machine, which `nmoe rl train` starts and watches."""
+"""[placement]: the processes of a run, which `nmoe rl train` starts and watches."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -25,8 +25,8 @@ class PlacementSection(Section):
     layout: Literal["disaggregated", "colocated"] = "disaggregated"
     """`disaggregated`: engines have other GPUs than the ranks that train; `colocated`: they have the same ones, on which 1 -
     memory_share is left to train in"""
-    launcher: Literal["local"] = "local"
-    """what starts processes: `local` on this machine"""
+    launcher: Literal["local", "ray"] = "local"
+    """what starts processes: `local` on this machine, `ray` on the nodes of a Ray cluster"""
     restarts: int = Field(default=3, ge=0)
     """how often training, and each engine, is started again: at once, then after delays that grow; faults count no more after ten
     minutes without another one"""
@@ -38,5 +38,9 @@ class PlacementSection(Section):
     """seconds after which an engine that does not answer is killed and started again"""
 
     def conflicts(self) -> Iterator[Conflict]:
+        if self.launcher == "ray" and self.layout == "colocated":
+            yield Conflict(
+                "layout", 'cannot be "colocated" with launcher = "ray", which shares no GPU between processes'
+            )
         if self.least_engines > self.engines:
             yield Conflict("least_engines", f"are more than the engines = {self.engines}")

@@ -2,6 +2,7 @@
 executed."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -78,6 +79,14 @@ class RolloutEngineSection(EngineSection):
     def on_servers(self) -> bool:
         """Whether engine servers sample. An engine named by its import path counts as one of this process."""
         return self.kind in _SERVERS
+
+    def shared(self) -> Path | None:
+        """Returns the shared directory, if one is named. Raises UserError if it is not there."""
+        if self.shared_directory is None:
+            return None
+        if not (directory := Path(self.shared_directory)).is_dir():
+            raise UserError(f"engine.shared_directory={directory}: no such directory; make it, or leave it out")
+        return directory
 
     def transport(self, adapts: bool) -> Literal["disk", "delta", "group", "adapter"]:
         """Returns the way of a publication. `adapts` says whether the run trains an adapter."""

@@ -122,7 +122,7 @@ def patched(old: dict[str, Tensor], stored: StoredTensors) -> dict[str, Tensor]:
 
 
 def _decode(part: np.ndarray[Any, Any], data: bytes, named: str) -> None:
-    """Changes a part of a tensor in place."""
+    """Applies the difference of a part of a tensor to it."""
     try:
         content = np.frombuffer(zlib.decompress(data), np.uint8)
     except zlib.error as error:

@@ -154,7 +154,8 @@ def addresses(
     } | ({"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")} if on_cpu else {})
     if section.kind == "server":
         command = [
-            *(sys.executable, "-m", "nmoe.engine.server", str(checkpoint), "--port", "{port}", "--numerics", numerics),
+            *(sys.executable, "-m", "nmoe.engine.server", str(checkpoint), "--host", "{host}", "--port", "{port}"),
+            *("--numerics", numerics),
             *("--max-sequences", str(section.max_sequences), "--cache-mb", str(section.cache_mb)),
             *("--precision", dtype, "--device", "cpu" if on_cpu else "cuda"),
         ]
@@ -167,7 +168,7 @@ def addresses(
                 "--model-path",
                 str(checkpoint),
             ),
-            *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--skip-tokenizer-init"),
+            *("--host", "{host}", "--port", "{port}", "--dtype", dtype, "--skip-tokenizer-init"),
             *("--max-running-requests", str(section.max_sequences), "--tp-size", str(section.tensor_parallel)),
             *("--mem-fraction-static", str(section.memory_share)),
             *(["--enable-return-routed-experts"] if config_of(checkpoint).moe_layers else []),
@@ -181,7 +182,7 @@ def addresses(
                 "--model",
                 str(checkpoint),
             ),
-            *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--skip-tokenizer-init"),
+            *("--host", "{host}", "--port", "{port}", "--dtype", dtype, "--skip-tokenizer-init"),
             *(
                 "--enable-scale-out",
                 "--weight-transfer-config",

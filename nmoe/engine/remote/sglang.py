@@ -47,7 +47,7 @@ class SGLangServer(EngineServer):
             await super().control("/update_weights_from_disk", update, size=self._size)
         elif path == "/pause":
             self._flushes = (params or {}).get("clear_cache") != "false"
-            # Retracted requests are computed again by the new weights, and those in place keep their keys and values.
+            # Retracted requests are computed again by the new weights; the others keep their keys and values.
             await super().control("/pause_generation", {"mode": "retract" if self._flushes else "in_place"})
         elif path in _CONTROL:
             await super().control(*_CONTROL[path])
@@ -76,7 +76,7 @@ class SGLangServer(EngineServer):
             "ignore_eos": True,
             "no_stop_trim": True,
         }
-        # A batch in place of n: the samples of one request would share a seed.
+        # A batch instead of n: the samples of one request would share a seed.
         return GENERATE, {
             "rid": [f"{request.request_id}/{index}" for index in range(count)],
             "input_ids": [list(request.prompt_ids)] * count,
