@@ -25,7 +25,7 @@ def speedrun(
     With --real, or neither: imports a released chat model, evaluates it, teaches it short tasks, evaluates it again and, on a
     terminal, starts a chat. With --scratch: a tokenizer, pretraining, GRPO, evaluation; this also runs, after a line that says so,
     where neither is named and the released model cannot be had. Both end in a report. An earlier speedrun in OUT is replaced; your
-    own runs beside it stay. With --full a plain one is replaced only with --replace.
+    own runs beside it stay. One that was broken off is replaced only with --replace, and so is a plain one with --full.
 
     \b
     Example:
@@ -41,7 +41,7 @@ def speedrun(
         out: The directory to write to; default: runs/real with --real, runs/speedrun with --scratch.
         full: With --real all tasks; with --scratch mid-training, SFT, a verifier and self-play as well.
         resume: Resume the one in OUT, or extend it with --full; finished stages are not repeated.
-        replace: Delete obstacles in OUT: files that no speedrun made or that you changed, and runs that --full would extend.
+        replace: Delete obstacles in OUT: files that no speedrun made or that you changed, and what --resume or --full can extend.
     """
     if real and scratch:
         raise UserError("--real and --scratch name two pipelines; choose one")

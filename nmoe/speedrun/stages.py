@@ -109,8 +109,8 @@ class Stages:
         that `full` may change from false to true, which extends the pipeline.
     reports: the names of the files that `report` writes.
 
-    Without `resume`, an earlier pipeline in the directory is replaced; if `full` could extend it, this needs `replace`
-    or the user's consent in a terminal. Other files, and outputs that the user changed, are deleted only if a stage
+    Without `resume`, an earlier pipeline in the directory is replaced; if it was broken off or `full` could extend it, this
+    needs `replace` or the user's consent in a terminal. Other files, and outputs that the user changed, are deleted only if a stage
     will make a file of the same name, and only with the same consent. A stage whose outputs are missing or changed is
     repeated.
 
@@ -249,6 +249,14 @@ class Stages:
                 "--replace",
                 replace,
             )
+        if not resume and isinstance(before, _Record) and self._is_broken_off(before, settings):
+            agree_to_delete(
+                now,
+                f"{self._out} holds a speedrun that was broken off, and --resume goes on with it. Without --resume it begins "
+                "again, and these paths are deleted:",
+                "--replace",
+                replace,
+            )
         # In an extended pipeline a stage keeps its files until the stage that replaces it begins.
         delete([*others, *now], _ELSEWHERE)
         self._record.settings = settings
@@ -291,6 +299,11 @@ class Stages:
 
     def _would_extend(self, before: _Record, settings: dict[str, Any]) -> bool:
         return settings != before.settings and settings == before.settings | {"full": True}
+
+    def _is_broken_off(self, before: _Record, settings: dict[str, Any]) -> bool:
+        """Returns whether some stages of this pipeline are done, and others not."""
+        done = {stage.name for stage in before.done}
+        return settings == before.settings and bool(done) and any(stage.name not in done for stage in self._plan)
 
     def _write(self) -> None:
         write_atomically(self._file, (self._record.model_dump_json(indent=1) + "\n").encode())

@@ -235,6 +235,26 @@ def test_what_full_would_extend_is_replaced_by_consent_only(tmp_path: Path) -> N
     assert did[3:] == ["one", "added", "two", "three"]
 
 
+def test_what_was_broken_off_is_replaced_by_consent_only(tmp_path: Path) -> None:
+    did: list[str] = []
+    with pytest.raises(Killed):
+        pipeline(tmp_path, did, resume=False, killed_in="one")
+    with pytest.raises(Killed):  # no stage was done, so that nothing is lost
+        pipeline(tmp_path, did, resume=False, killed_in="two")
+    before = content(tmp_path)
+    with pytest.raises(UserError) as refused:
+        pipeline(tmp_path, did, resume=False)
+    assert str(refused.value).splitlines() == [
+        f"{tmp_path} holds a speedrun that was broken off, and --resume goes on with it. Without --resume it begins again, and "
+        "these paths are deleted:",
+        *(f"  {tmp_path}/{name}" for name in ("one", "two")),
+        "Move them, name another directory with --out, or pass --replace to delete them",
+    ]
+    assert (content(tmp_path), did) == (before, ["one", "one", "two"])
+    pipeline(tmp_path, did, resume=False, replace=True)
+    assert did[3:] == ["one", "two", "three"]
+
+
 def test_a_stage_says_how_to_go_on_with_the_pipeline(tmp_path: Path) -> None:
     def full() -> Mapping[str, float]:
         with storage_errors(tmp_path):
