@@ -338,7 +338,7 @@ def return_gaps() -> None:
 
     Experts have another number of rows in every micro-batch, so that no activation fits where another one was: a mixture of
     373M weights held 10.9 GB in its second step, of which 3.2 GB were gaps. With gaps given back between micro-batches it held
-    9.2 GB there, and 9.4 GB after 26 steps. Does nothing under C libraries without mallinfo2.
+    9.2 GB there, and 9.4 GB in 60 steps. Does nothing under C libraries without mallinfo2.
     """
     c = ctypes.CDLL(None)
     if platform.libc_ver()[0] != "glibc" or not hasattr(c, "mallinfo2"):
