@@ -186,7 +186,7 @@ def test_what_a_real_vllm_answered_is_read_or_refused() -> None:
     for one in recorded:
         if one["path"] != GENERATE or "prompt_logprobs" in one["body"]["sampling_params"]:
             continue
-        request, reply = decode_request(one["body"])[0], sent(one["reply"])
+        request, reply = decode_request(one["body"], names=("other",))[0], sent(one["reply"])
         if one["status"] == 200:
             for choice, sample in zip(one["reply"]["choices"], decode_samples(200, reply, request), strict=True):
                 logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
