@@ -117,6 +117,7 @@ class Fleet(ABC):
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap of requests that wait for a server
         self._numbers = itertools.count()
         self._draining, self._ended = False, asyncio.Event()  # of a request
+        self._publishing = False  # which ends heals, and opens servers or heals them anew
         self._sampled_tokens = self._retried = self._lost = self._healed = 0
         self.on_fault: Callable[[int, str], None] | None = None
         """Called with the index of a server that is fenced, and the reason."""
@@ -297,7 +298,8 @@ class Fleet(ABC):
 
     async def _choose(self, request: Request, preferred: int | None) -> Slot:
         while not (open_ := [slot.index for slot in self._slots if self._may_get(slot)]):
-            if all(slot.healing is None and slot.fence is not None for slot in self._slots):
+            lost = all(slot.healing is None and slot.fence is not None for slot in self._slots)
+            if lost and not self._publishing:
                 raise self._no_engine()
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (request.order, next(self._numbers), turn))

@@ -189,31 +189,36 @@ class PublishedFleet(Fleet):
     async def update_weights(self, source: Any, version: int) -> None:
         """Publishes the learner's weights to every server, fenced ones included. Raises InfrastructureError if none takes them."""
         began = time.perf_counter()
-        # A heal that went on would compare the old weights with a learner that has stepped.
-        healing = [slot.healing for slot in self._slots if slot.healing is not None]
-        for task in healing:
-            task.cancel()
-        await asyncio.gather(*healing, return_exceptions=True)
-        self._holds_prefix.clear()
-        assert self._format is not None, "servers that were opened have one"
-        format, learner = self._format, self._source
-        update = await self._on_caller(lambda: self._prepared(learner, format, version))
-        old, self._update, self._version = self._update, update, version
-        written = time.perf_counter()
+        self._publishing = True
         try:
-            await self._drained()
-            failed = await self._send(self._slots)
+            # A heal that went on would compare the old weights with a learner that has stepped.
+            healing = [slot.healing for slot in self._slots if slot.healing is not None]
+            for task in healing:
+                task.cancel()
+            await asyncio.gather(*healing, return_exceptions=True)
+            self._holds_prefix.clear()
+            assert self._format is not None, "servers that were opened have one"
+            format, learner = self._format, self._source
+            update = await self._on_caller(lambda: self._prepared(learner, format, version))
+            old, self._update, self._version = self._update, update, version
+            written = time.perf_counter()
+            try:
+                await self._drained()
+                failed = await self._send(self._slots)
+            finally:
+                self._draining = False
+            installed = (self._install(slot, failed.get(slot.server)) for slot in self._slots)
+            outcomes = await asyncio.gather(*installed, return_exceptions=True)
+            if old is not None:
+                old.discard()
+            for slot, outcome in zip(self._slots, outcomes, strict=True):
+                if isinstance(outcome, ServerLostError):
+                    self._fence(slot, str(outcome))
+                elif outcome is not None:
+                    raise outcome
         finally:
-            self._draining = False
-        installed = (self._install(slot, failed.get(slot.server)) for slot in self._slots)
-        outcomes = await asyncio.gather(*installed, return_exceptions=True)
-        if old is not None:
-            old.discard()
-        for slot, outcome in zip(self._slots, outcomes, strict=True):
-            if isinstance(outcome, ServerLostError):
-                self._fence(slot, str(outcome))
-            elif outcome is not None:
-                raise outcome
+            self._publishing = False
+            await self._notify()
         stalled_s = time.perf_counter() - written
         # A server that others start again may take minutes, in which the others serve.
         ours = [slot for slot in self._slots if slot.address.restarts or not self._wait_s]
