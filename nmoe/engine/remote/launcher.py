@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -68,7 +69,8 @@ class LocalProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], address: str, log: Path) -> None:
         self.address, self.log = address, log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
+        # A program may write its arguments, and so a key, into its log.
+        with open(log, "ab", opener=partial(os.open, mode=0o600)) as file:
             self.began = os.fstat(file.fileno()).st_size
             self._keeper = subprocess.Popen(
                 [sys.executable, "-S", "-E", str(_KEEPER), *command],

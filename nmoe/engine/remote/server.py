@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ CONTROL_S = 60.0
 _BYTES_PER_S = 20e6
 # Tokens by which the weights of a server are known again.
 PROBED = 8
+# Of this process, so that no other one's cached keys and values are used.
+_PROCESS = secrets.token_hex(8)
 # The largest difference of a log-probability that is rounding, in float32 and in other precisions.
 _ROUNDING, _ROUNDING_16 = 1e-3, 0.2
 
@@ -130,7 +133,7 @@ class EngineServer:
 
     def _asked(self, request: Request, version: int | None) -> tuple[str, dict[str, Any]]:
         """Returns the route and the body that ask for a request's samples."""
-        return GENERATE, encode_request(request) | {"cache_salt": str(version)}
+        return GENERATE, encode_request(request) | {"cache_salt": salt_of(version)}
 
     def _answered(self, status: int, reply: bytes, request: Request) -> list[Sample]:
         """Reads a reply. Raises WireError for a refusal, and for a reply that is torn or answers another request."""
@@ -252,6 +255,12 @@ class EngineServer:
         elif weights != self._weights:
             raise ServerLostError(f"{self.name} was started again or has taken weights since it was asked first")
         return reply.status_code, reply.content
+
+
+def salt_of(version: int | None) -> str:
+    """Returns the text under which a server may use cached keys and values again. A resumed run counts versions again, with other
+    weights."""
+    return f"{version}/{_PROCESS}"
 
 
 def _in_order(versions: Sequence[int], first: int, last: int) -> bool:

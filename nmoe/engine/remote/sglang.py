@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nmoe.engine.api import Request
-from nmoe.engine.remote.server import CONTROL_S, EngineServer, ServerLostError
+from nmoe.engine.remote.server import CONTROL_S, EngineServer, ServerLostError, salt_of
 from nmoe.engine.remote.wire import TORN, WireError, decode_choice, error_of
 from nmoe.parsing import json_of
 from nmoe.types import Sample
@@ -23,7 +23,6 @@ GENERATE = "/generate"
 # What each call of control is here; those left out, which prepare an update, have nothing to do.
 _CONTROL: Mapping[str, tuple[str, dict[str, Any]]] = {
     "/resume": ("/continue_generation", {}),
-    "/reset_prefix_cache": ("/flush_cache", {}),
 }
 
 
@@ -49,6 +48,11 @@ class SGLangServer(EngineServer):
             self._flushes = (params or {}).get("clear_cache") != "false"
             # Retracted requests are computed again by the new weights; the others keep their keys and values.
             await super().control("/pause_generation", {"mode": "retract" if self._flushes else "in_place"})
+        elif path == "/reset_prefix_cache":
+            # While requests run it refuses with 400, and goes on serving.
+            status, reply = await self._call("/flush_cache", CONTROL_S, {})
+            if status not in (200, 400):
+                raise ServerLostError(f"{self.name}/flush_cache answered with status {status}: {error_of(reply)}")
         elif path in _CONTROL:
             await super().control(*_CONTROL[path])
 
@@ -86,7 +90,7 @@ class SGLangServer(EngineServer):
             "return_logprob": True,
             "return_sampling_mask": truncated,
             "return_routed_experts": bool(self._model.moe_layers),
-            "extra_key": str(version),
+            "extra_key": salt_of(version),
             "stream": False,
         }
 

@@ -49,6 +49,7 @@ def test_a_process_is_asked_and_started_again_where_it_was(tmp_path: Path) -> No
     first, (address, given, own) = started(launcher, "listens")
     assert (address, given, first.code()) == (first.address, "seen", None)
     assert first.log == tmp_path / "logs/one.log"
+    assert first.log.stat().st_mode & 0o077 == 0, "SGLang writes its key into it"
     first.ask()
     assert gone(int(own))
     until = time.monotonic() + 20

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MOE
 
 from nmoe.engine.api import Request
-from nmoe.engine.remote.server import ServerLostError
+from nmoe.engine.remote.server import ServerLostError, salt_of
 from nmoe.engine.remote.sglang import SGLangServer
 from nmoe.engine.remote.wire import WireError
 from nmoe.errors import InfrastructureError, UserError
@@ -147,6 +147,25 @@ def test_weights_and_their_version_come_in_one_call_while_generation_is_paused(c
         ),
         ("/continue_generation", {}),
     ]
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_a_busy_server_that_keeps_its_cache_is_not_lost(status: int) -> None:
+    def flushed() -> None:
+        answered_by(lambda _: httpx2.Response(status, json={}), lambda server: server.control("/reset_prefix_cache"))
+
+    if status < 500:
+        flushed()
+    else:
+        with pytest.raises(ServerLostError, match="one/flush_cache answered with status 500"):
+            flushed()
+
+
+def test_another_process_shares_no_cached_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = salt_of(3)
+    assert first == salt_of(3) != salt_of(4)
+    monkeypatch.setattr("nmoe.engine.remote.server._PROCESS", "another")
+    assert first != salt_of(3) == "3/another"
 
 
 def test_another_server_is_refused() -> None:
