@@ -142,16 +142,24 @@ class Fleet(ABC):
             headers=headers, timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False
         )
         self._client = client
+        until = self._loop.time() + self._wait_s
         for index, (address, url) in enumerate(zip(self._addresses, urls, strict=True)):
             server = self._speaks(address.name, url, client, self._model)
             slot = Slot(index, address, server, Silence(address.name, self._note))
             self._slots.append(slot)
             try:
                 if self._wait_s and not address.restarts:
-                    await self._answering(slot, self._loop.time() + self._wait_s)
+                    await self._answering(slot, until)
                 await self._admit(slot)
             except InfrastructureError as error:
+                if self._wait_s and not address.restarts:
+                    # Others start it again, and the first publication reaches it or heals it.
+                    slot.fence = str(error)
+                    self._note(f"engine {address.name} is fenced: {error}")
+                    continue
                 raise UserError(f"{self._named}{error}; start the server, or name another") from None
+        if all(slot.fence is not None for slot in self._slots):
+            raise self._no_engine()
 
     @abstractmethod
     async def _admit(self, slot: Slot) -> None:

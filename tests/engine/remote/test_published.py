@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from tiny_models import DENSE, peaked_model
 
 from nmoe.engine.api import Request
@@ -15,6 +16,7 @@ from nmoe.engine.remote.process import RunningServer
 from nmoe.engine.remote.published import PublishedFleet
 from nmoe.engine.remote.server import EngineServer, ServerLostError
 from nmoe.engine.remote.weights import Update
+from nmoe.errors import InfrastructureError
 from nmoe.model.config import ModelConfig
 from nmoe.rl.engines import Frozen
 from nmoe.types import Sample, Sampling
@@ -144,3 +146,19 @@ def test_a_request_that_waits_for_a_heal_waits_through_a_publication() -> None:
         (sample,) = fleet.run(ended(task))
         assert sample.versions == [2]
         assert scene.notes == ["engine http://0 is fenced: http://0 is away"]
+
+
+def test_a_server_that_is_away_at_the_start_is_healed_when_others_have_started_it() -> None:
+    scene = Scene(away={"http://1"})
+    with opened(scene, 2, wait_s=0.05) as fleet:
+        assert scene.notes == ["engine http://1 is fenced: http://1 is away"]
+        scene.away.clear()
+        published_to(fleet, 1)
+        assert fleet.metrics()["engines_serving"] == 2
+        assert sorted(scene.taken) == [("http://0", 1), ("http://1", 1)]
+
+
+def test_a_run_whose_servers_are_all_away_can_be_started_again() -> None:
+    message = "no engine is left to sample with: http://0: http://0 is away"
+    with pytest.raises(InfrastructureError, match=message), opened(Scene(away={"http://0"}), wait_s=0.05):
+        pass
