@@ -89,8 +89,11 @@ class AsyncRollouts(RolloutSampler):
             self._took_at, self._idle_s = began, self._fleet.idle_s()
         assert self._flow is not None, "begun above"
         while True:
-            while late := self._guards.late(version):
+            if self._flow.done():  # a group raised, which the guards still count as running
+                await self._flow
+            if late := self._guards.late(version):
                 await self._drop(late[0])  # others may arrive meanwhile
+                continue
             enough = None if self._coming.dropped.total() < self._most_dropped else 0
             if (taken := self._guards.take(version, enough)) is not None:
                 break

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from recipes.interrupted_runs import interrupted_at
 
 from nmoe.errors import UserError
+from nmoe.rl.asynchronous import AsyncRollouts
+from nmoe.rollout.collector import Stream
+from nmoe.rollout.guards import Guards, Overdue
 from nmoe.rollout.journal import read_journal
 from nmoe.runs.ledger import read_lines, read_metrics
 
@@ -65,6 +71,34 @@ def test_an_interrupted_run_issues_outstanding_groups_again(reinforce: Reinforce
     assert len(set(ended)) == len(ended), "no group is trained on twice, or ends twice"
     assert sorted(ended) == list(range(len(ended))), "no group is lost, and none is left"
     assert len(list((run / "eval").glob("*.json"))) == 3
+
+
+@pytest.mark.parametrize(("overdue", "version"), [("drop", 1), ("wait", 0)])
+def test_the_error_of_a_group_is_raised_by_the_next_step(overdue: Overdue, version: int) -> None:
+    """Also where the group is overdue, and where enough others are ready."""
+
+    async def play(ticket: Any) -> Any:
+        raise RuntimeError("the grader's own error")
+
+    async def step() -> None:
+        stream, guards = Stream(play, ()), Guards(1, 1, overdue)
+        await stream.opened()
+        for position in (0, 1):
+            guards.issue(position, 0)
+        guards.ready(1, 0)
+        stream.start(SimpleNamespace(position=0))  # type: ignore[arg-type]
+        sampler = object.__new__(AsyncRollouts)
+        flow = asyncio.create_task(sampler._receive(stream))
+        collector = SimpleNamespace(stream=lambda: stream)
+        vars(sampler).update(
+            _learner=SimpleNamespace(version=version), _guards=guards, _flow=flow, _collector=collector
+        )
+        await asyncio.wait([flow])
+        with pytest.raises(RuntimeError, match="the grader's own error"):
+            await sampler._next(version + 1)
+        await stream.close()
+
+    asyncio.run(step())
 
 
 @pytest.mark.parametrize(
