@@ -27,12 +27,13 @@ class FunctionEngine:
         self,
         engine: Engine,
         function: GenerateFunction,
-        version: Callable[[], int],
+        version: Callable[[], int] | None,
         model: ModelConfig,
         named: str = "generate_fn",
     ) -> None:
         """Keeps the function, and the engine that it may use. `version` returns the version of the weights, which fills `versions`
-        where a sample leaves them empty. `model` bounds the ids of tokens and experts. `named` begins the messages."""
+        where a sample leaves them empty. Without it each sample has to say its own, since the weights may change meanwhile.
+        `model` bounds the ids of tokens and experts. `named` begins the messages."""
         self._named = named
         self._engine, self._function, self._version, self._model = engine, function, version, model
 
@@ -53,7 +54,13 @@ class FunctionEngine:
             if isinstance(sample, Sample):
                 _as_lists(sample)
                 if isinstance(sample.token_ids, list) and not sample.versions:
-                    sample.versions = [self._version()] * len(sample.token_ids)
+                    if self._version is not None:
+                        sample.versions = [self._version()] * len(sample.token_ids)
+                    elif sample.token_ids:
+                        raise UserError(
+                            f"{self._named}: sample {index} of request {request.request_id!r} has no versions, and the weights may "
+                            "have changed while it was sampled; keep the engine's versions, or set async.max_staleness = 0"
+                        )
             if fault := fault_of(sample, request, self._model):
                 raise UserError(f"{self._named}: sample {index} of request {request.request_id!r} {fault}")
         return returned

@@ -105,7 +105,8 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None, parts: 
         )
         samples_with: Engine = engine
         if generate_fn is not None:
-            samples_with = FunctionEngine(engine, generate_fn, lambda: learner.version, learner.model.config)
+            version = None if config.asynchrony.max_staleness else lambda: learner.version
+            samples_with = FunctionEngine(engine, generate_fn, version, learner.model.config)
         sampler = parts.sampler(config, run.directory, tokenizer, environment, tools, samples_with, learner, engine)
         stack.enter_context(sampler.open())
         run.follow(parts.recipe(config, run, tokenizer, environment, tools, asked, engine, sampler, advantages, policy))

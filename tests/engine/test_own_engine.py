@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 from scripted_engine import ScriptedEngine
 from tiny_models import DENSE
 
+from nmoe.engine.api import Request
 from nmoe.engine.function import FunctionEngine
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.runs.ledger import read_metrics
+from nmoe.types import Sample, Sampling
 
 Reinforce = Callable[..., Path]
 SMALL = ("--run.steps=2", "--batch.prompts_per_step=4", "--batch.group_size=2")
@@ -93,3 +96,19 @@ def test_metrics_are_those_of_the_engine_below() -> None:
 
     engine = FunctionEngine(Measured([]), unused, lambda: 0, ModelConfig(**DENSE))
     assert engine.metrics() == {"engines_serving": 3.0, "canary_abs_max": 1e-7}
+
+
+@pytest.mark.parametrize(("sampled", "versions"), [([], None), ([0, 1], [0, 1])])
+def test_samples_say_their_versions_where_the_weights_may_change(
+    sampled: list[int], versions: list[int] | None
+) -> None:
+    def generate(request: Request, engine: Any) -> list[Sample]:
+        return [Sample([4, 5], [-0.5, -0.5], sampled, "length")]
+
+    engine = FunctionEngine(ScriptedEngine([]), generate, None, ModelConfig(**DENSE))
+    request = Request((1, 2), 1, Sampling(max_new_tokens=2), "7/0")
+    if versions is None:
+        with pytest.raises(UserError, match=r"sample 0 of request '7/0' has no versions.* async\.max_staleness = 0"):
+            asyncio.run(engine.generate(request))
+    else:
+        assert asyncio.run(engine.generate(request))[0].versions == versions
