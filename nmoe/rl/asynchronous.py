@@ -92,9 +92,10 @@ class AsyncRollouts(RolloutSampler):
             if self._flow.done():  # a group raised, which the guards still count as running
                 await self._flow
             if late := self._guards.late(version):
-                await self._drop(late[0])  # others may arrive meanwhile
+                await self._drop(lambda ticket: ticket.position == late[0], "overdue")  # others may arrive meanwhile
                 continue
-            enough = None if self._coming.dropped.total() < self._most_dropped else 0
+            dropped = self._coming.dropped.total() - self._coming.dropped["curriculum"]
+            enough = None if dropped < self._most_dropped else 0
             if (taken := self._guards.take(version, enough)) is not None:
                 break
             await self._until_one_comes(self._flow)
@@ -148,6 +149,9 @@ class AsyncRollouts(RolloutSampler):
         handed_over = self._collector.sampled_tokens.pop((*ticket.terms.key, position), 0)
         self.tickets.sampled(handed_over)
         self.tickets.answer(position, sum(one.sampled_tokens for one in group.trajectories))
+        if not ticket.terms.of_the_stage(self._present):
+            self._void(position, "curriculum")
+            return
         rewarded, reason = self._judged(group)
         if reason is None:
             self._guards.ready(position, min((self._oldest(one) for one in rewarded.samples), default=self._version))
@@ -166,13 +170,13 @@ class AsyncRollouts(RolloutSampler):
         self._guards.end(position)
         self.tickets.end(position, reason)
 
-    async def _drop(self, position: int) -> None:
-        """Gives up an overdue group. The tokens of its samples so far are void."""
-        await self._collector.stream().drop(position)
-        handed_over = self._collector.sampled_tokens.pop((*self._present.key, position), 0)
-        self.tickets.sampled(handed_over)
-        self.tickets.answer(position, handed_over)
-        self._void(position, "overdue")
+    async def _drop(self, unwanted: Callable[[Ticket], bool], reason: Reason) -> None:
+        """Gives up running groups. The tokens of their samples so far are void."""
+        for position in await self._collector.stream().drop(unwanted):
+            handed_over = self._collector.sampled_tokens.pop((*self._present.key, position), 0)
+            self.tickets.sampled(handed_over)
+            self.tickets.answer(position, handed_over)
+            self._void(position, reason)
 
     def _rollouts(self, taken: list[int], version: int, waited_s: float) -> Rollouts:
         """Returns what a step trains on, with the groups that were dropped since the last one."""
@@ -196,6 +200,8 @@ class AsyncRollouts(RolloutSampler):
             "trainer_wait_s": waited_s,
             "engine_idle_share": (idle_s - self._idle_s) / (now - self._took_at),
         }
+        if self._environment.curriculum is not None:
+            rollouts.beside["void_curriculum"] = rollouts.dropped["curriculum"]
         self._took_at, self._idle_s = now, idle_s
         self._gave_up += rollouts.dropped["overdue"]
         self._observe(rollouts)
@@ -223,17 +229,29 @@ class AsyncRollouts(RolloutSampler):
     def go_on(self, step: int) -> None:
         """Issues groups in the place of those that were trained on, under the terms of the next step, and notes what a checkpoint
         of this step holds."""
-        self._fleet.run(_called(lambda: self._went_on(step)))
+        self._fleet.run(self._went_on(step))
 
-    def _went_on(self, step: int) -> None:
+    async def _went_on(self, step: int) -> None:
         for position in self._taken:
             self._guards.end(position)
         if self._version != self._learner.version:
             self._journal.publish(self._learner.version)
+        before, self._present = self._present, self._terms(step + 1)
+        if moved := not before.of_the_stage(self._present):
+            self._leave_stage()
         self._taken, self._step, self._version = [], step + 1, self._learner.version
-        self._present = self._terms(self._step)
         self._saved = {name: part.read() for name, part in super().parts().items()}
+        if moved:
+            await self._drop(lambda ticket: not ticket.terms.of_the_stage(self._present), "curriculum")
         self._issue(self._collector.stream())
+
+    def _leave_stage(self) -> None:
+        """Voids the groups that wait for a step, and leaves those that came for the next one out of its metrics, so that a stage is
+        judged, and trained, by its own groups alone."""
+        self._coming = Rollouts()
+        for position in self._ready:
+            self._void(position, "curriculum")
+        self._ready.clear()
 
     def parts(self) -> dict[str, JsonPart]:
         """Returns the parts as they were when the last step ended. Groups that were issued since then are issued again."""

@@ -34,7 +34,7 @@ from nmoe.rl.train import PolicyGradient
 from nmoe.rollout.collector import Stream
 from nmoe.rollout.journal import FILE, Recorded, Spans, read_journal
 from nmoe.rollout.named_code import code_of
-from nmoe.rollout.tickets import Ticket
+from nmoe.rollout.tickets import Reason, Ticket
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.provenance import read_provenance
 from nmoe.runs.state import snapshot_parts
@@ -222,6 +222,9 @@ class ReplayedRollouts(AsyncRollouts):
     def _issue(self, stream: Stream) -> None:
         """Issues nothing, since the journal says when."""
 
+    async def _drop(self, unwanted: Callable[[Ticket], bool], reason: Reason) -> None:
+        """Drops nothing, since the journal says which groups were dropped."""
+
     async def _next(self, step: int) -> Rollouts:
         began, version = time.perf_counter(), self._learner.version
         if self._flow is None:
@@ -249,8 +252,8 @@ class ReplayedRollouts(AsyncRollouts):
             self._arrive(*await self._coming_of(event["position"]))
         elif event["event"] == "begin":
             self._coming = Rollouts()  # what a killed process had dropped for its next step is in no metrics
-        elif event["reason"] == "overdue":
-            self._void(event["position"], "overdue")
+        elif event["position"] not in self._journaled.arrivals:  # others are void as they come, or as a stage ends
+            self._void(event["position"], event["reason"])
 
     def _start(self, event: Mapping[str, Any]) -> None:
         self._journal.issue(event["step"], event["version"], event["positions"])

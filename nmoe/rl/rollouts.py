@@ -55,7 +55,7 @@ class Rollouts:
     refills: int = 0
     left_out: int = 0
     focus: Mapping[str, float] = field(default_factory=dict)
-    beside: Mapping[str, float] = field(default_factory=dict)
+    beside: dict[str, float] = field(default_factory=dict)
     alert: str | None = None
 
     @property

@@ -119,12 +119,15 @@ class Stream:
             pass  # it was dropped
         return ticket, task.result()
 
-    async def drop(self, position: int) -> None:
-        """Ends a group that `finished` has not returned, and waits until its tools and requests have ended."""
-        (task,) = (task for task, ticket in self._playing.items() if ticket.position == position)
-        del self._playing[task]
-        task.cancel()
-        await asyncio.wait([task])
+    async def drop(self, unwanted: Callable[[Ticket], bool]) -> list[int]:
+        """Ends the `unwanted` groups that `finished` has not returned, waits until their tools and requests have ended, and returns
+        their positions."""
+        dropped = {task: ticket.position for task, ticket in self._playing.items() if unwanted(ticket)}
+        for task in dropped:
+            del self._playing[task]
+            task.cancel()
+        await asyncio.gather(*dropped, return_exceptions=True)
+        return [*dropped.values()]
 
     async def stop(self) -> None:
         """Ends all groups, and waits until their tools and requests have ended."""

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 from nmoe.errors import UserError
 from nmoe.types import Problem, Sampling, TrainerState
 
-Reason = Literal["zero_variance", "outside_solve_rate", "surplus", "masked", "overdue"]
+Reason = Literal["zero_variance", "outside_solve_rate", "surplus", "masked", "overdue", "curriculum"]
 """Why a group is not trained on. "masked": none of its samples was left by the mask of truncated samples. "overdue": it would have
-been too old when it had been sampled."""
+been too old when it had been sampled. "curriculum": it was issued in another stage than the one in force."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Terms:
     state: TrainerState | None
     given: tuple[int, ...]
     weights: Mapping[str, float]
+
+    def of_the_stage(self, other: Terms) -> bool:
+        """Returns whether a stage of the curriculum that gives the other terms also gives these."""
+        return (self.given, self.weights) == (other.given, other.weights)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from recipes.interrupted_runs import interrupted_at
 
 from nmoe.errors import UserError
 from nmoe.rl.asynchronous import AsyncRollouts
+from nmoe.rl.replay_run import replay_run
 from nmoe.rollout.collector import Stream
 from nmoe.rollout.guards import Guards, Overdue
 from nmoe.rollout.journal import read_journal
@@ -20,6 +21,17 @@ from nmoe.runs.ledger import read_lines, read_metrics
 
 Reinforce = Callable[..., Path]
 SERVERS = ("--engine.kind=server", "--engine.servers=2", "--model.numerics=exact")
+CURRICULUM = """
+[environment.curriculum]
+window_steps = 1
+[[environment.curriculum.stages]]
+name = "format"
+weights = { format = 1.0 }
+gate = { metric = "format_ok", at_least = 0.05 }
+[[environment.curriculum.stages]]
+name = "correctness"
+weights = { correctness = 1.0 }
+"""
 SMALL = ("--run.steps=6", "--batch.prompts_per_step=4", "--batch.group_size=4", *SERVERS)
 
 
@@ -71,6 +83,25 @@ def test_an_interrupted_run_issues_outstanding_groups_again(reinforce: Reinforce
     assert len(set(ended)) == len(ended), "no group is trained on twice, or ends twice"
     assert sorted(ended) == list(range(len(ended))), "no group is lost, and none is left"
     assert len(list((run / "eval").glob("*.json"))) == 3
+
+
+def test_a_stage_is_trained_and_judged_by_its_own_groups(reinforce: Reinforce) -> None:
+    """A replay voids the same groups."""
+    slow = ("--engine.servers=1", "--engine.max_sequences=4")
+    run = reinforce(*SMALL, *slow, "--run.steps=3", "--async.max_staleness=4", text=CURRICULUM)
+    rows = read_metrics(run)
+    assert [row["curriculum_stage"] for row in rows] == [0, 1, 1]
+    assert [row["weight/format"] for row in rows] == [1, 0, 0]
+    assert rows[0]["reward_mean"] == rows[0]["format_ok"]
+    assert [row["reward_mean"] == row["correctness"] for row in rows[1:]] == [True] * 2
+    assert rows[0]["void_curriculum"] == 0
+    events = read_journal(run).events
+    void = [event["position"] for event in events if event["event"] == "end" and event["reason"] == "curriculum"]
+    assert len(void) == sum(row["void_curriculum"] for row in rows)
+    assert 8 <= len(void) <= 12, "all groups under way, of which at least K steps' were issued before the stage opened"
+    said: list[str] = []
+    replay_run(run, None, said.append)
+    assert said[-2:] == ["metrics of 3 steps: the same", "all the same"]
 
 
 @pytest.mark.parametrize(("overdue", "version"), [("drop", 1), ("wait", 0)])
