@@ -6,7 +6,7 @@ Every second run samples beside its training ([async] max_staleness = 1). The ot
 time, and have to leave the metrics and the weights of an undisturbed run: no position of the pool was lost or trained on twice. For
 runs beside the training the account of the last checkpoint has to name each position once, and each step's tokens have to add
 up. An engine has to serve again within one start and one publication, where a hung one is noticed after HUNG_S. `--quick` is one
-moment of four kinds.
+moment of two kinds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = (
     *("engine killed", "engine hung", "engine killed in a transfer", "training killed"),
     *("rank killed", "parent killed", "disk full", "late and doubled answers"),
 )
-QUICK = ("engine killed", "engine killed in a transfer", "training killed", "parent killed")
+QUICK = ("engine killed in a transfer", "training killed")
 STEPS, HUNG_S, SLACK_S, LIMIT_S = 8, 4.0, 15.0, 600.0
 CONFIG = f"""
 [run]
