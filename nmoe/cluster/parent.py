@@ -39,6 +39,7 @@ from nmoe.preflight.preflight import refuse_to_start
 from nmoe.preflight.resources import memory_of
 from nmoe.recipes.run_loop import Interruptible
 from nmoe.recipes.setup import device_and_dtype, run_path
+from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint
 from nmoe.runs.directory import LOGS, refuse_unless_free
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.provenance import recorded_precision
@@ -208,6 +209,7 @@ class Parent:
         self._over = threading.Event()
         self._stop: str | None = None
         self._states: list[State] = []
+        self._began, self._begun_from = 0.0, -1  # of training's last start: its time, and the step of its checkpoint
 
     def run(self) -> None:
         watchers = [
@@ -247,8 +249,7 @@ class Parent:
                 ):
                     resume = (self._run / "config.toml").exists() and (bool(self._resume) or at > 0)
                     self._training.start(self._urls(), resume)
-                    trains = True
-                    self._restarts.well(now)
+                    trains, self._began, self._begun_from = True, now, self._step_saved()
             elif (code := self._training.ended(now)) is not None:
                 self._training.show()
                 trains = False
@@ -271,6 +272,8 @@ class Parent:
         to be started again."""
         if code == 0:
             return None
+        if self._step_saved() > self._begun_from:  # otherwise it may fail at the same step for ever
+            self._restarts.well(self._began)
         delay = self._restarts.delay(now)
         if code in (2, 130) or self._ended_by_a_rule() or delay is None:
             if delay is None:
@@ -280,6 +283,11 @@ class Parent:
             raise SystemExit(code)
         self._say(f"training ended with exit code {code}; it is started again{f' in {delay:.0f} s' if delay else ''}")
         return delay
+
+    def _step_saved(self) -> int:
+        """Returns the step of the newest checkpoint; -1 if there is none."""
+        newest = latest_checkpoint(self._run / "checkpoints")
+        return -1 if newest is None else checkpoint_step(newest)
 
     def _ended_by_a_rule(self) -> bool:
         """Whether a rule of [monitor] ended the run, which a restart would overrule."""

@@ -33,7 +33,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-# Notes its arguments and rank; ends with the code of its turn, or waits until it is asked to end, and saves.
+# Notes its arguments and rank; ends with the code of its turn, or waits until it is asked to end, and saves. A list with a code writes
+# a checkpoint of the turn first.
 TRAINING = """
 import json, os, pathlib, signal, sys, time
 run, codes, *rest = sys.argv[1:]
@@ -47,6 +48,9 @@ with starts.open("a") as file:
     file.write(json.dumps({"pid": os.getpid(), "given": rest, "world": os.environ.get("WORLD_SIZE")}) + chr(10))
 print("training", turn, flush=True)
 code = json.loads(codes)[turn]
+if isinstance(code, list):
+    (run / f"checkpoints/step_{turn:06}").mkdir(parents=True)
+    code = code[0]
 while code is None and not asked:
     time.sleep(0.02)
 if asked:
@@ -162,6 +166,17 @@ def test_training_is_started_again_so_often_and_not_more(place: Place) -> None:
         placed.parent.run()
     assert (ended.value.code, len(placed.starts())) == (1, 3)
     assert "is not started again: placement.restarts = 2" in placed.log()
+
+
+def test_training_that_fails_late_is_started_for_ever_only_if_it_saves_later_steps(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nmoe.engine.remote.supervisor._STEADY_S", 0.0)  # every failure comes late
+    placed = place([[1], [1], [1], 1, 0], engines=1, restarts=1)
+    with pytest.raises(SystemExit) as ended:
+        placed.parent.run()
+    assert ended.value.code == 1
+    assert len(placed.starts()) == 4, "the fourth began at the checkpoint of the third"
 
 
 def test_a_rule_that_ends_the_run_is_not_overruled(place: Place) -> None:
