@@ -301,7 +301,9 @@ class Parent:
 
     def _look_at_engines(self, now: float) -> None:
         for number, server in enumerate(self._servers):
-            if (error := server.failed()) is not None:
+            # Of another one the end is known, and its whole log would be read again for the reason.
+            runs = self._supervisor.states()[number] in (State.STARTING, State.HEALTHY)
+            if runs and (error := server.failed()) is not None:
                 self._act(self._supervisor.lost(number, now, str(error)))
         with suppress(queue.Empty):
             while True:

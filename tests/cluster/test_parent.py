@@ -33,8 +33,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-# Notes its arguments and rank; ends with the code of its turn, or waits until it is asked to end, and saves. A list with a code writes
-# a checkpoint of the turn first.
+# Notes its arguments and rank; ends with the code of its turn, or waits until it is asked to end, and saves. A list with a
+# code writes a checkpoint of the turn first.
 TRAINING = """
 import json, os, pathlib, signal, sys, time
 run, codes, *rest = sys.argv[1:]
@@ -220,6 +220,27 @@ def test_with_too_few_engines_training_is_saved_and_the_run_ends(place: Place) -
     with pytest.raises(InfrastructureError, match=r"1 of 2 engines serve, and 2 are needed: .*--run.resume=true"):
         placed.meanwhile(lambda: os.kill(placed.pid(1), signal.SIGKILL))
     assert (placed.run / "saved").exists()
+
+
+def test_the_log_of_an_engine_that_is_given_up_is_read_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed, read = place([None], restarts=0), list[str]()
+    because = ServerProcess.because
+
+    def noted(server: ServerProcess, how: str) -> InfrastructureError:
+        read.append(server.name)
+        return because(server, how)
+
+    monkeypatch.setattr(ServerProcess, "because", noted)
+
+    def kill() -> None:
+        os.kill(placed.pid(1), signal.SIGKILL)
+        until(lambda: "server_1 given up" in placed.log())
+        time.sleep(0.5)  # the parent looks ten times a second
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        placed.meanwhile(kill)
+    assert read == ["server_1"]
 
 
 def test_all_ranks_are_started_again_when_one_dies(place: Place) -> None:
