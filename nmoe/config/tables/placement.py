@@ -29,7 +29,7 @@ class PlacementSection(Section):
     """what starts processes: `local` on this machine, `ray` on the nodes of a Ray cluster"""
     restarts: int = Field(default=3, ge=0)
     """how often training, and each engine, is started again: at once, then after delays that grow; faults count no more after ten
-    minutes without another one, those of training once a checkpoint of a later step is written, too"""
+    minutes without another one, and for training a checkpoint of a later step"""
     least_engines: int = Field(default=1, gt=0)
     """number of engines that have to serve; with fewer for wait_s seconds the run ends, and can be resumed"""
     wait_s: float = Field(default=900.0, gt=0)
