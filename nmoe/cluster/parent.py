@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from nmoe.cluster.base import checkpoint_as_it_is
-from nmoe.cluster.ray import ray_launcher
+from nmoe.cluster.ray import gpus_of_nodes, ray_launcher
 from nmoe.config.commands import RLConfig
 from nmoe.config.packaged import find_configuration
 from nmoe.config.tables.placement import PlacementSection
@@ -32,13 +32,13 @@ from nmoe.engine.remote.launcher import Command, Launcher, LocalLauncher, Proces
 from nmoe.engine.remote.process import KEY, START_S, ServerProcess, addresses
 from nmoe.engine.remote.supervisor import Action, Kill, Restarts, Start, State, Stop, Supervisor
 from nmoe.errors import InfrastructureError, UserError
-from nmoe.model.device import choose_device
+from nmoe.model.device import choose_device, dtype_for
 from nmoe.plan.engine_plan import engine_plan
 from nmoe.plan.rank_plan import advice, gib, parts, plan, with_offload
 from nmoe.preflight.preflight import refuse_to_start
 from nmoe.preflight.resources import memory_of
 from nmoe.recipes.run_loop import Interruptible
-from nmoe.recipes.setup import device_and_dtype, run_path
+from nmoe.recipes.setup import run_path
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint
 from nmoe.runs.directory import LOGS, refuse_unless_free
 from nmoe.runs.ledger import read_lines
@@ -61,11 +61,13 @@ def run_placed(config: RLConfig, file: Path, overrides: Sequence[str]) -> None:
         )
     placed, run, file = config.placement, run_path(config), find_configuration(str(file))
     refuse_unless_free(run, config.run.resume)
-    if placed.learner_gpus == 1:  # ranks look for themselves, as their memory is not this process's
+    if placed.learner_gpus == 1 and placed.launcher == "local":
+        # Otherwise ranks look for themselves, as their memory is not this process's.
         refuse_to_start(config)
     refuse_what_does_not_fit(config)
     precision = config.model.precision or (recorded_precision(run) if config.run.resume else None)
-    device, dtype = device_and_dtype(config.model.model_copy(update={"precision": precision}))
+    device = device_of(config)
+    dtype = dtype_for(device, precision, config.model.numerics == "exact")
     on_cpu, key = device.type == "cpu", os.environ.get(KEY) or secrets.token_hex(16)
     each, shared = (0.0, 0.0) if on_cpu else (1.0, float(placed.tensor_parallel)), config.engine.shared()
     with ExitStack() as stack:
@@ -89,12 +91,21 @@ def run_placed(config: RLConfig, file: Path, overrides: Sequence[str]) -> None:
         Parent(placed, run, servers, training, config.run.resume).run()
 
 
+def device_of(config: RLConfig) -> torch.device:
+    """Returns the device of engines and ranks, which Ray may start on machines that have GPUs where this one has none."""
+    assert config.placement is not None, "its caller looks"
+    asked = config.model.device
+    if config.placement.launcher == "local" or asked == "cpu":
+        return choose_device(asked)
+    return torch.device("cuda" if asked != "auto" or any(gpus_of_nodes()) else "cpu")
+
+
 def refuse_what_does_not_fit(config: RLConfig) -> None:
     """Raises UserError if the machine has too few GPUs for [placement], or too little memory for its plan."""
     placed, engines = config.placement, engine_plan(config)
     assert placed is not None, "its caller looks"
     assert engines is not None, "[placement] needs engine servers"
-    device, ranks = choose_device(config.model.device), placed.learner_gpus
+    device, ranks = device_of(config), placed.learner_gpus
     on_cpu, colocated = device.type == "cpu", placed.layout == "colocated"
     if not on_cpu and placed.launcher == "local":
         wanted = engines.gpus + ranks if not colocated else max(engines.gpus, ranks)
@@ -103,6 +114,8 @@ def refuse_what_does_not_fit(config: RLConfig) -> None:
                 f"placement: {ranks} GPUs to train on and {engines.gpus} for engines, {placed.layout}, are {wanted}, and this "
                 f"machine has {there}; lower placement.engines, tensor_parallel or learner_gpus"
             )
+    if not on_cpu and torch.cuda.device_count() == 0:  # the memory of a cluster's GPUs is not known here
+        return
     memory = memory_of(device)[0] if on_cpu else torch.cuda.get_device_properties(0).total_memory
     if not memory:
         return

@@ -17,6 +17,7 @@ from typing import Any
 from nmoe.engine.remote.launcher import Command, LocalProcess, free_port
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.extras import how_to_install
+from nmoe.parallel.join import OWN_GPU
 
 # Ray chooses nodes by resources alone, and CPUs are no measure of these processes.
 _CPUS = 0.01
@@ -122,7 +123,8 @@ class RayLauncher:
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         try:
             actor = ray.remote(Keeper).options(num_cpus=_CPUS, num_gpus=gpus, scheduling_strategy=where).remote()
-            began = actor.begin.remote(list(command.argv), {**os.environ, **command.env}, at, str(log), os.getcwd())
+            env = {**os.environ, **command.env} | ({OWN_GPU: "1"} if gpus else {})
+            began = actor.begin.remote(list(command.argv), env, at, str(log), os.getcwd())
             address, length = ray.get(began, timeout=_START_S)
         except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -130,13 +132,9 @@ class RayLauncher:
         return RayProcess(actor, address, log, length)
 
 
-@contextmanager
-def ray_launcher(
-    logs: Path, ranks: int, engines: int, gpus_each: tuple[float, float], shared: bool
-) -> Iterator[RayLauncher]:
-    """Reserves GPUs on the Ray cluster that runs, or on this machine if none does: on one node for all ranks that train, and for
-    each engine, with `gpus_each` of a rank and of an engine. `shared` says whether weights reach other nodes. Raises UserError,
-    before anything is started, if the cluster does not have them."""
+def gpus_of_nodes() -> list[float]:
+    """Returns the number of GPUs of each node of the Ray cluster that runs, or of this machine if none does. Raises UserError if
+    there is no Ray."""
     try:
         import ray
     except ModuleNotFoundError:
@@ -146,7 +144,19 @@ def ray_launcher(
             ray.init(log_to_driver=False, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"placement: no Ray cluster can be reached: {str(error).strip().splitlines()[0]}") from None
-    nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    return [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
+
+
+@contextmanager
+def ray_launcher(
+    logs: Path, ranks: int, engines: int, gpus_each: tuple[float, float], shared: bool
+) -> Iterator[RayLauncher]:
+    """Reserves GPUs on the Ray cluster that runs, or on this machine if none does: on one node for all ranks that train, and for
+    each engine, with `gpus_each` of a rank and of an engine. `shared` says whether weights reach other nodes. Raises UserError,
+    before anything is started, if the cluster does not have them."""
+    nodes = gpus_of_nodes()
+    import ray
+
     of_ranks, of_engine = ranks * gpus_each[0], gpus_each[1]
     if (fault := lacking(nodes, of_ranks, engines, of_engine)) is not None:
         raise UserError(f"placement: {fault}")

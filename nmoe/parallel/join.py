@@ -26,6 +26,8 @@ from nmoe.parallel.gang import DEADLINE, Controller, Gang, Member, use
 
 SAVING = "save parts"
 """The name of a thread that writes checkpoint files, and for this takes part in separate collective operations."""
+OWN_GPU = "NMOE_OWN_GPU"
+"""The environment variable by which a launcher says that the first GPU which a rank sees is its own, and no other rank's."""
 _PATIENCE_S, _ASKED_EVERY_S = 30.0, 0.05
 """Seconds that rank 0 waits before it names the missing ranks, and seconds between two checks for them."""
 
@@ -34,14 +36,15 @@ def join(arguments: Sequence[str]) -> Gang:
     """Connects this process with the other ranks, and returns its gang: its access to all ranks (`nmoe.parallel.gang`).
 
     The environment has to set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun
-    and scripts for Slurm do. The backend is NCCL if each rank of this machine has its own GPU, else gloo. Raises
-    UserError if a variable is missing, if not all ranks arrive, and if ranks have different code, versions or
-    arguments.
+    and scripts for Slurm do. The backend is NCCL if each rank of this machine has its own GPU, because there are enough or the
+    launcher shows it one (`OWN_GPU`), else gloo. Raises UserError if a variable is missing, if not all ranks arrive, and if
+    ranks have different code, versions or arguments.
     """
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
-        torch.cuda.set_device(local_rank)
+    gpus, own = torch.cuda.device_count() if torch.cuda.is_available() else 0, os.environ.get(OWN_GPU) == "1"
+    if gpus >= (1 if own else local_size):
+        torch.cuda.set_device(0 if own else local_rank)
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"

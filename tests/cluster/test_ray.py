@@ -12,10 +12,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from nmoe.cluster import parent
 from nmoe.cluster.ray import RayLauncher, RayProcess, lacking, ray_launcher
 from nmoe.engine.remote.launcher import Command, free_port
 from nmoe.errors import InfrastructureError, UserError
+from nmoe.parallel import join
 
 # Prints what it was given, and ends when it is asked to.
 WAITS = """
@@ -257,6 +260,50 @@ def test_a_port_that_a_killed_process_still_has_is_waited_for(ray: Ray, launcher
         time.sleep(0.02)
     second = launcher.start("server_0", Command([sys.executable, "-c", holds, "{port}"]), 0.0, first.address)
     assert until_it_ends(first) == until_it_ends(second) == 0, "the second one could listen there"
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_rank_that_is_shown_its_gpu_alone_takes_it(
+    ray: Ray, launcher: RayLauncher, monkeypatch: pytest.MonkeyPatch, shown: bool
+) -> None:
+    taken = list[Any]()
+
+    def begin(backend: str, **_: object) -> None:
+        taken.append(backend)
+        raise InterruptedError
+
+    prints = [sys.executable, "-c", "import os\nprint(os.environ.get('NMOE_OWN_GPU'), flush=True)"]
+    own = said(launcher.start("train_1", Command(prints), 1.0 if shown else 0.0)).strip()
+    assert own == ("1" if shown else "None")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "NMOE_OWN_GPU": own}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr(join, "_meet", lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    with pytest.raises(InterruptedError):
+        join.join([])
+    assert taken == ([0, "cpu:gloo,cuda:nccl"] if shown else ["gloo"])
+
+
+@pytest.mark.parametrize(
+    ("by", "asked", "gpus", "device"),
+    [
+        ("ray", "auto", [0.0, 8.0], "cuda"),
+        ("ray", "auto", [0.0], "cpu"),
+        ("ray", "cuda", [8.0], "cuda"),
+        ("ray", "cpu", [8.0], "cpu"),
+        ("local", "auto", [8.0], "cpu"),
+    ],
+)
+def test_the_device_is_the_clusters_not_the_drivers(
+    by: str, asked: str, gpus: list[float], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Ray(gpus).installed(monkeypatch)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # on the driver's machine
+    config: Any = SimpleNamespace(placement=SimpleNamespace(launcher=by), model=SimpleNamespace(device=asked))
+    assert parent.device_of(config).type == device
 
 
 def _listens(port: int) -> bool:
