@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ from nmoe.parallel.join import OWN_GPU
 _CPUS = 0.01
 # Seconds: of reserving and of starting an actor, of a call, and that a port may stay with the process that was killed there.
 _RESERVE_S, _START_S, _CALL_S, _FREE_S = 60.0, 120.0, 20.0, 15.0
+# Seconds until a new file has to be there on another node.
+_SEEN_S = 10.0
 _KILLED = 128 + 9
 # Ray's choice of GPUs for a worker overrules the driver's environment.
 _OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
@@ -47,6 +50,13 @@ class Keeper:
         own = {name: os.environ[name] for name in _OF_THE_NODE if name in os.environ}
         self._process = LocalProcess(argv, env | own, f"{host}:{port}", Path(log))
         return self._process.address, self._process.began
+
+    def sees(self, path: str) -> tuple[bool, str]:
+        """Whether this node has the file, and the node's name."""
+        until = time.monotonic() + _SEEN_S
+        while not (seen := Path(path).exists()) and time.monotonic() < until:
+            time.sleep(0.1)
+        return seen, socket.gethostname()
 
     def code(self) -> int | None:
         return self._process.code()
@@ -147,13 +157,39 @@ def gpus_of_nodes() -> list[float]:
     return [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
 
 
+def _refuse_unless_seen(logs: Path, group: Any, bundles: int) -> None:
+    """Raises UserError if a node of the reservation does not see the directory of logs, where its processes write and the driver
+    reads."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=logs, prefix=".seen_") as file:
+        for bundle in range(bundles):
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            actor = ray.remote(Keeper).options(num_cpus=_CPUS, num_gpus=0, scheduling_strategy=where).remote()
+            try:
+                seen, node = ray.get(actor.sees.remote(os.path.abspath(file.name)), timeout=_START_S)
+            except ray.exceptions.RayError as error:
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                raise InfrastructureError(f"Ray cannot look for the run's directory on a node: {lines[-1]}") from None
+            finally:
+                with suppress(ray.exceptions.RayError):
+                    ray.kill(actor)
+            if not seen:
+                raise UserError(
+                    f"placement: node {node} of the Ray cluster does not see {logs.absolute()}, where the driver reads; name a "
+                    "run.directory that all nodes see under one path"
+                )
+
+
 @contextmanager
 def ray_launcher(
     logs: Path, ranks: int, engines: int, gpus_each: tuple[float, float], shared: bool
 ) -> Iterator[RayLauncher]:
     """Reserves GPUs on the Ray cluster that runs, or on this machine if none does: on one node for all ranks that train, and for
     each engine, with `gpus_each` of a rank and of an engine. `shared` says whether weights reach other nodes. Raises UserError,
-    before anything is started, if the cluster does not have them."""
+    before anything is started, if the cluster does not have them, or its nodes do not see `logs`."""
     nodes = gpus_of_nodes()
     import ray
 
@@ -174,6 +210,8 @@ def ray_launcher(
                 f"placement: Ray could not reserve {of_ranks + engines * of_engine:g} GPUs within {_RESERVE_S:.0f} s, because "
                 "other jobs have them, or nodes have too few left each; wait, or lower placement.engines or learner_gpus"
             )
+        if len(nodes) > 1:
+            _refuse_unless_seen(logs, group, 1 + engines)
         yield RayLauncher(logs, group)
     finally:
         ray.util.remove_placement_group(group)

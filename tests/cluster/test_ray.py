@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from nmoe.cluster import parent
-from nmoe.cluster.ray import RayLauncher, RayProcess, lacking, ray_launcher
+from nmoe.cluster.ray import Keeper, RayLauncher, RayProcess, lacking, ray_launcher
 from nmoe.engine.remote.launcher import Command, free_port
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.parallel import join
@@ -121,6 +121,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
 @pytest.fixture
 def launcher(ray: Ray, tmp_path: Path) -> Iterator[RayLauncher]:
     with ray_launcher(tmp_path, 4, 2, (1.0, 2.0), shared=True) as made:
+        ray.actors.clear()  # of the look for the directory
         yield made
         for actor in ray.actors:
             actor.killed = actor.hung = False
@@ -239,6 +240,24 @@ def test_a_cluster_that_is_busy_or_shares_no_directory_is_refused(monkeypatch: p
         ray_launcher(Path(), 4, 2, (1.0, 2.0), False),
     ):
         pass
+
+
+def test_a_node_that_does_not_see_the_directory_of_the_run_is_named(
+    ray: Ray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ray_launcher(tmp_path / "run/engines", 4, 2, (1.0, 2.0), True):
+        assert [actor.options["scheduling_strategy"] for actor in ray.actors] == [0, 1, 2]
+        assert all(actor.killed for actor in ray.actors)
+        assert list((tmp_path / "run/engines").iterdir()) == []
+    monkeypatch.setattr(Keeper, "sees", lambda _, path: (len(ray.actors) < 5, "far"))
+    with (
+        pytest.raises(
+            UserError, match=rf"node far of the Ray cluster does not see {tmp_path}/run/engines, .* run.directory"
+        ),
+        ray_launcher(tmp_path / "run/engines", 4, 2, (1.0, 2.0), True),
+    ):
+        pass
+    assert (ray.removed, len(ray.actors)) == (2, 5)
 
 
 def test_without_ray_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
