@@ -169,7 +169,7 @@ class FakeKind(Kind):
     def count(self) -> int:
         return self.devices
 
-    def at(self, number: int) -> torch.device:
+    def at(self, number: int | None) -> torch.device:
         return DEVICE
 
     def missing(self) -> str:

@@ -99,8 +99,8 @@ class Kind:
         """Returns the number of devices of this kind on this machine."""
         return 1
 
-    def at(self, number: int) -> torch.device:
-        """Returns the device with this index, counted from 0."""
+    def at(self, number: int | None) -> torch.device:
+        """Returns the device with this index, counted from 0; for None this process's current one."""
         return torch.device("cpu")
 
     def missing(self) -> str:
@@ -162,7 +162,9 @@ class Cuda(Kind):
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
-    def at(self, number: int) -> torch.device:
+    def at(self, number: int | None) -> torch.device:
+        if number is None:  # a rank has been given its own when it joined the others
+            number = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         return torch.device("cuda", number)
 
     def missing(self) -> str:
@@ -253,16 +255,17 @@ def kind_of(device: torch.device) -> Kind:
 
 
 def choose_device(asked: str = "auto", named: str = "[model] device") -> torch.device:
-    """Returns the device for "auto", "cpu", "cuda" or "cuda:1"; "auto" is a GPU if the machine has one. Raises UserError if there
-    is no such device; `named` is the setting or option that the message blames."""
+    """Returns the device for "auto", "cpu", "cuda" or "cuda:1"; "auto" is a GPU if the machine has one, and without a number it is
+    the process's current one. Raises UserError if there is no such device; `named` is the setting or option that the message
+    blames."""
     name, _, index = asked.partition(":")
     if re.fullmatch(DEVICE, asked) is None:
         raise UserError(f'{named} = "{asked}" is no device: auto, cpu, cuda or, of several, cuda:1')
     if name == "auto":
         name = next(kind for kind, of_kind in KINDS.items() if of_kind.count())
-    kind, number = KINDS[name], int(index or 0)
-    if number < (found := kind.count()):
-        return kind.at(number)
+    kind = KINDS[name]
+    if int(index or 0) < (found := kind.count()):
+        return kind.at(int(index) if index else None)
     if found:
         there = ", ".join(f"{name}:{i}" for i in range(found))
         raise UserError(f'{named} = "{asked}": there is no such device here, only {there}')

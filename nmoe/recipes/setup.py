@@ -73,14 +73,16 @@ def settle(config: R) -> tuple[R, int]:
     threads = recorded_threads(path) if resumed else None
     if threads is None:
         threads = choose_threads(config.run.threads, gang().local_size)
-    everywhere(prepare_process, threads, device)
+    everywhere(prepare_process, threads, config.model.device)
     asked = config.model.precision or (recorded_precision(path) if resumed else None)
     precision = precision_for(device, asked, config.model.numerics == "exact")
     return config.model_copy(update={"model": config.model.model_copy(update={"precision": precision})}), threads
 
 
-def prepare_process(threads: int, device: torch.device) -> None:
-    """Sets torch's thread count, and other settings of this process that affect its numbers and speed."""
+def prepare_process(threads: int, asked: str) -> None:
+    """Sets torch's thread count, and other settings of this process that affect its numbers and speed. Each rank chooses the device
+    that is `asked` for by itself, as it has a GPU of its own."""
+    device = choose_device(asked)
     keep_freed_memory()
     torch.set_num_threads(threads)
     kind_of(device).prepare(device)

@@ -37,6 +37,13 @@ def test_auto_is_a_gpu_where_there_is_one() -> None:
         assert choose_device() == torch.device("cpu")
 
 
+def test_a_rank_keeps_the_gpu_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "is_initialized": True, "device_count": 8, "current_device": 3}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert choose_device() == choose_device("cuda") == torch.device("cuda:3")
+    assert choose_device("cuda:0") == torch.device("cuda:0")
+
+
 @pytest.mark.parametrize("asked", ["gpu", "cuda:", "cuda:x", "", "cpu:1", "mps"])
 def test_a_name_of_no_device(asked: str) -> None:
     with pytest.raises(
