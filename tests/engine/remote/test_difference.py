@@ -108,7 +108,8 @@ def test_a_step_that_changes_one_element_in_1000_moves_a_400th_of_the_bytes(tmp_
 class Still(NativeEngine):
     """An engine without requests: nothing runs that a change of weights would have to wait for."""
 
-    async def replace_weights(self, put: Callable[[], None], version: int) -> None:
+    async def replace_weights(self, put: Callable[[], None], version: int, recompute: bool) -> None:
+        assert recompute
         put()
 
     async def resume(self) -> None:
