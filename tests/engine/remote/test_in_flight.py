@@ -8,17 +8,27 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_fleet import KEY, in_process, new_learner, servers_of
+from test_fleet import KEY, in_process, servers_of
+from tiny_models import MOE, peaked_model
 
 from nmoe.config.tables.asynchrony import InFlight
+from nmoe.config.tables.model import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.remote.fleet import Address
 from nmoe.engine.remote.process import RunningServer
 from nmoe.engine.remote.published import PublishedFleet
 from nmoe.engine.remote.server import EngineServer
 from nmoe.learner.learner import Learner
+from nmoe.model.config import ModelConfig
 from nmoe.rl.canary import LearnerCanary, _batch_of
 from nmoe.types import Sample, Sampling
+
+
+def new_learner() -> Learner:
+    # A second's tokens, so that a request still runs when weights come, on any machine.
+    model = peaked_model(ModelConfig(**{**MOE, "context_tokens": 640}), 0)
+    model.set_numerics("exact")
+    return Learner(model, OptimizerSection(learning_rate=1e-3), 10, 4096)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +72,7 @@ async def begun(fleet: PublishedFleet, request: Request) -> asyncio.Task[list[Sa
     return task
 
 
-LONG = Request((1, 2, 3), 2, Sampling(50, seed=3), "long")
+LONG = Request((1, 2, 3), 2, Sampling(600, seed=3), "long")
 
 
 def published_meanwhile(learner: Learner, fleet: PublishedFleet) -> list[Sample]:
