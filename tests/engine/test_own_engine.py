@@ -76,7 +76,10 @@ def test_the_engine_of_the_guide_samples_and_reports(reinforce: Reinforce, examp
         ("counted:unready", r"cannot be called with \[engine\] and the model: OSError: no such host"),
         ("counted:Missing", "engine.kind.*counted.py has no 'Missing'; it defines Counted"),
         ("nowhere:Engine", "engine.kind.*importing nowhere failed: ModuleNotFoundError"),
-        ("vlm", "engine.kind.*must be one of native, server, vllm, or an engine of your own .*did you mean 'vllm'"),
+        (
+            "vlm",
+            "engine.kind.*must be one of native, server, vllm, sglang, or an engine of your own .*did you mean 'vllm'",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_used_is_named(reinforce: Reinforce, example: Path, kind: str, message: str) -> None:
