@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class Account:
     reasons: Counter[str] = field(default_factory=Counter)  # of the groups that were not
 
 
-class SimulatedFleet:
+class SimulatedFleet(ABC):
     """Engines, their supervisors, and the events to come. A subclass is the learner that takes what they sample."""
 
     def __init__(self, setting: Setting) -> None:
@@ -99,17 +100,17 @@ class SimulatedFleet:
         for at, kind, index in setting.faults:
             self._after(at, getattr(self, f"_{kind}"), *(() if kind == "learner" else (self._engines[index],)))
 
+    @abstractmethod
     def _arrive(self, attempt: Attempt) -> None:
         """Takes the samples of a group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _published(self) -> None:
         """Notes that all engines serve the newest weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _again(self, attempt: Attempt) -> Attempt:
         """Returns another attempt for a group whose engine was fenced."""
-        raise NotImplementedError
 
     def _after(self, seconds: float, method: Callable[..., None], *given: Any) -> None:
         self._count += 1
