@@ -80,8 +80,8 @@ def settle(config: R) -> tuple[R, int]:
 
 
 def prepare_process(threads: int, asked: str) -> None:
-    """Sets torch's thread count, and other settings of this process that affect its numbers and speed. Each rank chooses the device
-    that is `asked` for by itself, as it has a GPU of its own."""
+    """Sets torch's thread count, and other settings of this process that affect its numbers and speed. Each rank resolves the
+    device that is `asked` for by itself, because ranks of one machine have different GPUs."""
     device = choose_device(asked)
     keep_freed_memory()
     torch.set_num_threads(threads)
