@@ -120,6 +120,15 @@ def test_no_adapter_starves(model: Transformer, request_of: MakeRequest) -> None
     assert len(heard["narrow"]) - before == 10 * 8
 
 
+@pytest.mark.parametrize("adapter", [None, "narrow"])
+def test_a_prompt_is_computed_in_pieces_of_the_given_size(
+    model: Transformer, request_of: MakeRequest, adapter: str | None
+) -> None:
+    engine = NativeEngine(model, 4, adapters=both(model) if adapter else None, prefill_tokens=7)
+    engine.run(engine.generate(replace(request_of("r", 40, 1, 1), adapter=adapter)))
+    assert engine.stats().decode_steps == 6  # the last one samples
+
+
 def test_likelihoods_are_of_the_adapter_that_is_asked_for(model: Transformer) -> None:
     loras, ids = both(model), [5, 9, 2, 44, 17, 3]
     engine = NativeEngine(model, 4, adapters=loras)

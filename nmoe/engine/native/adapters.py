@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from nmoe.engine.api import Delta, EngineStats, Request
 from nmoe.engine.native.llm_engine import LLMEngine
+from nmoe.engine.native.scheduler import PREFILL_TOKENS
 from nmoe.engine.native.sequence import SequenceGroup
 from nmoe.errors import UserError
 from nmoe.model.lora import Lora
@@ -24,16 +25,22 @@ class AdapterEngines:
     from the model, except while a step of theirs runs. Each decodes up to `max_sequences` sequences, and has an equal part of the
     cache. A step is one of the engine whose turn it is, among those that have work, so that none starves."""
 
-    def __init__(self, model: Transformer, max_sequences: int, cache_bytes: int, adapters: Mapping[str, Lora]) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        max_sequences: int,
+        cache_bytes: int,
+        adapters: Mapping[str, Lora],
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> None:
         self.model = model
         self._adapters = adapters
         self._engines: dict[str | None, LLMEngine] = {}
         packs = None
         for name in (None, *adapters):
             with self._attached(name):
-                engine = LLMEngine(
-                    model, max_sequences, cache_bytes, adapter=name, shares=1 + len(adapters), packs=packs
-                )
+                shares = 1 + len(adapters)
+                engine = LLMEngine(model, max_sequences, cache_bytes, prefill_tokens, name, shares, packs)
             self._engines[name], packs = engine, engine.runner.packs
         self._turns = deque(self._engines)
 

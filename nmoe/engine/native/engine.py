@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from nmoe.engine.api import Delta, EngineStats, RawLogprob, Request
 from nmoe.engine.native.adapters import AdapterEngines
 from nmoe.engine.native.llm_engine import LLMEngine
+from nmoe.engine.native.scheduler import PREFILL_TOKENS
 from nmoe.engine.native.sequence import SequenceGroup
 from nmoe.errors import DivergenceError, InfrastructureError, UserError
 from nmoe.model.lora import Lora
@@ -35,8 +36,9 @@ R = TypeVar("R")
 
 class NativeEngine:
     """An engine in this process (an `Engine`) that runs the learner's own module. Up to `max_sequences` sequences decode at once,
-    over a cache of `cache_mb` megabytes; 0 leaves its size to `LLMEngine`. Requests can name one of the `adapters`, which are
-    detached from the model (`Lora.detach`): each has an equal part of the cache and takes its turn with the others, step by step.
+    over a cache of `cache_mb` megabytes; 0 leaves its size to `LLMEngine`. A step computes at most `prefill_tokens` tokens of
+    prompts. Requests can name one of the `adapters`, which are detached from the model (`Lora.detach`): each has an equal part of
+    the cache and takes its turn with the others, step by step.
 
         >>> import nmoe
         >>> from nmoe.engine.api import Request
@@ -62,6 +64,7 @@ class NativeEngine:
         cache_mb: int = 0,
         adapters: Mapping[str, Lora] | None = None,
         survives: bool = False,
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         self.adapters = tuple(adapters or ())
         """The names of the adapters."""
@@ -69,9 +72,9 @@ class NativeEngine:
         self._survives = survives
         self._engine: LLMEngine | AdapterEngines
         if adapters:
-            self._engine = AdapterEngines(model, max_sequences, cache_mb * 2**20, adapters)
+            self._engine = AdapterEngines(model, max_sequences, cache_mb * 2**20, adapters, prefill_tokens)
         else:
-            self._engine = self._sampler(model, max_sequences, cache_mb * 2**20)
+            self._engine = self._sampler(model, max_sequences, cache_mb * 2**20, prefill_tokens)
         self._wake = threading.Condition()  # guards what both threads touch: inbox, pending, error
         self._inbox: list[Callable[[], None]] = []
         self._pending: set[asyncio.Future[Any]] = set()

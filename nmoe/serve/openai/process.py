@@ -22,7 +22,7 @@ from nmoe.errors import UserError
 from nmoe.extras import how_to_install
 from nmoe.generation import sampling_notes
 from nmoe.model.checkpoint import fingerprint
-from nmoe.model.device import choose_device, dtype_for
+from nmoe.model.device import choose_device, dtype_for, kind_of
 from nmoe.model.peft_format import is_adapter
 from nmoe.model.policy import base_of, load_adapters, load_policy, sampling_precision
 from nmoe.runs.resolve import resolve_checkpoint
@@ -37,6 +37,9 @@ from nmoe.types import ExpertWeightsForm, Precision
 KEY = "NMOE_SERVE_KEY"
 # Seconds that an unused connection stays open.
 _KEEP_ALIVE_S = 75
+# Tokens of prompts that a step computes: streams wait for them. On a CPU 512 take as long as five steps of decoding 64 sequences of
+# a 14M mixture of experts, and cost no more for each than thousands at once; a GPU wants more to be busy.
+_PREFILL_ON_HOST, _PREFILL = 512, 2048
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -139,7 +142,14 @@ def _load(options: Options) -> Served:
     for line in (*notes, *(lora.notes if lora is not None else ())):
         print(line, file=sys.stderr)
     return Served(
-        NativeEngine(model, options.max_sequences, options.cache_mb, adapters=adapters, survives=True),
+        NativeEngine(
+            model,
+            options.max_sequences,
+            options.cache_mb,
+            adapters,
+            survives=True,
+            prefill_tokens=_PREFILL_ON_HOST if kind_of(device).on_host else _PREFILL,
+        ),
         tokenizer,
         form,
         names,
