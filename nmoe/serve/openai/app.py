@@ -171,7 +171,9 @@ class Server:
             first, steps = await unless_gone(asking, self._begin(job))
             held.push_async_callback(steps.close)
             events = self._events(job, first, steps)
-            return EventStream(events, held.pop_all(), self._served.limits.stalled_s, headers)
+            stream = EventStream(events, held.pop_all(), self._served.limits.stalled_s, headers)
+            steps.push_into(stream, job.chunks)
+            return stream
 
     async def _begin(self, job: Job) -> tuple[list[Addition], Steps]:
         """Returns what the first step of the engine adds to a reply, and the later steps."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nmoe.engine.api import Request
-from nmoe.serve.openai.logprobs import chat_entries, dumps, listed, usage
+from nmoe.serve.openai.logprobs import chat_entries, dumps, listed, quoted, usage
 from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.reading import Addition, Choice, merged, texts, tool_calls
 from nmoe.serve.openai.runs import Run
@@ -153,9 +153,9 @@ class ChatJob:
 
     def _delta(self, index: int, piece: Piece) -> str:
         if piece.kind == "content":
-            return f'{{"content":{dumps(piece.text)}}}'
+            return f'{{"content":{quoted(piece.text)}}}'
         if piece.kind == "reasoning":
-            return f'{{"reasoning_content":{dumps(piece.text)}}}'
+            return f'{{"reasoning_content":{quoted(piece.text)}}}'
         assert piece.call is not None, "the other kinds belong to a call"
         if piece.kind == "arguments":
             return dumps({"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]})

@@ -12,7 +12,7 @@ from typing import Any
 from nmoe.engine.api import RawLogprob, Request
 from nmoe.serve.openai.errors import ApiError
 from nmoe.serve.openai.fields import Fields
-from nmoe.serve.openai.logprobs import Scored, TextLogprobs, dumps, joined, listed, usage
+from nmoe.serve.openai.logprobs import Scored, TextLogprobs, dumps, joined, listed, quoted, usage
 from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.reading import Addition, Choice, TextReader, texts
 from nmoe.serve.openai.runs import Run
@@ -171,7 +171,7 @@ class TextJob:
 
     def _event(self, index: int, text: str, logprobs: str, finish: str = "null", of_choice: str = "") -> str:
         return (
-            f'data: {self._head},"choices":[{{"index":{index},"text":{dumps(text)},"logprobs":{logprobs},'
+            f'data: {self._head},"choices":[{{"index":{index},"text":{quoted(text)},"logprobs":{logprobs},'
             f'"finish_reason":{finish}{of_choice}}}]}}\n\n'
         )
 

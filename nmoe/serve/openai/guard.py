@@ -6,6 +6,7 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nmoe.engine.server.events import CONNECTION
 from nmoe.engine.server.listening import LOCAL
 from nmoe.serve.openai.errors import ApiError
 from nmoe.serve.openai.metrics import Metrics
@@ -49,6 +50,7 @@ def guarded(app: ASGIApp, key: str, bound: str, metrics: Metrics) -> ASGIApp:
             metrics.requests["other", refused.status] += 1
             await refused.reply()(scope, receive, send)
             return
+        scope[CONNECTION] = send
         await app(scope, receive, send)
 
     return asked

@@ -103,6 +103,9 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 # Made once: `json.dumps` makes an encoder each time that it is given separators.
 dumps = json.JSONEncoder(separators=(",", ":")).encode
 
+quoted = json.encoder.encode_basestring_ascii
+"""Returns a text as JSON, as `dumps` writes it after a look at its type."""
+
 
 def listed(token_ids: Iterable[int]) -> str:
     """Returns token ids as JSON, as `dumps` writes them, in a third of its time."""

@@ -82,8 +82,7 @@ class Choice:
         self._begun = {} if announced else {piece.call: piece for piece in calls}
 
     def feed(self, deltas: Sequence[Delta]) -> Addition:
-        added = Addition(self.index)
-        last = deltas[-1]
+        added, last = Addition(self.index, [], [], []), deltas[-1]
         if self._stops is None:
             self._read(added, deltas)
         else:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.server.events import EventStream
 from nmoe.serve.openai.reading import Addition, Choice
 
 
@@ -35,6 +36,7 @@ class Steps:
         self._timer = self._loop.call_later(seconds, end, engine, runs, "deadline")
         self._running = {engine.follow(run.request, partial(self._put, run)): run for run in runs}
         self._error: BaseException | None = None
+        self._stream: EventStream | None = None
         for ended in self._running:
             ended.add_done_callback(self._end)
 
@@ -56,16 +58,33 @@ class Steps:
             together.setdefault(id(run), (run, []))[1].extend(deltas)
         return [added for run, deltas in together.values() for added in _read(self._engine, run, deltas)]
 
+    def push_into(self, stream: EventStream, chunks: Callable[[Sequence[Addition]], bytes]) -> None:
+        """Has a stream, whose generator takes from here, send the `chunks` of each addition as soon as it comes, where all before
+        is sent. Several runs are left to `take`: their additions belong into one message."""
+        if len(self._running) == 1:
+            self._stream, self._chunks = stream, chunks
+
     async def close(self) -> None:
         """Ends the runs that still run."""
         self._timer.cancel()
+        self._stream = None  # which holds these steps: a cycle
         if self._running:
             for run in self._running.values():
                 self._engine.abort(run.request.request_id)
             await asyncio.wait(list(self._running))
 
     def _put(self, run: Run, deltas: list[Delta]) -> None:
-        self._new.append((run, deltas))
+        stream, waiter = self._stream, self._waiter
+        # While `take` waits, nothing is left from before.
+        if stream is not None and stream.free and waiter is not None and not waiter.done():
+            try:
+                if data := self._chunks(_read(self._engine, run, deltas)):
+                    stream.push(data)
+                return
+            except Exception as error:  # the other streams of this step go on
+                self._error = error
+        else:
+            self._new.append((run, deltas))
         self._wake()
 
     def _end(self, ended: asyncio.Future[object]) -> None:
