@@ -13,6 +13,7 @@ LEVELS = [
     {"cli"},
     {"cluster"},
     {"api"},
+    {"referee"},
     {"serve"},
     {"speedrun"},
     {"preflight"},

@@ -24,6 +24,7 @@ from nmoe.cli.engines import engines, publish
 from nmoe.cli.evaluate import chat, evaluate, grade
 from nmoe.cli.model import export, harmonize, import_model, train_tokenizer, upcycle
 from nmoe.cli.packaged import check, gc, list_configurations, list_environments, show_configuration, show_environment
+from nmoe.cli.referee import referee
 from nmoe.cli.runs import attempt, compare, diff, list_runs, log_attempt, replay, report, samples, show_run, sync, table
 from nmoe.cli.serve import serve
 from nmoe.cli.speedrun import speedrun
@@ -227,7 +228,7 @@ def tokenizers() -> None:
 for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
     _configured_verb(app, training_verb)
 app.command("eval", cls=Verb)(evaluate)
-for plain_verb in (grade, chat, serve, replay, report, export, speedrun, doctor, engines, publish):
+for plain_verb in (grade, chat, serve, replay, report, export, speedrun, doctor, engines, publish, referee):
     app.command(cls=Verb)(plain_verb)
 # They take overrides as a training verb does.
 app.command(cls=Verb, context_settings={"ignore_unknown_options": True})(preflight)

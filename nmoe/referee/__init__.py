@@ -1,0 +1,1 @@
+"""The referee: checks that find the faults of a rollout server, from outside."""

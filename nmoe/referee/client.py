@@ -1,0 +1,120 @@
+"""HTTP to a server that may do anything: each call ends at its deadline, with the whole reply or the reason why there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nmoe.errors import cut
+from nmoe.parsing import json_of
+
+if TYPE_CHECKING:
+    import httpx2
+
+_MOST_BYTES = 2**26
+
+
+class UnansweredError(Exception):
+    """A call got no reply that can be used. `lost` says that nothing listens there any more."""
+
+    def __init__(self, reason: str, lost: bool = False) -> None:
+        super().__init__(reason)
+        self.lost = lost
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One call and its reply, as a reproduction repeats it."""
+
+    method: str
+    path: str
+    body: Mapping[str, Any] | None
+    status: int
+    reply: bytes
+    seconds: float
+
+    def json(self) -> dict[str, Any]:
+        """Returns the reply's JSON object. Raises UnansweredError for any other reply."""
+        try:
+            value = json_of(self.reply)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise UnansweredError(
+                f"{self.method} {self.path} answered with status {self.status} and no JSON object: {shown_bytes(self.reply)}"
+            )
+        return value
+
+
+class Client:
+    """Calls one server. `exchanges` has the calls since it was emptied last."""
+
+    def __init__(self, url: str, key: str, deadline_s: float) -> None:
+        self.url, self._key, self.deadline_s = url.rstrip("/"), key, deadline_s
+        self.exchanges: list[Exchange] = []
+        self._http: httpx2.AsyncClient | None = None
+
+    async def __aenter__(self) -> Client:
+        import httpx2
+
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        # A server on this machine is not behind the proxy that the environment names; a redirection would reach another server.
+        limits = httpx2.Limits(max_connections=None)
+        self._http = httpx2.AsyncClient(
+            headers=headers, timeout=None, limits=limits, trust_env=False, follow_redirects=False
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._http is not None, "it was entered"
+        await self._http.aclose()
+
+    @property
+    def http(self) -> httpx2.AsyncClient:
+        assert self._http is not None, "it is used inside its context"
+        return self._http
+
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None
+    ) -> Exchange:
+        """Returns the reply, of any status. Raises UnansweredError if none has come by the deadline."""
+        import httpx2
+
+        began, limit = time.monotonic(), deadline_s or self.deadline_s
+        content = None if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        parts, size = list[bytes](), 0
+        try:
+            # The client's own limits count from the last byte: a server that trickles would never be late.
+            async with (
+                asyncio.timeout(limit),
+                self.http.stream(method, self.url + path, content=content, headers=headers) as reply,
+            ):
+                async for part in reply.aiter_bytes():
+                    parts.append(part)
+                    size += len(part)
+                    if size > _MOST_BYTES:
+                        raise UnansweredError(
+                            f"{method} {path}: the reply does not end, and has more than {_MOST_BYTES} bytes"
+                        )
+        except TimeoutError:
+            so_far = f", after {size} bytes of it" if size else ""
+            raise UnansweredError(f"{method} {path} gave no whole reply within {limit:g} s{so_far}") from None
+        except httpx2.ConnectError as error:
+            raise UnansweredError(f"{method} {path}: nothing answers at {self.url} ({error})", lost=True) from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise UnansweredError(f"{method} {path}: {type(error).__name__} {error}".strip()) from None
+        done = Exchange(method, path, body, reply.status_code, b"".join(parts), time.monotonic() - began)
+        self.exchanges.append(done)
+        if done.status in (401, 403):
+            raise UnansweredError(f"{method} {path} needs a key, or another one: {shown_bytes(done.reply)}")
+        return done
+
+
+def shown_bytes(reply: bytes) -> str:
+    """Returns the start of a reply, for a message."""
+    return cut(" ".join(reply.decode("utf-8", "replace").split()), 160)

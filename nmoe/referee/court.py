@@ -1,0 +1,266 @@
+"""What checks have in hand: requests to the server, and the comparison of all that they saw with the judge."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nmoe.referee.client import Client, Exchange, shown_bytes
+from nmoe.referee.diagnosis import Diagnosis, differences, theirs
+from nmoe.referee.judge import Judge, Seen
+from nmoe.referee.target import Asked, Completions, MalformedError, Reply, Served
+
+if TYPE_CHECKING:
+    from nmoe.referee.publishing import Press
+
+_HISTORY = 48
+
+
+class SkippedError(Exception):
+    """A check cannot be made of this server; the message says why."""
+
+
+@dataclass
+class Finding:
+    """A fault that a check found. `exact` says that the fault explains the samples exactly. `exchanges` show it."""
+
+    fault: str
+    seen: str
+    right: str
+    exact: bool = False
+    exchanges: Sequence[Exchange] = ()
+    expected: Sequence[float] = ()
+
+
+class FaultError(Exception):
+    """Ends a check with a finding."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.seen)
+        self.finding = finding
+
+
+@dataclass
+class Court:
+    """One check's means. `random` is its own, drawn from the round's seed."""
+
+    client: Client
+    served: Served
+    diagnosis: Diagnosis | None
+    press: Press | None
+    random: random.Random
+    round: str
+    findings: list[Finding] = field(default_factory=list)
+    seen: list[tuple[Seen, Reply]] = field(default_factory=list)
+    history: deque[Seen] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    _numbers: Any = field(default_factory=itertools.count)
+
+    @property
+    def judge(self) -> Judge:
+        """Raises SkippedError without a checkpoint."""
+        if self.diagnosis is None:
+            raise SkippedError("needs --checkpoint: nothing to compare with")
+        return self.diagnosis.judge
+
+    def needs_judge(self) -> None:
+        """Raises SkippedError without a checkpoint."""
+        _ = self.judge
+
+    def need(self, feature: bool, why: str) -> None:
+        if not feature:
+            raise SkippedError(why)
+
+    @property
+    def vocabulary(self) -> int:
+        if self.served.vocab_size is None:
+            raise SkippedError("neither the server nor a --checkpoint says the vocabulary")
+        return self.served.vocab_size
+
+    @property
+    def context(self) -> int:
+        if self.served.context_tokens is None:
+            raise SkippedError("neither the server nor a --checkpoint says the context")
+        return self.served.context_tokens
+
+    def needs_token_route(self) -> None:
+        self.need(
+            not isinstance(self.served.route, Completions), "needs the token route, which this server does not speak"
+        )
+
+    def prompt(self, tokens: int = 12) -> tuple[int, ...]:
+        return tuple(self.random.randrange(self.vocabulary) for _ in range(min(tokens, max(1, self.context - 4))))
+
+    def asked(self, prompt: Any = None, **settings: Any) -> Asked:
+        """Returns a request with a new seed and id."""
+        number = next(self._numbers)
+        prompt = self.prompt() if prompt is None else tuple(prompt)
+        room = self.context - len(prompt)
+        tokens = max(1, min(settings.pop("max_tokens", 16), room))
+        settings.setdefault("seed", self.random.randrange(2**31))
+        return Asked(tuple(prompt), max_tokens=tokens, request_id=f"{self.round}-{number}", **settings)
+
+    async def ask(self, asked: Asked, deadline_s: float | None = None) -> Reply:
+        """Returns a reply of any status; one of 200 is read."""
+        route = self.served.route
+        exchange = await self.client.call("POST", route.path, route.body(asked), deadline_s)
+        if exchange.status != 200:
+            return Reply(asked, exchange)
+        try:
+            return route.read_stream(asked, exchange) if asked.stream else route.read(asked, exchange)
+        except MalformedError as error:
+            raise FaultError(
+                Finding("malformed", str(error), f"a reply of {route.name}", exchanges=[error.exchange])
+            ) from None
+
+    async def sample(
+        self, asked: Asked, *, old: int = 0, compare: bool = True, deadline_s: float | None = None
+    ) -> Reply:
+        """Returns the reply to a request that has to be answered. Its samples are compared with the judge when the check ends, if
+        `compare`. `old` is how many of the prompt's tokens were in a cache before the last publication."""
+        reply = await self.ask(asked, deadline_s)
+        if reply.status != 200:
+            self.fault("refused", f"status {reply.status}: {shown_bytes(reply.exchange.reply)}", "status 200", reply)
+        self._check_own(reply)
+        if compare:
+            self.watch(reply, old)
+        return reply
+
+    def watch(self, reply: Reply, old: int = 0) -> None:
+        """Has the samples of a reply compared with the judge."""
+        raw = self.served.route.raw
+        for choice in reply.choices:
+            # Counts that do not fit would make every comparison fail: they are a separate fault.
+            if len(choice.logprobs) != len(choice.tokens) or not self._in_vocabulary(choice.tokens):
+                self.note(
+                    "counts",
+                    f"{len(choice.tokens)} tokens ({choice.tokens[:6]}...) and {len(choice.logprobs)} log-probabilities",
+                    f"one log-probability for each token, and tokens from 0 to {self.vocabulary - 1}",
+                    reply,
+                )
+                continue
+            self.seen.append((Seen(reply.asked, choice, old, raw), reply))
+        self.history.append(Seen(reply.asked, reply.choices[0] if reply.choices else None, 0, raw))  # type: ignore[arg-type]
+
+    def _in_vocabulary(self, tokens: Sequence[Any]) -> bool:
+        return all(type(one) is int and 0 <= one < self.vocabulary for one in tokens)
+
+    def _check_own(self, reply: Reply) -> None:
+        """Notes a reply that names another request or prompt, or that has not the samples asked for."""
+        asked = reply.asked
+        if reply.named is not None and reply.named != asked.request_id:
+            self.fault(
+                "late_answer",
+                f"the reply names request {reply.named!r}",
+                f"request {asked.request_id!r}",
+                reply,
+                exact=True,
+            )
+        if reply.prompt is not None and tuple(reply.prompt) != asked.prompt:
+            self.fault("late_answer", "the reply names another prompt", "the prompt of the request", reply, exact=True)
+        indices = [choice.index for choice in reply.choices]
+        if len(indices) > asked.n or len(set(map(str, indices))) < len(indices):
+            self.fault(
+                "duplicated_answer", f"the samples {indices} came", f"the samples 0 to {asked.n - 1}", reply, exact=True
+            )
+        if sorted(map(str, indices)) != sorted(map(str, range(asked.n))):
+            self.fault("counts", f"the samples {indices} came", f"the samples 0 to {asked.n - 1}", reply)
+        drawn = [tuple(choice.tokens) for choice in reply.choices]
+        likely = sum(min([0.0, *choice.logprobs]) for choice in reply.choices[:1]) > -12
+        if (
+            asked.temperature
+            and asked.top_k != 1
+            and len(set(drawn)) < len(drawn)
+            and not likely
+            and asked.max_tokens >= 6
+        ):
+            first, second = next(
+                pair for pair in itertools.combinations(range(len(drawn)), 2) if drawn[pair[0]] == drawn[pair[1]]
+            )
+            self.fault(
+                "duplicated_answer",
+                f"samples {first} and {second} are the same {len(drawn[first])} tokens",
+                "samples that are drawn apart",
+                reply,
+                exact=True,
+            )
+
+    def note(
+        self, fault: str, seen: str, right: str, reply: Reply | Exchange | None = None, exact: bool = False
+    ) -> None:
+        """Records a finding; the check goes on."""
+        exchange = reply.exchange if isinstance(reply, Reply) else reply
+        self.findings.append(Finding(fault, seen, right, exact, [exchange] if exchange is not None else []))
+
+    def fault(
+        self, fault: str, seen: str, right: str, reply: Reply | Exchange | None = None, exact: bool = False
+    ) -> None:
+        """Ends the check with a finding."""
+        exchange = reply.exchange if isinstance(reply, Reply) else reply
+        raise FaultError(Finding(fault, seen, right, exact, [exchange] if exchange is not None else []))
+
+    def compare(self, past: Sequence[Seen]) -> None:
+        """Compares everything that the check saw with the judge, and names the fault. `past` are requests of earlier checks."""
+        if self.diagnosis is None or not self.seen:
+            return
+        diagnosis = self.diagnosis
+        seen = [one for one, _ in self.seen]
+        right = diagnosis.right(seen)
+        wrong = diagnosis.wrong(seen, right)
+        if not wrong:
+            return
+        mine = {one.asked.prompt for one in seen}
+        others = [one for one in seen if one.asked.prompt != seen[wrong[0]].asked.prompt]
+        others += [one for one in past if one.asked.prompt not in mine]
+        explanation = diagnosis.explain(seen, wrong, others)
+        worst = max(wrong, key=lambda index: float(differences([seen[index]], [right[index]]).max()))
+        one, reply = self.seen[worst]
+        off = differences([one], [right[worst]])
+        token = int(off.argmax())
+        given = theirs(one).tolist()
+        at = f"{given[token]:.5f}" if token < len(given) else "nothing"
+        what = f"{len(wrong)} of {len(seen)} samples differ; the log-probability of token {token} is {at}"
+        fault = "unexplained" if explanation is None else explanation.fault
+        if explanation is None and len(wrong) == len(seen) and float(off.median()) > 0.5:
+            fault = "other_model"
+        if explanation is not None:
+            what += f": {explanation.detail}"
+        self.findings.append(
+            Finding(
+                fault,
+                what,
+                f"{right[worst][token]:.5f}, by the checkpoint's own forward pass, within {diagnosis.tolerance:g}",
+                explanation is not None,
+                [reply.exchange],
+                right[worst].tolist(),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: a name, an assertion, and the coroutine. `factor` multiplies the deadline of the round's checks."""
+
+    name: str
+    asserts: str
+    run: Callable[[Court], Awaitable[None]]
+    factor: float = 1.0
+
+
+Made = Callable[[Court], Awaitable[None]]
+
+
+class Family(list[Check]):
+    """The checks of one file, in their order."""
+
+    def add(self, name: str, asserts: str, *, factor: float = 1.0) -> Callable[[Made], Made]:
+        """Adds a coroutine as a check."""
+
+        def added(run: Made) -> Made:
+            self.append(Check(name, asserts, run, factor))
+            return run
+
+        return added

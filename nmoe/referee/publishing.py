@@ -1,0 +1,101 @@
+"""Publications of weights that the judge knows: whole, torn, with tensors missing; and back to the first ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmoe.engine.remote.weights import Format, Transport, Update, prepared
+from nmoe.model.checkpoint import checkpoint_tensors
+from nmoe.model.lora import Lora
+from nmoe.model.transformer import Transformer
+from nmoe.referee.client import Client, Exchange
+from nmoe.referee.judge import Judge, Weights
+
+# Of a weight's own spread: enough to move log-probabilities far beyond rounding, too little to make them all alike.
+_CHANGE = 0.15
+
+
+class _Source:
+    """The judge's model as the learner that publishes, without the tensors `left_out`."""
+
+    def __init__(self, model: Transformer, lora: Lora | None, left_out: Collection[int] = ()) -> None:
+        self.model, self.lora, self._left_out = model, lora, left_out
+
+    def weights(self, format: Format) -> Iterator[tuple[str, Tensor]]:
+        for number, (name, _, make) in enumerate(checkpoint_tensors(self.model, own_format=format == "nmoe")):
+            if number not in self._left_out:
+                yield name, make()
+
+
+class Press:
+    """Publishes to one server. `version` is the last one that was sent; `keep` is a directory for copies of all updates, or
+    None."""
+
+    def __init__(self, judge: Judge, client: Client, format: Format, version: int, keep: Path | None) -> None:
+        self.judge, self.client, self.format, self.version, self._keep = judge, client, format, version, keep
+        self.transport: Transport = "disk" if judge.lora is None else "adapter"
+        self.changed = False  # whether the server may have other weights than the first
+        self.refused = False  # whether the last update was refused, after which a server may want a whole one
+        self._joined = False
+
+    def drawn(self, seed: int) -> dict[str, Tensor]:
+        """Returns the present weights with each published one moved a little."""
+        generator = torch.Generator().manual_seed(seed)
+        lora = self.judge.lora
+        published = None if lora is None else {id(one) for one in lora.parameters()}
+        weights = {}
+        for name, parameter in self.judge.model.named_parameters():
+            now = self.judge.present[name]
+            if published is not None and id(parameter) not in published:
+                weights[name] = now
+                continue
+            spread = now.float().std() if now.numel() > 1 else now.float().abs().mean()
+            if not float(spread):
+                spread = now.float().abs().mean().clamp_min(0.02)
+            moved = now.float() + _CHANGE * spread * torch.randn(now.shape, generator=generator)
+            weights[name] = moved.to(now.dtype)
+        return weights
+
+    def ready(self, weights: Weights, left_out: Collection[int] = ()) -> Update:
+        """Writes weights where the server reads them."""
+        self.judge.put(weights)
+        source = _Source(self.judge.model, self.judge.lora, left_out)
+        return prepared(source, self.transport, self.format, self.version + 1)
+
+    async def send(self, update: Update, *, deadline_s: float | None = None) -> list[Exchange]:
+        """Sends an update, and returns the exchanges of its steps; the first that was refused is the last of them."""
+        self.changed = True
+        self.version = update.version
+        info = dict(update.info)
+        if self._keep is not None and update.directory is not None:
+            kept = self._keep / f"weights_{update.version}_{len(list(self._keep.glob('weights_*')))}"
+            shutil.copytree(update.directory, kept)
+            info["path"] = str(kept)
+        steps: list[tuple[str, dict[str, Any]]] = [
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": info}),
+            ("/finish_weight_update", {"weight_version": str(update.version)}),
+        ]
+        if not self._joined:
+            steps.insert(0, ("/init_weight_transfer_engine", {"init_info": {}}))
+        # An update without a pause ends a vLLM; nmoe's server samples on.
+        if self.format == "hf":
+            steps.insert(0, ("/pause?mode=keep&clear_cache=true", {}))
+        done = []
+        try:
+            for path, body in steps:
+                done.append(await self.client.call("POST", path, body, deadline_s))
+                self.refused = done[-1].status != 200
+                if self.refused:
+                    return done
+            self._joined = True
+        finally:
+            if self.format == "hf":
+                await self.client.call("POST", "/resume", {})
+        return done

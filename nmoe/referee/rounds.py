@@ -1,0 +1,226 @@
+"""One round: every check of the catalogue, each within its deadline, and what they found."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nmoe.errors import UserError
+from nmoe.referee.checks import CATALOGUE
+from nmoe.referee.client import Client, UnansweredError
+from nmoe.referee.court import Check, Court, FaultError, Finding, SkippedError
+from nmoe.referee.diagnosis import Diagnosis
+from nmoe.referee.faults import ORDER
+from nmoe.referee.judge import Judge, Seen
+from nmoe.referee.publishing import Press
+from nmoe.referee.target import Served, look, with_model
+
+# The largest difference of a log-probability that is rounding in float32. In other precisions it is three times the first
+# comparison's, at most 1.5.
+_TOLERANCE = 1e-4
+_TIMES_FIRST, _MOST = 3.0, 1.5
+# Seconds within which a server that is still there accepts a connection.
+_KNOCK_S = 3.0
+
+
+@dataclass
+class Outcome:
+    """What a check found. `state` is "ok", "fault", "known" (in the baseline) or "skipped"."""
+
+    check: Check
+    state: str
+    findings: list[Finding] = field(default_factory=list)
+    why: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Round:
+    """A round's outcomes. `served` is None for a server that did not answer."""
+
+    url: str
+    seed: int
+    served: Served | None
+    outcomes: list[Outcome]
+
+    def faults(self) -> list[tuple[str, list[str]]]:
+        """Returns the faults found with the names of their checks, the likeliest cause of the others first."""
+        by_fault: dict[str, list[str]] = {}
+        exact: dict[str, bool] = {}
+        for outcome in self.outcomes:
+            for finding in outcome.findings:
+                names = by_fault.setdefault(finding.fault, [])
+                if outcome.check.name not in names:
+                    names.append(outcome.check.name)
+                exact[finding.fault] = exact.get(finding.fault, False) or finding.exact
+        return sorted(by_fault.items(), key=lambda one: (not exact[one[0]], ORDER[one[0]]))
+
+    @property
+    def new_faults(self) -> int:
+        return sum(outcome.state == "fault" for outcome in self.outcomes)
+
+
+def chosen(only: Sequence[str]) -> list[Check]:
+    """Returns the checks whose names fit one of the patterns; all of them without any. Raises UserError for one that fits none."""
+    if not only:
+        return list(CATALOGUE)
+    for pattern in only:
+        if not any(_fits(check, pattern) for check in CATALOGUE):
+            names = ", ".join(check.name for check in CATALOGUE)
+            raise UserError(f"--only {pattern}: no check has this name; there are {names}")
+    return [check for check in CATALOGUE if any(_fits(check, pattern) for pattern in only)]
+
+
+def _fits(check: Check, pattern: str) -> bool:
+    return fnmatch.fnmatch(check.name, pattern) or check.name.startswith(f"{pattern}.")
+
+
+async def hold(
+    url: str,
+    judge: Judge | None,
+    *,
+    seed: int,
+    key: str = "",
+    only: Sequence[str] = (),
+    publish: bool = False,
+    deadline_s: float = 30.0,
+    keep: Path | None = None,
+    precision: str = "float32",
+    note: Callable[[Outcome], None] = lambda _: None,
+) -> Round:
+    """Makes the checks and returns their outcomes. The server has its first weights again at the end, if any were published."""
+    checks = chosen(only)
+    async with Client(url, key, deadline_s) as client:
+        try:
+            served = await look(client)
+        except UnansweredError as error:
+            outcomes = [
+                Outcome(check, "fault", [Finding("no_answer", str(error), "a reply of a rollout server")])
+                for check in checks
+            ]
+            for outcome in outcomes:
+                note(outcome)
+            return Round(url, seed, None, outcomes)
+        diagnosis = press = None
+        if judge is not None:
+            config = judge.model.config
+            _refuse_other(served, judge)
+            served = with_model(served, config.vocab_size, config.context_tokens, precision)
+            diagnosis = Diagnosis(judge, _TOLERANCE if served.precision == "float32" else _MOST)
+            if publish:
+                said = served.version or ""
+                version = int(said) if said.isdecimal() else 0
+                press = Press(judge, client, "nmoe" if served.engine == "nmoe" else "hf", version, keep)
+        bench = _Bench(client, served, diagnosis, press, seed, secrets.token_hex(4))
+        outcomes = []
+        try:
+            for one in checks:
+                outcomes.append(await bench.make(one))
+                note(outcomes[-1])
+        finally:
+            if press is not None and press.changed and judge is not None and judge.present is not judge.first:
+                with suppress(UnansweredError):
+                    update = press.ready(judge.first)
+                    try:
+                        await press.send(update)
+                    finally:
+                        update.discard()
+                judge.present = judge.first
+            if judge is not None:
+                judge.before = None
+        return Round(url, seed, served, outcomes)
+
+
+def _refuse_other(served: Served, judge: Judge) -> None:
+    """Raises UserError where the server says that it has another model than the checkpoint."""
+    config = judge.model.config
+    for name, ours in (("vocab_size", config.vocab_size), ("context_tokens", config.context_tokens)):
+        theirs = getattr(served, name)
+        if theirs is not None and theirs != ours:
+            raise UserError(
+                f"the server has another model than --checkpoint: its {name} is {theirs}, the checkpoint's {ours}; name the "
+                "checkpoint that it serves"
+            )
+
+
+class _Bench:
+    def __init__(
+        self,
+        client: Client,
+        served: Served,
+        diagnosis: Diagnosis | None,
+        press: Press | None,
+        seed: int,
+        round_id: str,
+    ) -> None:
+        self._client, self._served, self._diagnosis, self._press = client, served, diagnosis, press
+        self._seed, self._round, self._gone = seed, round_id, False
+        self._history: deque[Seen] = deque(maxlen=48)
+
+    async def make(self, check: Check) -> Outcome:
+        """Makes one check, and ends it at its deadline."""
+        began = time.monotonic()
+        self._client.exchanges.clear()
+        court = Court(
+            self._client,
+            self._served,
+            self._diagnosis,
+            self._press,
+            random.Random(f"{self._seed}/{check.name}"),
+            f"{self._round}-{check.name}",
+            history=self._history,
+        )
+        skipped = ""
+        past = list(self._history)
+        try:
+            if self._gone:
+                await self._client.call("GET", "/health", deadline_s=_KNOCK_S)
+                self._gone = False
+            async with asyncio.timeout(check.factor * self._client.deadline_s):
+                await check.run(court)
+        except FaultError as fault:
+            court.findings.append(fault.finding)
+        except SkippedError as reason:
+            skipped = str(reason)
+        except TimeoutError:
+            court.note(
+                "no_answer", f"it was not done after {check.factor * self._client.deadline_s:g} s", "an end before that"
+            )
+        except UnansweredError as error:
+            self._gone = error.lost
+            court.note("no_answer", str(error), "a reply")
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            # A reply of a form that no check foresaw.
+            last = self._client.exchanges[-1] if self._client.exchanges else None
+            court.note("malformed", f"{type(error).__name__}: {error}", "a reply of the route's form", last)
+        court.compare(past)
+        self._press_evidence(court)
+        seconds = time.monotonic() - began
+        if court.findings:
+            return Outcome(check, "fault", court.findings, seconds=seconds)
+        return Outcome(check, "skipped" if skipped else "ok", why=skipped, seconds=seconds)
+
+    def _press_evidence(self, court: Court) -> None:
+        """Puts the steps of publications before what they led to."""
+        steps = [one for one in self._client.exchanges if one.method == "POST" and one.path.split("?")[0] in _STEPS]
+        for finding in court.findings:
+            if steps and finding.exchanges:
+                finding.exchanges = [*steps, *(one for one in finding.exchanges if one not in steps)]
+
+
+_STEPS = (
+    "/pause",
+    "/resume",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
