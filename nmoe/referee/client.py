@@ -19,11 +19,11 @@ _MOST_BYTES = 2**26
 
 
 class UnansweredError(Exception):
-    """A call got no reply that can be used. `lost` says that nothing listens there any more."""
+    """A call got no reply that can be used. `lost` says that nothing listens there any more, `late` that the deadline passed."""
 
-    def __init__(self, reason: str, lost: bool = False) -> None:
+    def __init__(self, reason: str, *, lost: bool = False, late: bool = False) -> None:
         super().__init__(reason)
-        self.lost = lost
+        self.lost, self.late = lost, late
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,16 @@ class Exchange:
             )
         return value
 
+    def value(self, name: str) -> Any:
+        """Returns a value of the reply's JSON object, None without any."""
+        try:
+            return self.json().get(name)
+        except UnansweredError:
+            return None
+
 
 class Client:
-    """Calls one server. `exchanges` has the calls since it was emptied last."""
+    """Calls one server. `exchanges` has the calls since it was emptied last. A call may take `deadline_s`."""
 
     def __init__(self, url: str, key: str, deadline_s: float) -> None:
         self.url, self._key, self.deadline_s = url.rstrip("/"), key, deadline_s
@@ -103,7 +110,9 @@ class Client:
                         )
         except TimeoutError:
             so_far = f", after {size} bytes of it" if size else ""
-            raise UnansweredError(f"{method} {path} gave no whole reply within {limit:g} s{so_far}") from None
+            raise UnansweredError(
+                f"{method} {path} gave no whole reply within {limit:.3g} s{so_far}", late=True
+            ) from None
         except httpx2.ConnectError as error:
             raise UnansweredError(f"{method} {path}: nothing answers at {self.url} ({error})", lost=True) from None
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections import deque
@@ -129,6 +130,10 @@ class Court:
             self.watch(reply, old)
         return reply
 
+    async def samples(self, asked: Sequence[Asked], *, old: int = 0, compare: bool = True) -> list[Reply]:
+        """Returns the replies to requests at once."""
+        return await together(*(self.sample(one, old=old, compare=compare) for one in asked))
+
     def watch(self, reply: Reply, old: int = 0) -> None:
         """Has the samples of a reply compared with the judge."""
         raw = self.served.route.raw
@@ -145,8 +150,8 @@ class Court:
             self.seen.append((Seen(reply.asked, choice, old, raw), reply))
         self.history.append(Seen(reply.asked, reply.choices[0] if reply.choices else None, 0, raw))  # type: ignore[arg-type]
 
-    def _in_vocabulary(self, tokens: Sequence[Any]) -> bool:
-        return all(type(one) is int and 0 <= one < self.vocabulary for one in tokens)
+    def _in_vocabulary(self, tokens: Sequence[int]) -> bool:
+        return all(0 <= one < self.vocabulary for one in tokens)
 
     def _check_own(self, reply: Reply) -> None:
         """Notes a reply that names another request or prompt, or that has not the samples asked for."""
@@ -162,11 +167,11 @@ class Court:
         if reply.prompt is not None and tuple(reply.prompt) != asked.prompt:
             self.fault("late_answer", "the reply names another prompt", "the prompt of the request", reply, exact=True)
         indices = [choice.index for choice in reply.choices]
-        if len(indices) > asked.n or len(set(map(str, indices))) < len(indices):
+        if len(indices) > asked.n or len(set(indices)) < len(indices):
             self.fault(
                 "duplicated_answer", f"the samples {indices} came", f"the samples 0 to {asked.n - 1}", reply, exact=True
             )
-        if sorted(map(str, indices)) != sorted(map(str, range(asked.n))):
+        if sorted(indices) != list(range(asked.n)):
             self.fault("counts", f"the samples {indices} came", f"the samples 0 to {asked.n - 1}", reply)
         drawn = [tuple(choice.tokens) for choice in reply.choices]
         likely = sum(min([0.0, *choice.logprobs]) for choice in reply.choices[:1]) > -12
@@ -238,6 +243,16 @@ class Court:
                 right[worst].tolist(),
             )
         )
+
+
+async def together(*calls: Awaitable[Any]) -> list[Any]:
+    """Returns the results of calls at once. One that raises ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 @dataclass(frozen=True)

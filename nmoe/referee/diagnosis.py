@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from nmoe.referee.judge import Judge, Seen, Stale, Weights, kept_counts, processed, right_logprobs
 
-# The most forward passes of a search, and the most tokens that it compares.
-_FORWARDS, _TOKENS = 1500, 300
+# CPU seconds of a search and of all searches of a round, and the most tokens that one compares.
+_SEARCH_S, _ALL_S, _TOKENS = 20.0, 40.0, 300
 # The tokens that a temperature is fitted to, before it is compared with all.
 _FITTED = 64
 _BLOCK = 16
@@ -57,6 +58,7 @@ class Diagnosis:
     def __init__(self, judge: Judge, tolerance: float) -> None:
         self.judge, self.tolerance = judge, tolerance
         self._known: list[Explanation] = []
+        self._left_s = _ALL_S
 
     def right(self, seen: Sequence[Seen], **changed: Any) -> list[Tensor]:
         """Returns the right log-probabilities of samples, or under a change of the judge's."""
@@ -79,15 +81,23 @@ class Diagnosis:
         for known in self._known:
             if self._fits(known, of_wrong):
                 return known
-        budget = self.judge.forwards + _FORWARDS
-        for candidate in itertools.chain(
-            self._answers(of_wrong, others), self._reported(of_wrong), self._computed(seen, wrong, budget)
-        ):
-            if self._fits(candidate, of_wrong):
-                if candidate.fault in _LASTING:
-                    self._known.append(candidate)
-                return candidate
-        return None
+        began = time.process_time()
+        self._ends = began + min(_SEARCH_S, self._left_s)
+        try:
+            for candidate in itertools.chain(
+                self._answers(of_wrong, others), self._reported(of_wrong), self._computed(seen, wrong)
+            ):
+                if self._fits(candidate, of_wrong):
+                    if candidate.fault in _LASTING:
+                        self._known.append(candidate)
+                    return candidate
+            return None
+        finally:
+            self._left_s -= time.process_time() - began
+
+    @property
+    def _spent(self) -> bool:
+        return time.process_time() > self._ends
 
     def _fits(self, explanation: Explanation, seen: Sequence[Seen]) -> bool:
         # Most candidates fail at the first sample.
@@ -217,7 +227,7 @@ class Diagnosis:
 
     # What a server computes by
 
-    def _computed(self, seen: Sequence[Seen], wrong: Sequence[int], budget: int) -> Iterator[Explanation]:
+    def _computed(self, seen: Sequence[Seen], wrong: Sequence[int]) -> Iterator[Explanation]:
         judge = self.judge
         some = _some([seen[index] for index in wrong], _TOKENS)
 
@@ -236,12 +246,12 @@ class Diagnosis:
             if judge.tied:
                 yield from self._tied(before, weights)
         for before in olds:
-            yield from self._stale_experts(before, budget)
+            yield from self._stale_experts(before)
         if judge.before is not None and judge.before is not now and judge.takes_stale and any(one.old for one in some):
-            yield from self._stale(judge.before, budget)
-        yield from self._swapped_experts(budget)
+            yield from self._stale(judge.before)
+        yield from self._swapped_experts()
         for before in olds:
-            yield from self._parts(some, before, error, budget)
+            yield from self._parts(some, before, error)
 
     def _tied(self, before: Weights, weights: Callable[..., Explanation]) -> Iterator[Explanation]:
         embedding, now = "embedding.weight", self.judge.present
@@ -257,11 +267,11 @@ class Diagnosis:
             now[embedding],
         )
 
-    def _stale_experts(self, before: Weights, budget: int) -> Iterator[Explanation]:
+    def _stale_experts(self, before: Weights) -> Iterator[Explanation]:
         now = self.judge.present
         for layer, names in _expert_layers(now).items():
             for expert in range(len(now[names[0]])):
-                if self.judge.forwards > budget:
+                if self._spent:
                     return
                 yield self._of(
                     "expert_stale",
@@ -269,11 +279,11 @@ class Diagnosis:
                     {name: _rows(now[name], {expert: before[name][expert]}) for name in names},
                 )
 
-    def _swapped_experts(self, budget: int) -> Iterator[Explanation]:
+    def _swapped_experts(self) -> Iterator[Explanation]:
         now = self.judge.present
         for layer, names in _expert_layers(now).items():
             for one, other in itertools.combinations(range(len(now[names[0]])), 2):
-                if self.judge.forwards > budget:
+                if self._spent:
                     return
                 yield self._of(
                     "experts_swapped",
@@ -285,7 +295,7 @@ class Diagnosis:
         weights = dict(self.judge.present) | dict(changed)
         return Explanation(fault, detail, partial(self.right, weights=weights))
 
-    def _stale(self, before: Weights, budget: int) -> Iterator[Explanation]:
+    def _stale(self, before: Weights) -> Iterator[Explanation]:
         layers = range(self.judge.attention_layers)
         subsets: list[tuple[int, ...]] = [tuple(layers)]
         if len(layers) <= 4:
@@ -293,7 +303,7 @@ class Diagnosis:
         names = {"stale_keys": "keys", "stale_values": "values", "salt_ignored": "keys and values"}
         for part in subsets:
             for fault, what in names.items():
-                if self.judge.forwards > budget:
+                if self._spent:
                     return
                 keys, values = (part if "keys" in what else ()), (part if "values" in what else ())
                 stale = Stale(before, keys, values)
@@ -316,7 +326,7 @@ class Diagnosis:
                 )
 
     def _parts(
-        self, some: Sequence[Seen], before: Weights, error: Callable[[Sequence[Tensor]], float], budget: int
+        self, some: Sequence[Seen], before: Weights, error: Callable[[Sequence[Tensor]], float]
     ) -> Iterator[Explanation]:
         """Yields mixtures of new and old weights: a cut at some number of the weights in their order, and sets of whole
         tensors."""
@@ -337,7 +347,7 @@ class Diagnosis:
             def of_cut(at: int, row: int) -> float:
                 return error(self.right(some, weights=cut(at, row)))
 
-            errors = {at: of_cut(at, 0) for at in range(len(names) + 1) if self.judge.forwards <= budget}
+            errors = {at: of_cut(at, 0) for at in range(len(names) + 1) if not self._spent}
             best = min(errors, key=lambda at: errors[at], default=0)
             yield Explanation(
                 "partial_update",
@@ -348,7 +358,7 @@ class Diagnosis:
             for at in (best - 1, best):
                 if 0 <= at < len(names):
                     yield from self._torn_tensor(some, names[at], partial(cut, at), now[names[at]], error)
-        yield from self._sets(some, before, names, error, budget)
+        yield from self._sets(some, before, names, error)
 
     def _torn_tensor(
         self,
@@ -383,7 +393,6 @@ class Diagnosis:
         before: Weights,
         names: Sequence[str],
         error: Callable[[Sequence[Tensor]], float],
-        budget: int,
     ) -> Iterator[Explanation]:
         """Yields sets of whole tensors that are old, found one after another: each time the one that helps most, or whose removal
         does."""
@@ -394,7 +403,7 @@ class Diagnosis:
             return dict(now) | {name: before[name] for name in names}
 
         least = error(self.right(some, weights=mixed(old)))
-        while self.judge.forwards <= budget:
+        while not self._spent:
             errors = {name: error(self.right(some, weights=mixed(old ^ {name}))) for name in names}
             best = min(errors, key=lambda name: errors[name])
             if errors[best] >= least:

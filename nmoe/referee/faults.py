@@ -84,7 +84,7 @@ FAULTS: dict[str, Kind] = {
         "log-probabilities differ, and no fault known here fits", "another checkpoint, precision or kernel"
     ),
     "unpublished": Kind("a publication failed", "a server that is not started for updates, or sees other files"),
-    "no_answer": Kind("no answer", "a server that is busy: --deadline gives it longer"),
+    "no_answer": Kind("no answer", "a server that ends its connections before they are answered, or another key"),
 }
 # Where several faults fit, the first of these is the cause of the others.
 ORDER = {name: number for number, name in enumerate(FAULTS)}

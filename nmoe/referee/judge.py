@@ -58,7 +58,6 @@ class Judge:
         self.present: Weights = self.first
         self.before: Weights | None = None
         self.tied = model.head is None
-        self.forwards = 0
 
     def put(self, weights: Weights) -> None:
         """Copies weights into the model."""
@@ -122,7 +121,6 @@ class Judge:
         return trace.routes()
 
     def _states(self, packed: _Packed, attend: Any, weights: Weights) -> Tensor:
-        self.forwards += 1
         self.put(weights)
         trace = RouterTrace(replay=packed.routes_TYK)
         states_TD: Tensor = self.model(packed.inputs_T, packed.positions_T, attend, trace)

@@ -14,8 +14,9 @@ from nmoe.engine.remote.weights import Format, Transport, Update, prepared
 from nmoe.model.checkpoint import checkpoint_tensors
 from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
-from nmoe.referee.client import Client, Exchange
+from nmoe.referee.client import Client, Exchange, UnansweredError, shown_bytes
 from nmoe.referee.judge import Judge, Weights
+from nmoe.referee.target import Served
 
 # Of a weight's own spread: enough to move log-probabilities far beyond rounding, too little to make them all alike.
 _CHANGE = 0.15
@@ -34,15 +35,16 @@ class _Source:
 
 
 class Press:
-    """Publishes to one server. `version` is the last one that was sent; `keep` is a directory for copies of all updates, or
-    None."""
+    """Publishes to one server. `version` is the last one that was sent; `keep` is a directory for copies of all updates, or None.
+    `refused` says that the last update was refused or broke off, after which a server may want a whole one."""
 
-    def __init__(self, judge: Judge, client: Client, format: Format, version: int, keep: Path | None) -> None:
-        self.judge, self.client, self.format, self.version, self._keep = judge, client, format, version, keep
+    def __init__(self, judge: Judge, client: Client, served: Served, keep: Path | None) -> None:
+        self.judge, self.client, self._keep = judge, client, keep
+        self.format: Format = "nmoe" if served.engine == "nmoe" else "hf"
+        said = served.version or ""
+        self.version = int(said) if said.isascii() and said.isdecimal() else 0
         self.transport: Transport = "disk" if judge.lora is None else "adapter"
-        self.changed = False  # whether the server may have other weights than the first
-        self.refused = False  # whether the last update was refused, after which a server may want a whole one
-        self._joined = False
+        self.refused = self._joined = False
 
     def drawn(self, seed: int) -> dict[str, Tensor]:
         """Returns the present weights with each published one moved a little."""
@@ -66,11 +68,11 @@ class Press:
         """Writes weights where the server reads them."""
         self.judge.put(weights)
         source = _Source(self.judge.model, self.judge.lora, left_out)
-        return prepared(source, self.transport, self.format, self.version + 1)
+        return prepared(source, self.format, self.version + 1, transport=self.transport)
 
     async def send(self, update: Update, *, deadline_s: float | None = None) -> list[Exchange]:
         """Sends an update, and returns the exchanges of its steps; the first that was refused is the last of them."""
-        self.changed = True
+        self.refused = True
         self.version = update.version
         info = dict(update.info)
         if self._keep is not None and update.directory is not None:
@@ -91,11 +93,24 @@ class Press:
         try:
             for path, body in steps:
                 done.append(await self.client.call("POST", path, body, deadline_s))
-                self.refused = done[-1].status != 200
-                if self.refused:
+                if done[-1].status != 200:
+                    self.refused = done[-1].status not in (404, 405)  # else it takes no weights at all
                     return done
-            self._joined = True
+            self._joined, self.refused = True, False
         finally:
             if self.format == "hf":
                 await self.client.call("POST", "/resume", {})
         return done
+
+    async def restore(self) -> str:
+        """Publishes the first weights, if the server may have others. Returns why it may have them still, or an empty text."""
+        if not self.refused and self.judge.present is self.judge.first:
+            return ""
+        update = self.ready(self.judge.first)
+        try:
+            last = (await self.send(update))[-1]
+        except UnansweredError as error:
+            return str(error)
+        finally:
+            update.discard()
+        return f"{last.path} has status {last.status}: {shown_bytes(last.reply)}" if self.refused else ""

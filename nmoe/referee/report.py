@@ -16,7 +16,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; } td, th { border: 1px solid #ddd; padding: .2em .6em; text-align: left; vertical-align: top; }
 pre { background: #f6f6f6; padding: .6em; overflow-x: auto; }
-.fault { color: #b00020; font-weight: bold; } .skipped { color: #777; }
+.fault, .late { color: #b00020; font-weight: bold; } .skipped { color: #777; }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -45,15 +45,18 @@ def details_of(outcome: Outcome) -> list[str]:
 def summary_of(round_: Round) -> list[str]:
     """Returns the lines below the table."""
     counts = {
-        state: sum(one.state == state for one in round_.outcomes) for state in ("ok", "fault", "known", "skipped")
+        state: sum(one.state == state for one in round_.outcomes)
+        for state in ("ok", "fault", "known", "late", "skipped")
     }
     lines = [
         f"{round_.url}, seed {round_.seed}: {counts['ok']} ok, {counts['fault']} with a fault, "
-        f"{counts['known']} with a known fault, {counts['skipped']} skipped"
+        f"{counts['known']} with a known fault, {counts['late']} late, {counts['skipped']} skipped"
     ]
     for number, (fault, names) in enumerate(round_.faults()):
         of = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         lines.append(f"{'most likely' if not number else 'also'}: {FAULTS[fault].title} ({of})")
+    if round_.left:
+        lines.append(f"the server may still have other weights than its first: {round_.left}")
     return lines
 
 

@@ -6,10 +6,10 @@ import asyncio
 import fnmatch
 import random
 import secrets
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from nmoe.referee.diagnosis import Diagnosis
 from nmoe.referee.faults import ORDER
 from nmoe.referee.judge import Judge, Seen
 from nmoe.referee.publishing import Press
-from nmoe.referee.target import Served, look, with_model
+from nmoe.referee.target import Asked, Served, look, with_model
 
 # The largest difference of a log-probability that is rounding in float32. In other precisions it is three times the first
 # comparison's, at most 1.5.
@@ -29,11 +29,14 @@ _TOLERANCE = 1e-4
 _TIMES_FIRST, _MOST = 3.0, 1.5
 # Seconds within which a server that is still there accepts a connection.
 _KNOCK_S = 3.0
+# Seconds for eight tokens of a server for which deadlines hold as they are.
+_PACE_S = 0.3
 
 
 @dataclass
 class Outcome:
-    """What a check found. `state` is "ok", "fault", "known" (in the baseline) or "skipped"."""
+    """What a check found. `state` is "ok", "fault", "known" (in the baseline), "late" (it was not done by its deadline) or
+    "skipped"."""
 
     check: Check
     state: str
@@ -44,12 +47,14 @@ class Outcome:
 
 @dataclass
 class Round:
-    """A round's outcomes. `served` is None for a server that did not answer."""
+    """A round's outcomes. `served` is None for a server that did not answer; `left` says why the server has not its first weights
+    again, or is empty."""
 
     url: str
     seed: int
     served: Served | None
     outcomes: list[Outcome]
+    left: str = ""
 
     def faults(self) -> list[tuple[str, list[str]]]:
         """Returns the faults found with the names of their checks, the likeliest cause of the others first."""
@@ -64,8 +69,9 @@ class Round:
         return sorted(by_fault.items(), key=lambda one: (not exact[one[0]], ORDER[one[0]]))
 
     @property
-    def new_faults(self) -> int:
-        return sum(outcome.state == "fault" for outcome in self.outcomes)
+    def passed(self) -> bool:
+        """Whether no check found a new fault or was late, and the server is as it was."""
+        return not self.left and all(outcome.state not in ("fault", "late") for outcome in self.outcomes)
 
 
 def chosen(only: Sequence[str]) -> list[Check]:
@@ -102,10 +108,7 @@ async def hold(
         try:
             served = await look(client)
         except UnansweredError as error:
-            outcomes = [
-                Outcome(check, "fault", [Finding("no_answer", str(error), "a reply of a rollout server")])
-                for check in checks
-            ]
+            outcomes = [_unanswered(check, error) for check in checks]
             for outcome in outcomes:
                 note(outcome)
             return Round(url, seed, None, outcomes)
@@ -116,27 +119,26 @@ async def hold(
             served = with_model(served, config.vocab_size, config.context_tokens, precision)
             diagnosis = Diagnosis(judge, _TOLERANCE if served.precision == "float32" else _MOST)
             if publish:
-                said = served.version or ""
-                version = int(said) if said.isdecimal() else 0
-                press = Press(judge, client, "nmoe" if served.engine == "nmoe" else "hf", version, keep)
+                press = Press(judge, client, served, keep)
         bench = _Bench(client, served, diagnosis, press, seed, secrets.token_hex(4))
-        outcomes = []
+        round_ = Round(url, seed, served, [])
         try:
+            await bench.keep_pace()
             for one in checks:
-                outcomes.append(await bench.make(one))
-                note(outcomes[-1])
+                round_.outcomes.append(await bench.make(one))
+                note(round_.outcomes[-1])
         finally:
-            if press is not None and press.changed and judge is not None and judge.present is not judge.first:
-                with suppress(UnansweredError):
-                    update = press.ready(judge.first)
-                    try:
-                        await press.send(update)
-                    finally:
-                        update.discard()
-                judge.present = judge.first
+            if press is not None:
+                round_.left = await press.restore()
             if judge is not None:
-                judge.before = None
-        return Round(url, seed, served, outcomes)
+                judge.present, judge.before = judge.first, None
+        return round_
+
+
+def _unanswered(check: Check, error: UnansweredError, seconds: float = 0.0) -> Outcome:
+    if error.late:
+        return Outcome(check, "late", why=str(error), seconds=seconds)
+    return Outcome(check, "fault", [Finding("no_answer", str(error), "a reply of a rollout server")], seconds=seconds)
 
 
 def _refuse_other(served: Served, judge: Judge) -> None:
@@ -152,6 +154,8 @@ def _refuse_other(served: Served, judge: Judge) -> None:
 
 
 class _Bench:
+    """Makes checks of one server. Deadlines hold for one that samples eight tokens in `_PACE_S`; a slower one has more."""
+
     def __init__(
         self,
         client: Client,
@@ -163,10 +167,45 @@ class _Bench:
     ) -> None:
         self._client, self._served, self._diagnosis, self._press = client, served, diagnosis, press
         self._seed, self._round, self._gone = seed, round_id, False
+        self._base_s, self._slowness = client.deadline_s, 1.0
         self._history: deque[Seen] = deque(maxlen=48)
 
+    async def keep_pace(self) -> bool:
+        """Measures how fast the server is, and returns whether it is slower by half than it was. Raises UnansweredError."""
+        route, times = self._served.route, list[float]()
+        for number in range(3):
+            asked = Asked((1, 1), max_tokens=8, seed=number, request_id=f"{self._round}-pace-{number}")
+            times.append((await self._client.call("POST", route.path, route.body(asked))).seconds)
+        before = self._slowness
+        self._slowness = max(before, statistics.median(times) / _PACE_S)
+        self._client.deadline_s = self._base_s * self._slowness
+        return self._slowness > 1.5 * before
+
     async def make(self, check: Check) -> Outcome:
-        """Makes one check, and ends it at its deadline."""
+        """Makes one check, and ends it at its deadline. It is made once more if it was late and the server is slower now."""
+        began = time.monotonic()
+        try:
+            if self._gone:
+                await self._client.call("GET", "/health", deadline_s=_KNOCK_S * self._slowness)
+                self._gone = False
+            try:
+                return await self._made(check)
+            except UnansweredError as error:
+                if not error.late:
+                    raise
+                try:
+                    slower = await self.keep_pace()
+                except UnansweredError:
+                    self._gone = True
+                    raise error from None
+                if not slower:
+                    raise
+                return await self._made(check)
+        except UnansweredError as error:
+            self._gone |= error.lost
+            return _unanswered(check, error, time.monotonic() - began)
+
+    async def _made(self, check: Check) -> Outcome:
         began = time.monotonic()
         self._client.exchanges.clear()
         court = Court(
@@ -179,30 +218,26 @@ class _Bench:
             history=self._history,
         )
         skipped = ""
-        past = list(self._history)
+        past, limit = list(self._history), check.factor * self._client.deadline_s
+        late: UnansweredError | None = None
         try:
-            if self._gone:
-                await self._client.call("GET", "/health", deadline_s=_KNOCK_S)
-                self._gone = False
-            async with asyncio.timeout(check.factor * self._client.deadline_s):
+            async with asyncio.timeout(limit):
                 await check.run(court)
         except FaultError as fault:
             court.findings.append(fault.finding)
         except SkippedError as reason:
             skipped = str(reason)
         except TimeoutError:
-            court.note(
-                "no_answer", f"it was not done after {check.factor * self._client.deadline_s:g} s", "an end before that"
-            )
+            late = UnansweredError(f"it was not done after {limit:.3g} s", late=True)
         except UnansweredError as error:
-            self._gone = error.lost
-            court.note("no_answer", str(error), "a reply")
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            # A reply of a form that no check foresaw.
-            last = self._client.exchanges[-1] if self._client.exchanges else None
-            court.note("malformed", f"{type(error).__name__}: {error}", "a reply of the route's form", last)
+            if not error.late:
+                self._gone = error.lost
+                court.note("no_answer", str(error), "a reply")
+            late = error if error.late else None
         court.compare(past)
         self._press_evidence(court)
+        if late is not None and not court.findings:
+            raise late
         seconds = time.monotonic() - began
         if court.findings:
             return Outcome(check, "fault", court.findings, seconds=seconds)

@@ -3,17 +3,13 @@ completions with log-probabilities."""
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from nmoe.engine.remote.wire import GENERATE
+from nmoe.engine.remote.wire import GENERATE, TORN, decode_array
+from nmoe.parsing import json_of
 from nmoe.referee.client import Client, Exchange, UnansweredError, shown_bytes
 
 _PREFIX = "generate-tokens-"  # of request ids in vLLM's replies
@@ -42,10 +38,10 @@ class Asked:
 class Choice:
     """One sample as the server gave it. `spans` are (version, start, end); `kept` the ids that each token was drawn from."""
 
-    index: Any
+    index: int
     tokens: list[int]
     logprobs: list[float]
-    finish: Any
+    finish: str | None
     spans: list[tuple[str, int, int]] | None = None
     kept: list[list[int]] | None = None
     routes: Any = None
@@ -117,31 +113,29 @@ class TokenRoute:
         for choice in _choices(body, exchange):
             try:
                 content = (choice.get("logprobs") or {}).get("content") or []
-                logprobs = [_number(one["logprob"]) for one in content]
-                spans = choice.get("weight_versions")
-                read = Choice(
-                    choice.get("index"),
-                    list(choice["token_ids"]),
-                    logprobs,
-                    choice.get("finish_reason"),
-                    None
-                    if spans is None
-                    else [(str(one["version"]), int(one["start"]), int(one["end"])) for one in spans],
-                    choice.get("sampling_mask"),
-                    None if choice.get("routed_experts") is None else _array(choice["routed_experts"]),
-                )
-                for token, one in zip(read.tokens, content, strict=False):
+                tokens, kept = _ids(choice["token_ids"]), choice.get("sampling_mask")
+                for token, one in zip(tokens, content, strict=False):
                     name = one["token_id"] if "token_id" in one else one.get("token", token)
                     if name not in (token, f"token_id:{token}"):
                         raise ValueError(f"token {token} has the log-probability of {name!r}")
-                reply.choices.append(read)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                reply.choices.append(
+                    Choice(
+                        _whole(choice["index"]),
+                        tokens,
+                        [_number(one["logprob"]) for one in content],
+                        _finish(choice),
+                        _spans(choice.get("weight_versions"), len(tokens)),
+                        None if kept is None else [_ids(one) for one in kept],
+                        None if choice.get("routed_experts") is None else decode_array(choice["routed_experts"]),
+                    )
+                )
+            except TORN as error:
                 raise MalformedError(f"a sample cannot be read: {type(error).__name__}: {error}", exchange) from None
         return reply
 
     def read_stream(self, asked: Asked, exchange: Exchange) -> Reply:
         """Joins the events of a stream. Raises MalformedError."""
-        merged: dict[Any, Choice] = {}
+        merged: dict[int, Choice] = {}
         named, ended = None, False
         for line in exchange.reply.decode("utf-8", "replace").splitlines():
             data = line.removeprefix("data:").strip()
@@ -151,22 +145,23 @@ class TokenRoute:
                 ended = True
                 continue
             try:
-                body = json.loads(data)
+                body = json_of(data)
                 named = _id(body.get("request_id")) or named
                 for choice in body["choices"]:
-                    into = merged.setdefault(choice["index"], Choice(choice["index"], [], [], None))
-                    into.tokens += choice["token_ids"] or []
+                    index = _whole(choice["index"])
+                    into = merged.setdefault(index, Choice(index, [], [], None))
+                    into.tokens += _ids(choice["token_ids"] or [])
                     into.logprobs += [
                         _number(one["logprob"]) for one in (choice.get("logprobs") or {}).get("content") or []
                     ]
-                    into.finish = choice.get("finish_reason") or into.finish
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    into.finish = _finish(choice) or into.finish
+            except TORN as error:
                 raise MalformedError(
                     f"an event of the stream cannot be read: {error}: {data[:120]}", exchange
                 ) from None
         if not ended:
             raise MalformedError("the stream does not end with [DONE]", exchange)
-        return Reply(asked, exchange, [merged[index] for index in sorted(merged, key=str)], named)
+        return Reply(asked, exchange, [merged[index] for index in sorted(merged)], named)
 
 
 class Completions:
@@ -205,8 +200,8 @@ class Completions:
                         "it has no token_ids, though return_token_ids was asked for: nothing can be compared"
                     )
                 logprobs = [_number(one) for one in choice["logprobs"]["token_logprobs"]]
-                reply.choices.append(Choice(choice.get("index"), list(tokens), logprobs, choice.get("finish_reason")))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                reply.choices.append(Choice(_whole(choice["index"]), _ids(tokens), logprobs, _finish(choice)))
+            except TORN as error:
                 raise MalformedError(f"a sample cannot be read: {type(error).__name__}: {error}", exchange) from None
         return reply
 
@@ -241,21 +236,21 @@ async def look(client: Client) -> Served:
         about = info or {}
         version = about.get("weight_version")
         if info is None:
-            answer = await client.call("GET", "/weight_info")
-            version = answer.json().get("weight_version") if answer.status == 200 else None
+            version = (await client.call("GET", "/weight_info")).value("weight_version")
+        features, precision = about.get("features"), about.get("precision")
         return Served(
             TokenRoute(),
             str(about.get("engine", "vLLM, or a server like it")),
-            about.get("vocab_size"),
-            about.get("context_tokens"),
-            about.get("precision"),
-            tuple(about.get("features", ())),
+            _size(about.get("vocab_size")),
+            _size(about.get("context_tokens")),
+            precision if isinstance(precision, str) else None,
+            tuple(map(str, features)) if isinstance(features, list) else (),
             None if version is None else str(version),
-            info is not None and "stats" in info,
+            "stats" in about,
         )
     models = await client.call("GET", "/v1/models")
     try:
-        model = str(models.json()["data"][0]["id"]) if models.status == 200 else ""
+        model = str(models.value("data")[0]["id"])
     except (KeyError, TypeError, IndexError):
         model = ""
     if not model:
@@ -297,8 +292,32 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _array(text: str) -> Any:
-    array = np.lib.format.read_array(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"routes of type {array.dtype}")
-    return array.astype(np.int16)
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+def _size(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def _ids(values: Any) -> list[int]:
+    return [_whole(value) for value in values]
+
+
+def _finish(choice: dict[str, Any]) -> str | None:
+    reason = choice.get("finish_reason")
+    if not isinstance(reason, str | None):
+        raise ValueError(f"its finish reason is {reason!r}")
+    return reason
+
+
+def _spans(spans: Any, count: int) -> list[tuple[str, int, int]] | None:
+    if spans is None:
+        return None
+    read = [(str(one["version"]), _whole(one["start"]), _whole(one["end"])) for one in spans]
+    for version, start, end in read:
+        if not 0 <= start <= end <= count:
+            raise ValueError(f"it has the version {version} for the tokens {start} to {end} of {count}")
+    return read

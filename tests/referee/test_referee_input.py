@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import threading
 import time
@@ -103,9 +104,54 @@ def test_a_server_that_is_down_fails_every_check() -> None:
 def test_a_slow_server_is_given_up_at_the_deadline() -> None:
     began = time.monotonic()
     with fake(lambda one: time.sleep(20)) as url:
-        found = said(round_of(url))
-    assert found[0] == ("no_answer", "GET /nmoe/info gave no whole reply within 0.6 s")
+        outcomes = round_of(url).outcomes
+    assert [outcome.state for outcome in outcomes] == ["late", "late"]
+    assert outcomes[0].why == "GET /nmoe/info gave no whole reply within 0.6 s"
     assert time.monotonic() - began < 10
+
+
+def test_a_server_that_hangs_later_is_late_and_the_other_checks_end_soon() -> None:
+    asked = list[str]()
+
+    def hangs(one: Fake) -> None:
+        asked.append(one.path)
+        if len(asked) > 6:
+            time.sleep(30)
+        answered(one)
+
+    began = time.monotonic()
+    with fake(hangs) as url:
+        outcomes = round_of(url, ("tokens",)).outcomes
+    assert [outcome.state for outcome in outcomes][1:] == ["late"] * 5
+    assert not [finding for outcome in outcomes for finding in outcome.findings]
+    assert time.monotonic() - began < 20
+
+
+def test_a_slow_server_has_longer() -> None:
+    def slow(one: Fake) -> None:
+        if one.path.endswith("/generate"):
+            time.sleep(0.5)
+        answered(one)
+
+    with fake(slow) as url:
+        assert [outcome.state for outcome in round_of(url, ("prefixes.again",), 1.3).outcomes] == ["ok"]
+
+
+def test_a_check_is_made_again_for_a_server_that_became_slower() -> None:
+    times = list[float]()
+
+    def slower(one: Fake) -> None:
+        if one.path.endswith("/generate") and "tokens.reply" in one.body["request_id"]:
+            times.append(time.monotonic())
+            time.sleep(1.5)
+        elif one.path.endswith("/generate") and times:
+            time.sleep(1.0)
+        answered(one)
+
+    with fake(slower) as url:
+        (outcome,) = round_of(url, ("tokens.reply",), 1.2).outcomes
+    assert outcome.state == "ok"
+    assert len(times) == 2
 
 
 def test_a_page_of_html_is_no_reply() -> None:
@@ -116,7 +162,7 @@ def test_a_page_of_html_is_no_reply() -> None:
 
 def test_a_stream_that_never_ends_is_given_up() -> None:
     def forever(one: Fake) -> None:
-        if not one.path.endswith("/generate") or one.body["request_id"] == "referee-look":
+        if not one.path.endswith("/generate") or "tokens" not in one.body["request_id"]:
             answered(one)
             return
         one.send_response(200)
@@ -127,9 +173,9 @@ def test_a_stream_that_never_ends_is_given_up() -> None:
 
     began = time.monotonic()
     with fake(forever) as url:
-        found = said(round_of(url))
-    assert [fault for fault, _ in found] == ["no_answer", "no_answer"]
-    assert "gave no whole reply within 0.6 s, after" in found[0][1] or found[0][1] == "it was not done after 0.6 s"
+        outcomes = round_of(url).outcomes
+    assert [outcome.state for outcome in outcomes] == ["late", "late"]
+    assert "gave no whole reply within 0.6 s, after" in outcomes[0].why or "not done after 0.6 s" in outcomes[0].why
     assert time.monotonic() - began < 10
 
 
@@ -149,7 +195,7 @@ def test_a_server_that_dies_under_a_check_ends_the_others_soon() -> None:
     stop: list[ThreadingHTTPServer] = []
 
     def dies(one: Fake) -> None:
-        if one.path.endswith("/generate") and one.body["request_id"] != "referee-look":
+        if one.path.endswith("/generate") and "tokens" in one.body["request_id"]:
             stop[0].server_close()
             one.connection.close()
             return
@@ -177,7 +223,7 @@ def test_a_server_that_dies_under_a_check_ends_the_others_soon() -> None:
 )
 def test_replies_that_do_not_answer_the_request_are_named(changed: dict[str, Any], fault: str) -> None:
     def other(one: Fake) -> None:
-        if not one.path.endswith("/generate") or one.body["request_id"] == "referee-look":
+        if not one.path.endswith("/generate") or "tokens" not in one.body["request_id"]:
             answered(one)
             return
         right: list[bytes] = []
@@ -188,6 +234,38 @@ def test_replies_that_do_not_answer_the_request_are_named(changed: dict[str, Any
 
     with fake(other) as url:
         assert [found for found, _ in said(round_of(url, ("tokens.reply",), 20))] == [fault]
+
+
+def changed_at_random(value: Any, draw: random.Random) -> Any:
+    """Returns a JSON value with one part of it replaced or missing."""
+    if isinstance(value, dict | list) and value and draw.random() < 0.85:
+        copied: Any = value.copy()
+        at = draw.choice(list(value)) if isinstance(value, dict) else draw.randrange(len(value))
+        if draw.random() < 0.15:
+            del copied[at]
+        else:
+            copied[at] = changed_at_random(value[at], draw)
+        return copied
+    return draw.choice((None, -1, 10**30, 1.5, "x", [], {}, [[1]], {"a": 1}, True))
+
+
+def test_no_reply_breaks_the_referee() -> None:
+    draw, kinds = random.Random(0), set[str]()
+
+    def torn(one: Fake) -> None:
+        right: list[bytes] = []
+        say, one.say = one.say, lambda status, text, kind="": right.append(text)  # type: ignore[method-assign]
+        answered(one)
+        one.say = say  # type: ignore[method-assign]
+        value = json.loads(right[0])
+        if one.path.endswith("/generate"):
+            value["choices"][0] |= {"weight_versions": [{"version": "1", "start": 0, "end": 1}], "sampling_mask": [[1]]}
+        one.say(200, json.dumps(changed_at_random(value, draw)).encode())
+
+    with fake(torn) as url:
+        for _ in range(12):
+            kinds |= {fault for fault, _ in said(round_of(url, ("tokens", "logprobs.stream", "seeds"), 20))}
+    assert {"malformed", "counts"} <= kinds
 
 
 def test_another_model_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -221,7 +299,7 @@ def test_a_baseline_hides_known_faults_and_no_new_ones(tmp_path: Path) -> None:
     file, lines = tmp_path / "known.json", list[str]()
 
     def wrong(one: Fake, fault: str) -> None:
-        if one.path.endswith("/generate") and one.body["request_id"] != "referee-look":
+        if one.path.endswith("/generate") and "tokens" in one.body["request_id"]:
             one.say(200, b'{"choices": 0}' if fault == "malformed" else b'{"choices": []}')
         else:
             answered(one)

@@ -129,7 +129,7 @@ def decode_choice(choice: dict[str, Any]) -> Sample:
     _expect(len(versions) == len(tokens), f"it has {len(tokens)} tokens and {len(versions)} versions")
     reason, routes = choice["finish_reason"], choice.get("routed_experts")
     _expect(reason in get_args(FinishReason), f"its finish reason is {shown(reason)}")
-    array = None if routes is None else _decode_array(routes)
+    array = None if routes is None else decode_array(routes)
     return Sample(tokens, logprobs, versions, reason, choice.get("sampling_mask"), array)
 
 
@@ -226,7 +226,8 @@ def _encode_array(array: Any) -> str:
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def _decode_array(text: str) -> Any:
+def decode_array(text: str) -> Any:
+    """Returns an array of experts. Raises ValueError for a text that is none."""
     try:
         # Not np.load, which opens archives too.
         array = np.lib.format.read_array(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)

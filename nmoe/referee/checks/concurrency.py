@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from nmoe.referee.court import Court, Family
+from nmoe.referee.court import Court, Family, together
 
 CHECKS = Family()
 
@@ -12,7 +12,7 @@ CHECKS = Family()
 @CHECKS.add("concurrency.own", "each of 24 requests at once gets the answer to its own prompt")
 async def own(court: Court) -> None:
     asked = [court.asked(court.prompt(court.random.randrange(1, 24)), max_tokens=12) for _ in range(24)]
-    await asyncio.gather(*(court.sample(one) for one in asked))
+    await court.samples(asked)
 
 
 @CHECKS.add("concurrency.mixed", "requests at once keep their own temperature, truncation, seed and length")
@@ -29,7 +29,7 @@ async def mixed(court: Court) -> None:
         )
         for _ in range(16)
     ]
-    replies = await asyncio.gather(*(court.sample(one) for one in asked))
+    replies = await court.samples(asked)
     for one, got in zip(asked, replies, strict=True):
         for choice in got.choices:
             if len(choice.tokens) != one.max_tokens:
@@ -39,7 +39,7 @@ async def mixed(court: Court) -> None:
 @CHECKS.add("concurrency.same", "requests at once for one prompt, with a seed each, are drawn apart")
 async def same(court: Court) -> None:
     prompt = court.prompt(20)
-    replies = await asyncio.gather(*(court.sample(court.asked(prompt, max_tokens=20)) for _ in range(8)))
+    replies = await court.samples([court.asked(prompt, max_tokens=20) for _ in range(8)])
     drawn = [tuple(choice.tokens) for got in replies for choice in got.choices]
     likely = any(sum(choice.logprobs) > -12 for got in replies for choice in got.choices)
     if len(set(drawn)) < len(drawn) and not likely:
@@ -57,4 +57,4 @@ async def waves(court: Court) -> None:
         await asyncio.sleep(0.004 * number)
         await court.sample(court.asked(court.prompt(8 + number), max_tokens=20))
 
-    await asyncio.gather(*(later(number) for number in range(12)))
+    await together(*(later(number) for number in range(12)))

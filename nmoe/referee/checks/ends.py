@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nmoe.referee.court import Court, Family
+from nmoe.referee.court import Court, Family, together
 from nmoe.referee.target import Choice, Reply
 
 CHECKS = Family()
@@ -45,10 +45,11 @@ async def _continued(court: Court) -> tuple[tuple[int, ...], int, list[int]]:
 @CHECKS.add("ends.one", "a stop token ends a sample by 'stop', and is its last token")
 async def one(court: Court) -> None:
     court.needs_token_route()
-    for _ in range(3):
-        prompt, seed, tokens = await _continued(court)
+    asked = []
+    for prompt, seed, tokens in await together(*(_continued(court) for _ in range(3))):
         stop = tokens[court.random.randrange(3, 8)]
-        got = await court.sample(court.asked(prompt, max_tokens=24, seed=seed, stop=(stop,)))
+        asked.append(court.asked(prompt, max_tokens=24, seed=seed, stop=(stop,)))
+    for got in await court.samples(asked):
         for choice in got.choices:
             _judge_end(court, got, choice)
 

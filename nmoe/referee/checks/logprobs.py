@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -19,29 +20,28 @@ CHECKS = Family()
 @CHECKS.add("logprobs.plain", "at temperature 1 a token's log-probability is the model's")
 async def plain(court: Court) -> None:
     court.needs_judge()
-    for tokens in (1, 5, 30):
-        await court.sample(court.asked(court.prompt(tokens), n=3, max_tokens=24))
+    await court.samples([court.asked(court.prompt(tokens), n=3, max_tokens=24) for tokens in (1, 5, 30)])
 
 
 @CHECKS.add("logprobs.temperature", "at another temperature it comes from the scaled logits")
 async def temperature(court: Court) -> None:
     court.needs_judge()
-    for value in (0.6, round(court.random.uniform(0.4, 0.9), 2), round(court.random.uniform(1.2, 2.0), 2)):
-        await court.sample(court.asked(n=2, max_tokens=24, temperature=value))
+    values = (0.6, round(court.random.uniform(0.4, 0.9), 2), round(court.random.uniform(1.2, 2.0), 2))
+    await court.samples([court.asked(n=2, max_tokens=24, temperature=value) for value in values])
 
 
 @CHECKS.add("logprobs.top_k", "with top_k it is of the k likeliest tokens")
 async def top_k(court: Court) -> None:
     court.needs_judge()
-    for k in (1, 3, court.random.randrange(4, 12)):
-        await court.sample(court.asked(n=2, max_tokens=20, top_k=k))
+    counts = (1, 3, court.random.randrange(4, 12))
+    await court.samples([court.asked(n=2, max_tokens=20, top_k=count) for count in counts])
 
 
 @CHECKS.add("logprobs.top_p", "with top_p it is of the likeliest tokens that reach this mass")
 async def top_p(court: Court) -> None:
     court.needs_judge()
-    for p in (0.5, round(court.random.uniform(0.6, 0.95), 2)):
-        await court.sample(court.asked(n=2, max_tokens=20, top_p=p))
+    masses = (0.5, round(court.random.uniform(0.6, 0.95), 2))
+    await court.samples([court.asked(n=2, max_tokens=20, top_p=mass) for mass in masses])
 
 
 @CHECKS.add(
@@ -125,9 +125,9 @@ async def routes(court: Court) -> None:
 @CHECKS.add("logprobs.drawn", "tokens are drawn by the log-probabilities that are given, not by other ones")
 async def drawn(court: Court) -> None:
     judge = court.judge
-    for degree, top in ((1.0, 0), (0.7, 8)):
-        asked = court.asked(n=16, max_tokens=24, temperature=degree, top_k=top)
-        got = await court.sample(asked)
+    settings: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.7, "top_k": 8})
+    for got in await court.samples([court.asked(n=16, max_tokens=24, **one) for one in settings]):
+        asked = got.asked
         seen = [Seen(asked, choice) for choice in got.choices if choice.tokens]
         surprise = variance = 0.0
         for one, logits_nV in zip(seen, judge.logits(seen), strict=True):

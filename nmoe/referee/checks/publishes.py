@@ -9,7 +9,7 @@ import torch
 
 from nmoe.engine.remote.weights import Update
 from nmoe.referee.client import Exchange, shown_bytes
-from nmoe.referee.court import Court, Family
+from nmoe.referee.court import Court, Family, together
 from nmoe.referee.diagnosis import differences, theirs
 from nmoe.referee.judge import Seen, Stale, Weights, right_logprobs
 from nmoe.referee.publishing import Press
@@ -17,7 +17,8 @@ from nmoe.referee.target import Reply
 
 # Prompts that are in the server's cache when weights are published: two blocks of 16 and a half.
 _CACHED = 40
-_MOST_IN_FLIGHT = 600
+# Samples and tokens of requests that a publication meets: longer ones where the shorter have ended before.
+_IN_FLIGHT = ((3, 160), (3, 400), (12, 600), (48, 600))
 
 CHECKS = Family()
 
@@ -55,11 +56,8 @@ async def _cached(court: Court, prompts: int = 4) -> list[tuple[int, ...]]:
     """Has the server compute prompts, and returns them."""
     if _press(court).refused:
         await _publish(court, court.judge.present)
-    found = [court.prompt(_CACHED) for _ in range(prompts)]
-    for prompt in found:
-        await court.sample(
-            court.asked(prompt, max_tokens=2, salt=f"{court.round}-{_press(court).version}"), compare=False
-        )
+    found, salt = [court.prompt(_CACHED) for _ in range(prompts)], f"{court.round}-{_press(court).version}"
+    await court.samples([court.asked(prompt, max_tokens=2, salt=salt) for prompt in found], compare=False)
     return found
 
 
@@ -67,10 +65,10 @@ async def _agrees(court: Court, cached: list[tuple[int, ...]]) -> None:
     """Samples by the present weights: prompts from before the publication, then new ones that reach all experts."""
     press = _press(court)
     salt = f"{court.round}-{press.version}"
-    replies = [await court.sample(court.asked(one, n=2, max_tokens=10, salt=salt), old=len(one) - 1) for one in cached]
-    for _ in range(4):
-        replies.append(await court.sample(court.asked(court.prompt(6), n=6, max_tokens=16, salt=salt)))
-    for got in replies:
+    asked = [court.asked(one, n=2, max_tokens=10, salt=salt) for one in cached]
+    asked += [court.asked(court.prompt(6), n=6, max_tokens=16, salt=salt) for _ in range(4)]
+    old = [len(one) - 1 for one in cached] + [0] * 4
+    for got in await together(*(court.sample(one, old=first) for one, first in zip(asked, old, strict=True))):
         _says_version(court, got, str(press.version))
 
 
@@ -195,10 +193,8 @@ async def healed(court: Court) -> None:
     factor=3,
 )
 async def flight(court: Court) -> None:
-    press = _press(court)
-    for n in (4, 12, 32, 64):
-        weights = press.drawn(court.random.randrange(2**31))
-        if await _across(court, n, weights, paused=False):
+    for n, tokens in _IN_FLIGHT:
+        if await _across(court, n, tokens, paused=False):
             return
     court.need(False, "every request ended before the publication, however long")
 
@@ -209,21 +205,20 @@ async def flight(court: Court) -> None:
     factor=3,
 )
 async def paused(court: Court) -> None:
-    press = _press(court)
-    for n in (4, 12, 32, 64):
-        weights = press.drawn(court.random.randrange(2**31))
-        if await _across(court, n, weights, paused=True):
+    for n, tokens in _IN_FLIGHT:
+        if await _across(court, n, tokens, paused=True):
             return
     court.need(False, "every request ended before the pause, however long")
 
 
-async def _across(court: Court, n: int, weights: Weights, paused: bool) -> bool:
+async def _across(court: Court, n: int, tokens: int, paused: bool) -> bool:
     """Publishes while a request runs; returns whether it ran across the publication."""
     press, judge = _press(court), court.judge
+    weights = press.drawn(court.random.randrange(2**31))
     if press.refused:
         await _publish(court, judge.present)
     update = press.ready(weights)
-    asked = court.asked(court.prompt(10), n=n, max_tokens=min(_MOST_IN_FLIGHT, court.context - 10))
+    asked = court.asked(court.prompt(10), n=n, max_tokens=tokens)
     task = asyncio.create_task(court.sample(asked, compare=False))
     old = str(press.version)
     try:
