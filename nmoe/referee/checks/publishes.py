@@ -279,10 +279,10 @@ def _judge_span(court: Court, got: Reply, one: Seen, old: str, new: str) -> bool
                 "wrong_version_span", f"the versions {sorted(set(versions))}", f"{old}, then {new}", got, exact=True
             )
         return 0 < said < len(versions)
-    places = sorted(range(len(versions) + 1), key=lambda at: abs(at - said))
-    true = next((at for at in places if off(at, again_n) <= tolerance), None)
+    nearest = sorted(range(len(versions) + 1), key=lambda at: abs(at - said))
+    true = next((at for at in nearest if off(at, again_n) <= tolerance), None)
     if true is None and judge.takes_stale:
-        true = next((at for at in places[:17] if fits(at)), None)
+        true = next((at for at in nearest[:17] if fits(at)), None)
     if true is not None:
         if has_spans:
             court.note(
