@@ -38,7 +38,7 @@ def referee(
         baseline: Faults that are known do not count; the file is written where there is none.
         evidence: Write a reproduction of each fault, and the weights that were published.
         only: Make only the checks of this name or pattern, such as logprobs or "publishes.*"; repeat it for several.
-        deadline: Seconds that a check may take, for a server that samples eight tokens in 0.3 s; publications get three times as long.
+        deadline: Seconds that a check may take if the server samples eight tokens in 0.3 s; publications get three times as long.
     """
     from nmoe.referee.command import hold_round
 
