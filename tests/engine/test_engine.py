@@ -744,3 +744,31 @@ def test_a_copy_that_broke_off_lets_nothing_be_sampled_until_weights_have_come(
     found, whole = engine.run(asyncio.wait_for(sampled(), 30))
     assert [type(one) for one in found] == [ValueError, *[InfrastructureError] * 3]
     assert whole.versions == [2, 2, 2]
+
+
+def test_an_idle_engine_takes_requests_together_that_come_shortly_after_each_other(
+    model: Transformer, request_of: MakeRequest
+) -> None:
+    async def two(engine: NativeEngine) -> None:
+        first = asyncio.create_task(engine.generate(request_of("first", 5, 1, 1)))
+        await asyncio.sleep(0.05)
+        await asyncio.gather(first, engine.generate(request_of("second", 5, 1, 1)))
+
+    for settles_s, steps in ((0.0, 2), (1.0, 1)):
+        engine = NativeEngine(model, 4, settles_s=settles_s)
+        engine.run(two(engine))
+        assert engine.stats().decode_steps == steps
+
+
+def test_an_idle_engine_begins_although_requests_go_on_coming(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 4, settles_s=0.05)
+
+    async def until_one_is_answered() -> list[asyncio.Task[list[Sample]]]:
+        asked: list[asyncio.Task[list[Sample]]] = []
+        while not any(task.done() for task in asked):
+            asked.append(asyncio.create_task(engine.generate(request_of(str(len(asked)), 5, 1, 1))))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*asked)
+        return asked
+
+    assert len(engine.run(asyncio.wait_for(until_one_is_answered(), 30))) > 1

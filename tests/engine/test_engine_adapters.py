@@ -120,13 +120,17 @@ def test_no_adapter_starves(model: Transformer, request_of: MakeRequest) -> None
     assert len(heard["narrow"]) - before == 10 * 8
 
 
-@pytest.mark.parametrize("adapter", [None, "narrow"])
-def test_a_prompt_is_computed_in_pieces_of_the_given_size(
-    model: Transformer, request_of: MakeRequest, adapter: str | None
-) -> None:
-    engine = NativeEngine(model, 4, adapters=both(model) if adapter else None, prefill_tokens=7)
-    engine.run(engine.generate(replace(request_of("r", 40, 1, 1), adapter=adapter)))
-    assert engine.stats().decode_steps == 6  # the last one samples
+def test_prompts_come_in_pieces_beside_the_sequences_of_another(model: Transformer, request_of: MakeRequest) -> None:
+    engine = AdapterEngines(model, 4, 0, both(model), beside_tokens=7)
+    heard: dict[str | None, list[Delta]] = {"narrow": [], "wide": []}
+    engine.add(replace(request_of("runs", 5, 1, 50), adapter="narrow"), heard["narrow"].extend)
+    engine.step()
+    engine.add(replace(request_of("comes", 40, 1, 1), adapter="wide"), heard["wide"].extend)
+    for _ in range(11):
+        assert not heard["wide"]
+        engine.step()
+    assert len(heard["wide"]) == 1  # after five pieces of 7 tokens and one of 5
+    assert len(heard["narrow"]) == 2 + 5
 
 
 def test_likelihoods_are_of_the_adapter_that_is_asked_for(model: Transformer) -> None:

@@ -127,5 +127,21 @@ def test_what_cannot_be_written_ends_its_own_stream_alone(model: Transformer, to
 
 def test_streams_go_on_between_the_pieces_of_a_long_prompt(checkpoint: Path) -> None:
     engine = _load(Options(checkpoint, device="cpu", threads=1)).engine
-    engine.run(engine.generate(Request((70,) * 1500, 1, Sampling(1), "long")))
-    assert engine.stats().decode_steps == 3
+
+    async def steps_of(name: str) -> int:
+        before = engine.stats().decode_steps
+        await engine.generate(Request((70,) * 1500, 1, Sampling(1), name))
+        return engine.stats().decode_steps - before
+
+    async def alone_and_beside() -> tuple[int, int]:
+        alone = await steps_of("alone")
+        engine._engine.forget_prefixes()
+        running = engine.stream(Request((70, 71), 1, Sampling(2000), "runs"))
+        await anext(running)
+        beside = await steps_of("beside")
+        await running.aclose()
+        return alone, beside
+
+    alone, beside = engine.run(alone_and_beside())
+    assert alone == 1
+    assert 3 <= beside <= 5  # three pieces, and the steps until the request has come

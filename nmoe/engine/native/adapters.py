@@ -31,12 +31,13 @@ class AdapterEngines:
         max_sequences: int,
         cache_bytes: int,
         adapters: Mapping[str, Lora],
-        prefill_tokens: int = PREFILL_TOKENS,
+        beside_tokens: int | None = None,
     ) -> None:
         self.model = model
         self._adapters = adapters
         self._engines: dict[str | None, LLMEngine] = {}
-        packs = None
+        # A step of one engine holds up the sequences of all, of which it does not know.
+        prefill_tokens, packs = beside_tokens or PREFILL_TOKENS, None
         for name in (None, *adapters):
             with self._attached(name):
                 shares = 1 + len(adapters)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
@@ -24,7 +25,6 @@ from typing import Any, TypeVar
 from nmoe.engine.api import Delta, EngineStats, RawLogprob, Request
 from nmoe.engine.native.adapters import AdapterEngines
 from nmoe.engine.native.llm_engine import LLMEngine
-from nmoe.engine.native.scheduler import PREFILL_TOKENS
 from nmoe.engine.native.sequence import SequenceGroup
 from nmoe.errors import DivergenceError, InfrastructureError, UserError
 from nmoe.model.lora import Lora
@@ -36,9 +36,8 @@ R = TypeVar("R")
 
 class NativeEngine:
     """An engine in this process (an `Engine`) that runs the learner's own module. Up to `max_sequences` sequences decode at once,
-    over a cache of `cache_mb` megabytes; 0 leaves its size to `LLMEngine`. A step computes at most `prefill_tokens` tokens of
-    prompts. Requests can name one of the `adapters`, which are detached from the model (`Lora.detach`): each has an equal part of
-    the cache and takes its turn with the others, step by step.
+    over a cache of `cache_mb` megabytes; 0 leaves its size to `LLMEngine`. Requests can name one of the `adapters`, which are
+    detached from the model (`Lora.detach`): each has an equal part of the cache and takes its turn with the others, step by step.
 
         >>> import nmoe
         >>> from nmoe.engine.api import Request
@@ -50,6 +49,10 @@ class NativeEngine:
 
     An engine that `survives` ends only the requests of a step in which the model computes NaN or infinity, with a DivergenceError;
     `diverged` has its message until a step goes well.
+
+    With `beside_tokens` a step computes at most so many tokens of prompts beside running sequences, which wait for it. With
+    `settles_s` an idle engine begins once no further request has come for so many seconds, or after ten times as long: clients
+    send many at once, which a server reads one after another.
 
     Only the thread inside `run` touches the synchronous engine: calls from other threads put actions into its inbox, which it does
     between two steps.
@@ -64,17 +67,18 @@ class NativeEngine:
         cache_mb: int = 0,
         adapters: Mapping[str, Lora] | None = None,
         survives: bool = False,
-        prefill_tokens: int = PREFILL_TOKENS,
+        beside_tokens: int | None = None,
+        settles_s: float = 0.0,
     ) -> None:
         self.adapters = tuple(adapters or ())
         """The names of the adapters."""
         self.diverged: str | None = None
-        self._survives = survives
+        self._survives, self._settles_s = survives, settles_s
         self._engine: LLMEngine | AdapterEngines
         if adapters:
-            self._engine = AdapterEngines(model, max_sequences, cache_mb * 2**20, adapters, prefill_tokens)
+            self._engine = AdapterEngines(model, max_sequences, cache_mb * 2**20, adapters, beside_tokens)
         else:
-            self._engine = self._sampler(model, max_sequences, cache_mb * 2**20, prefill_tokens)
+            self._engine = self._sampler(model, max_sequences, cache_mb * 2**20, beside_tokens=beside_tokens)
         self._wake = threading.Condition()  # guards what both threads touch: inbox, pending, error
         self._inbox: list[Callable[[], None]] = []
         self._pending: set[asyncio.Future[Any]] = set()
@@ -346,7 +350,12 @@ class NativeEngine:
     def _turn(self, outcome: Future[R]) -> None:
         """Waits for something to do, runs the actions of the inbox, and takes one step."""
         with self._wake:
+            waits = not self._has_work
             self._wake.wait_for(lambda: self._inbox or outcome.done() or self._has_work)
+            if waits and self._settles_s:
+                until = time.monotonic() + 10 * self._settles_s
+                while self._wake.wait(self._settles_s) and time.monotonic() < until:
+                    pass
             actions, self._inbox = self._inbox, []
         for action in actions:
             action()

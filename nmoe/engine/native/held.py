@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.native.llm_engine import LLMEngine
-from nmoe.engine.native.scheduler import PREFILL_TOKENS
 from nmoe.engine.native.sequence import Sequence as Sampled
 from nmoe.engine.native.sequence import SequenceGroup
 from nmoe.errors import UserError
@@ -72,9 +71,9 @@ class HoldingEngine(LLMEngine):
     index."""
 
     def __init__(
-        self, model: Transformer, max_sequences: int, cache_bytes: int = 0, prefill_tokens: int = PREFILL_TOKENS
+        self, model: Transformer, max_sequences: int, cache_bytes: int = 0, beside_tokens: int | None = None
     ) -> None:
-        super().__init__(model, max_sequences, cache_bytes, prefill_tokens)
+        super().__init__(model, max_sequences, cache_bytes, beside_tokens=beside_tokens)
         self.reached: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._later: list[HeldGroup] = []  # whose first tokens are by later versions
 

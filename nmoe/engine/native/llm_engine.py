@@ -48,7 +48,8 @@ def _most_bytes(model: Transformer) -> int:
 class LLMEngine:
     """Samples by continuous batching: up to `max_sequences` sequences decode at once, over at most `cache_bytes` of cache (0: room
     for all of them at the model's full context, at most 4 GiB on a CPU and on a GPU a share of its free memory). A step computes at
-    most `prefill_tokens` tokens of prompts. Raises UserError if the cache is too small for the model.
+    most `prefill_tokens` tokens of prompts, and beside running sequences at most `beside_tokens`, if that is less. Raises UserError
+    if the cache is too small for the model.
 
     `adapter` names the adapter that the model has whenever the engine steps. Of `shares` engines that share a model, each takes
     an equal part of the cache, and all of them `packs`."""
@@ -62,6 +63,7 @@ class LLMEngine:
         adapter: str | None = None,
         shares: int = 1,
         packs: PackedWeights | None = None,
+        beside_tokens: int | None = None,
     ) -> None:
         weight = model.embedding.weight
         self.model, self.adapter = model, adapter
@@ -76,7 +78,8 @@ class LLMEngine:
         self.cache = PagedCache(model.config, *room, weight.device, weight.dtype)
         context_blocks = -(-model.config.context_tokens // BLOCK_TOKENS)
         self.running = RunningBatch(max_sequences, context_blocks, self.cache)
-        self.scheduler = Scheduler(self._manager(size.blocks, size.state_slots), self.running, prefill_tokens)
+        blocks = self._manager(size.blocks, size.state_slots)
+        self.scheduler = Scheduler(blocks, self.running, prefill_tokens, beside_tokens)
         graphs = decode_graphs(model, self.cache, scratch=(size.blocks, size.state_slots)) if recorded else None
         self.runner = Runner(model, self.cache, self.running, graphs, packs)
         self._generated_tokens = self._prefilled_tokens = 0

@@ -70,8 +70,14 @@ class Scheduler:
     `running` is the batch of sequences that decode; the scheduler fills and empties its slots.
     """
 
-    def __init__(self, blocks: BlockManager, running: RunningBatch, prefill_tokens: int = PREFILL_TOKENS) -> None:
-        self.running, self.prefill_tokens = running, prefill_tokens
+    def __init__(
+        self,
+        blocks: BlockManager,
+        running: RunningBatch,
+        prefill_tokens: int = PREFILL_TOKENS,
+        beside_tokens: int | None = None,
+    ) -> None:
+        self.running, self.prefill_tokens, self._beside_tokens = running, prefill_tokens, beside_tokens
         self.groups: dict[str, SequenceGroup] = {}  # unfinished requests by id
         self.waiting: deque[SequenceGroup] = deque()  # with sequences to start, or tokens to score
         self.preempted: list[Sequence] = []  # oldest first
@@ -98,20 +104,27 @@ class Scheduler:
     # Prefill
 
     def schedule_prefill(self) -> list[Chunk]:
-        """Admits waiting sequences, and returns the chunks to compute in this step, at most `prefill_tokens` tokens: first chunks
+        """Admits waiting sequences, and returns the chunks to compute in this step, as many tokens as it may have: first chunks
         that start at position 0, then chunks that continue, then chunks that replay routes, each oldest first. The runner's
         attention expects this order."""
         # A prefill that runs anyway takes newcomers along.
         beside = 0 if self.prefilling else len(self.running)
         if self._gathering.admits(self.steps, len(self.waiting) + len(self.preempted), beside):
             self._admit()
-        budget, chunks = self.prefill_tokens, []
+        budget, chunks = self._budget, []
         for sequence in self.prefilling:
             left = len(sequence.prefill_ids) - sequence.computed
             if count := min(budget, left):
                 chunks.append(Chunk(sequence, sequence.computed, sequence.computed + count, last=count == left))
                 budget -= count
         return sorted(chunks, key=lambda chunk: (chunk.sequence.routes_LYK is not None, chunk.start > 0))
+
+    @property
+    def _budget(self) -> int:
+        """The tokens of prompts that the next step may compute."""
+        if self._beside_tokens is None or not len(self.running):
+            return self.prefill_tokens
+        return min(self._beside_tokens, self.prefill_tokens)
 
     def finish_prefill(self, chunks: list[Chunk], logits: dict[Sequence, Tensor], version: int) -> list[SequenceGroup]:
         """Records that the chunks are computed by weights of this version. Where a prefill is complete, a preempted sequence runs
@@ -145,7 +158,7 @@ class Scheduler:
         tokens = sum(len(sequence.prefill_ids) - sequence.computed for sequence in self.prefilling)
         new = [group.next_sequence for group in self.waiting if group.prompt is None]
         for sequence in [*self.preempted, *(s for s in new if s.status is Status.WAITING)]:
-            if free <= 0 or tokens >= self.prefill_tokens or not self._start_prefill(sequence):
+            if free <= 0 or tokens >= self._budget or not self._start_prefill(sequence):
                 return
             tokens += len(self.prefilling[-1].prefill_ids) - self.prefilling[-1].computed
             free -= 1 if sequence.started else max(1, sequence.group.unstarted)

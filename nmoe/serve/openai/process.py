@@ -37,9 +37,12 @@ from nmoe.types import ExpertWeightsForm, Precision
 KEY = "NMOE_SERVE_KEY"
 # Seconds that an unused connection stays open.
 _KEEP_ALIVE_S = 75
-# Tokens of prompts that a step computes: streams wait for them. On a CPU 512 take as long as five steps of decoding 64 sequences of
-# a 14M mixture of experts, and cost no more for each than thousands at once; a GPU wants more to be busy.
-_PREFILL_ON_HOST, _PREFILL = 512, 2048
+# Tokens of prompts that a step computes beside streams, which wait for them. On a CPU 512 take as long as five steps of decoding 64
+# sequences of a 14M mixture of experts, and cost no more for each than thousands at once; a GPU wants more to be busy.
+_BESIDE_ON_HOST, _BESIDE = 512, 2048
+# 64 requests that come together reach the engine within 30 ms, most of them less than a millisecond apart. Begun one by one, they
+# would be computed in five pieces beside each other.
+_SETTLES_S = 0.003
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -148,7 +151,8 @@ def _load(options: Options) -> Served:
             options.cache_mb,
             adapters,
             survives=True,
-            prefill_tokens=_PREFILL_ON_HOST if kind_of(device).on_host else _PREFILL,
+            beside_tokens=_BESIDE_ON_HOST if kind_of(device).on_host else _BESIDE,
+            settles_s=_SETTLES_S,
         ),
         tokenizer,
         form,
