@@ -101,6 +101,7 @@ class Scripted:
         self.about = ABOUT
         self.models = ["scripted"]
         self.left = threading.Event()  # a client left a stream that was not at its end
+        self.shown = threading.Event()  # the page shows what came before BREAK
 
     def say(self, *replies: list[Chunk] | Refusal) -> None:
         self.replies += replies
@@ -134,7 +135,8 @@ class Scripted:
                 if one is HANG:
                     await asyncio.sleep(60)
                 if one is BREAK:
-                    await asyncio.sleep(0.2)  # until the browser has what came before
+                    # What the page has not read yet is lost with the connection.
+                    await asyncio.to_thread(self.shown.wait, 60)
                     done = True
                     raise ConnectionResetError
                 yield f"data: {json.dumps(one)}\n\n".encode()

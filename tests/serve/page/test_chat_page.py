@@ -472,7 +472,10 @@ def test_an_answer_that_breaks_off_is_kept_and_goes_on(server: Scripted, chat: C
     begun = said("One two")
     begun[0]["choices"][0] |= {"token_ids": [], "logprobs": None}
     server.say([*said("One", " two"), BREAK], [*begun, *said(" three"), *ended()])
-    answer = chat.say("Count")
+    chat.send("Count")
+    expect(chat.last("assistant").locator(".body")).to_have_text("One two")
+    server.shown.set()
+    answer = chat.answered()
     assert answer.locator(".body").inner_text() == "One two"
     assert answer.locator(".trouble p").all_inner_texts() == [
         "The connection to the server broke off.",
