@@ -36,6 +36,7 @@ sys.path += [str(Path(__file__).parents[1] / one) for one in ("scripts", "tests/
 from commits import ROOT, environment
 from faulty_proxy import FaultyProxy
 from machine import machine
+from replayed import ENVIRONMENT, versions
 from same_numbers import is_timing
 
 from nmoe.engine.remote.launcher import LocalLauncher
@@ -119,20 +120,6 @@ expert_width = 32
 context_tokens = 96
 [environment]
 path = "draw.toml"
-"""
-ENVIRONMENT = """
-env_id = "draw"
-[task_pool]
-type = "generated"
-task_type = "reverse"
-difficulty = [3, 3]
-[rubric]
-correctness = 0.0
-[[rewards]]
-name = "low"
-type = "function"
-call = "low_ids:low"
-weight = 1.0
 """
 # Any text of a model drawn at random has some low ids.
 REWARD = """
@@ -428,6 +415,12 @@ def quick(workshop: Path) -> list[str]:
     wrong = run.end() or faults_of_account(run.path, steps)
     wrong += [f"the run ended before its {kind}" for kind, one in zip(QUICK, met, strict=True) if one is None]
     wrong += [one for moment in met if moment is not None for one in moment.wrong]
+    for row in run.rows():
+        if any(row.get(name, 0.0) > 0.0 for name in ("mismatch_abs_max", "canary_abs_max")):
+            wrong.append(f"step {row['step']}: engines and learner differ")
+    if not (mixed := versions(run.path)):
+        wrong.append("no sample has tokens of several versions of the weights")
+    print(f"{mixed} samples of several versions of the weights", flush=True)
     command = [sys.executable, "-m", "nmoe", "replay", "quick", "--train", "--allow-user-code"]
     replay = subprocess.run(command, cwd=workshop, env=environment(ROOT), capture_output=True, text=True)
     print(replay.stdout, flush=True)

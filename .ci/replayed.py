@@ -1,11 +1,11 @@
 """Makes runs that sample beside their training, kills them and their engine servers at random moments, executes each again in one
 process, and counts the bytes of weights that differ:
 
-    python .ci/replayed.py [--runs 20] [--seed 0] [--quick] [--json RESULTS]
+    python .ci/replayed.py [--runs 20] [--seed 0] [--json RESULTS]
 
 A model drawn at random answers at length, so that publications come while it samples. A run is killed by SIGKILL and gone on with
 by --run.resume=true; a server is killed, and started again by the run. Exit code 1 if a byte, or a metric that measures no time,
-differs, or if no sample was sampled by several versions of the weights. --quick makes one run with two kills.
+differs, or if no sample was sampled by several versions of the weights. With --json, runs that RESULTS has are not made again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from machine import machine
 
 from nmoe.text.tokenizer import Tokenizer
 
 STALENESS = (1, 4, 8)
-PATIENCE_S = 3600.0
-RUN = """
+STEPS, PATIENCE_S = 12, 3600.0
+RUN = f"""
 [run]
 name = "run"
 directory = "."
-steps = STEPS
+steps = {STEPS}
 threads = 1
 
 [model]
@@ -52,7 +57,7 @@ context_tokens = 160
 path = "draw.toml"
 
 [sampling]
-max_new_tokens = TOKENS
+max_new_tokens = 96
 
 [batch]
 prompts_per_step = 4
@@ -60,7 +65,7 @@ group_size = 4
 
 [engine]
 kind = "server"
-servers = SERVERS
+servers = 2
 max_sequences = 8
 
 [async]
@@ -159,51 +164,56 @@ def versions(run: Path) -> int:
     return sum(len(spans) > 1 for event in events for spans in event.get("spans", {}).values())
 
 
+def made_and_replayed(number: int, seed: int) -> dict[str, Any]:
+    """Makes a run, disturbs it, executes it again, and returns what differed."""
+    chance = random.Random(f"{seed} {number}")
+    staleness, faults = STALENESS[number % len(STALENESS)], [chance.choice(("server", "run")) for _ in range(3)]
+    with tempfile.TemporaryDirectory(prefix="replayed_") as scratch:
+        place = Path(scratch)
+        (place / "run.toml").write_text(RUN.replace("STALENESS", str(staleness)))
+        (place / "draw.toml").write_text(ENVIRONMENT)
+        (place / "low_ids.py").write_text(REWARD)
+        Tokenizer.train(["Reverse: analysis final back same"] * 10, 400).save(place / "tokenizer")
+        disturbed(place, faults, STEPS, chance)
+        replay = subprocess.run(
+            command("replay", "run", "--train", "--allow-user-code"), cwd=place, capture_output=True, text=True
+        )
+        differing = [int(count.replace(",", "")) for count in re.findall(r": ([\d,]+) of [\d,]+ bytes", replay.stdout)]
+        same = len(re.findall(r"^checkpoint of step \d+: the same$", replay.stdout, re.MULTILINE))
+        if replay.returncode or same < STEPS // 2:
+            print(replay.stdout[-2000:], replay.stderr[-2000:], sep="\n", flush=True)
+        return {
+            "staleness": staleness,
+            "faults": faults,
+            "samples_of_several_versions": versions(place / "run"),
+            "checkpoints_the_same": same,
+            "differing_bytes": sum(differing),
+            "exit_code": replay.returncode,
+        }
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--runs", type=int, default=20)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--quick", action="store_true")
     options.add_argument("--json", type=Path)
     asked = options.parse_args()
-    chance, results, mixed = random.Random(asked.seed), [], 0
-    for number in range(1 if asked.quick else asked.runs):
-        staleness = 4 if asked.quick else STALENESS[number % len(STALENESS)]
-        faults = ["server", "run"] if asked.quick else [chance.choice(("server", "run")) for _ in range(3)]
-        steps = 6 if asked.quick else 12
-        with tempfile.TemporaryDirectory(prefix="replayed_") as scratch:
-            place = Path(scratch)
-            text = RUN.replace("STEPS", str(steps)).replace("SERVERS", str(1 if asked.quick else 2))
-            text = text.replace("TOKENS", str(64 if asked.quick else 96))
-            (place / "run.toml").write_text(text.replace("STALENESS", str(staleness)))
-            (place / "draw.toml").write_text(ENVIRONMENT)
-            (place / "low_ids.py").write_text(REWARD)
-            Tokenizer.train(["Reverse: analysis final back same"] * 10, 400).save(place / "tokenizer")
-            disturbed(place, faults, steps, chance)
-            mixed += (several := versions(place / "run"))
-            replay = subprocess.run(
-                command("replay", "run", "--train", "--allow-user-code"), cwd=place, capture_output=True, text=True
-            )
-            differing = [
-                int(count.replace(",", "")) for count in re.findall(r": ([\d,]+) of [\d,]+ bytes", replay.stdout)
-            ]
-            same = len(re.findall(r"^checkpoint of step \d+: the same$", replay.stdout, re.MULTILINE))
-            results.append(
-                {
-                    "staleness": staleness,
-                    "faults": faults,
-                    "samples_of_several_versions": several,
-                    "checkpoints_the_same": same,
-                    "differing_bytes": sum(differing),
-                    "exit_code": replay.returncode,
-                }
-            )
-            print(json.dumps(results[-1]), flush=True)
-            if replay.returncode or same < steps // 2:
-                print(replay.stdout[-2000:], replay.stderr[-2000:], sep="\n", flush=True)
-    if asked.json is not None:
-        asked.json.write_text(json.dumps({"seed": asked.seed, "runs": results}, indent=1) + "\n")
-    failed = [one for one in results if one["exit_code"] or one["differing_bytes"] or not one["checkpoints_the_same"]]
+    results: list[dict[str, Any]] = []
+    if asked.json is not None and asked.json.exists():
+        kept = json.loads(asked.json.read_text())
+        if kept["seed"] != asked.seed:
+            raise SystemExit(f"{asked.json}: it has runs of seed {kept['seed']}; move it away")
+        results = kept["runs"]
+    for number in range(len(results), asked.runs):
+        results.append(made_and_replayed(number, asked.seed))
+        print(json.dumps(results[-1]), flush=True)
+        if asked.json is not None:
+            record = {"seed": asked.seed, "date": time.strftime("%Y-%m-%d"), **machine(), "runs": results}
+            asked.json.write_text(json.dumps(record, indent=1) + "\n")
+    failed = [
+        one for one in results if one["exit_code"] or one["differing_bytes"] or one["checkpoints_the_same"] < STEPS // 2
+    ]
+    mixed = sum(one["samples_of_several_versions"] for one in results)
     print(f"{len(results)} runs, {len(failed)} of them differ; {mixed} samples of several versions of the weights")
     sys.exit(bool(failed) or not mixed)
 
