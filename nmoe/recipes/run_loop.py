@@ -136,10 +136,11 @@ class Run:
         """Prints a line, and appends it to the run's log."""
         self._progress.note(text)
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes the samples of a step to the run directory, and shows the first of them every `run.show_sample_every` steps."""
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]], columns: bytes | None = None) -> None:
+        """Writes the samples of a step to the run directory, and shows the first of them every `run.show_sample_every` steps.
+        `columns` is a safetensors file with values of their tokens."""
         section, written = self._config.run, list(records)
-        self.ledger.samples(step, written)
+        self.ledger.samples(step, written, columns)
         assert isinstance(section, SamplingRunSection), "only a policy that samples has samples"
         every = section.show_sample_every
         if written and every and (step == 1 or step % every == 0):

@@ -158,6 +158,7 @@ class AsyncRollouts(RolloutSampler):
             self._ready[position] = rewarded
         else:
             self._coming.groups.append(group)
+            self._coming.why.append(reason)
             self._void(position, reason)
 
     def _oldest(self, sample: Trajectory) -> int:
@@ -184,6 +185,7 @@ class AsyncRollouts(RolloutSampler):
         rollouts, self._coming, self._taken = self._coming, Rollouts(), taken
         rollouts.positions, rollouts.kept = taken, [self._ready.pop(position) for position in taken]
         rollouts.groups += [one.group for one in rollouts.kept]
+        rollouts.why += [None] * len(taken)
         now, idle_s, pool = time.perf_counter(), self._fleet.idle_s(), self._environment.pool
         rollouts.rollout_s, rollouts.sampling_s = waited_s, now - self._took_at
         rollouts.grade_s, self._collector.grade_s = self._collector.grade_s, 0.0

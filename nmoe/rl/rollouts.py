@@ -41,11 +41,13 @@ DECAY = 0.7
 
 @dataclass
 class Rollouts:
-    """The rollouts of one step: all groups sampled, the groups kept to train on with the positions of their tickets, counts of
-    groups dropped by reason, and the time taken. `sampling_s` are the seconds in which its tokens were sampled, if these are not
-    the seconds that it waited for them; `beside` has the metrics of sampling beside the trainer, and `alert` is a warning."""
+    """The rollouts of one step: all groups sampled, and for each the reason why it is not trained on (None if it is); the groups
+    kept to train on with the positions of their tickets, counts of groups dropped by reason, and the time taken. `sampling_s` are
+    the seconds in which its tokens were sampled, if these are not the seconds that it waited for them; `beside` has the metrics of
+    sampling beside the trainer, and `alert` is a warning."""
 
     groups: list[Group] = field(default_factory=list)
+    why: list[Reason | None] = field(default_factory=list)
     kept: list[RewardedGroup] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     dropped: Counter[Reason] = field(default_factory=Counter)
@@ -169,6 +171,7 @@ class RolloutSampler:
             self.tickets.sampled(collected.sampled_tokens)
             rollouts.groups += collected.groups
             for ticket, group in zip(tickets, collected.groups, strict=True):
+                reason: Reason | None = None
                 if self.tickets.answer(ticket.position, sum(one.sampled_tokens for one in group.trajectories)):
                     rewarded, reason = self._judged(group)
                     if reason is None and len(rollouts.kept) == batch.prompts_per_step:
@@ -179,6 +182,7 @@ class RolloutSampler:
                     else:
                         rollouts.dropped[reason] += 1
                         self.tickets.end(ticket.position, reason)
+                rollouts.why.append(reason)
             rollouts.rollout_s += collected.rollout_s
             rollouts.grade_s += collected.grade_s
             rollouts.refills = refill

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from nmoe.config.arithmetic import asynchrony_notes, batch_arithmetic
 from nmoe.config.commands import RLConfig
@@ -30,6 +31,7 @@ from nmoe.monitor.update import spikes_in
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step
 from nmoe.recipes.setup import describe
 from nmoe.rl.advantages import Advantages
+from nmoe.rl.experience import Experience
 from nmoe.rl.metrics import rollout_metrics, routing_by_source, routing_metrics, shown
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.spikes import spike_record
@@ -62,6 +64,12 @@ class PolicyGradient(Recipe):
         self.policy, self.learner = policy, policy.learner
         self.evaluate_every, self.evaluate_first = probes.every_steps, bool(probes)
         self._at = 0  # the step that was taken last
+        self._recorder = None
+        if config.monitor.samples == "all":
+            from nmoe.rl.recording import SampleRecorder
+
+            experts = self.learner.model.config.routed_experts
+            self._recorder = SampleRecorder(config, run.directory.path, tokenizer, experts)
         self._skipped = False  # whether the last step was skipped: only the first of several in a row raises an alert
 
     def watched(self) -> Learner:
@@ -75,6 +83,7 @@ class PolicyGradient(Recipe):
         rollouts = self.sampler.sample(step)
         learn_began = time.perf_counter()
         updated: dict[str, float] = {}
+        tokens: dict[str, Tensor] = {}
         experience = None
         if rollouts.kept:
             self.engine.sleep()
@@ -82,7 +91,7 @@ class PolicyGradient(Recipe):
             batch = self.policy.batch(rollouts.kept_samples)
             # By default `DrGrpo` of nmoe/rl/advantages.py: reward - mean of the group.
             experience = self.advantages(batch, rollouts.kept)
-            updated = self.policy.update(step, experience)
+            updated = self.policy.update(step, experience, None if self._recorder is None else tokens)
         account = self.sampler.settle(rollouts, experience)
         if age:  # what remains compares two computations by the same weights
             updated = {name: value for name, value in updated.items() if not name.startswith(("mismatch_", "route_"))}
@@ -100,6 +109,9 @@ class PolicyGradient(Recipe):
             metrics["engine_age"] = float(age)
         metrics |= self._advance_curriculum(step, metrics)
         self.sampler.go_on(step)
+        record_began = time.perf_counter()
+        self._record_samples(step, rollouts, experience, tokens)
+        times["time_record_s"] = time.perf_counter() - record_began
         metrics |= {**rollouts.times(), **times, **self.engine.metrics(), "time_step_s": time.perf_counter() - began}
         self._record(step, rollouts, metrics)
         self._record_routing(step, shares)
@@ -190,16 +202,31 @@ class PolicyGradient(Recipe):
             self.run.note(f"step {step}: curriculum stage {before!r} reached, {curriculum.stage!r} opens")
         return in_force
 
+    def _record_samples(
+        self, step: int, rollouts: Rollouts, experience: Experience | None, tokens: Mapping[str, Tensor]
+    ) -> None:
+        """Writes the step's first group to the samples file or, where all are wanted, its samples and their columns."""
+        if self._recorder is None:
+            group = rollouts.groups[0].trajectories
+            self.run.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in group))
+            return
+        recorded = self._recorder.record(step, rollouts, experience, tokens)
+        self.run.samples(step, recorded.samples, recorded.columns)
+        if recorded.full:
+            self.run.alert(
+                step,
+                f"samples/ has reached monitor.samples_mb = {self.config.monitor.samples_mb}: from here on only the first group of "
+                "a step is recorded",
+            )
+
     def _record(self, step: int, rollouts: Rollouts, metrics: Mapping[str, float]) -> None:
-        """Writes the step's first group to the samples file, a spike with its prompts and samples to spikes.jsonl, and an alert at
-        the first of consecutive steps without an update."""
+        """Writes a spike with its prompts and samples to spikes.jsonl, and an alert at the first of consecutive steps without an
+        update."""
         if metrics["skipped"] and not self._skipped:
             self.run.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
         self._skipped = bool(metrics["skipped"])
         if rollouts.alert is not None:
             self.run.alert(step, rollouts.alert)
-        group = rollouts.groups[0].trajectories
-        self.run.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in group))
         if spikes := spikes_in(metrics, self.config.monitor.kl.above):
             decode = self.tokenizer.decode
             self.run.ledger.spike(spike_record(step, spikes, metrics, rollouts.kept_samples, self.learner, decode))

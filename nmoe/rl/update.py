@@ -65,6 +65,7 @@ class PolicyUpdate:
         self._constant_length, self._sizes, self._seed = sampling.max_new_tokens, sizes or BatchSection(), seed
         self._several, self._older = self._sizes.updates > 1, older
         self._objective, self._loss = policy_objective(algorithm, critic), own_loss(algorithm)
+        self._policy_loss = policy_objective(algorithm)
 
     def batch(self, samples: Sequence[Trajectory]) -> Batch:
         """Packs the samples into a batch, with the columns that advantages and losses need: the log-probabilities under the
@@ -80,9 +81,14 @@ class PolicyUpdate:
             batch = replace(batch, old_logprobs_T=batch.column(self.learner.logprobs(batch).result()))
         return batch if self.critic is None else self.critic.with_values(batch)
 
-    def update(self, step: int, experience: Experience | None) -> dict[str, float]:
+    def update(
+        self, step: int, experience: Experience | None, tokens: dict[str, Tensor] | None = None
+    ) -> dict[str, float]:
         """Takes the optimizer steps of a training step and returns their metrics; does nothing and returns an empty dict if
-        `experience` is None. While only the critic is trained, the policy takes no step."""
+        `experience` is None. While only the critic is trained, the policy takes no step.
+
+        If the policy takes a step, `tokens` receives columns of the batch's scored tokens, `[N]` each: log-probability before the
+        first update, entropy if there is only one, and the derivative of the loss by the log-probability."""
         if experience is None:
             return {}
         metrics = experience.metrics
@@ -112,9 +118,30 @@ class PolicyUpdate:
             if batch.reference_logprobs_T is not None:
                 metrics |= tails("reference", before_N - batch.reference_logprobs_T[batch.scored_positions])
             metrics |= effect(self.learner, batch, before_N, self._loss, self._seed, step)
+            if tokens is not None:
+                tokens |= self.token_columns(experience, before_N, None if self._several else result.tokens["entropy"])
         if self.critic is not None:
             metrics |= self.critic.metrics(experience.batch)
         return metrics
+
+    def token_columns(self, experience: Experience, logprobs_N: Tensor, entropy_N: Tensor | None) -> dict[str, Tensor]:
+        """Returns the columns of scored tokens that a step records, from their log-probabilities before the first update and their
+        entropies, if all are of one distribution."""
+        entropies_N = torch.zeros_like(logprobs_N) if entropy_N is None else entropy_N
+        found = {
+            "logprob": logprobs_N,
+            "gradient": loss_gradient(self._policy_loss, experience, logprobs_N, entropies_N),
+        }
+        return found if entropy_N is None else found | {"entropy": entropy_N}
+
+
+def loss_gradient(objective: Objective, experience: Experience, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
+    """Returns the derivative of a policy loss by the log-probability of each scored token of the batch, `[N]`."""
+    leaf_N = logprobs_N.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        loss, _ = objective(Outputs(leaf_N, entropy_N), scored_columns(experience.batch))
+        (gradient_N,) = torch.autograd.grad(loss, leaf_N)
+    return gradient_N
 
 
 def joined_passes(passes: Sequence[PassResult]) -> PassResult:

@@ -100,9 +100,12 @@ class Ledger:
                 raise ValueError(f"metric {name} of step {step} is None; leave out metrics that were not measured")
         self._append("metrics.jsonl", {"step": step} | dict(values))
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes samples/step_000010.jsonl, one record per line, replacing an earlier file of the step."""
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]], columns: bytes | None = None) -> None:
+        """Writes samples/step_000010.jsonl, one record per line, replacing an earlier file of the step. `columns`, values of their
+        tokens as a safetensors file, become samples/step_000010.safetensors, which is there before the records are."""
         lines = b"".join(_line(record, f"sample of step {step}") for record in records)
+        if columns is not None:
+            write_atomically(self._directory / "samples" / f"{step_name(step)}.safetensors", columns)
         write_atomically(self._directory / "samples" / f"{step_name(step)}.jsonl", lines)
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
@@ -258,19 +261,22 @@ def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _line(record: Mapping[str, Any], where: str) -> bytes:
-    _refuse_non_finite(record, where)
-    # ASCII escapes, because model output may hold lone surrogates, which have no UTF-8.
-    return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
+    try:
+        # ASCII escapes, because model output may hold lone surrogates, which have no UTF-8.
+        return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
+    except (ValueError, TypeError):
+        _refuse_unwritable(record, where)
+        raise
 
 
-def _refuse_non_finite(value: Any, where: str) -> None:
+def _refuse_unwritable(value: Any, where: str) -> None:
     """Raises ValueError or TypeError naming the entry that JSON cannot hold; `json.dumps` would only say that there is one."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
-            _refuse_non_finite(entry, f"{where}: {key}")
+            _refuse_unwritable(entry, f"{where}: {key}")
     elif isinstance(value, list | tuple):
         for index, entry in enumerate(value):
-            _refuse_non_finite(entry, f"{where}[{index}]")
+            _refuse_unwritable(entry, f"{where}[{index}]")
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{where} is {value}")

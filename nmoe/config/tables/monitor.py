@@ -269,6 +269,13 @@ class MonitorSection(SampleRateSection):
     first_steps: Literal["warn", "stop"] = "warn"
     """stop: end the run if a smoke-test rule (reward_stuck, format, truncation, grad_norm, clip) fires in its first 10 steps;
     warn: each rule's `level` applies"""
+    samples: Literal["first", "all"] = "first"
+    """first: samples/ records the first group of a step; all: every sample, and beside it advantage, log-probability, entropy, loss
+    weight, gradient and experts of each token"""
+    samples_share: float = Field(default=1.0, gt=0, le=1)
+    """with "all", share of the groups after a step's first one that are recorded"""
+    samples_mb: int = Field(default=2000, gt=0)
+    """with "all", size of samples/ in MB, from which on only the first group of a step is recorded"""
     replays_per_failure: int = Field(default=1, ge=0)
     """additional replay bundles per step and failure class"""
     reward_stuck: RewardStuckSection = RewardStuckSection()
