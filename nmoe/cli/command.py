@@ -19,6 +19,7 @@ import typer.core
 
 from nmoe.cli.checks import doctor, plan, preflight
 from nmoe.cli.cluster import rehearse, simulate
+from nmoe.cli.dashboard import dashboard
 from nmoe.cli.data import download, export_data, pairs, prepare, show_data, solve_rates
 from nmoe.cli.engines import engines, publish
 from nmoe.cli.evaluate import chat, evaluate, grade
@@ -228,7 +229,9 @@ def tokenizers() -> None:
 for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
     _configured_verb(app, training_verb)
 app.command("eval", cls=Verb)(evaluate)
-for plain_verb in (grade, chat, serve, replay, report, export, speedrun, doctor, engines, publish, referee):
+for plain_verb in (
+    grade, chat, serve, dashboard, replay, report, export, speedrun, doctor, engines, publish, referee,
+):  # fmt: skip
     app.command(cls=Verb)(plain_verb)
 # They take overrides as a training verb does.
 app.command(cls=Verb, context_settings={"ignore_unknown_options": True})(preflight)

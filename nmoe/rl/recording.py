@@ -65,7 +65,7 @@ class SampleRecorder:
     `monitor.samples_mb`."""
 
     def __init__(self, config: RLConfig, directory: Path, tokenizer: Tokenizer, experts: int) -> None:
-        """`directory` is the run's; what is in its samples/ already counts. `experts` is the number of the model's experts."""
+        """`directory` is the run's; the present content of its samples/ counts. `experts` is the number of the model's experts."""
         self._seed, self._share = config.run.seed, config.monitor.samples_share
         self._most_bytes = config.monitor.samples_mb * 10**6
         self._masks_truncated = config.algorithm.mask_truncated
@@ -75,8 +75,8 @@ class SampleRecorder:
     def record(
         self, step: int, rollouts: Rollouts, experience: Experience | None, tokens: Mapping[str, Tensor]
     ) -> Recorded:
-        """Returns what is recorded of a step. `tokens` has the columns of its update (`PolicyUpdate.update`); it is empty if the
-        policy took no step."""
+        """Returns the samples of a step to record. `tokens` has the columns of its update (`PolicyUpdate.update`); it is empty if
+        the policy took no step."""
         room = self._bytes < self._most_bytes
         groups = [
             number
@@ -84,33 +84,33 @@ class SampleRecorder:
             if number == 0 or (room and stable_hash("samples", self._seed, step, number) < self._share * _OF)
         ]
         columns = columns_of(experience, tokens, self._experts) if experience is not None and tokens else {}
-        places = self._places(rollouts, experience) if columns else {}
+        ranges = self._ranges(rollouts, experience) if columns else {}
         chosen = [trajectory for number in groups for trajectory in rollouts.groups[number].trajectories]
-        samples = [record for number in groups for record in self._lines(step, number, rollouts, places)]
-        file = _file(columns, [places.get(id(trajectory), slice(0, 0)) for trajectory in chosen])
+        samples = [record for number in groups for record in self._lines(step, number, rollouts, ranges)]
+        file = _file(columns, [ranges.get(id(trajectory), slice(0, 0)) for trajectory in chosen])
         before = self._bytes
         # What a sample takes as JSON, within a few percent: the text of a number and its comma.
         self._bytes += len(file) + sum(map(_size, samples))
         return Recorded(samples, file, before < self._most_bytes <= self._bytes)
 
     def _lines(
-        self, step: int, number: int, rollouts: Rollouts, places: Mapping[int, slice]
+        self, step: int, number: int, rollouts: Rollouts, ranges: Mapping[int, slice]
     ) -> Iterator[dict[str, Any]]:
         reason = rollouts.why[number]
         for trajectory in rollouts.groups[number].trajectories:
-            left_out = reason or (None if not places or id(trajectory) in places else "masked")
+            left_out = reason or (None if not ranges or id(trajectory) in ranges else "masked")
             text = self._tokenizer.decode(trajectory.token_ids)
             yield trajectory.record(step, text) | {"group": number, "left_out": left_out}
 
-    def _places(self, rollouts: Rollouts, experience: Experience | None) -> dict[int, slice]:
+    def _ranges(self, rollouts: Rollouts, experience: Experience | None) -> dict[int, slice]:
         """Returns where the tokens of each trajectory lie among the scored ones of the batch, by the trajectory's identity."""
         assert experience is not None, "there are columns"
         trained = trained_samples(rollouts.kept_samples, self._masks_truncated)
-        places, start = dict[int, slice](), 0
+        ranges, start = dict[int, slice](), 0
         for trajectory in trained:
-            places[id(trajectory)] = slice(start, start := start + trajectory.sampled_tokens)
+            ranges[id(trajectory)] = slice(start, start := start + trajectory.sampled_tokens)
         assert start == len(experience.batch.scored_positions), "every sampled token is scored"
-        return places
+        return ranges
 
 
 def trained_samples(samples: Sequence[Trajectory], masks_truncated: bool) -> list[Trajectory]:
@@ -118,12 +118,12 @@ def trained_samples(samples: Sequence[Trajectory], masks_truncated: bool) -> lis
     return [sample for sample in samples if not (masks_truncated and sample.truncated)]
 
 
-def _file(columns: Mapping[str, Tensor], places: Sequence[slice]) -> bytes:
-    tensors: dict[str, NDArray[Any]] = {"tokens": np.array([place.stop - place.start for place in places])}
+def _file(columns: Mapping[str, Tensor], ranges: Sequence[slice]) -> bytes:
+    tensors: dict[str, NDArray[Any]] = {"tokens": np.array([part.stop - part.start for part in ranges])}
     metadata = {}
     for name, values_N in columns.items():
         column_N = values_N.numpy()
-        parts = [column_N[place] for place in places]
+        parts = [column_N[part] for part in ranges]
         tensors[name] = np.ascontiguousarray(np.concatenate(parts) if parts else column_N[:0])
         if name == "gradient":
             metadata["gradient_sum"] = repr(float(values_N.double().abs().sum()))

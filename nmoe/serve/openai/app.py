@@ -20,7 +20,6 @@ from nmoe.engine.server.http import TooLargeError, body_of, json_reply, unless_g
 from nmoe.engine.server.requests import UnknownModelError
 from nmoe.engine.server.tokens import TokenLimits, TokenRoutes
 from nmoe.errors import UserError
-from nmoe.serve import page
 from nmoe.serve.openai.chat import read_chat
 from nmoe.serve.openai.chat_job import ChatJob
 from nmoe.serve.openai.completions import TextJob, read_completions
@@ -32,6 +31,8 @@ from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.reading import Addition
 from nmoe.serve.openai.runs import Steps, end
 from nmoe.serve.openai.tokenizing import detokenize, tokenize, tokenizer_info
+from nmoe.serve.page import PAGE
+from nmoe.web.guard import Refusal
 
 Job = ChatJob | TextJob
 Endpoint = Callable[[Asking], Awaitable[Response]]
@@ -71,7 +72,7 @@ class Server:
                 Route(route.path, self._counted(route.path, route.endpoint), methods=["POST"])
                 for route in self._tokens.routes()
             ),
-            *page.routes(),
+            *PAGE.routes(),
         ]
 
     def _counted(self, path: str, endpoint: Endpoint) -> Endpoint:
@@ -82,6 +83,11 @@ class Server:
             return reply
 
         return answered
+
+    def refuse(self, refusal: Refusal) -> Response:
+        """Counts a request that never came to a route, and refuses it."""
+        self.metrics.requests["other", refusal.status] += 1
+        return ApiError(refusal.message, code=refusal.code, status=refusal.status, headers=refusal.headers).reply()
 
     async def health(self, asking: Asking) -> Response:
         if (fault := self._served.engine.diverged) is not None:

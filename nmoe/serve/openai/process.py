@@ -73,7 +73,7 @@ def serve(options: Options) -> None:
         import uvicorn
 
         from nmoe.serve.openai.app import Server, application
-        from nmoe.serve.openai.guard import guarded
+        from nmoe.web.guard import guarded
     except ModuleNotFoundError as error:
         raise UserError(f"nmoe serve needs {error.name}: {how_to_install('serve')}") from None
     key = os.environ.get(KEY, "")
@@ -83,7 +83,7 @@ def serve(options: Options) -> None:
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * options.limits.stalled_s))
     served = _load(options)
     routes = Server(served)
-    app = guarded(application(routes), key, options.host, routes.metrics)
+    app = guarded(application(routes), key, options.host, KEY, routes.refuse)
     config = uvicorn.Config(
         app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False,
         timeout_keep_alive=_KEEP_ALIVE_S, server_header=False, timeout_graceful_shutdown=int(options.limits.drain_s) + 2,

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nmoe.serve.page import routes
+from nmoe.serve.page import PAGE
 
 Chunk = dict[str, Any]
 HANG, BREAK = {"hang": True}, {"break": True}
@@ -153,7 +153,7 @@ def scripted() -> Iterator[Scripted]:
     script = Scripted()
     app = Starlette(
         routes=[
-            *routes(),
+            *PAGE.routes(),
             Route("/nmoe/page", script.page),
             Route("/v1/models", script.named),
             Route("/v1/chat/completions", script.chat, methods=["POST"]),

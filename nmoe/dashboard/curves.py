@@ -1,0 +1,143 @@
+"""The metrics of a run as columns in memory, which grow with its file; curves are sent by cursor, thinned to the width of a
+picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from nmoe.dashboard.lines import Lines
+
+_NAN = math.nan
+_LOAD = "expert_load/"
+# Steps before and after a step that `changed` compares.
+_WINDOW = 12
+
+
+class Metrics:
+    """The metrics of one run."""
+
+    def __init__(self, run: Path) -> None:
+        self.lines = Lines(run / "metrics.jsonl")
+        self._reset()
+
+    def _reset(self) -> None:
+        self.steps = array("q")
+        self.columns: dict[str, array[float]] = {}
+        self._offsets = array("q")
+        self.layers = 0
+        self._generation = self.lines.generation
+
+    def read(self) -> None:
+        """Reads the rows that came since the last time."""
+        for offset, row in self.lines.new():
+            if self.lines.generation != self._generation:
+                self._reset()
+            step = row.get("step")
+            if not isinstance(step, int):
+                continue
+            count = len(self.steps)
+            self.steps.append(step)
+            self._offsets.append(offset)
+            columns = self.columns
+            for name, value in row.items():
+                if type(value) is float or type(value) is int:
+                    column = columns.get(name)
+                    if column is None:
+                        column = columns[name] = array("d", [_NAN]) * count
+                    elif len(column) < count:
+                        column.extend([_NAN] * (count - len(column)))
+                    column.append(value)
+                elif type(value) is list and name.startswith(_LOAD):
+                    self.layers = max(self.layers, int(name[len(_LOAD) :] or 0) + 1)
+        if self.lines.generation != self._generation:
+            self._reset()
+
+    @property
+    def cursor(self) -> str:
+        return f"{self._generation}:{len(self.steps)}"
+
+    def since(self, cursor: str) -> int:
+        """Returns the number of the first row that is new to the holder of a cursor; 0 if the file was begun anew since."""
+        generation, _, count = cursor.partition(":")
+        if generation != str(self._generation) or not count.isdigit():
+            return 0
+        return min(int(count), len(self.steps))
+
+    def curve(self, name: str, first: int, points: int) -> tuple[list[int], list[float]]:
+        """Returns steps and values of a metric from row `first` on. Of more than `points` values these are the least and the
+        greatest of each stretch."""
+        column = self.columns.get(name, array("d"))
+        rows = [row for row in range(first, len(column)) if column[row] == column[row] and abs(column[row]) < 1e300]
+        if len(rows) > points:
+            rows = thinned(rows, column, points)
+        return [self.steps[row] for row in rows], [column[row] for row in rows]
+
+    def load(self, layer: int, columns: int) -> dict[str, Any]:
+        """Returns each expert's share of a layer's picks, at up to `columns` steps spread over the run: the lines of these steps
+        alone are read."""
+        count = len(self.steps)
+        rows = range(count) if count <= columns else [round(at * (count - 1) / (columns - 1)) for at in range(columns)]
+        steps, shares = list[int](), list[list[float]]()
+        try:
+            with self.lines.file.open("rb") as file:
+                for row in rows:
+                    file.seek(self._offsets[row])
+                    found = json.loads(file.readline()).get(f"{_LOAD}{layer}")
+                    if isinstance(found, list):
+                        steps.append(self.steps[row])
+                        shares.append(found)
+        except (OSError, ValueError, AttributeError):
+            pass  # deleted or cut back meanwhile: the steps so far are shown
+        return {"steps": steps, "shares": shares, "layers": self.layers}
+
+    def load_at(self, row: int) -> dict[int, list[float]]:
+        """Returns each expert's share of the picks at a row, by layer; empty if it cannot be read."""
+        try:
+            with self.lines.file.open("rb") as file:
+                file.seek(self._offsets[row])
+                found = json.loads(file.readline())
+        except (OSError, ValueError, IndexError):
+            return {}
+        return {layer: found.get(f"{_LOAD}{layer}", []) for layer in range(self.layers)}
+
+    def changed(self, step: int) -> list[dict[str, Any]]:
+        """Returns the metrics that changed most at a step: their means over the steps before and from it on, in units of the
+        deviation before. Timings are left out."""
+        at = next((row for row, one in enumerate(self.steps) if one >= step), len(self.steps))
+        found = list[dict[str, Any]]()
+        for name, column in self.columns.items():
+            if name == "step" or name.startswith(("time_", "tokens_per_second", "weight/")):
+                continue
+            before = [value for value in column[max(0, at - _WINDOW) : at] if value == value]
+            after = [value for value in column[at : at + _WINDOW] if value == value]
+            if len(before) < 3 or len(after) < 2:
+                continue
+            old, new = fmean(before), fmean(after)
+            spread = max(pstdev(before), 1e-3 * max(abs(old), abs(new)), 1e-12)
+            found.append({"name": name, "before": old, "after": new, "score": abs(new - old) / spread})
+        return sorted(found, key=lambda one: -one["score"])[:12]
+
+    def mean_of_last(self, name: str, count: int) -> float | None:
+        values = [value for value in self.columns.get(name, array("d"))[-count:] if value == value]
+        return fmean(values) if values else None
+
+
+def thinned(rows: Sequence[int], column: Sequence[float], points: int) -> list[int]:
+    """Returns at most `points` of the rows: of each stretch the least and the greatest value, and the last."""
+    stretches = max(1, points // 2)
+    size = len(rows) / stretches
+    kept = list[int]()
+    for number in range(stretches):
+        part = rows[int(number * size) : int((number + 1) * size)]
+        if part:
+            low, high = min(part, key=column.__getitem__), max(part, key=column.__getitem__)
+            kept += sorted({low, high})
+    if kept and kept[-1] != rows[-1]:
+        kept.append(rows[-1])
+    return kept

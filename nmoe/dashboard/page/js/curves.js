@@ -1,0 +1,120 @@
+// Curves of the metrics of one or several runs, which grow while the runs do.
+
+import { ask } from "./ask.js";
+import { Chart } from "./chart.js";
+import { h } from "./dom.js";
+import { colour, figure } from "./format.js";
+import { keep, link } from "./route.js";
+
+const FIRST = ["reward_mean", "correctness", "format_ok", "truncated", "loss", "held_out_loss", "response_length_mean", "entropy_mean", "grad_norm", "ppo_kl", "update_kl", "mismatch_abs_mean", "staleness_mean"];
+const LOG = new Set(["loss", "grad_norm", "mismatch_abs_mean", "mismatch_abs_max"]);
+
+export async function curves(main, { runs, settings }) {
+  const about = await Promise.all(runs.map((name) => ask("run", { run: name })));
+  const every = [...new Set(about.flatMap((run) => run.metrics))].sort();
+  let names = (settings.metrics ? settings.metrics.split(",") : FIRST).filter((name) => every.includes(name));
+  if (!names.length) names = every.filter((name) => name !== "step").slice(0, 6);
+  const state = { cursors: {}, data: {}, charts: new Map() };
+  const smoothing = Number(settings.smooth ?? 0);
+  const pick = (step) => (location.hash = link([runs[0]], "step", { step }).slice(1));
+
+  const alerts = about.flatMap((run) => run.alerts.map((alert) => ({ step: alert.step, text: alert.message })));
+  const wanted = [...names];
+  if (every.includes("curriculum_stage")) wanted.push("curriculum_stage");
+
+  const grid = h("div", { class: "charts" });
+  for (const name of names) {
+    const chart = new Chart(name, { log: LOG.has(name), smoothing, pick });
+    state.charts.set(name, chart);
+    grid.append(chart.element);
+  }
+  const kinds = new Map();
+  about.forEach((run, number) => {
+    for (const result of run.evaluations) {
+      const kind = `${result.mode} on ${result.dataset}`;
+      const lines = kinds.get(kind) ?? kinds.set(kind, new Map()).get(kind);
+      const line = lines.get(number) ?? lines.set(number, { name: run.name, run: number, steps: [], values: [], low: [], high: [] }).get(number);
+      line.steps.push(result.step);
+      line.values.push(result.value);
+      line.low.push(result.low);
+      line.high.push(result.high);
+    }
+  });
+  const evaluated = [...kinds].map(([kind, lines]) => [new Chart(`${kind}, 95% intervals`), [...lines.values()]]);
+  grid.prepend(...evaluated.map(([chart]) => chart.element));
+
+  const add = h("input", { list: "metric-names", id: "add-metric", autocomplete: "off", placeholder: "name" });
+  add.addEventListener("change", () => {
+    if (!every.includes(add.value)) return;
+    location.hash = link(runs, "curves", { ...settings, metrics: [...new Set([add.value, ...names])].join(",") }).slice(1);
+  });
+  const smooth = h("select", { id: "smooth" }, ...[0, 5, 20, 100].map((steps) => h("option", { value: steps, selected: steps === smoothing }, steps ? `mean over ${steps} steps` : "each step")));
+  smooth.addEventListener("change", () => {
+    for (const chart of state.charts.values()) {
+      chart.smoothing = Number(smooth.value);
+      chart.redraw();
+    }
+    keep({ ...settings, smooth: smooth.value === "0" ? "" : smooth.value });
+  });
+  const legend = h("p", {}, ...runs.flatMap((name, number) => {
+    const key = h("span", { class: "key" });
+    key.style.background = colour(number);
+    return [key, h("a", { href: link([name], "overview") }, name), " "];
+  }));
+  const marked = h("p", { class: "faint", id: "marks" });
+  const spread = h("div", { id: "spread" });
+  main.replaceChildren(
+    legend,
+    h("div", { class: "controls" }, h("label", {}, "Add a metric", add), h("datalist", { id: "metric-names" }, ...every.map((name) => h("option", { value: name }))), h("label", {}, "Smoothing", smooth)),
+    marked, grid, spread,
+  );
+  evaluated.forEach(([chart, lines]) => chart.show(lines, []));
+
+  async function update() {
+    const since = runs.map((name) => state.cursors[name] ?? "").join(",");
+    const { runs: found } = await ask("curves", { runs: runs.join("\n"), names: wanted.join(","), since, points: 800 });
+    for (const name of runs) {
+      const { cursor, first, curves: parts } = found[name];
+      const kept = first ? state.data[name] : {};
+      for (const [metric, [steps, values]] of Object.entries(parts)) {
+        const [oldSteps, oldValues] = kept[metric] ?? [[], []];
+        kept[metric] = [[...oldSteps, ...steps], [...oldValues, ...values]];
+      }
+      state.data[name] = kept;
+      state.cursors[name] = cursor;
+    }
+    const stages = stagesOf(state.data[runs[0]]?.curriculum_stage);
+    const marks = [...alerts, ...stages].sort((a, b) => a.step - b.step);
+    marked.replaceChildren(...(marks.length ? ["On the axis: ", ...marks.slice(0, 12).flatMap((mark) => [h("a", { href: link([runs[0]], mark.stage ? "step" : "alerts", { step: mark.step }) }, `step ${mark.step}: ${mark.text}`), " · "])] : []));
+    for (const [metric, chart] of state.charts) {
+      const lines = runs.map((name, number) => ({ name, run: number, steps: state.data[name][metric]?.[0] ?? [], values: state.data[name][metric]?.[1] ?? [] }));
+      chart.show(lines.filter((line) => line.steps.length), marks);
+    }
+    spread.replaceChildren(...(runs.length > 2 ? [overRuns(names, runs, state.data)] : []));
+    return Object.values(found).some((run) => run.status === "running");
+  }
+  await update();
+  return { update, redraw: () => [...state.charts.values(), ...evaluated.map(([chart]) => chart)].forEach((chart) => chart.redraw()) };
+}
+
+function stagesOf(column) {
+  if (!column) return [];
+  const [steps, values] = column;
+  return steps.flatMap((step, at) => (at && values[at] !== values[at - 1] ? [{ step, text: `curriculum stage ${values[at]}`, stage: true }] : []));
+}
+
+// Of Student's t with n - 1 degrees of freedom, at 95%.
+const T = [0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262];
+
+/** The mean of the last values over several runs, with its interval. */
+function overRuns(names, runs, data) {
+  const rows = names.flatMap((metric) => {
+    const values = runs.map((name) => data[name][metric]?.[1].at(-1)).filter((value) => value !== undefined);
+    if (values.length < 3) return [];
+    const mean = values.reduce((a, b) => a + b) / values.length;
+    const deviation = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1));
+    const half = ((T[values.length - 1] ?? 1.96) * deviation) / Math.sqrt(values.length);
+    return [h("li", {}, `${metric}: ${figure(mean)}, 95% interval ${figure(mean - half)} to ${figure(mean + half)} over ${values.length} runs`)];
+  });
+  return h("section", {}, h("h2", {}, "Last values, over the runs"), h("ul", {}, ...rows));
+}

@@ -1,0 +1,89 @@
+// The smaller views: alerts, a step, problems, configurations, and where the time goes.
+
+import { ask } from "./ask.js";
+import { h } from "./dom.js";
+import { COLOURS, figure, share } from "./format.js";
+import { link } from "./route.js";
+import { table } from "./table.js";
+
+const advice = (alert) => h("div", {}, h("div", {}, alert.message), ...(alert.remedies?.length ? [h("ul", {}, ...alert.remedies.map((remedy) => h("li", {}, remedy)))] : []));
+
+export async function alerts(main, { runs }) {
+  const parts = await Promise.all(runs.map(async (name) => {
+    const run = await ask("run", { run: name });
+    const columns = [["step", (alert) => figure(alert.step), "n"], ["alert and what to try", advice], ["rule", (alert) => alert.rule ?? ""]];
+    return h("section", {}, h("h2", {}, name), run.alerts.length ? table(columns, run.alerts, (alert) => link([name], "step", { step: alert.step })) : h("p", {}, "No alert."));
+  }));
+  main.replaceChildren(...parts);
+}
+
+export async function step(main, { runs, settings }) {
+  const run = runs[0];
+  const found = await ask("step", { run, step: settings.step });
+  const columns = [["metric", (one) => one.name], ["before", (one) => figure(one.before), "n"], ["from here on", (one) => figure(one.after), "n"], ["deviations", (one) => figure(one.score), "n"]];
+  main.replaceChildren(
+    h("h2", {}, `Step ${figure(found.step)}`),
+    h("p", {}, h("a", { href: link([run], "samples", { step_min: found.step, step_max: found.step }) }, "Samples of this step"), " · ", h("a", { href: link([run], "samples", { step_min: found.step, reward_max: 0, order: "oldest" }) }, "Samples without reward from here on")),
+    h("section", { id: "changed" }, h("h3", {}, "What changed most here"), found.changed.length ? table(columns, found.changed, (one) => link([run], "curves", { metrics: one.name })) : h("p", {}, "There are too few steps around it to say.")),
+    h("section", { id: "near" }, h("h3", {}, "Alerts within ten steps"), found.alerts.length ? table([["step", (alert) => figure(alert.step), "n"], ["alert and what to try", advice]], found.alerts) : h("p", {}, "None.")),
+  );
+}
+
+export async function problems(main, { runs, settings }) {
+  const run = runs[0];
+  const order = settings.order ?? "never";
+  const found = await ask("problems", { run, order });
+  const { totals } = found;
+  const columns = [["problem", (one) => one.problem], ["samples", (one) => figure(one.tried), "n"], ["right", (one) => figure(one.solved), "n"], ["mean reward", (one) => figure(one.mean), "n"], ["last step", (one) => figure(one.last), "n"]];
+  main.replaceChildren(
+    h("section", { id: "problems" },
+      h("h2", {}, `${figure(totals.never_solved)} of ${figure(totals.problems)} recorded problems were never solved`),
+      h("p", {}, h("a", { href: link([run], "problems", { order: "never" }) }, "Never solved"), " · ", h("a", { href: link([run], "problems", { order: "mean" }) }, "All, the lowest rewards first")),
+      found.indexing ? h("p", { class: "faint" }, `${figure(found.indexing)} steps are still being read.`) : null,
+      table(columns, found.rows, (one) => link([run], "samples", { problem: one.problem }))),
+  );
+}
+
+export async function config(main, { runs }) {
+  if (runs.length > 1) {
+    const found = await ask("diff", { runs: runs.join("\n") });
+    const columns = [["key", (row) => row[0]], ...found.runs.map((name, number) => [name, (row) => row[number + 1], "n"])];
+    main.replaceChildren(h("section", { id: "differences" }, h("h2", {}, `${found.rows.length} of ${found.same} keys differ`), found.rows.length ? table(columns, found.rows) : h("p", {}, "The configurations are the same, but for the names.")));
+    return;
+  }
+  const run = await ask("run", { run: runs[0] });
+  main.replaceChildren(h("section", {}, h("h2", {}, "Configuration"), table([["key", ([name]) => name], ["value", ([, value]) => JSON.stringify(value), "n"]], Object.entries(run.config))));
+}
+
+const PARTS = [["time_rollout_s", "rollout"], ["trainer_wait_s", "waiting for groups"], ["time_learn_s", "learn"], ["time_sync_s", "publish"], ["time_record_s", "record samples"], ["time_save_s", "save"]];
+
+export async function time(main, { runs }) {
+  const names = [...PARTS.map(([name]) => name), "time_grade_s", "time_step_s", "engine_idle_share"];
+  const { runs: found } = await ask("curves", { runs: runs.join("\n"), names: names.join(","), points: 400 });
+  const sections = runs.map((name) => {
+    const { curves } = found[name];
+    const mean = (metric) => (curves[metric]?.[1].length ? curves[metric][1].reduce((a, b) => a + b) / curves[metric][1].length : null);
+    const whole = mean("time_step_s");
+    if (!whole) return h("section", {}, h("h2", {}, name), h("p", {}, "No times are recorded yet."));
+    const waits = mean("trainer_wait_s") !== null;
+    const parts = PARTS.filter(([metric]) => !(waits && metric === "time_rollout_s")).map(([metric, label]) => ({ label, seconds: mean(metric) })).filter((part) => part.seconds !== null);
+    const rest = whole - parts.reduce((sum, part) => sum + part.seconds, 0);
+    if (rest > 0) parts.push({ label: "the rest", seconds: rest });
+    const bars = h("div", { class: "bars", role: "img", "aria-label": `Where the time of a step goes: ${parts.map((part) => `${part.label} ${share(part.seconds / whole)}`).join(", ")}` });
+    parts.forEach((part, number) => {
+      const bar = h("span", { title: part.label });
+      bar.style.width = `${(100 * part.seconds) / whole}%`;
+      bar.style.background = part.label === "the rest" ? "var(--line)" : COLOURS[number % COLOURS.length];
+      part.key = h("span", { class: "key" });
+      part.key.style.background = bar.style.background;
+      bars.append(bar);
+    });
+    const idle = mean("engine_idle_share");
+    const graded = mean("time_grade_s");
+    return h("section", {}, h("h2", {}, `${name}: ${figure(whole)} s a step`), bars,
+      table([["part", (part) => h("span", {}, part.key, part.label)], ["seconds a step", (part) => figure(part.seconds), "n"], ["share", (part) => share(part.seconds / whole), "n"]], parts),
+      graded === null ? null : h("p", {}, `Grading took ${figure(graded)} s a step, summed over samples that are graded while others are sampled.`),
+      idle === null ? null : h("p", {}, `The engines had no request in ${share(idle)} of the time; the trainer waited for groups in ${share((mean("trainer_wait_s") ?? 0) / whole)}.`));
+  });
+  main.replaceChildren(...sections);
+}

@@ -1,0 +1,72 @@
+"""The server of `nmoe dashboard`: the page's files, and answers in JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from nmoe.dashboard.index import cache_directory
+from nmoe.dashboard.page import PAGE
+from nmoe.dashboard.state import State
+from nmoe.engine.server.http import json_reply
+from nmoe.engine.server.listening import check_key, listening
+from nmoe.errors import UserError
+from nmoe.web import HEADERS
+from nmoe.web.guard import Refusal, guarded
+
+KEY = "NMOE_DASHBOARD_KEY"
+_HEADERS = HEADERS | {"cache-control": "no-store"}
+
+
+def application(state: State) -> Starlette:
+    """Returns the ASGI application that answers from a state."""
+
+    async def answer(asking: Request) -> Response:
+        found = state.answers.get(asking.path_params["name"])
+        if found is None:
+            raise HTTPException(404)
+        try:
+            reply = await asyncio.to_thread(found, dict(asking.query_params))
+        except (UserError, KeyError, ValueError) as error:
+            return json_reply({"error": str(error)}, 404 if isinstance(error, UserError) else 400, _HEADERS)
+        return json_reply(reply, headers=_HEADERS)
+
+    return Starlette(routes=[*PAGE.routes(), Route("/data/{name}", answer)])
+
+
+def refused(refusal: Refusal) -> Response:
+    return json_reply({"error": refusal.message}, refusal.status, refusal.headers)
+
+
+def serve(roots: list[Path], host: str, port: int) -> None:
+    """Serves the dashboard of the runs below `roots` until a signal ends it. Raises UserError for a root that is no directory, or
+    where nothing can listen."""
+    key = os.environ.get(KEY, "")
+    check_key(host, key, KEY, "read the runs")
+    state = State(roots, cache_directory())
+    bound = listening(host, port)
+    app: Any = guarded(application(state), key, host, KEY, refused)
+    config = uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False, server_header=False,
+        timeout_graceful_shutdown=2,
+    )  # fmt: skip
+    ended = threading.Event()
+    worker = threading.Thread(target=state.index_in_background, args=(ended,), daemon=True)
+    worker.start()
+    at, number = bound.getsockname()[:2]
+    print(f"dashboard at http://{f'[{at}]' if ':' in at else at}:{number}/", flush=True)
+    try:
+        asyncio.run(uvicorn.Server(config).serve([bound]))
+    finally:
+        ended.set()
+        worker.join()
