@@ -12,15 +12,16 @@ What heals a server depends on whose weights it has: the learner's (`nmoe.engine
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from nmoe.engine.api import EngineStats, Request
@@ -63,8 +64,9 @@ class Address(Protocol):
 
 @dataclass
 class Slot:
-    """One server's place in the fleet. It is open where it may get requests; `fence` is the reason why it may not, and `fences` the
-    number of times that it was fenced. `samples` counts what its requests ask for."""
+    """One server's place in the fleet. It is open where it may get requests; `fence` is the reason why it may not, and `fences`
+    the number of times that it was fenced. `samples` counts what its requests ask for, and `limits` the requests by
+    the tokens that each may sample. `healing` is the task that gives it weights, and opens it."""
 
     index: int
     address: Address
@@ -75,6 +77,7 @@ class Slot:
     fence: str | None = None
     fences: int = 0
     samples: int = 0
+    limits: Counter[int] = field(default_factory=Counter)
     healing: asyncio.Task[None] | None = None
 
 
@@ -100,7 +103,7 @@ class Fleet(ABC):
     ) -> None:
         """`token_s` are the seconds that a token of a request may take, waiting included. `note` writes a line of the run's log.
         `named` begins messages about servers that cannot be used. `speaks` is the client of these servers. One that
-        only others can start again is waited for `wait_s` seconds. One that has `most` samples gets no other request."""
+        only others can start again is waited for `wait_s` seconds. A server has at most `most` samples at once, or one request."""
         self._model, self._token_s, self._key, self._note, self._named = model, token_s, key, note, named
         self._speaks = speaks
         self._wait_s = wait_s
@@ -114,9 +117,11 @@ class Fleet(ABC):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-fleet", daemon=True)
         self._changed = asyncio.Condition()
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap of requests that wait for a server
+        # The requests without a server, in the order in which they get one, and what has each look for it.
+        self._waiting: list[tuple[int, int]] = []
+        self._looks: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._numbers = itertools.count()
-        self._draining, self._ended = False, asyncio.Event()  # of a request
+        self._ended = asyncio.Event()  # of a request
         self._publishing = False  # which ends heals, and opens servers or heals them anew
         self._sampled_tokens = self._retried = self._lost = self._healed = 0
         self.on_fault: Callable[[int, str], None] | None = None
@@ -277,13 +282,13 @@ class Fleet(ABC):
             self._idle_s = self.idle_s()
         self._requests += 1
         slot.samples += request.samples
-        if any(map(self._may_get, self._slots)):
-            self._admit_next()
+        slot.limits[request.sampling.max_new_tokens] += 1
         try:
             yield
         finally:
             self._requests -= 1
             slot.samples -= request.samples
+            slot.limits[request.sampling.max_new_tokens] -= 1
             if not self._requests:
                 self._idle_since = time.monotonic()
             self._ended.set()
@@ -305,29 +310,32 @@ class Fleet(ABC):
             raise UserError(f"request {request.request_id}: it exceeds the model's context of {context} tokens")
 
     async def _choose(self, request: Request, preferred: int | None) -> Slot:
-        while not (open_ := [slot.index for slot in self._slots if self._may_get(slot)]):
-            lost = all(slot.healing is None and slot.fence is not None for slot in self._slots)
-            if lost and not self._publishing:
-                raise self._no_engine()
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (request.order, next(self._numbers), turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self._admit_next()  # it may have been this one's turn
-                raise
-        return self._slots[self._dealing.choose(open_, request, preferred)]
+        """Waits for a server with room for a request. The first in the order gets one first, though others may be smaller."""
+        turn = (request.order, next(self._numbers))
+        insort(self._waiting, turn)
+        try:
+            while True:
+                open_ = [slot.index for slot in self._slots if self._may_get(slot, request)]
+                if open_ and self._waiting[0] == turn:
+                    return self._slots[self._dealing.choose(open_, request, preferred)]
+                lost = all(slot.healing is None and slot.fence is not None for slot in self._slots)
+                if lost and not self._publishing:
+                    raise self._no_engine()
+                self._looks[turn] = asyncio.get_running_loop().create_future()
+                await self._looks[turn]
+        finally:
+            self._looks.pop(turn, None)
+            del self._waiting[bisect_left(self._waiting, turn)]
+            self._admit_next()  # it looks once this one is counted
 
-    def _may_get(self, slot: Slot) -> bool:
-        return slot.open and not self._draining and (self._most is None or slot.samples < self._most)
+    def _may_get(self, slot: Slot, request: Request) -> bool:
+        room = self._most is None or not slot.samples or slot.samples + request.samples <= self._most
+        return slot.open and room
 
     def _admit_next(self) -> None:
         """Has the first of the waiting requests look for a server."""
-        while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
-                return
+        if self._waiting and (look := self._looks.get(self._waiting[0])) is not None and not look.done():
+            look.set_result(None)
 
     def _no_engine(self) -> InfrastructureError:
         reasons = "; ".join(f"{slot.server.name}: {slot.fence}" for slot in self._slots)
@@ -342,7 +350,8 @@ class Fleet(ABC):
         if self.on_fault is not None:
             self.on_fault(slot.index, reason)
         self._note(f"engine {slot.server.name} is fenced: {reason}")
-        slot.healing = asyncio.get_running_loop().create_task(self._heal(slot))
+        if slot.healing is None:
+            slot.healing = asyncio.get_running_loop().create_task(self._heal(slot))
 
     async def _heal(self, slot: Slot) -> None:
         """Restores a fenced server. Where that does not help it is started again, or waited for while others may start it."""
@@ -377,10 +386,9 @@ class Fleet(ABC):
 
     async def _notify(self) -> None:
         """Has all look again that wait for a server, or for one to be open or fenced."""
-        waiting, self._waiting = self._waiting, []
-        for _, _, turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
+        for look in self._looks.values():
+            if not look.done():
+                look.set_result(None)
         async with self._changed:
             self._changed.notify_all()
 

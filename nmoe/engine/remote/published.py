@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -137,12 +137,10 @@ class PublishedFleet(Fleet):
         return samples
 
     async def _restore(self, slot: Slot) -> None:
-        await self._install(slot, (await self._send([slot])).get(slot.server))
+        await self._install(slot, await self._send([slot]))
 
     async def _send(self, slots: Sequence[Slot]) -> dict[EngineServer, ServerLostError]:
         assert self._update is not None, "weights are published before anything is sampled"
-        for slot in slots:
-            slot.open = False
         if self._publisher is None:
             self._publisher = Publisher(
                 self._source,
@@ -152,20 +150,36 @@ class PublishedFleet(Fleet):
                 workers=self._workers,
                 keeps_cache=self._in_flight == "stale_kv",
             )
-        return await self._publisher.send(self._update, [slot.server for slot in slots])
+        of = {slot.server: slot for slot in slots}
+        return await self._publisher.send(self._update, list(of), lambda server: self._hold(of[server]))
 
-    async def _install(self, slot: Slot, failed: ServerLostError | None) -> None:
+    async def _hold(self, slot: Slot) -> None:
+        """Gives a server no new requests, and waits for those that it has if weights are published between requests."""
+        slot.open = False
+        while self._in_flight == "drain" and slot.samples and slot.fence is None:
+            self._ended.clear()
+            await self._ended.wait()
+
+    async def _take(self, slot: Slot, sent: Awaitable[dict[EngineServer, ServerLostError]]) -> None:
+        """Opens a server once the weights of a publication were sent to it, or fences it."""
+        try:
+            await self._install(slot, await sent)
+        except ServerLostError as error:
+            slot.healing = None
+            self._fence(slot, str(error))
+
+    async def _install(self, slot: Slot, failed: Mapping[EngineServer, ServerLostError]) -> None:
         """Opens a server that was sent the present weights, if its samples agree with the learner. Raises ServerLostError if they
         do not, or if it did not take the weights."""
-        if failed is not None:
-            raise failed
+        if slot.server in failed:
+            raise failed[slot.server]
         if self._settled:
-            difference, coverage = await self._compare(slot.server)
+            difference, coverage = await self._compare(slot)
         else:
             async with self._settling:  # one server at a time while the number of prompts is open
-                difference, coverage = await self._compare(slot.server)
+                difference, coverage = await self._compare(slot)
                 while self._canary.more_prompts():
-                    difference, coverage = await self._compare(slot.server)
+                    difference, coverage = await self._compare(slot)
                 self._settled = True
         if not difference <= (bound := self._canary.bound()):
             raise ServerLostError(
@@ -175,14 +189,16 @@ class PublishedFleet(Fleet):
         self._compared[slot.index], slot.version = (difference, coverage), self._version
         await self._open_slot(slot)
 
-    async def _compare(self, server: EngineServer) -> tuple[float, float]:
+    async def _compare(self, slot: Slot) -> tuple[float, float]:
         canary, version, tokens = self._canary, self._version, self._canary.tokens
         requests = [
             Request(prompt, 1, Sampling(tokens, seed=version), f"canary/{version}/{number}/{time.monotonic_ns()}")
             for number, prompt in enumerate(canary.prompts)
         ]
-        deadline_s = DEADLINE_S + self._token_s * tokens
-        replies = await asyncio.gather(*(server.generate(one, version, 1, deadline_s) for one in requests))
+        # A full server samples what it has first.
+        longest = max((limit for limit, count in slot.limits.items() if count), default=0)
+        deadline_s = DEADLINE_S + self._token_s * (longest + tokens)
+        replies = await asyncio.gather(*(slot.server.generate(one, version, 1, deadline_s) for one in requests))
         sampled = [(request.prompt_ids, samples[0]) for request, samples in zip(requests, replies, strict=True)]
         return await self._on_caller(lambda: canary.difference(sampled))
 
@@ -202,20 +218,9 @@ class PublishedFleet(Fleet):
             update = await self._on_caller(lambda: self._prepared(learner, format, version))
             old, self._update, self._version = self._update, update, version
             written = time.perf_counter()
-            try:
-                await self._drained()
-                failed = await self._send(self._slots)
-            finally:
-                self._draining = False
-            installed = (self._install(slot, failed.get(slot.server)) for slot in self._slots)
-            outcomes = await asyncio.gather(*installed, return_exceptions=True)
+            await self._publish()
             if old is not None:
                 old.discard()
-            for slot, outcome in zip(self._slots, outcomes, strict=True):
-                if isinstance(outcome, ServerLostError):
-                    self._fence(slot, str(outcome))
-                elif outcome is not None:
-                    raise outcome
         finally:
             self._publishing = False
             await self._notify()
@@ -239,12 +244,25 @@ class PublishedFleet(Fleet):
         differences, coverages = zip(*(self._compared[slot.index] for slot in self._slots if slot.open), strict=True)
         self._published |= {"canary_abs_max": max(differences), "canary_coverage": min(coverages)}
 
-    async def _drained(self) -> None:
-        """Holds new requests back, and waits for the running ones, if weights are published between requests."""
-        self._draining = self._in_flight == "drain"
-        while self._draining and self._requests:
-            self._ended.clear()
-            await self._ended.wait()
+    async def _publish(self) -> None:
+        """Sends the weights to all servers, each by itself, so that none waits for another; a broadcast has them all at once."""
+        if self._transport == "group":
+            together = asyncio.ensure_future(self._send(self._slots))
+            sent: list[Awaitable[dict[EngineServer, ServerLostError]]] = [together for _ in self._slots]
+        else:
+            sent = [self._send([slot]) for slot in self._slots]
+        for slot, one in zip(self._slots, sent, strict=True):
+            slot.healing = asyncio.create_task(self._take(slot, one))
+        taking = [slot.healing for slot in self._slots if slot.healing is not None]
+        try:
+            outcomes = await asyncio.gather(*taking, return_exceptions=True)
+        finally:
+            for slot in self._slots:
+                if slot.healing in taking:
+                    slot.healing = None
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
 
     def metrics(self) -> dict[str, float]:
         """Returns the last publication's figures beside the fleet's."""

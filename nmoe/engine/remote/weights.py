@@ -33,6 +33,7 @@ Backend = Literal["gloo", "nccl"]
 Format = Literal["hf", "nmoe"]
 """The names of tensors: Hugging Face's for vLLM, nmoe's for its own server, which stores every model."""
 OnCaller = Callable[[Callable[[], Any]], Awaitable[Any]]
+Hold = Callable[[EngineServer], Awaitable[None]]
 
 # Memory that looks like a directory: weights that both processes see without a disk between.
 _SHARED_MEMORY = Path("/dev/shm")
@@ -137,6 +138,15 @@ def digest_of(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
+async def _as_it_is(server: EngineServer) -> None:
+    """Holds nothing back."""
+
+
+def _discard(written: asyncio.Future[Update]) -> None:
+    if not written.cancelled() and written.exception() is None:
+        written.result().discard()
+
+
 class Publisher:
     """Sends an update to servers, and knows which of them form its process group."""
 
@@ -160,21 +170,16 @@ class Publisher:
         self._holds: dict[EngineServer, list[str]] = {}  # the digests of the weights that each has
         self.wholes = 0  # times that a server was sent all weights
         self._whole: asyncio.Future[Update] | None = None  # sent where a difference does not fit
+        self._readers = 0  # servers that read it
         self._sending = asyncio.Lock()  # two heals would share the group
 
-    async def send(self, update: Update, servers: Sequence[EngineServer]) -> dict[EngineServer, ServerLostError]:
+    async def send(
+        self, update: Update, servers: Sequence[EngineServer], hold: Hold = _as_it_is
+    ) -> dict[EngineServer, ServerLostError]:
         """Has servers take the weights of an update. Returns those that did not, with the reason. The others answer, so that their
-        samples can be compared with the learner's. nmoe's servers sample until all tensors have come, and on; vLLM is paused
-        meanwhile, since an update without a pause ends its engine."""
-        async with self._sending:
-            self._whole = None
-            try:
-                return await self._send(update, servers)
-            finally:
-                if self._whole is not None:
-                    (await self._whole).discard()  # written to its end, or its files would stay
-
-    async def _send(self, update: Update, servers: Sequence[EngineServer]) -> dict[EngineServer, ServerLostError]:
+        samples can be compared with the learner's. `hold` is awaited for each server before its weights are replaced: nmoe's
+        servers sample until all tensors have come, and on; vLLM is paused from the beginning, since an update without a pause ends
+        its engine."""
         failed: dict[EngineServer, ServerLostError] = {}
 
         async def each(act: Callable[[EngineServer], Awaitable[None]]) -> None:
@@ -187,42 +192,59 @@ class Publisher:
                 elif isinstance(outcome, BaseException):
                     raise outcome
 
-        async def point(server: EngineServer) -> None:
-            sent = await self._fitting(update, server)
-            await server.control("/update_weights", {"update_info": sent.info}, size=sent.size)
+        async def alone(server: EngineServer) -> None:
+            await self._begin(server, hold)
+            await self._point(server, update)
+            await self._finish(server, update, hold)
 
-        await each(self._begin)
-        if update.info["transport"] == "group":
+        if update.info["transport"] != "group":
+            await each(alone)
+            return failed
+        async with self._sending:
+            await each(lambda server: self._begin(server, hold))
             await self._broadcast(update, [server for server in servers if server not in failed], failed)
-        else:
-            await each(point)
-        finish: dict[str, Any] = {"weight_version": str(update.version)}
-        if self._keeps_cache and self._format == "nmoe":
-            finish["keep_cache"] = True
-        await each(lambda server: server.control("/finish_weight_update", finish))
-        if update.directory is not None:
-            self._holds |= {server: update.info["digests"] for server in servers if server not in failed}
-        # nmoe's servers too: one that somebody has paused would leave its canary without an answer.
-        await each(lambda server: server.control("/resume"))
+            await each(lambda server: self._finish(server, update, hold))
         return failed
 
-    async def _begin(self, server: EngineServer) -> None:
+    async def _begin(self, server: EngineServer, hold: Hold) -> None:
         if self._format == "hf":
             await server.refuse_sleep()
+            await hold(server)
             await server.control("/pause", params={"mode": "keep", "clear_cache": str(not self._keeps_cache).lower()})
         if server not in self._ready:
             await server.control("/init_weight_transfer_engine", {"init_info": {}})
             self._ready.add(server)
         await server.control("/start_weight_update")
 
-    async def _fitting(self, update: Update, server: EngineServer) -> Update:
-        """Returns what to send to a server: all weights where it has others than a difference is from."""
-        if update.whole is not None and self._holds.pop(server, None) != update.info["bases"]:
-            if self._whole is None:
-                self._whole = asyncio.ensure_future(asyncio.to_thread(update.whole))
-            update = await asyncio.shield(self._whole)
-        self.wholes += update.whole is None
-        return update
+    async def _point(self, server: EngineServer, update: Update) -> None:
+        """Has a server read files: all weights, where it has others than a difference is from."""
+        if update.whole is None or self._holds.pop(server, None) == update.info["bases"]:
+            self.wholes += update.whole is None
+            await server.control("/update_weights", {"update_info": update.info}, size=update.size)
+            return
+        if self._whole is None:
+            self._whole = asyncio.ensure_future(asyncio.to_thread(update.whole))
+        whole, self._readers = self._whole, self._readers + 1
+        try:
+            sent = await asyncio.shield(whole)
+            self.wholes += 1
+            await server.control("/update_weights", {"update_info": sent.info}, size=sent.size)
+        finally:
+            self._readers -= 1
+            if not self._readers:
+                self._whole = None
+                whole.add_done_callback(_discard)  # written to its end, or its files would stay
+
+    async def _finish(self, server: EngineServer, update: Update, hold: Hold) -> None:
+        await hold(server)
+        finish: dict[str, Any] = {"weight_version": str(update.version)}
+        if self._keeps_cache and self._format == "nmoe":
+            finish["keep_cache"] = True
+        await server.control("/finish_weight_update", finish)
+        if update.directory is not None:
+            self._holds[server] = update.info["digests"]
+        # nmoe's servers too: one that somebody has paused would leave its canary without an answer.
+        await server.control("/resume")
 
     async def _broadcast(
         self, update: Update, servers: list[EngineServer], failed: dict[EngineServer, ServerLostError]
