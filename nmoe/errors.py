@@ -34,9 +34,8 @@ class MissingInputError(UserError):
 
 
 class StorageError(UserError):
-    """Raised if the disk is full or cannot be written. The exit code is 1, because the input is not wrong."""
-
-    exit_code = 1
+    """Raised if the disk is full or cannot be written. The exit code is that of bad input: to repeat the command does not help
+    before somebody has made room."""
 
 
 class DivergenceError(UserError):

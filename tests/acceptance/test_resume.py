@@ -328,7 +328,7 @@ def test_a_file_that_may_not_grow(workshop: Path, base: Path, tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     done = subprocess.run(run_of(workshop, tmp_path), preexec_fn=bounded, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done
+    assert done.returncode == 2, done
     assert done.stderr.startswith(f"error: {tmp_path}/base/checkpoints/step_000001: cannot be written: ")
     assert done.stderr.count("\n") == 1
     assert list((tmp_path / "base" / "checkpoints").iterdir()) == []

@@ -21,7 +21,7 @@ from nmoe.cli.command import app
 from nmoe.config.commands import PretrainConfig, RLConfig
 from nmoe.config.modes import mode_of
 from nmoe.config.packaged import packaged_configurations, packaged_environments
-from nmoe.errors import StorageError, UserError
+from nmoe.errors import InfrastructureError, UserError
 from nmoe.eval.evaluate import Asked
 from nmoe.verifier.scorers import load_scorer
 
@@ -228,7 +228,9 @@ def test_wrong_usage_exits_with_2(nmoe: Nmoe, arguments: tuple[str, ...]) -> Non
     assert nmoe(*arguments) == 2
 
 
-@pytest.mark.parametrize(("error", "code"), [(UserError("x.toml is wrong"), 2), (StorageError("the disk is full"), 1)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(UserError("x.toml is wrong"), 2), (InfrastructureError("no engine is left"), 1)]
+)
 def test_user_errors_are_one_message_and_an_exit_code(
     nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str], error: UserError, code: int
 ) -> None:

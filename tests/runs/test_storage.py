@@ -39,7 +39,7 @@ def test_storage_refusals_become_storage_errors(tmp_path: Path, error: Exception
     message = r"model\.safetensors: cannot be written: .*bytes free"
     with pytest.raises(StorageError, match=message) as caught, storage_errors(path):
         raise error
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 2
     assert caught.value.__cause__ is error
 
 

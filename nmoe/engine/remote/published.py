@@ -14,6 +14,7 @@ from nmoe.engine.api import Request
 from nmoe.engine.remote.difference import Differences
 from nmoe.engine.remote.fleet import DEADLINE_S, Address, Fleet, Slot
 from nmoe.engine.remote.server import EngineServer, ServerLostError
+from nmoe.engine.remote.shared_memory import remove_left
 from nmoe.engine.remote.weights import Backend, Format, Publisher, Source, Transport, Update, prepared, written
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
@@ -66,6 +67,7 @@ class PublishedFleet(Fleet):
         """`format` None is the format of the servers at hand, each of which has so many `workers`. Files for them are written below
         `shared`; None is this machine's memory. The others are `Fleet`'s. `in_flight` says what a publication does to requests."""
         super().__init__(addresses, model, token_s=token_s, key=key, note=note, speaks=speaks, wait_s=wait_s, most=most)
+        remove_left()
         self._in_flight = in_flight
         self._source, self._canary, self._precision = source, canary, precision
         self._transport, self._format, self._backend, self._workers = transport, format, backend, workers

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import shutil
 import socket
-import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +17,12 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from nmoe.engine.remote.server import CONTROL_S, EngineServer, ServerLostError
+from nmoe.engine.remote.shared_memory import new_directory
+from nmoe.errors import StorageError
 from nmoe.model.lora import Lora
 from nmoe.model.peft_format import adapter_tensors, save_adapter
 from nmoe.model.shards import write_as_they_come
@@ -35,8 +37,6 @@ Format = Literal["hf", "nmoe"]
 OnCaller = Callable[[Callable[[], Any]], Awaitable[Any]]
 Hold = Callable[[EngineServer], Awaitable[None]]
 
-# Memory that looks like a directory: weights that both processes see without a disk between.
-_SHARED_MEMORY = Path("/dev/shm")
 # Of a file of weights: so much of them is in memory a second time while they are written.
 _SHARD_BYTES = 2**30
 # Of one exchange. Shorter than the deadline of a call of control, which waits for the group to form.
@@ -101,13 +101,14 @@ def prepared(
         deque(described(), maxlen=0)
         return Update(version, info | {"dtypes": dtypes, "shapes": shapes}, sum(sizes), None, sum(sizes))
     whole = sum(tensor.nbytes for tensor in source.model.state_dict().values())
-    directory = _new_directory(whole, shared)
+    directory = new_directory(whole, shared)
     try:
-        if source.lora is not None and transport == "adapter":
-            deque(described(), maxlen=0)
-            save_adapter(source.lora, directory)
-        else:
-            write_as_they_come(directory, described(), _SHARD_BYTES)
+        with _room(directory):
+            if source.lora is not None and transport == "adapter":
+                deque(described(), maxlen=0)
+                save_adapter(source.lora, directory)
+            else:
+                write_as_they_come(directory, described(), _SHARD_BYTES)
     except BaseException:
         deque(tensors, maxlen=0)  # other ranks gather every tensor
         shutil.rmtree(directory, ignore_errors=True)
@@ -117,19 +118,27 @@ def prepared(
 
 def written(tensors: Iterator[tuple[str, Tensor]], size: int, shared: Path | None) -> tuple[Path, int]:
     """Writes tensors into a new directory below `shared`, as `Written` says."""
-    directory = _new_directory(size, shared)
+    directory = new_directory(size, shared)
     try:
-        write_as_they_come(directory, tensors, _SHARD_BYTES)
+        with _room(directory):
+            write_as_they_come(directory, tensors, _SHARD_BYTES)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
     return directory, sum(file.stat().st_size for file in directory.iterdir())
 
 
-def _new_directory(size: int, shared: Path | None) -> Path:
-    if shared is None and _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size:
-        shared = _SHARED_MEMORY
-    return Path(tempfile.mkdtemp(prefix=f"nmoe_weights_{os.getpid()}_", dir=shared))
+@contextmanager
+def _room(directory: Path) -> Iterator[None]:
+    """Raises StorageError where weights cannot be written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(directory.parent).free
+        raise StorageError(
+            f"{directory}: the weights for the engines cannot be written: {error} ({free:,} bytes free there). Make room, or name "
+            "another engine.shared_directory; a run goes on from its last checkpoint with --run.resume=true"
+        ) from error
 
 
 def digest_of(tensor: Tensor) -> str:

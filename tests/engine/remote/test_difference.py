@@ -25,7 +25,7 @@ from nmoe.engine.remote.server import EngineServer, ServerLostError
 from nmoe.engine.remote.weights import Format, Publisher, Update, digest_of, written
 from nmoe.engine.server.app import Service, application
 from nmoe.engine.server.weights import Weights
-from nmoe.errors import UserError
+from nmoe.errors import StorageError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.shards import open_tensors
 from nmoe.model.transformer import Transformer
@@ -286,7 +286,7 @@ def test_a_full_disk_leaves_the_last_publication_as_it_was(tmp_path: Path, monke
         async with run.opened():
             await run.publish()
             monkeypatch.setattr("nmoe.model.shards.save_file", full)
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(StorageError, match="cannot be written: No space left on device"):
                 await run.publish()
             monkeypatch.undo()
             assert await run.publish() == {}

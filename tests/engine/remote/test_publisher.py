@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nmoe.engine.remote.server import EngineServer, ServerLostError
 from nmoe.engine.remote.weights import Format, Publisher, Update, digest_of, prepared
+from nmoe.errors import StorageError
 from nmoe.model.config import ModelConfig
 from nmoe.model.shards import INDEX, open_tensors
 from nmoe.rl.engines import Frozen
@@ -145,7 +146,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_other_ranks_gather_on(monkeyp
     monkeypatch.setattr("nmoe.model.shards.save_file", full)
     monkeypatch.setattr("nmoe.engine.remote.weights._SHARD_BYTES", 1)
     before = set(Path("/dev/shm").glob("nmoe_weights_*"))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageError, match="cannot be written: No space left on device"):
         prepared(learner, "nmoe", 1, transport="disk")
     assert len(gathered) == len(list(weights("nmoe")))
     assert set(Path("/dev/shm").glob("nmoe_weights_*")) <= before
