@@ -34,8 +34,8 @@ class MissingInputError(UserError):
 
 
 class StorageError(UserError):
-    """Raised if the disk is full or cannot be written. The exit code is that of bad input: to repeat the command does not help
-    before somebody has made room."""
+    """Raised if the disk is full or cannot be written. The exit code is 2, because the same command fails again until somebody
+    makes room."""
 
 
 class DivergenceError(UserError):

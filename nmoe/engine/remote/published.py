@@ -197,7 +197,7 @@ class PublishedFleet(Fleet):
             Request(prompt, 1, Sampling(tokens, seed=version), f"canary/{version}/{number}/{time.monotonic_ns()}")
             for number, prompt in enumerate(canary.prompts)
         ]
-        # A full server samples what it has first.
+        # A full server samples its other requests first.
         longest = max((limit for limit, count in slot.limits.items() if count), default=0)
         deadline_s = DEADLINE_S + self._token_s * (longest + tokens)
         replies = await asyncio.gather(*(slot.server.generate(one, version, 1, deadline_s) for one in requests))
