@@ -30,7 +30,7 @@ from nmoe.config.packaged import find_configuration
 from nmoe.config.tables.placement import PlacementSection
 from nmoe.engine.remote.launcher import Command, Launcher, LocalLauncher, Process, free_port
 from nmoe.engine.remote.process import KEY, START_S, ServerProcess, addresses
-from nmoe.engine.remote.supervisor import Action, Kill, Restarts, Start, State, Stop, Supervisor
+from nmoe.engine.remote.supervisor import Action, Kill, Restarts, Standstill, Start, State, Stop, Supervisor
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.device import choose_device, dtype_for
 from nmoe.plan.engine_plan import engine_plan
@@ -40,7 +40,7 @@ from nmoe.preflight.resources import memory_of
 from nmoe.recipes.run_loop import Interruptible
 from nmoe.recipes.setup import run_path
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint
-from nmoe.runs.directory import LOGS, refuse_unless_free
+from nmoe.runs.directory import ACTIVITY, LOGS, refuse_unless_free
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.provenance import recorded_precision
 
@@ -48,6 +48,8 @@ from nmoe.runs.provenance import recorded_precision
 _LOOK_S, _ASK_S = 0.1, 0.5
 # Seconds that ranks have to end after the first of them has, and that training has to save when its engines are lost.
 _LAST_WORDS_S, _SAVING_S = 30.0, 600.0
+# Seconds that an activity of training may take beyond ten times the longest one before, such as a step with longer samples.
+SLACK_S = 600.0
 
 
 def run_placed(config: RLConfig, file: Path, overrides: Sequence[str]) -> None:
@@ -218,6 +220,7 @@ class Parent:
         self._placed, self._run, self._servers, self._training, self._resume = placed, run, servers, training, resume
         self._supervisor = Supervisor(placed.engines, placed.restarts, placed.least_engines, START_S, placed.wait_s)
         self._restarts = Restarts(placed.restarts)
+        self._standstill = Standstill(SLACK_S + placed.wait_s)  # a step may wait so long for engines
         self._answers: queue.SimpleQueue[tuple[int, Process, bool]] = queue.SimpleQueue()
         self._over = threading.Event()
         self._stop: str | None = None
@@ -254,6 +257,9 @@ class Parent:
                 asked = now
                 if trains:
                     self._training.ask()
+            if trains and asked is None and (why := self._hangs(now)) is not None:
+                self._say(f"training hangs: {why}; it is killed")
+                self._training.kill()
             if not trains:
                 if asked is not None:
                     break
@@ -261,6 +267,8 @@ class Parent:
                     state in (State.WAITING, State.STARTING) for state in self._supervisor.states()
                 ):
                     resume = (self._run / "config.toml").exists() and (bool(self._resume) or at > 0)
+                    (self._run / LOGS / ACTIVITY).unlink(missing_ok=True)
+                    self._standstill.begin()
                     self._training.start(self._urls(), resume)
                     trains, self._began, self._begun_from = True, now, self._step_saved()
             elif (code := self._training.ended(now)) is not None:
@@ -279,6 +287,14 @@ class Parent:
                 f"{self._stop}. The run is saved as far as its last checkpoint; it goes on with --run.resume=true"
             )
         raise KeyboardInterrupt
+
+    def _hangs(self, now: float) -> str | None:
+        """Returns why training, of which the first rank says what it does, is to be killed; None if it is not."""
+        try:
+            activity = (self._run / LOGS / ACTIVITY).read_text()
+        except OSError:
+            return None
+        return self._standstill.does(activity, now) if activity else None
 
     def _next_start(self, code: int, now: float) -> float | None:
         """Returns the seconds until training that has ended is started again; None if it is done. Exits with its code if it is not

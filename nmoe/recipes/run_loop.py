@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -32,7 +32,7 @@ from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.checkpoint import Saver
-from nmoe.runs.directory import Resume, RunDirectory, flat_keys
+from nmoe.runs.directory import ACTIVITY, LOGS, Resume, RunDirectory, flat_keys
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
 from nmoe.runs.progress import Progress
@@ -147,6 +147,12 @@ class Run:
             for line in sample_lines(written[0], CONSOLE_CHARACTERS):
                 self.note(line)
 
+    def does(self, activity: str, step: int) -> None:
+        """Says what the run does from now on to the parent of a run with [placement], which ends a run that hangs."""
+        if isinstance(self._config, RLConfig) and self._config.placement is not None:
+            with suppress(OSError):  # a full disk is noticed where it matters
+                (self.directory.path / LOGS / ACTIVITY).write_text(f"{activity} {step}")
+
     def alert(self, step: int, message: str) -> None:
         """Prints a warning, appends it to alerts.jsonl, and sends it to the experiment trackers."""
         self.ledger.alert({"step": step, "message": message})
@@ -180,6 +186,7 @@ class Run:
             self._progress.begin(first)
             for step in range(first + 1, self._steps + 1):
                 saver.check()
+                self.does("step", step)
                 done = recipe.step(step)
                 last = step == self._steps
                 metrics, probe = {**done.metrics, **saving}, None
@@ -203,6 +210,7 @@ class Run:
                 may_stop, saving = recipe.may_stop(), {}
                 stopping, stopped = interrupt.requested and may_stop, stop is not None and may_stop
                 if last or best or stopping or stopped or step % checkpoint.every_steps == 0:
+                    self.does("checkpoint", step)
                     began = time.perf_counter()
                     saver.save(step, recipe.parts(), best)
                     saving = {"time_save_s": time.perf_counter() - began}
@@ -210,6 +218,7 @@ class Run:
                     # 6.6 GB in 80 steps, and stays at 4.6 GB so.
                     return_freed_memory()
                 if last or stopping or stopped:
+                    self.does("end", step)
                     saver.wait()
                 if stopped:
                     raise RunStoppedError(f"{stop}; the run is saved and ends here, as [monitor] asks")
@@ -281,6 +290,7 @@ class Run:
 
         Returns the figures to add to the step's metrics, and the figures for the monitor (None if there are none).
         """
+        self.does("evaluation", step)
         held_out = recipe.evaluate()
         if held_out is None:
             return {}, None

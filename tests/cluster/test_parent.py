@@ -34,7 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 # Notes its arguments and rank; ends with the code of its turn, or waits until it is asked to end, and saves. A list with a
-# code writes a checkpoint of the turn first.
+# code writes a checkpoint of the turn first. With "hangs", it ends one step and no second one.
 TRAINING = """
 import json, os, pathlib, signal, sys, time
 run, codes, *rest = sys.argv[1:]
@@ -48,6 +48,11 @@ with starts.open("a") as file:
     file.write(json.dumps({"pid": os.getpid(), "given": rest, "world": os.environ.get("WORLD_SIZE")}) + chr(10))
 print("training", turn, flush=True)
 code = json.loads(codes)[turn]
+if code == "hangs":
+    for step in (1, 2):
+        (run / "engines/activity").write_text(f"step {step}")
+        time.sleep(0.3)
+    code = None
 if isinstance(code, list):
     (run / f"checkpoints/step_{turn:06}").mkdir(parents=True)
     code = code[0]
@@ -241,6 +246,17 @@ def test_the_log_of_an_engine_that_is_given_up_is_read_once(place: Place, monkey
     with pytest.raises(KeyboardInterrupt):
         placed.meanwhile(kill)
     assert read == ["server_1"]
+
+
+def test_training_that_hangs_is_killed_and_started_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nmoe.cluster.parent.SLACK_S", 0.5)
+    placed = place(["hangs", "0.1"], engines=1, wait_s=0.1)
+    began = time.monotonic()
+    placed.parent.run()
+    assert time.monotonic() - began > 10 * 0.3 + 0.5 + 0.1
+    assert "training hangs: step 2 has taken" in placed.log()
+    assert f"training ended with exit code {128 + signal.SIGKILL}; it is started again" in placed.log()
+    assert placed.starts()[1]["given"][-1] == "--run.resume=true"
 
 
 def test_all_ranks_are_started_again_when_one_dies(place: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
 from nmoe.errors import UserError
 from nmoe.plan.engine_plan import engine_plan
+from nmoe.recipes.run_loop import Run
 from nmoe.runs.directory import is_free
 
 PLACED = ("--engine.kind=server", "--placement.engines=2")
@@ -170,3 +172,17 @@ def test_logs_of_engines_do_not_take_the_name_of_a_run(tmp_path: Path) -> None:
     assert is_free(tmp_path / "run")
     (tmp_path / "run/other").touch()
     assert not is_free(tmp_path / "run")
+
+
+def test_a_run_says_what_it_does_to_its_parent_alone(configured: Configured, tmp_path: Path) -> None:
+    (tmp_path / "engines").mkdir()
+    directory: Any = SimpleNamespace(path=tmp_path, ledger=None, start_step=0)
+    progress: Any = None
+    activity = tmp_path / "engines" / "activity"
+    Run(configured("--engine.kind=server"), directory, progress, 9, None).does("step", 3)
+    assert not activity.exists()
+    placed = Run(configured(*PLACED, "--engine.urls=['http://a:1']"), directory, progress, 9, None)
+    placed.does("step", 3)
+    assert activity.read_text() == "step 3"
+    placed.does("evaluation", 3)
+    assert activity.read_text() == "evaluation 3"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nmoe.cluster.parent import Parent, Training
+from nmoe.cluster.parent import SLACK_S, Parent, Training
 from nmoe.cluster.rehearse.proxy import Answer, Proxy
 from nmoe.config.commands import RLConfig
 from nmoe.config.tables.placement import PlacementSection
@@ -33,7 +33,7 @@ from nmoe.runs.directory import LOGS
 
 # Seconds that a fault has to be noticed, and to be got over after that; and that processes have to end with their parent.
 _NOTICED_S, _OVER_S, _ENDED_S = 180.0, 240.0, 20.0
-# Seconds for which training stands still, to see whether anything notices it.
+# Seconds that training may stand still beyond ten of its steps, which are short here.
 _STILL_S = 15.0
 _PUBLISHED = "/update_weights"
 _SAMPLED = "/inference/v1/generate"
@@ -41,14 +41,13 @@ _SAMPLED = "/inference/v1/generate"
 
 @dataclass(frozen=True)
 class Trial:
-    """A fault: how to make it, and a pattern of the line in the logs that shows that it was noticed, or "" if it need not be. After
-    `lasts` seconds it counts as not noticed, and `undo` ends it."""
+    """A fault: how to make it, and a pattern of the line in the logs that shows that it was noticed, or "" if it need not be. Where
+    training ends `by_hand`, somebody would remove the fault and start it again."""
 
     name: str
     make: Callable[[Rehearsal], str | None]
     seen: str
-    lasts: float = _NOTICED_S
-    undo: Callable[[Rehearsal], None] = lambda rehearsal: None
+    by_hand: bool = False
 
 
 class Rehearsal(Parent):
@@ -110,6 +109,12 @@ class Rehearsal(Parent):
         elif now - self._noticed_at > _OVER_S:
             self._end(Check(self._trial.name, "fail", f"{self._noticed}; and no step since for {_OVER_S:.0f} s"))
 
+    def _next_start(self, code: int, now: float) -> float | None:
+        if self._trial is not None and self._trial.by_hand and code == UserError.exit_code:
+            self._say(f"training ended with exit code {code}, and is started again as if by hand")
+            return 0.0
+        return super()._next_start(code, now)
+
     def _next(self, now: float) -> None:
         if not self._left:
             self._left = None
@@ -129,13 +134,13 @@ class Rehearsal(Parent):
             said = f"{self._made}{line.strip()[:200]}"
             self._noticed, self._noticed_at, self._progress = said, now, 0
             self._answer_of = {}
-        elif now - self._begun > trial.lasts:
-            trial.undo(self)
-            self._end(Check(trial.name, "warn", f"nothing noticed it within {trial.lasts:.0f} s"))
+        elif now - self._begun > _NOTICED_S:
+            self._end(Check(trial.name, "warn", f"nothing noticed it within {_NOTICED_S:.0f} s"))
 
     def _end(self, check: Check) -> None:
         self._report(check)
         self._trial, self._progress, self._answer_of = None, 0, {}
+        self._standstill.slack_s = SLACK_S + self._placed.wait_s
 
     def _logs(self) -> list[Path]:
         return sorted((self._run / LOGS).glob("*.log"))
@@ -170,6 +175,11 @@ class Rehearsal(Parent):
 
     def learner(self) -> Process:
         return self._training._processes[0]
+
+    def stop_learner(self) -> None:
+        """Has training stand still, and makes the parent's patience short."""
+        self._standstill.slack_s = _STILL_S
+        _signal(self.learner(), signal.SIGSTOP)
 
     def cut_checkpoint(self) -> str:
         """Cuts the largest file of the newest checkpoint, and kills training."""
@@ -211,14 +221,8 @@ TRIALS = (
     Trial("wrong weights", lambda one: one.answer(_SAMPLED, "wrong"), r"fenced: .*(canary|other weights|differ).*"),
     Trial("engine lost in a transfer", lambda one: one.answer(_PUBLISHED, "lost"), r"fenced: .*"),
     Trial("learner killed", lambda one: one.learner().kill(), r"training ended with exit code .*"),
-    Trial("disk full", _fill_disk, r"File too large|No space|disk|training ended with exit code .*"),
-    Trial(
-        "learner hangs",
-        lambda one: _signal(one.learner(), signal.SIGSTOP),
-        r"training (hangs|does not answer)",
-        _STILL_S,
-        lambda one: _signal(one.learner(), signal.SIGCONT),
-    ),
+    Trial("disk full", _fill_disk, r"File too large|No space|disk|training ended with exit code .*", by_hand=True),
+    Trial("learner hangs", Rehearsal.stop_learner, r"training hangs: .*"),
     Trial("checkpoint cut short", Rehearsal.cut_checkpoint, r"resumed from step .*|torn.*"),
 )
 

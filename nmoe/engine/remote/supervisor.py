@@ -8,6 +8,8 @@ from enum import Enum, auto
 
 # Seconds: of the delay before a second restart, which then doubles, of the longest, and of health by which faults are forgotten.
 _DELAY_S, _LONGEST_S, _STEADY_S = 1.0, 60.0, 600.0
+# How many times as long as the longest one before a step may last.
+_TIMES = 10
 
 
 class Restarts:
@@ -31,6 +33,34 @@ class Restarts:
         if self._faults > self._most:
             return None
         return 0.0 if self._faults == 1 else min(_LONGEST_S, _DELAY_S * 2.0 ** (self._faults - 2))
+
+
+class Standstill:
+    """Decides from the activities that training names, such as "step 12" or "checkpoint 12", when it hangs.
+
+    A step hangs once it has lasted ten times as long as the longest one that has ended, and `slack_s` beside. The first step never
+    does, nor anything else: nobody knows how long a start, an evaluation or a checkpoint takes.
+    """
+
+    def __init__(self, slack_s: float) -> None:
+        self.slack_s = slack_s
+        self._longest: float | None = None
+        self._activity, self._since = "", 0.0
+
+    def begin(self) -> None:
+        """Notes that training is started, and does nothing yet."""
+        self._activity = ""
+
+    def does(self, activity: str, now: float) -> str | None:
+        """Notes the present activity. Returns why training hangs; None if it does not."""
+        lasted, longest = now - self._since, self._longest
+        if activity != self._activity:
+            if self._activity.startswith("step "):
+                self._longest = max(longest or 0.0, lasted)
+            self._activity, self._since = activity, now
+        elif activity.startswith("step ") and longest is not None and lasted > _TIMES * longest + self.slack_s:
+            return f"{activity} has taken {lasted:.0f} s, and the longest one before took {longest:.0f} s"
+        return None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nmoe.engine.remote.supervisor import Action, Kill, Restarts, Start, State, Stop, Supervisor
+from nmoe.engine.remote.supervisor import Action, Kill, Restarts, Standstill, Start, State, Stop, Supervisor
 
 
 def running(engines: int = 2, restarts: int = 2, least: int = 1) -> Supervisor:
@@ -133,3 +133,31 @@ def test_no_engine_is_started_twice_or_more_often_than_allowed(
             assert due > now
     if now < 600:
         assert max(starts) <= 1 + restarts
+
+
+def test_a_step_hangs_after_ten_times_the_longest_before_and_the_slack() -> None:
+    """Not the first one, and no evaluation or checkpoint; a start forgets the activity and not the times."""
+    still = Standstill(100.0)
+    for now, activity in [
+        (0, "step 1"),
+        (5000, "step 1"),
+        (5020, "step 2"),
+        (5050, "evaluation 2"),
+        (99050, "evaluation 2"),
+    ]:
+        assert still.does(activity, now) is None  # the longest step took 5020 s
+    still = Standstill(100.0)
+    for now, activity in [
+        (0, "step 1"),
+        (20, "step 2"),
+        (50, "evaluation 2"),
+        (9050, "checkpoint 2"),
+        (18050, "step 3"),
+    ]:
+        assert still.does(activity, now) is None  # the longest step took 30 s
+    assert still.does("step 3", 18050 + 400) is None
+    assert still.does("step 3", 18050 + 401) == "step 3 has taken 401 s, and the longest one before took 30 s"
+    still.begin()
+    assert still.does("step 3", 30000) is None
+    assert still.does("step 3", 30400) is None
+    assert still.does("step 3", 30401) is not None
