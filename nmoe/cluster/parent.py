@@ -28,7 +28,7 @@ from nmoe.cluster.ray import gpus_of_nodes, ray_launcher
 from nmoe.config.commands import RLConfig
 from nmoe.config.packaged import find_configuration
 from nmoe.config.tables.placement import PlacementSection
-from nmoe.engine.remote.launcher import Command, Launcher, LocalLauncher, Process, free_port
+from nmoe.engine.remote.launcher import PORT, Command, Launcher, LocalLauncher, Process
 from nmoe.engine.remote.process import KEY, START_S, ServerProcess, addresses
 from nmoe.engine.remote.supervisor import Action, Kill, Restarts, Standstill, Start, State, Stop, Supervisor
 from nmoe.errors import InfrastructureError, UserError
@@ -167,11 +167,13 @@ class Training:
     def start(self, urls: Sequence[str], resume: bool) -> None:
         """Starts all ranks with the engines at these addresses."""
         command = [*self._command, f"--engine.urls={json.dumps(urls)}", *(["--run.resume=true"] if resume else [])]
-        shared = {"WORLD_SIZE": str(self._ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        # All ranks are on one machine, which is not this one under Ray: a port that is free there is the first one's.
+        shared = {"WORLD_SIZE": str(self._ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
         self._first_ended, self._processes = None, []
         for rank in range(self._ranks):
             env = {**self._env, **(shared | {"RANK": str(rank)} if self._ranks > 1 else {})}
             self._processes.append(self._launcher.start(f"train_{rank}", Command(command, env), self._gpus))
+            shared["MASTER_PORT"] = self._processes[0].address.rpartition(":")[2]
         self._shown = self._processes[0].began
 
     def ended(self, now: float) -> int | None:
@@ -289,7 +291,7 @@ class Parent:
         raise KeyboardInterrupt
 
     def _hangs(self, now: float) -> str | None:
-        """Returns why training, of which the first rank says what it does, is to be killed; None if it is not."""
+        """Returns why training is to be killed, by the activity that its first rank has written; None if it is not."""
         try:
             activity = (self._run / LOGS / ACTIVITY).read_text()
         except OSError:

@@ -46,9 +46,9 @@ class Keeper:
         until = time.monotonic() + _FREE_S
         while _taken(host, int(port)) and time.monotonic() < until:
             time.sleep(0.1)
-        argv = [part.replace("{port}", port).replace("{host}", host) for part in command]
+        placed = Command(command, env).at(host, port)
         own = {name: os.environ[name] for name in _OF_THE_NODE if name in os.environ}
-        self._process = LocalProcess(argv, env | own, f"{host}:{port}", Path(log))
+        self._process = LocalProcess(placed.argv, {**placed.env, **own}, f"{host}:{port}", Path(log))
         return self._process.address, self._process.began
 
     def sees(self, path: str) -> tuple[bool, str]:

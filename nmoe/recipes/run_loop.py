@@ -148,7 +148,7 @@ class Run:
                 self.note(line)
 
     def does(self, activity: str, step: int) -> None:
-        """Says what the run does from now on to the parent of a run with [placement], which ends a run that hangs."""
+        """Names the present activity to the parent of a run with [placement], which ends a run that hangs."""
         if isinstance(self._config, RLConfig) and self._config.placement is not None:
             with suppress(OSError):  # a full disk is noticed where it matters
                 (self.directory.path / LOGS / ACTIVITY).write_text(f"{activity} {step}")

@@ -27,7 +27,7 @@ LOCK = ".lock"
 LOGS = "engines"
 """The directory in a run's directory with the logs of the other processes of the run."""
 ACTIVITY = "activity"
-"""The file beside the logs in which training says to its parent what it does."""
+"""The file beside the logs by which training names its present activity to its parent."""
 # These keys may change when a run is resumed: its length, its checkpoints, its monitor, and its sinks. With another number of steps
 # the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is here because 0 stands
 # for the cores that the process may use; `recorded_threads` gives the count to use again. A run may go on on another device, and

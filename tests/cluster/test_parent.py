@@ -45,7 +45,8 @@ turn = len(starts.read_text().splitlines()) if starts.exists() else 0
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 with starts.open("a") as file:
-    file.write(json.dumps({"pid": os.getpid(), "given": rest, "world": os.environ.get("WORLD_SIZE")}) + chr(10))
+    file.write(json.dumps({"pid": os.getpid(), "given": rest, "world": os.environ.get("WORLD_SIZE"),
+        "port": os.environ.get("MASTER_PORT")}) + chr(10))
 print("training", turn, flush=True)
 code = json.loads(codes)[turn]
 if code == "hangs":
@@ -272,3 +273,5 @@ def test_all_ranks_are_started_again_when_one_dies(place: Place) -> None:
     assert [len(placed.starts(rank)) for rank in (0, 1)] == [2, 2]
     assert {start["world"] for rank in (0, 1) for start in placed.starts(rank)} == {"2"}
     assert placed.starts(1)[1]["given"][-1] == "--run.resume=true"
+    ports = [[start["port"] for start in placed.starts(rank)] for rank in (0, 1)]
+    assert ports[0] == ports[1] == [str(int(port)) for port in ports[0]]

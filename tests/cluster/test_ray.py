@@ -155,10 +155,11 @@ def test_a_process_runs_as_on_one_machine(ray: Ray, launcher: RayLauncher, monke
     assert until_it_ends(process) == 5
 
     again = launcher.start(
-        "server_1", Command([sys.executable, "-c", WAITS, "{port}"], {"GIVEN": "ours"}), 2.0, process.address
+        "server_1", Command([sys.executable, "-c", WAITS, "{port}"], {"GIVEN": "{port}"}), 2.0, process.address
     )
     assert again.address == process.address
-    assert said(again) == f"{process.address.rpartition(':')[2]} ours 3\n", "after the log of the first"
+    port = process.address.rpartition(":")[2]
+    assert said(again) == f"{port} {port} 3\n", "after the log of the first"
     again.kill()
     assert again.code() == 128 + 9
     assert ray.actors[1].killed, "its GPUs are free"

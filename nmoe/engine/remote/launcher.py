@@ -20,13 +20,21 @@ _END_S = 15.0
 _ASK, _KILL = b"t", b"k"
 
 
+PORT = "{port}"
+
+
 @dataclass(frozen=True)
 class Command:
     """A command line, in which `{port}` stands for a free port and `{host}` for the address to listen on, and the variables that
-    are added to the environment."""
+    are added to the environment. A variable may be the port, too."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
+
+    def at(self, host: str, port: str) -> Command:
+        """Returns the command for an address."""
+        argv = [part.replace(PORT, port).replace("{host}", host) for part in self.argv]
+        return Command(argv, {name: port if value == PORT else value for name, value in self.env.items()})
 
 
 class Process(Protocol):
@@ -120,8 +128,8 @@ class LocalLauncher:
 
     def start(self, role: str, command: Command, gpus: float, at: str = "") -> LocalProcess:
         host, _, port = (at or f"127.0.0.1:{free_port()}").rpartition(":")
-        argv = [part.replace("{port}", port).replace("{host}", host) for part in command.argv]
-        return LocalProcess(argv, command.env, f"{host}:{port}", self._logs / f"{role}.log")
+        placed = command.at(host, port)
+        return LocalProcess(placed.argv, placed.env, f"{host}:{port}", self._logs / f"{role}.log")
 
 
 def free_port() -> int:

@@ -39,7 +39,7 @@ class Standstill:
     """Decides from the activities that training names, such as "step 12" or "checkpoint 12", when it hangs.
 
     A step hangs once it has lasted ten times as long as the longest one that has ended, and `slack_s` beside. The first step never
-    does, nor anything else: nobody knows how long a start, an evaluation or a checkpoint takes.
+    does, nor anything else, because how long a start, an evaluation or a checkpoint takes is not known.
     """
 
     def __init__(self, slack_s: float) -> None:
