@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nmoe.config.commands import RLConfig, RunConfig
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.native.cache import BLOCK_TOKENS, bytes_per_block
-from nmoe.plan.estimate import samples_here, size_of
+from nmoe.plan.estimate import last_published, samples_here, size_of
 from nmoe.plan.rank_plan import gib
 from nmoe.plan.work import lengths
 
@@ -16,7 +16,8 @@ from nmoe.plan.work import lengths
 @dataclass(frozen=True)
 class EnginePlan:
     """The memory of one engine server in bytes, to be divided over its GPUs: `weights`, and keys and values of the longest
-    sequence, of `tokens`. Each publication moves `published` bytes. Activations of the engine are not counted."""
+    sequence, of `tokens`. Each publication moves `published` bytes, and the first rank `keeps` so many in its machine's memory.
+    Activations of the engine are not counted."""
 
     section: RolloutEngineSection
     heads: int
@@ -25,6 +26,7 @@ class EnginePlan:
     tokens: int
     sequence: int
     published: int
+    keeps: int
 
     @property
     def gpus(self) -> int:
@@ -52,6 +54,8 @@ class EnginePlan:
             f"and a publication moves {gib(self.published)}"
             + ("" if section.urls or section.kind == "server" else f"; a copy of {gib(self.weights)} lies on disk"),
         ]
+        if self.keeps:
+            found.append(f"and rank 0 keeps up to {gib(self.keeps)} of earlier weights in its machine's memory")
         if memory is None:
             return found
         named = "" if section.kind == "server" else "engine.memory_share = "
@@ -87,4 +91,5 @@ def engine_plan(config: RunConfig) -> EnginePlan | None:
         tokens,
         math.ceil(tokens / BLOCK_TOKENS) * bytes_per_block(shape, size.dtype),
         size.trained * size.dtype.itemsize if adapter else weights,
+        last_published(config, size, 0),
     )

@@ -153,6 +153,8 @@ def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[st
     if isinstance(config, RLConfig):
         parts["reference"] = size.trained * width if config.algorithm.kl_coef > 0 else 0
         parts["other models"] = _other_models(config, size)
+    if isinstance(config, RLConfig) and on_host:
+        parts["weights published last"] = last_published(config, size, parts["gradients"] + parts["activations"])
     if isinstance(config, RLConfig | SelfplayConfig) and on_host:
         drawn = config.batch.prompts_per_step * config.batch.group_size
         parts["sampled tokens"] = drawn * config.sampling.max_new_tokens * _SAMPLED_TOKEN
@@ -166,6 +168,15 @@ def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[st
         if on_host and size.weights <= PACKED_BYTES:
             parts["weights packed to sample"] = size.weights
     return {name: part for name, part in parts.items() if part}
+
+
+def last_published(config: RLConfig, size: Size, free: int) -> int:
+    """Returns the bytes of weights that the first rank keeps in the machine's memory to publish differences from them. While the
+    next difference is made it has both; of these the second may take the bytes that are `free` between two steps."""
+    if not config.engine.on_servers or config.placed_engine.transport(size.adapts) != "delta":
+        return 0
+    copy = size.parameters * size.dtype.itemsize
+    return copy + max(0, copy - free)
 
 
 def samples_here(config: RunConfig) -> bool:

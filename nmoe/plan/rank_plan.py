@@ -144,7 +144,14 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
         held[copy] = whole[copy] if world == 1 or size.adapts else here * width + held["optimizer"]
     if "reference" in whole:
         held["reference"] = whole["reference"] if world == 1 or size.adapts else here * width
-    for name in ("other models", "sampled tokens", "key-value cache", "weights packed to sample", "program"):
+    for name in (
+        "other models",
+        "sampled tokens",
+        "key-value cache",
+        "weights packed to sample",
+        "weights published last",
+        "program",
+    ):
         if name in whole:
             held[name] = whole[name]
     profiled = profiled_numbers(config, size.shape)

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from nmoe.config.commands import RLConfig
 from nmoe.engine.api import Engine
 from nmoe.engine.remote.published import PublishedFleet
@@ -70,7 +72,7 @@ class AsyncRollouts(RolloutSampler):
         self._arrived = asyncio.Event()
         self._saved: dict[str, Any] = {}
         self._took_at = self._idle_s = 0.0
-        self._passed_over = self._discarded = self._gave_up = 0
+        self._passed_over = self._discarded = self._reprefilled = self._gave_up = 0
         self._alerted = False
 
     def sample(self, step: int) -> Rollouts:
@@ -194,17 +196,19 @@ class AsyncRollouts(RolloutSampler):
         versions = [len({v for v in sample.versions if v >= 0}) for sample in rollouts.kept_samples]
         rollouts.beside = {
             "staleness_mean": sum(ages) / len(ages) if ages else 0.0,
+            "staleness_p90": float(np.quantile(ages, 0.9)) if ages else 0.0,
             "staleness_max": max(ages, default=0),
             "versions_per_sample_max": max(versions, default=0),
             "groups_running": self._guards.running,
             "groups_ready": self._guards.ready_groups,
             "void_overdue": rollouts.dropped["overdue"],
             "trainer_wait_s": waited_s,
+            "reprefill_tokens": self._fleet.reprefilled_tokens - self._reprefilled,
             "engine_idle_share": (idle_s - self._idle_s) / (now - self._took_at),
         }
         if self._environment.curriculum is not None:
             rollouts.beside["void_curriculum"] = rollouts.dropped["curriculum"]
-        self._took_at, self._idle_s = now, idle_s
+        self._took_at, self._idle_s, self._reprefilled = now, idle_s, self._fleet.reprefilled_tokens
         self._gave_up += rollouts.dropped["overdue"]
         self._observe(rollouts)
         issued = self.tickets.trained + self.tickets.void.total() + len(taken)

@@ -50,6 +50,7 @@ _OF_TIME = ("time_", "engine", "canary_", "publish_")
 _OF_THE_MOMENT = {
     "tokens_per_second",
     "trainer_wait_s",
+    "reprefill_tokens",
     "tokens_sampled",
     "tokens_void",
     "tokens_in_flight",

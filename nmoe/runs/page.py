@@ -17,6 +17,7 @@ from nmoe.runs.report import PLOTS
 from nmoe.runs.samples import heading_of, latest_samples, prompt_of, reasons, shortened
 from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import changed_keys, headline
+from nmoe.runs.timeline import timeline
 
 _SAMPLE_CHARACTERS = 6000
 _ALERTS = 50
@@ -47,6 +48,7 @@ def write_page(paths: Sequence[Path], file: Path) -> Path:
         "Runs": _runs(runs),
         "Evaluations": _evaluations(runs),
         "Curves": _curves(runs),
+        "Who waited for whom": _timelines(runs),
         "Alerts": _alerts(runs),
         "Samples": _samples(runs),
         "Provenance": _provenance(runs),
@@ -131,6 +133,12 @@ def _curves(runs: Sequence[RunRecord]) -> str:
     legend = " ".join(f"{_key(number)}{_name(run)}" for number, run in enumerate(runs))
     shown = "\n".join(one for one in charts if one)
     return f"<p>{legend}; by step</p>\n{shown}\n" if shown else ""
+
+
+def _timelines(runs: Sequence[RunRecord]) -> str:
+    """Returns the time line of each run that samples beside its training."""
+    drawn = ((number, run, timeline(run.metrics)) for number, run in enumerate(runs))
+    return "\n".join(f"<p>{_key(number)}{_name(run)}</p>\n{line}" for number, run, line in drawn if line)
 
 
 def _points(run: RunRecord, name: str) -> list[Point]:

@@ -39,7 +39,9 @@ PLOTS = (
     Plot("entropy", "Entropy of the policy", "nats per token", ("entropy_mean", "entropy_p10", "entropy_p90")),
     Plot("mismatch", "Rollout against learner", "nats", ("mismatch_abs_mean", "mismatch_abs_max"), log=True),
     Plot("grad_norm", "Gradient norm before clipping", "norm", ("grad_norm",)),
-    Plot("staleness", "Age of the samples trained on", "versions", ("staleness_mean", "staleness_max")),
+    Plot(
+        "staleness", "Age of the samples trained on", "versions", ("staleness_mean", "staleness_p90", "staleness_max")
+    ),
 )
 SUMMARY = (
     "reward_mean",
@@ -54,6 +56,8 @@ SUMMARY = (
     "mismatch_abs_mean",
     "tokens_per_second",
     "staleness_mean",
+    "staleness_p90",
+    "reprefill_tokens",
     "trainer_wait_s",
     "engine_idle_share",
     "verifier_f1",

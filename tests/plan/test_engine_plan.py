@@ -54,9 +54,25 @@ def test_the_bytes_of_an_engine_by_hand() -> None:
     assert free // (SEQUENCE // 4) == 192
     assert found.lines(80 * GIB)[-1].endswith("with a cache for 192 sequences")
     assert planned("--engine.weights=disk").published == 2 * PARAMETERS
+    assert planned("--engine.weights=disk").keeps == 0
     running = planned('--engine.urls=["http://a:1","http://b:1"]', "--engine.servers=1")
     assert running.gpus == 0
     assert running.lines(None)[0] == "engines: 2, of 4 GPU each; one of these holds:"
+
+
+def test_differences_keep_earlier_weights_in_memory() -> None:
+    """Those of the last publication; and while the next is made its own, beside gradients and activations on a host."""
+    delta = ("--engine.kind=server", "--engine.tensor_parallel=1", "--engine.weights=delta", "--model.device=cpu")
+    found = planned(*delta)
+    assert found.keeps == 2 * 2 * PARAMETERS
+    assert f"and rank 0 keeps up to {4 * PARAMETERS / GIB:.1f} GiB of earlier weights in its machine's memory" in (
+        found.lines(None)
+    )
+    held = plan(configured(*delta), 1, 1).held
+    free = held["gradients"] + held["activations"]
+    assert 0 < free < 2 * PARAMETERS
+    assert held["weights published last"] == 2 * 2 * PARAMETERS - free
+    assert "weights published last" not in plan(configured(*delta[:-2], delta[-1]), 1, 1).held
 
 
 def test_the_guidelines_two_engines_lack_bytes_that_are_named() -> None:

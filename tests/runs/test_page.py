@@ -140,6 +140,18 @@ def test_a_browser_opens_it(page: Path) -> None:
     assert "<script" not in shown
 
 
+def test_a_run_that_samples_beside_has_its_time_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "beside", 0.01, 2.0)
+    times = {"trainer_wait_s": 1.0, "time_learn_s": 2.0, "time_step_s": 4.0, "engine_idle_share": 0.25}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **times}) + "\n" for step in (1, 2)))
+    plain = make_run(tmp_path / "plain", 0.01, 2.0)
+    strict = Strict(write_page([run, plain], tmp_path / "both.html").read_text())
+    assert "Who waited for whom, steps 1 to 2" in strict.text
+    assert "step 2 trains: 2.00 s" in strict.text
+    assert [attrs.get("aria-label") for tag, attrs in strict.tags if tag == "svg"].count("time line") == 1
+    assert "Who waited" not in Strict(write_page([plain], tmp_path / "plain.html").read_text()).text
+
+
 def test_a_run_without_records_has_a_page_and_what_is_none_has_not(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "new", "[run]\n", {}, resume=False).close()
     text = Strict(write_page([tmp_path / "new"], tmp_path / "new.html").read_text()).text

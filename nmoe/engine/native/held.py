@@ -138,7 +138,7 @@ class HeldEngine(NativeEngine):
     _sampler = HoldingEngine
     on_fault: Callable[[int, str], None] | None = None
     """Of servers alone."""
-    discarded_tokens = 0
+    discarded_tokens = reprefilled_tokens = 0
     """Tokens of servers that did not sample by the learner's weights: of none."""
 
     def __init__(

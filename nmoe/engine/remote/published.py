@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +84,8 @@ class PublishedFleet(Fleet):
         self._published: dict[str, float] = {}
         self.discarded_tokens = 0
         """Tokens of servers that did not sample by the learner's weights."""
+        self.reprefilled_tokens = 0
+        """Tokens of prompts and samples whose keys were computed again, because weights came while they were sampled."""
 
     async def _admit(self, slot: Slot) -> None:
         info = await slot.server.info()
@@ -127,6 +130,8 @@ class PublishedFleet(Fleet):
         deadline_s = DEADLINE_S + self._token_s * request.sampling.max_new_tokens
         version, fences = slot.version, slot.fences
         samples = await slot.server.generate(request, version, attempt, deadline_s, lambda: self._version)
+        if self._in_flight == "recompute":
+            self.reprefilled_tokens += sum(map(partial(_read_again, len(request.prompt_ids)), samples))
         newest = max((sample.versions[-1] for sample in samples if sample.versions), default=version)
         if newest > version:
             async with self._changed:
@@ -269,3 +274,9 @@ class PublishedFleet(Fleet):
     def metrics(self) -> dict[str, float]:
         """Returns the last publication's figures beside the fleet's."""
         return {**self._published, **super().metrics()}
+
+
+def _read_again(prompt_tokens: int, sample: Sample) -> int:
+    """Returns the tokens that each version of the weights but the first had to read before it sampled on."""
+    changes = (at for at, (one, other) in enumerate(pairwise(sample.versions), 1) if one != other)
+    return sum(prompt_tokens + at for at in changes)

@@ -101,6 +101,8 @@ def test_a_publication_beside_running_requests(servers: list[str], in_flight: In
         before = in_process(learner.model, 1, [LONG])[0]
         samples = published_meanwhile(learner, fleet)
         assert fleet.versions() == [2]
+        read_again = sum(len(LONG.prompt_ids) + one.versions.count(1) for one in samples if one.versions[-1] == 2)
+        assert fleet.reprefilled_tokens == (read_again if in_flight == "recompute" else 0)
     if in_flight == "drain":
         assert [one.versions for one in samples] == [one.versions for one in before]
         assert [one.logprobs for one in samples] == [one.logprobs for one in before]
