@@ -32,7 +32,7 @@ class Made:
 
     name: str
     steps: int = 100
-    groups: int = 2
+    groups: int = 4
     samples: int = 4
     problems: int = 20
     tokens: int = 12
@@ -46,7 +46,7 @@ class Made:
 
 
 TOUR = (
-    Made("healthy", settings={"optimizer": {"learning_rate": 1e-5}, "batch": {"group_size": 4, "prompts_per_step": 2}}),
+    Made("healthy", settings={"optimizer": {"learning_rate": 1e-5}, "batch": {"group_size": 4, "prompts_per_step": 4}}),
     Made(
         "troubled",
         seed=1,
@@ -54,7 +54,7 @@ TOUR = (
         dead_from=40,
         hacked_from=80,
         unsolved=3,
-        settings={"optimizer": {"learning_rate": 1e-3}, "batch": {"group_size": 4, "prompts_per_step": 2}},
+        settings={"optimizer": {"learning_rate": 1e-3}, "batch": {"group_size": 4, "prompts_per_step": 4}},
     ),
 )
 """The two runs of the tour in docs/guides/dashboard.md."""

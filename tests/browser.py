@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+expect.set_options(timeout=30_000)  # a busy machine takes seconds for a page
 CHROMIUM = shutil.which("chromium")
 # In the page before its own scripts: what the policy blocked, and whether anything that a text holds was executed.
 _WATCH = """

@@ -26,7 +26,20 @@ from nmoe.cli.evaluate import chat, evaluate, grade
 from nmoe.cli.model import export, harmonize, import_model, train_tokenizer, upcycle
 from nmoe.cli.packaged import check, gc, list_configurations, list_environments, show_configuration, show_environment
 from nmoe.cli.referee import referee
-from nmoe.cli.runs import attempt, compare, diff, list_runs, log_attempt, replay, report, samples, show_run, sync, table
+from nmoe.cli.runs import (
+    attempt,
+    compare,
+    diff,
+    explain,
+    list_runs,
+    log_attempt,
+    replay,
+    report,
+    samples,
+    show_run,
+    sync,
+    table,
+)
 from nmoe.cli.serve import serve
 from nmoe.cli.speedrun import speedrun
 from nmoe.cli.train import check_ranks, dpo, pretrain, reward, selfplay, sft, train, verifier
@@ -230,7 +243,7 @@ for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
     _configured_verb(app, training_verb)
 app.command("eval", cls=Verb)(evaluate)
 for plain_verb in (
-    grade, chat, serve, dashboard, replay, report, export, speedrun, doctor, engines, publish, referee,
+    grade, chat, serve, dashboard, explain, replay, report, export, speedrun, doctor, engines, publish, referee,
 ):  # fmt: skip
     app.command(cls=Verb)(plain_verb)
 # They take overrides as a training verb does.

@@ -246,6 +246,40 @@ def report(
         typer.echo(write_report(run))
 
 
+def explain(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    step: Annotated[int, typer.Argument(metavar="STEP", min=1)],
+    sample: Annotated[int, typer.Argument(metavar="SAMPLE", min=0)],
+    token: Annotated[int, typer.Argument(metavar="TOKEN", min=0)],
+    replay: Annotated[bool, typer.Option("--replay")] = False,
+    allow_user_code: Annotated[bool, typer.Option("--allow-user-code")] = False,
+) -> None:
+    """Derive the numbers of a recorded token again, and compare each with the record.
+
+    Log-probability, entropy, route, mask, reward, advantage, weight in the loss and share of the gradient are computed by the run's
+    own code from the weights that its step began with. With exact numerics they are the same to the bit. Exits with 1 if any
+    differs.
+
+    \b
+    Example:
+      nmoe explain runs/mine 3 0 7
+    Example, a step whose weights were not kept:
+      nmoe explain runs/mine 4 0 7 --replay
+
+    Args:
+        run: A run's directory.
+        step: The step that trained on the sample.
+        sample: The sample's line in the step's file in samples/, from 0.
+        token: The token's index in the sample, from 0.
+        replay: If the weights that the step began with were not kept, train up to it again, from the nearest checkpoint before.
+        allow_user_code: Import and run the code that grades, if it is the run's own.
+    """
+    from nmoe.rl.explain import explain_command
+
+    for line in explain_command(run, step, sample, token, replay=replay, allow_user_code=allow_user_code):
+        typer.echo(line)
+
+
 def replay(
     recorded: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_RUN")],
     checkpoint: Annotated[Path | None, typer.Option(metavar="RUN_OR_CHECKPOINT")] = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, stdev
+from statistics import fmean, pvariance, stdev
 from typing import Any
 
 from nmoe.dashboard.curves import Metrics
@@ -61,6 +61,12 @@ def fall(metrics: Metrics, name: str) -> tuple[int, float, float] | None:
     spread = max(value for _, value in values) - min(value for _, value in values)
     if drop < _ERRORS * error or drop < 0.15 * spread:
         return None
+    # The split of its surroundings into two levels that leaves the least variance is where it fell.
+    first, last = max(0, at - 2 * _SIDE), min(len(values), at + 2 * _SIDE)
+    near = [value for _, value in values[first:last]]
+    at = first + min(
+        range(2, len(near) - 1), key=lambda cut: sum(len(p) * pvariance(p) for p in (near[:cut], near[cut:]))
+    )
     return values[at][0], fmean(before), fmean(after)
 
 

@@ -123,7 +123,8 @@ class Run:
         """Returns the run's row in the list, from the end of its metrics."""
         file = self.path / "metrics.jsonl"
         stamp = (stamp_of(file), stamp_of(self.path / "config.toml"))
-        if self._summary is None or self._summary[0] != stamp:
+        # Of a deleted run the last row stays.
+        if self._summary is None or (self._summary[0] != stamp and not self.is_gone):
             last = last_record(file)
             headline = next((name for name in _HEADLINES if isinstance(last.get(name), int | float)), None)
             self._summary = (

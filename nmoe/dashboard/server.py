@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,54 @@ def application(state: State) -> Starlette:
             reply = await asyncio.to_thread(found, dict(asking.query_params))
         except (UserError, KeyError, ValueError) as error:
             return json_reply({"error": str(error)}, 404 if isinstance(error, UserError) else 400, _HEADERS)
-        return json_reply(reply, headers=_HEADERS)
+        return json_reply(_finite(reply), headers=_HEADERS)
 
-    return Starlette(routes=[*PAGE.routes(), Route("/data/{name}", answer)])
+    async def explain(asking: Request) -> Response:
+        try:
+            lines = await explained(state, dict(asking.query_params))
+        except (UserError, KeyError, ValueError) as error:
+            return json_reply({"error": str(error)}, 404 if isinstance(error, UserError) else 400, _HEADERS)
+        return json_reply({"lines": lines}, headers=_HEADERS)
+
+    routes = [Route("/data/explain", explain, methods=["POST"]), Route("/data/{name}", answer)]
+    return Starlette(routes=[*PAGE.routes(), *routes])
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value with None in place of numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
+
+
+_EXPLAINING = asyncio.Semaphore(1)
+
+
+async def explained(state: State, params: dict[str, str]) -> list[str]:
+    """Derives a token's numbers again by `nmoe explain`, in another process: the server holds no weights. One at a time,
+    others wait. Raises UserError if nmoe refuses."""
+    run = state.path_of(params)
+    numbers = [str(int(params[name])) for name in ("step", "line", "token")]
+    async with _EXPLAINING:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "nmoe", "explain", str(run), *numbers, stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            said, error = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+    lines = said.decode(errors="replace").splitlines()
+    if process.returncode not in (0, 1) or not lines:
+        raise UserError(
+            error.decode(errors="replace").strip()[-2000:] or f"nmoe explain ended with {process.returncode}"
+        )
+    return lines
 
 
 def refused(refusal: Refusal) -> Response:

@@ -73,6 +73,9 @@ class State:
             raise UserError(f"{params.get(key, '')!r}: no run of this name here; the list shows those there are")
         return run
 
+    def path_of(self, params: Params) -> Path:
+        return self._named(params).path
+
     def _opened(self, run: Run) -> _Open:
         with self._lock:
             found = self._open.get(run.name)

@@ -61,7 +61,8 @@ def columns_of(run: Path, step: int, line: int, mask: Sequence[int], first: int,
     try:
         with ColumnsFile(run / "samples" / f"step_{step:06d}.safetensors") as file:
             counts = file.values("tokens", 0, line + 1)
-            if line >= len(counts) or not counts[line]:
+            # Counts of another file than the lines': both are written anew when a run is resumed.
+            if line >= len(counts) or counts[line] != sum(mask):
                 return {}
             before, last = sum(mask[:first]), sum(mask[: first + count])
             start = sum(counts[:line]) + before

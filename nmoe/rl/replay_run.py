@@ -88,12 +88,12 @@ def replay_run(path: Path, out: Path | None, say: Say, *, allow_user_code: bool 
         directory = Path(scratch) / "run" if out is None else out
         parts = Parts(
             steps=steps,
-            engine=partial(_engine, recorded, config.run.seed),
+            engine=partial(replayed_engine, recorded, config.run.seed),
             sampler=partial(ReplayedRollouts, recorded=recorded),
             recipe=partial(_Compared, checkpoints=checkpoints, compared=compared),
         )
         with redirect_stdout(io.StringIO()):  # it has a log
-            train(_of_the_replay(config, path, directory), parts=parts)
+            train(of_the_replay(config, path, directory), parts=parts)
         now = {row["step"]: row for row in read_metrics(directory)}
     compared(f"metrics of {steps} steps", _first_difference(rows, now))
     if differing:
@@ -102,7 +102,7 @@ def replay_run(path: Path, out: Path | None, say: Say, *, allow_user_code: bool 
     say("all the same")
 
 
-def _of_the_replay(config: RLConfig, path: Path, directory: Path) -> RLConfig:
+def of_the_replay(config: RLConfig, path: Path, directory: Path) -> RLConfig:
     """Returns the run's configuration for another directory, which leaves alone everything outside it."""
     run = config.run.model_copy(
         update={
@@ -160,7 +160,7 @@ def _refuse(path: Path, config: RLConfig, recorded: Recorded, steps: int, *, all
 
 
 @contextmanager
-def _engine(
+def replayed_engine(
     recorded: Recorded,
     seed: int,
     section: RolloutEngineSection,
@@ -200,7 +200,7 @@ class ReplayedRollouts(AsyncRollouts):
     def __init__(self, *parts: Any, recorded: Recorded) -> None:
         """`parts` are as for `AsyncRollouts`; the last of them is the held engine."""
         super().__init__(*parts)
-        assert isinstance(parts[-1], HeldEngine), "made by `_engine`"
+        assert isinstance(parts[-1], HeldEngine), "made by `replayed_engine`"
         self._held, self._journaled = parts[-1], recorded
         self._events = deque(one for one in recorded.events if one["event"] not in ("publish", "fault"))
         self._came: dict[int, tuple[Ticket, Group]] = {}

@@ -211,64 +211,68 @@ class Bundle:
 
     def trajectory(self) -> Trajectory:
         """Builds the trajectory from the record, which must have no inconsistencies."""
-        record = self.record
-        turns: list[Turn] = []
-        given: tuple[int, ...] = ()
-        kind: Given = "tool"
-        # The current branch: where its routes start, the length of its prompt, and where its tokens start.
-        first, prompt, start = 0, len(record["prompt_ids"]), 0
-        for span in record["spans"]:
-            where = slice(span["start"], span["end"])
-            if span["kind"] != "sampled":
-                given, kind = tuple(record["token_ids"][where]), span["kind"]
-                if kind == "prompt":
-                    first += prompt + span["start"] - start - 1
-                    prompt, start = len(given), span["end"]
-                continue
-            sample = Sample(
-                record["token_ids"][where],
-                record["logprobs"][where],
-                record["versions"][where],
-                record["finish_reasons"][span["turn"]],
-                None if record["kept_ids"] is None else record["kept_ids"][where],
-                None if self.routes is None else self.routes[first : first + prompt + span["end"] - start - 1],
-            )
-            turns.append(Turn(given, sample, kind))
-            given, kind = (), "tool"
-        verdict, state = record["verdict"], record.get("trainer_state")
-        return Trajectory(
-            problem=Problem(
-                record["problem"],
-                record["task_type"],
-                record["question"],
-                record["gold"],
-                record["source"],
-                record["metadata"],
-                record.get("columns", {}),
-                tuple(Message(**message) for message in record.get("history", ())),
-            ),
-            index=record["index"],
-            prompt_ids=tuple(record["prompt_ids"]),
-            turns=tuple(turns),
-            grade=Grade(
-                record["reward"],
-                record["components"],
-                record["failure"],
-                record["extras"],
-                record["answer"],
-                None if verdict is None else Verdict(**verdict),
-                record["weights"],
-                record.get("reason", ""),
-                tuple(record.get("cached", ())),
-            ),
-            sampling=Sampling(**{**record["sampling"], "stop_ids": tuple(record["sampling"]["stop_ids"])}),
-            tool_events=tuple(tool_event(event) for event in record["tool_events"]),
-            environment=record["environment"],
-            model=record["model"],
-            workspace=record["workspace"],
-            trainer_state=None if state is None else TrainerState(**state),
-            exchanges=tuple(Exchange(**exchange) for exchange in record.get("exchanges", ())),
+        return trajectory_of(self.record, self.routes)
+
+
+def trajectory_of(record: Mapping[str, Any], routes: np.ndarray | None = None) -> Trajectory:
+    """Builds a trajectory from its record, which must have no inconsistencies, and the routes of its tokens."""
+    turns: list[Turn] = []
+    given: tuple[int, ...] = ()
+    kind: Given = "tool"
+    # The current branch: where its routes start, the length of its prompt, and where its tokens start.
+    first, prompt, start = 0, len(record["prompt_ids"]), 0
+    for span in record["spans"]:
+        where = slice(span["start"], span["end"])
+        if span["kind"] != "sampled":
+            given, kind = tuple(record["token_ids"][where]), span["kind"]
+            if kind == "prompt":
+                first += prompt + span["start"] - start - 1
+                prompt, start = len(given), span["end"]
+            continue
+        sample = Sample(
+            record["token_ids"][where],
+            record["logprobs"][where],
+            record["versions"][where],
+            record["finish_reasons"][span["turn"]],
+            None if record["kept_ids"] is None else record["kept_ids"][where],
+            None if routes is None else routes[first : first + prompt + span["end"] - start - 1],
         )
+        turns.append(Turn(given, sample, kind))
+        given, kind = (), "tool"
+    verdict, state = record["verdict"], record.get("trainer_state")
+    return Trajectory(
+        problem=Problem(
+            record["problem"],
+            record["task_type"],
+            record["question"],
+            record["gold"],
+            record["source"],
+            record["metadata"],
+            record.get("columns", {}),
+            tuple(Message(**message) for message in record.get("history", ())),
+        ),
+        index=record["index"],
+        prompt_ids=tuple(record["prompt_ids"]),
+        turns=tuple(turns),
+        grade=Grade(
+            record["reward"],
+            record["components"],
+            record["failure"],
+            record["extras"],
+            record["answer"],
+            None if verdict is None else Verdict(**verdict),
+            record["weights"],
+            record.get("reason", ""),
+            tuple(record.get("cached", ())),
+        ),
+        sampling=Sampling(**{**record["sampling"], "stop_ids": tuple(record["sampling"]["stop_ids"])}),
+        tool_events=tuple(tool_event(event) for event in record["tool_events"]),
+        environment=record["environment"],
+        model=record["model"],
+        workspace=record["workspace"],
+        trainer_state=None if state is None else TrainerState(**state),
+        exchanges=tuple(Exchange(**exchange) for exchange in record.get("exchanges", ())),
+    )
 
 
 def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | None) -> None:

@@ -107,6 +107,13 @@ async def replay(
     yield Check("digests", "every part as it was written", _altered(bundle))
 
 
+async def regraded(settings: EnvironmentSettings, tokenizer: Tokenizer, trajectory: Trajectory) -> Check:
+    """Grades a trajectory of an environment without tools and files again, and compares the grade. `[[rewards]]` are not asked."""
+    environment = _as_it_was(settings, trajectory, tokenizer)
+    async with ToolSession(None) as session:
+        return await _grade(environment, trajectory, session)
+
+
 def _environment(bundle: Bundle) -> Check:
     recorded, now = dict(bundle.record["environment"]), identity_of(bundle.settings)
     name = f"{now['env_id']}, version {now['version']}"

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 # documented: nmoe dashboard
+# documented: nmoe dashboard runs/made
+# documented: python scripts/made_runs.py runs/made
 # documented: nmoe dashboard runs/base runs/wide --port 9000
 
 

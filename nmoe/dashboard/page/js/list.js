@@ -25,7 +25,7 @@ export async function list(main) {
   const columns = [
     ["run", (run) => run.name],
     ["", choose],
-    ["status", (run) => (run.fault ? "unreadable" : run.status)],
+    ["status", (run) => (run.fault && run.status !== "deleted" ? "unreadable" : run.status)],
     ["step", (run) => `${figure(run.step)}${run.steps ? ` of ${figure(run.steps)}` : ""}`, "n"],
     ["last", (run) => (run.headline ? `${run.headline} ${figure(run.value)}` : "no step yet"), "n"],
     ["seed", (run) => figure(run.seed), "n"],

@@ -93,7 +93,7 @@ $("letters").checked = areOn();
 $("letters").addEventListener("change", () => switchOn($("letters").checked));
 $("open-help").addEventListener("click", () => $("help").showModal());
 $("close-help").addEventListener("click", () => $("help").close());
-listen(SHORTCUTS, () => history.back());
+listen(SHORTCUTS, () => {});
 $("key-use").addEventListener("click", () => {
   setKey($("key").value);
   $("key-dialog").close();
