@@ -23,7 +23,7 @@ from tiny_models import tiny_family  # noqa: E402
 
 from nmoe.model.checkpoint import export_model  # noqa: E402
 
-__all__ = ["ROOT", "Client", "cpu_s", "draw", "recording", "resident_mb", "serving"]
+__all__ = ["ROOT", "Client", "cpu_s", "draw", "largest_mb", "recording", "resident_mb", "serving"]
 # What a connection's ends say to each other alone, and what the relay says itself.
 BETWEEN = {"connection", "transfer-encoding", "content-length", "keep-alive", "date", "server", "host"}
 
@@ -93,6 +93,12 @@ def resident_mb(process: int) -> float:
     """Returns the memory that a process holds, in 2**20 bytes."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def largest_mb(process: int) -> float:
+    """Returns the most memory that a process has held so far, in 2**20 bytes."""
+    (line,) = [one for one in Path(f"/proc/{process}/status").read_text().splitlines() if one.startswith("VmHWM:")]
+    return int(line.split()[1]) / 2**10
 
 
 def cpu_s(process: int) -> float:

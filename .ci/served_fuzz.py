@@ -25,17 +25,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from served import ROOT, Client, cpu_s, draw, recording, resident_mb, serving
+from served import ROOT, Client, cpu_s, draw, largest_mb, recording, resident_mb, serving
 from served_requests import REQUESTS
 
 OPENAPI = ROOT.parent / "shared/openai/openapi.json"
 AT_ONCE, VALID_EVERY, LEAVING_EVERY, SILENT_EVERY = 16, 10, 50, 250
 WARM_REQUESTS, MOST_MB = 1000, 5.0
-REPLY_S, LEAVES_AFTER_S, SILENT_S = 60.0, 0.3, 2.0
-# One request computes little, whatever its mutated numbers say.
+LEAVES_AFTER_S, SILENT_S = 0.3, 2.0
+# The context of CONTEXT tokens bounds a request's work, whatever its mutated numbers say. The deadline is far away: a busy machine
+# would reach a near one, whose 504 is no fault.
+CONTEXT, DEADLINE_S = 512, 600
+REPLY_S = DEADLINE_S + 30.0
 # The cache is small, so that its pages, which count as memory once they are written, are so early.
 OPTIONS = (
-    *("--max-n", "4", "--deadline", "5", "--max-body-mb", "1", "--max-sequences", "16"),
+    *("--max-n", "4", "--deadline", str(DEADLINE_S), "--max-body-mb", "1", "--max-sequences", "16"),
     *("--threads", "1", "--cache-mb", "2"),
 )
 VALUES: tuple[Any, ...] = (
@@ -306,7 +309,7 @@ def main() -> None:
     failed = list[str]()
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        checkpoint = draw(place / "drawn", context_tokens=512)
+        checkpoint = draw(place / "drawn", context_tokens=CONTEXT)
         with serving(checkpoint, "--numerics", "exact", *OPTIONS) as client:
             before = answers(client)
             if (
@@ -328,7 +331,8 @@ def main() -> None:
             idle = cpu_s(process) - spent
             print(f"{fuzz.sent} requests in {took:.0f} s: {dict(sorted(fuzz.statuses.items()))}")
             print(
-                f"memory after {WARM_REQUESTS} requests {fuzz.warm_mb:.1f} MB, since then {grown:+.1f} MB (at most {MOST_MB:g})"
+                f"memory after {WARM_REQUESTS} requests {fuzz.warm_mb:.1f} MB, since then {grown:+.1f} MB (at most {MOST_MB:g}); "
+                f"the most at any time {largest_mb(process):.1f} MB"
             )
             print(f"{idle:.2f} CPU s of the server in two seconds without requests")
             for fault in fuzz.wrong[:12]:

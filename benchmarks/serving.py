@@ -200,6 +200,7 @@ def soak(port: int, process: int, minutes: float) -> bool:
     slope = 60 * statistics.linear_regression(*zip(*late, strict=True)).slope
     print(
         f"{done} requests, none failed; {late[0][1]:.1f} MB after two minutes, {late[-1][1]:.1f} MB at the end, "
+        f"{max(held for _, held in memory):.1f} MB at most, "
         f"{slope:+.3f} MB a minute (at most {MOST_MB_A_MINUTE:g})"
     )
     return slope <= MOST_MB_A_MINUTE
