@@ -62,6 +62,9 @@ def guarded(app: ASGIApp, key: str, bound: str, variable: str, refuse: Callable[
             await refuse(refused)(scope, receive, send)
             return
         scope[CONNECTION] = send
-        await app(scope, receive, send)
+        try:
+            await app(scope, receive, send)
+        finally:
+            del scope[CONNECTION]  # uvicorn's `send` holds the scope: a cycle
 
     return asked
