@@ -10,6 +10,7 @@ def dashboard(
     runs: Annotated[list[Path] | None, typer.Argument(metavar="[RUNS]...", show_default=False)] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535)] = 8080,
+    export: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
 ) -> None:
     """Show runs in a browser: curves, alerts, samples and their tokens.
 
@@ -21,11 +22,14 @@ def dashboard(
       nmoe dashboard
     Example, some runs:
       nmoe dashboard runs/base runs/wide --port 9000
+    Example, one page to send to somebody:
+      nmoe dashboard runs/base runs/wide --export both.html
 
     Args:
         runs: Runs, or directories with runs; default: runs.
         host: The address to listen on; another than this machine's own needs a key.
         port: The port to listen on; 0: any free one.
+        export: Write one self-contained page instead, with all curves and a part of the samples, and print its path.
     """
     from nmoe.errors import UserError
     from nmoe.extras import how_to_install
@@ -34,4 +38,9 @@ def dashboard(
         from nmoe.dashboard.server import serve
     except ModuleNotFoundError as error:
         raise UserError(f"nmoe dashboard needs {error.name}: {how_to_install('serve')}") from None
+    if export is not None:
+        from nmoe.dashboard.export import export as write
+
+        typer.echo(write(runs or [Path("runs")], export))
+        return
     serve(runs or [Path("runs")], host, port)

@@ -41,7 +41,7 @@ def application(state: State) -> Starlette:
             reply = await asyncio.to_thread(found, dict(asking.query_params))
         except (UserError, KeyError, ValueError) as error:
             return json_reply({"error": str(error)}, 404 if isinstance(error, UserError) else 400, _HEADERS)
-        return json_reply(_finite(reply), headers=_HEADERS)
+        return json_reply(finite(reply), headers=_HEADERS)
 
     async def explain(asking: Request) -> Response:
         try:
@@ -54,14 +54,14 @@ def application(state: State) -> Starlette:
     return Starlette(routes=[*PAGE.routes(), *routes])
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Returns a value with None in place of numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return value
 
 

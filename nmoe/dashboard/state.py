@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -91,6 +92,12 @@ class State:
             found.index.build(0.02)  # the newest steps, so that there is something to show
             self._wanted.set()
         return found
+
+    def complete(self, name: str) -> Index:
+        """Returns the index of a run, with all of its samples."""
+        index = self._opened(self._named({"run": name})).index
+        index.build(math.inf)
+        return index
 
     def index_in_background(self, ended: threading.Event) -> None:
         """Completes the indices of the runs that were looked at, until `ended` is set."""

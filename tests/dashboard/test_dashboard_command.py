@@ -17,6 +17,7 @@ import pytest
 
 # documented: nmoe dashboard
 # documented: nmoe dashboard runs/made
+# documented: nmoe dashboard runs/base runs/wide --export both.html
 # documented: python scripts/made_runs.py runs/made
 # documented: nmoe dashboard runs/base runs/wide --port 9000
 

@@ -7,16 +7,22 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dashboard_driver import Dashboard, Server, serving
+from dashboard_screenshots import pictures
 from made_runs import Made, Writer
-from playwright.sync_api import expect
+from PIL import Image
+from playwright.sync_api import Browser, expect
 
 from nmoe.text.tokenizer import Tokenizer
+
+# documented: python scripts/dashboard_screenshots.py
 
 Look = Callable[..., Dashboard]
 
@@ -302,3 +308,43 @@ def test_the_tour_of_the_guide_answers_in_three_clicks(
     text = board.main.inner_text()
     for answer in re.findall("`([^`]+)`", answers):
         assert answer in text
+
+
+def test_an_exported_page_works_from_a_file(runs: Path, tmp_path: Path, look: Look) -> None:
+    change(runs / "troubled", 100, lambda record: record.update(question="</script><script>pwned(1)</script>"))
+    command = [sys.executable, "-m", "nmoe", "dashboard", str(runs), "--export", str(tmp_path / "both.html")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout.strip() == str(tmp_path / "both.html")
+    board = look((tmp_path / "both.html").as_uri())
+    assert "2 of 2 runs" in board.text("list")
+    for name in ("healthy", "troubled"):
+        board.main.get_by_label(f"Choose {name}").check()
+    board.main.get_by_role("button", name="What differs").click()
+    assert "optimizer.learning_rate" in board.text("config")
+    board.page.keyboard.press("2")
+    expect(board.at("curves").locator(".chart canvas").first).to_be_visible()
+    board.page.keyboard.press("g")
+    board.at("list").get_by_role("link", name="troubled").click()
+    board.at("overview")
+    for key, view in enumerate(("curves", "samples", "problems", "experts", "alerts", "time", "config"), 2):
+        board.page.keyboard.press(str(key))
+        board.at(view)
+        assert board.page.locator("#notice").inner_text() == "", view
+    board.page.keyboard.press("3")
+    board.at("samples")
+    board.page.locator("#filter-step_min").fill("100")
+    board.page.locator("#filter-step_min").press("Enter")
+    expect(board.page.locator("#found tbody tr").first).to_contain_text("step 100")
+    board.page.locator("#found tbody tr a").first.click()
+    board.at("sample")
+    assert "</script><script>pwned(1)</script>" in board.main.inner_text()
+    board.page.locator(".token").nth(2).hover()
+    assert "advantage" in board.page.locator("#token-facts").inner_text()
+    assert board.page.locator("#recompute").is_hidden()
+
+
+def test_the_pictures_of_the_guide_show_something(server: Server, browser: Browser, tmp_path: Path) -> None:
+    pictures(browser, server.url, tmp_path)
+    for name in re.findall(r"images/(dashboard_\w+\.png)", GUIDE.read_text()):
+        with Image.open(tmp_path / name) as picture:
+            assert len(set(picture.convert("L").getdata())) > 20, name

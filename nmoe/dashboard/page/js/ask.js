@@ -1,6 +1,6 @@
 // Asks the server, or, in an exported page, the answers that it carries.
 
-import { filtered } from "./filtered.js";
+import { carriedAnswer } from "./carried.js";
 
 const KEY = "nmoe.dashboard.key";
 const carried = document.getElementById("answers");
@@ -20,8 +20,8 @@ export async function ask(name, params = {}, post = false) {
   query.sort();
   const address = `${name}?${query}`;
   if (answers) {
-    if (address in answers) return answers[address];
-    if (name === "samples") return filtered(answers[`rows?run=${query.get("run")}`] ?? [], Object.fromEntries(query));
+    const found = carriedAnswer(answers, name, query);
+    if (found !== undefined) return found;
     throw new Error("This exported page does not hold that; it is in the dashboard of the runs.");
   }
   const key = sessionStorage.getItem(KEY);

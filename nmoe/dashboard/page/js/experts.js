@@ -20,7 +20,7 @@ export async function experts(main, { runs, settings }) {
   main.replaceChildren(
     h("section", { id: "dead" }, h("h2", {}, "Experts without tokens"), dead.length ? h("ul", {}, ...dead) : h("p", {}, "Every expert gets tokens at the last step.")),
     h("section", {}, h("h2", {}, "Load"), h("div", { class: "controls" }, h("label", {}, "Layer", layer)), canvas, said,
-      h("p", { class: "faint" }, "Dark: no tokens; full colour: twice an equal share or more. Steps run from left to right, experts from top to bottom.")),
+      h("p", { class: "faint" }, "Black: no tokens; dark blue: twice an equal share or more. Steps run from left to right, experts from top to bottom.")),
   );
   let data;
   async function draw() {
@@ -32,7 +32,7 @@ export async function experts(main, { runs, settings }) {
     const context = canvas.getContext("2d");
     data.shares.forEach((row, x) => row.forEach((value, y) => {
       const level = Math.min(1, (value * count) / 2);
-      context.fillStyle = value === 0 ? "#1b1b1b" : `hsl(${215 - 190 * level} 75% ${30 + 35 * level}%)`;
+      context.fillStyle = value === 0 ? "#1b1b1b" : `hsl(205 75% ${94 - 64 * level}%)`;
       context.fillRect(x, y, 1, 1);
     }));
   }
