@@ -11,9 +11,11 @@ from tiny_models import FAMILIES
 
 from nmoe.cluster.rehearse.rehearse import checks
 from nmoe.cluster.rehearse.small import small_shape
+from nmoe.cluster.rehearse.trials import TRIALS, Rehearsal
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
-from nmoe.errors import UserError
+from nmoe.engine.remote.supervisor import Restarts
+from nmoe.errors import StorageError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.preflight.check import Check
@@ -176,3 +178,15 @@ def test_a_family_in_small_keeps_its_features(family: str) -> None:
         full.experts == 0,
     )
     Transformer(small).initialize(0)
+
+
+def test_a_run_that_a_full_disk_has_ended_is_started_again_as_if_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "engines").mkdir()
+    rehearsal = object.__new__(Rehearsal)
+    full = next(trial for trial in TRIALS if trial.name == "disk full")
+    vars(rehearsal).update(_trial=full, _run=tmp_path, _restarts=Restarts(3), _began=0.0, _begun_from=-1)
+    assert rehearsal._next_start(StorageError.exit_code, 1.0) == 0.0
+    rehearsal._trial = None
+    with pytest.raises(SystemExit) as ended:
+        rehearsal._next_start(StorageError.exit_code, 1.0)
+    assert ended.value.code == 2

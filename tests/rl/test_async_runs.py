@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from parallel.forked_ranks import on_ranks
 from recipes.interrupted_runs import interrupted_at
 
 from nmoe.errors import UserError
@@ -41,6 +43,7 @@ def test_a_step_trains_on_groups_that_were_sampled_beside_the_one_before(reinfor
     assert len(rows) == 6
     for row in rows:
         assert 0 <= row["staleness_mean"] <= row["staleness_max"] <= 1
+        assert 0 <= row["staleness_p90"] <= row["staleness_max"]
         assert row["tokens_sampled"] == row["tokens_trained"] + row["tokens_void"] + row["tokens_in_flight"]
         assert row["groups_running"] + row["groups_ready"] <= 8
         assert 0 <= row["engine_idle_share"] <= 1
@@ -102,6 +105,42 @@ def test_a_stage_is_trained_and_judged_by_its_own_groups(reinforce: Reinforce) -
     said: list[str] = []
     replay_run(run, None, said.append)
     assert said[-2:] == ["metrics of 3 steps: the same", "all the same"]
+
+
+BESIDE = (*SMALL, "--run.steps=3", "--engine.servers=1", "--async.max_staleness=1")
+
+
+def learned_beside(rows: Sequence[Mapping[str, float]]) -> None:
+    """Checks that a run with K = 1 trained on older samples too, by the right probabilities, and lost no token."""
+    assert len(rows) == 3
+    assert max(row["staleness_max"] for row in rows) == 1
+    for row in rows:
+        assert row["tokens_sampled"] == row["tokens_trained"] + row["tokens_void"] + row["tokens_in_flight"]
+        assert (row["canary_abs_max"], row.get("mismatch_abs_max", 0.0)) == (0.0, 0.0)
+
+
+def test_a_critic_learns_from_samples_that_came_beside(reinforce: Reinforce) -> None:
+    """While it is warmed up alone, the samples are as old as the weights."""
+    critic = ("--algorithm.advantage=gae", "--critic.learning_rate=1e-3", "--critic.warmup_steps=1")
+    rows = read_metrics(reinforce(*BESIDE, *critic))
+    learned_beside(rows)
+    assert rows[0]["staleness_max"] == rows[1]["staleness_max"] == 0, "the first step moved the critic alone"
+    assert all(row["critic_grad_norm"] > 0 for row in rows)
+
+
+def test_a_teacher_scores_samples_that_came_beside(reinforce: Reinforce, trained: Path) -> None:
+    teacher = f"--distillation.teacher={trained}"
+    rows = read_metrics(reinforce(*BESIDE, teacher))
+    learned_beside(rows)
+    assert all(abs(row["teacher_kl"]) > 1e-4 for row in rows), "of the policy as its own teacher it is below 1e-6"
+
+
+def test_two_ranks_train_beside_the_engines(workshop: Path, base: Path, tmp_path: Path) -> None:
+    config, jobs = workshop / "rl.toml", tmp_path / "jobs.json"
+    more = [f"--run.directory={tmp_path}", *BESIDE]
+    jobs.write_text(json.dumps([["rl", str(config), more]]))
+    on_ranks(2, "recipes_on_ranks.py", str(jobs))
+    learned_beside(read_metrics(tmp_path / "rl"))
 
 
 @pytest.mark.parametrize(("overdue", "version"), [("drop", 1), ("wait", 0)])
