@@ -344,10 +344,17 @@ def check(
     return figures
 
 
-with tempfile.TemporaryDirectory() as scratch:
-    figures: dict[str, tuple[float, float, float]] = {}
-    for name, blocks, tied, workers in MODELS:
-        print(f"{name} ...", flush=True)
-        config = ModelConfig(**SHAPE, **blocks, tie_embeddings=tied)
-        figures |= check(sys.argv[1], name, config, workers, Path(scratch), sys.argv[2:] == ["record"] and not figures)
-hold(figures, [])
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        figures: dict[str, tuple[float, float, float]] = {}
+        for name, blocks, tied, workers in MODELS:
+            print(f"{name} ...", flush=True)
+            config = ModelConfig(**SHAPE, **blocks, tie_embeddings=tied)
+            figures |= check(
+                sys.argv[1], name, config, workers, Path(scratch), sys.argv[2:] == ["record"] and not figures
+            )
+    hold(figures, [])
+
+
+if __name__ == "__main__":
+    main()

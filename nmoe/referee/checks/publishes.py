@@ -98,6 +98,8 @@ async def full(court: Court) -> None:
         await _agrees(court, cached)
         court.compare(court.history)
         court.seen.clear()
+        if any(finding.exact for finding in court.findings):
+            return
 
 
 @CHECKS.add("publishes.prefix", "prompts from before a publication are read again by the new weights", factor=3)
@@ -137,6 +139,7 @@ async def _refused(court: Court, update: Update, fault: str, what: str) -> None:
         return
     got = await court.ask(court.asked(n=4, max_tokens=16, salt=f"{court.round}-{what}"))
     if got.status == 200:
+        _needs_right_weights(court)
         court.watch(got)
     elif not 400 <= got.status < 600:
         court.note("malformed", f"status {got.status}", "an answer or a refusal", got)
@@ -211,9 +214,16 @@ async def paused(court: Court) -> None:
     court.need(False, "every request ended before the pause, however long")
 
 
+def _needs_right_weights(court: Court) -> None:
+    """Raises SkippedError where an earlier publication did not arrive whole: what a later one leaves cannot be told from that."""
+    assert court.diagnosis is not None, "there is a judge"
+    court.need(not court.diagnosis.misled, "an earlier check found that publications do not arrive whole")
+
+
 async def _across(court: Court, n: int, tokens: int, paused: bool) -> bool:
     """Publishes while a request runs; returns whether it ran across the publication."""
     press, judge = _press(court), court.judge
+    _needs_right_weights(court)
     weights = press.drawn(court.random.randrange(2**31))
     if press.refused:
         await _publish(court, judge.present)
