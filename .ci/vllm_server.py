@@ -22,7 +22,7 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.passes import batch_logprobs
 from nmoe.model.transformer import Transformer
 
-START_S, REQUEST_S, END_S = 300.0, 120.0, 30.0
+START_S, REQUEST_S, END_S = 900.0, 120.0, 30.0
 KEY = "of this check"
 # Two servers, or a server beside a learner, would both bind themselves to core 0.
 ENVIRONMENT = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nmoe.referee.client import Client, Exchange, shown_bytes
 from nmoe.referee.diagnosis import Diagnosis, differences, theirs
 from nmoe.referee.judge import Judge, Seen
-from nmoe.referee.target import Asked, Completions, MalformedError, Reply, Served
+from nmoe.referee.target import Asked, Completions, MalformedError, Reply, Served, TokenRoute
 
 if TYPE_CHECKING:
     from nmoe.referee.publishing import Press
@@ -91,6 +91,11 @@ class Court:
         self.need(
             not isinstance(self.served.route, Completions), "needs the token route, which this server does not speak"
         )
+
+    def needs_streams(self) -> None:
+        named = isinstance(self.served.route, TokenRoute)
+        self.need(named, "needs the token route's streams, which this server does not speak")
+        self.need(self.served.engine != "nmoe" or "stream" in self.served.features, "the server has no streams")
 
     def prompt(self, tokens: int = 12) -> tuple[int, ...]:
         return tuple(self.random.randrange(self.vocabulary) for _ in range(min(tokens, max(1, self.context - 4))))

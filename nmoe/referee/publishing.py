@@ -16,7 +16,7 @@ from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
 from nmoe.referee.client import Client, Exchange, UnansweredError, shown_bytes
 from nmoe.referee.judge import Judge, Weights
-from nmoe.referee.target import Served
+from nmoe.referee.target import Served, SGLang
 
 # Of a weight's own spread: enough to move log-probabilities far beyond rounding, too little to make them all alike.
 _CHANGE = 0.15
@@ -41,6 +41,7 @@ class Press:
     def __init__(self, judge: Judge, client: Client, served: Served, keep: Path | None) -> None:
         self.judge, self.client, self._keep = judge, client, keep
         self.format: Format = "nmoe" if served.engine == "nmoe" else "hf"
+        self.sglang = isinstance(served.route, SGLang)
         said = served.version or ""
         self.version = int(said) if said.isascii() and said.isdecimal() else 0
         self.transport: Transport = "disk" if judge.lora is None else "adapter"
@@ -79,28 +80,46 @@ class Press:
             kept = self._keep / f"weights_{update.version}_{len(list(self._keep.glob('weights_*')))}"
             shutil.copytree(update.directory, kept)
             info["path"] = str(kept)
-        steps: list[tuple[str, dict[str, Any]]] = [
-            ("/start_weight_update", {}),
-            ("/update_weights", {"update_info": info}),
-            ("/finish_weight_update", {"weight_version": str(update.version)}),
-        ]
-        if not self._joined:
-            steps.insert(0, ("/init_weight_transfer_engine", {"init_info": {}}))
+        version = str(update.version)
+        steps: list[tuple[str, dict[str, Any]]]
+        if self.sglang:
+            body = {"model_path": info["path"], "weight_version": version, "flush_cache": True}
+            steps = [("/update_weights_from_disk", body)]
+        else:
+            steps = [
+                *([] if self._joined else [("/init_weight_transfer_engine", {"init_info": {}})]),
+                ("/start_weight_update", {}),
+                ("/update_weights", {"update_info": info}),
+                ("/finish_weight_update", {"weight_version": version}),
+            ]
         # An update without a pause ends a vLLM; nmoe's server samples on.
-        if self.format == "hf":
-            steps.insert(0, ("/pause?mode=keep&clear_cache=true", {}))
+        pauses = self.format == "hf"
+        if pauses:
+            steps.insert(0, self._pause)
         done = []
         try:
-            for path, body in steps:
-                done.append(await self.client.call("POST", path, body, deadline_s))
+            for path, step in steps:
+                done.append(await self.client.call("POST", path, step, deadline_s))
                 if done[-1].status != 200:
                     self.refused = done[-1].status not in (404, 405)  # else it takes no weights at all
                     return done
             self._joined, self.refused = True, False
         finally:
-            if self.format == "hf":
-                await self.client.call("POST", "/resume", {})
+            if pauses:
+                await self.resume()
         return done
+
+    @property
+    def _pause(self) -> tuple[str, dict[str, Any]]:
+        if self.sglang:
+            return "/pause_generation", {"mode": "retract"}
+        return "/pause?mode=keep&clear_cache=true", {}
+
+    async def pause(self) -> Exchange:
+        return await self.client.call("POST", *self._pause)
+
+    async def resume(self) -> Exchange:
+        return await self.client.call("POST", "/continue_generation" if self.sglang else "/resume", {})
 
     async def restore(self) -> str:
         """Publishes the first weights, if the server may have others. Returns why it may have them still, or an empty text."""

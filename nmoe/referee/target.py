@@ -1,14 +1,19 @@
-"""What a server is asked for samples by, and its replies, read without trust: the token route of nmoe and vLLM, or OpenAI's
-completions with log-probabilities."""
+"""What a server is asked for samples by, and its replies, read without trust: the token route of nmoe and vLLM, SGLang's, or
+OpenAI's completions with log-probabilities."""
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from nmoe.engine.remote.sglang import GENERATE as SGLANG
 from nmoe.engine.remote.wire import GENERATE, TORN, decode_array
+from nmoe.model.config import ModelConfig
 from nmoe.parsing import json_of
 from nmoe.referee.client import Client, Exchange, UnansweredError, shown_bytes
 
@@ -164,6 +169,75 @@ class TokenRoute:
         return Reply(asked, exchange, [merged[index] for index in sorted(merged)], named)
 
 
+class SGLang:
+    """`POST /generate` of SGLang, with a batch instead of n. No SGLang was judged by it, only its fake in the tests."""
+
+    name, path, raw = "SGLang's route", SGLANG, False
+
+    def __init__(self, routers: tuple[int, int] | None = None) -> None:
+        """`routers` is the number of layers with experts and of those that a token takes; without it no routes are asked for."""
+        self._routers = routers
+
+    def body(self, asked: Asked) -> dict[str, Any]:
+        sampling = {
+            "max_new_tokens": asked.max_tokens,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "top_k": asked.top_k or -1,
+            "min_p": asked.min_p,
+            "stop_token_ids": list(asked.stop),
+            "ignore_eos": True,
+            "no_stop_trim": True,
+        }
+        seeds = [(asked.seed * 1_000_003 + index) % 2**31 for index in range(asked.n)]
+        return {
+            "rid": [f"{asked.request_id}/{index}" for index in range(asked.n)],
+            "input_ids": [list(asked.prompt)] * asked.n,
+            "sampling_params": [sampling | {"sampling_seed": seed} for seed in seeds],
+            "return_logprob": True,
+            "return_sampling_mask": bool(asked.top_p < 1 or asked.top_k or asked.min_p),
+            "return_routed_experts": self._routers is not None,
+            "extra_key": asked.salt,
+            "stream": False,
+        }
+
+    def read(self, asked: Asked, exchange: Exchange) -> Reply:
+        """Raises MalformedError."""
+        reply = Reply(asked, exchange)
+        try:
+            for answer in json_of(exchange.reply):
+                meta, tokens = answer["meta_info"], _ids(answer["output_ids"])
+                reply.named, _, index = str(meta["id"]).rpartition("/")
+                content, kept = meta["output_token_logprobs"], meta.get("output_token_sampling_mask")
+                if [one[1] for one in content] != tokens:
+                    raise ValueError("its log-probabilities are of other tokens")
+                # Of a truncated distribution the first are of all tokens, and the others of the kept ones.
+                values = [one[0] for one in content] if kept is None else meta["output_token_sampling_logprobs"]
+                reply.choices.append(
+                    Choice(
+                        int(index),
+                        tokens,
+                        list(map(_number, values)),
+                        _finish({"finish_reason": meta["finish_reason"]["type"]}),
+                        _spans(meta.get("weight_versions"), len(tokens)),
+                        None if kept is None else [_ids(one) for one in kept],
+                        self._routes(meta.get("routed_experts"), len(asked.prompt) + len(tokens) - 1),
+                    )
+                )
+        except (*TORN, IndexError) as error:
+            raise MalformedError(f"a sample cannot be read: {type(error).__name__}: {error}", exchange) from None
+        return reply
+
+    def _routes(self, text: str | None, tokens: int) -> Any:
+        if text is None or self._routers is None:
+            return None
+        routes = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+        return routes.reshape(tokens, *self._routers).astype(np.int16)
+
+    def read_stream(self, asked: Asked, exchange: Exchange) -> Reply:
+        raise MalformedError("streams of SGLang are not compared", exchange)
+
+
 class Completions:
     """OpenAI's `POST /v1/completions`, with log-probabilities of the untruncated distribution at temperature 1."""
 
@@ -213,7 +287,7 @@ class Completions:
 class Served:
     """The server's description of itself, filled in from its checkpoint; None for values that neither has."""
 
-    route: TokenRoute | Completions
+    route: TokenRoute | SGLang | Completions
     engine: str
     vocab_size: int | None
     context_tokens: int | None
@@ -248,6 +322,9 @@ async def look(client: Client) -> Served:
             None if version is None else str(version),
             "stats" in about,
         )
+    about_sglang = (await client.call("GET", "/model_info")).value("weight_version")
+    if about_sglang is not None:
+        return Served(SGLang(), "SGLang", None, None, None, (), str(about_sglang), False)
     models = await client.call("GET", "/v1/models")
     try:
         model = str(models.value("data")[0]["id"])
@@ -260,12 +337,14 @@ async def look(client: Client) -> Served:
     return Served(Completions(model), "a server of OpenAI's API", None, None, None, (), None, False)
 
 
-def with_model(served: Served, vocab_size: int, context_tokens: int, precision: str) -> Served:
+def with_model(served: Served, config: ModelConfig, precision: str) -> Served:
     """Returns a description of a server, filled in from the checkpoint."""
+    of_experts = isinstance(served.route, SGLang) and config.moe_layers
     return replace(
         served,
-        vocab_size=served.vocab_size or vocab_size,
-        context_tokens=served.context_tokens or context_tokens,
+        route=SGLang((len(config.moe_layers), config.experts_per_token)) if of_experts else served.route,
+        vocab_size=served.vocab_size or config.vocab_size,
+        context_tokens=served.context_tokens or config.context_tokens,
         precision=served.precision or precision,
     )
 

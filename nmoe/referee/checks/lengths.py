@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nmoe.referee.client import shown_bytes
 from nmoe.referee.court import Court, Family
 
@@ -26,9 +28,9 @@ async def full(court: Court) -> None:
 @CHECKS.add("lengths.beyond", "a prompt longer than the context is refused, not cut")
 async def beyond(court: Court) -> None:
     court.need(court.context <= 2**17, f"its context of {court.context} tokens is too long to exceed")
-    body = court.served.route.body(court.asked())
-    name = "token_ids" if "token_ids" in body else "prompt"
-    got = await court.client.call("POST", court.served.route.path, body | {name: [1] * (court.context + 5)})
+    route, asked = court.served.route, court.asked()
+    wrong = replace(asked, prompt=(1,) * (court.context + 5))
+    got = await court.client.call("POST", route.path, route.body(wrong))
     if not 400 <= got.status < 500:
         court.note("accepted", f"status {got.status}: {shown_bytes(got.reply)}", "a status from 400 to 499", got)
     await court.sample(court.asked())

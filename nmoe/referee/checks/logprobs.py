@@ -153,8 +153,7 @@ async def drawn(court: Court) -> None:
 
 @CHECKS.add("logprobs.stream", "a stream has the tokens and log-probabilities of the whole reply")
 async def stream(court: Court) -> None:
-    court.needs_token_route()
-    court.need(court.served.engine != "nmoe" or "stream" in court.served.features, "the server has no streams")
+    court.needs_streams()
     asked = court.asked(n=2, max_tokens=20)
     whole = await court.sample(asked)
     other = court.asked(asked.prompt, n=2, max_tokens=20, seed=asked.seed, stream=True)

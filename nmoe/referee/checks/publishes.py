@@ -118,9 +118,10 @@ async def prefix(court: Court) -> None:
 async def said(court: Court) -> None:
     press = _press(court)
     await _publish(court, press.drawn(court.random.randrange(2**31)))
-    got = await court.client.call("GET", "/weight_info")
-    court.need(got.status == 200, "the server has no /weight_info")
-    if str(got.json().get("weight_version")) != str(press.version):
+    path = "/model_info" if press.sglang else "/weight_info"
+    got = await court.client.call("GET", path)
+    court.need(got.status == 200, f"the server has no {path}")
+    if str(got.value("weight_version")) != str(press.version):
         court.note("wrong_version_span", shown_bytes(got.reply), f"version {press.version}", got, exact=True)
 
 
@@ -145,9 +146,15 @@ async def _refused(court: Court, update: Update, fault: str, what: str) -> None:
         court.note("malformed", f"status {got.status}", "an answer or a refusal", got)
 
 
+def _digesting(court: Court) -> Press:
+    press = _press(court)
+    court.need(not press.sglang, "SGLang takes files without digests or names, and cannot know that they are whole")
+    return press
+
+
 @CHECKS.add("publishes.torn", "a tensor that arrives torn is refused", factor=3)
 async def torn(court: Court) -> None:
-    press, judge = _press(court), court.judge
+    press, judge = _digesting(court), court.judge
     new = press.drawn(court.random.randrange(2**31))
     whole = press.ready(new)
     whole.discard()
@@ -163,7 +170,7 @@ async def torn(court: Court) -> None:
 
 @CHECKS.add("publishes.partial", "an update that lacks a tensor is refused", factor=3)
 async def partial(court: Court) -> None:
-    press = _press(court)
+    press = _digesting(court)
     court.need(press.transport == "disk", "an adapter's tensors come in one file")
     new = press.drawn(court.random.randrange(2**31))
     number = court.random.randrange(2, 8)
@@ -172,7 +179,7 @@ async def partial(court: Court) -> None:
 
 @CHECKS.add("publishes.empty", "an update without any tensor is refused", factor=3)
 async def empty(court: Court) -> None:
-    press = _press(court)
+    press = _digesting(court)
     update = press.ready(court.judge.present)
     update.info["names"], update.info["digests"] = [], []
     await _refused(court, update, "partial_update", "an update without any name")
@@ -180,7 +187,7 @@ async def empty(court: Court) -> None:
 
 @CHECKS.add("publishes.healed", "a whole update after refused ones makes the server right again", factor=3)
 async def healed(court: Court) -> None:
-    press = _press(court)
+    press = _digesting(court)
     if not press.refused:
         update = press.ready(court.judge.present)
         update.info["names"], update.info["digests"] = [], []
@@ -234,12 +241,12 @@ async def _across(court: Court, n: int, tokens: int, paused: bool) -> bool:
     try:
         await asyncio.sleep(0.03)
         if paused:
-            got = await court.client.call("POST", "/pause?mode=keep&clear_cache=true", {})
+            got = await press.pause()
             court.need(got.status == 200, f"the server cannot be paused: status {got.status}")
         _taken(court, await press.send(update))
         judge.before, judge.present = judge.present, weights
         if paused:
-            await court.client.call("POST", "/resume", {})
+            await press.resume()
         got_reply = await task
     finally:
         update.discard()

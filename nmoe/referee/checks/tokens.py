@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from nmoe.referee.client import shown_bytes
 from nmoe.referee.court import Court, Family
@@ -44,7 +45,7 @@ async def finite(court: Court) -> None:
 
 @CHECKS.add("tokens.vocabulary", "every sampled token is below the vocabulary's size")
 async def vocabulary(court: Court) -> None:
-    got = await court.sample(court.asked(n=4, max_tokens=32, temperature=5.0))
+    got = await court.sample(court.asked(n=4, max_tokens=32, temperature=2.0))
     for choice in got.choices:
         if bad := [one for one in choice.tokens if not 0 <= one < court.vocabulary]:
             court.note("counts", f"the tokens {bad[:4]}", f"tokens from 0 to {court.vocabulary - 1}", got)
@@ -53,10 +54,9 @@ async def vocabulary(court: Court) -> None:
 @CHECKS.add("tokens.refuses", "an empty prompt and max_tokens = 0 are refused, and the server goes on")
 async def refuses(court: Court) -> None:
     court.needs_token_route()
-    body = court.served.route.body(court.asked())
-    params = body["sampling_params"]
-    for wrong in (body | {"token_ids": []}, body | {"sampling_params": params | {"max_tokens": 0}}):
-        got = await court.client.call("POST", court.served.route.path, wrong)
+    asked, route = court.asked(), court.served.route
+    for wrong in (replace(asked, prompt=()), replace(asked, max_tokens=0)):
+        got = await court.client.call("POST", route.path, route.body(wrong))
         if not 400 <= got.status < 500:
             court.note("accepted", f"status {got.status}: {shown_bytes(got.reply)}", "a status from 400 to 499", got)
     await court.sample(court.asked())

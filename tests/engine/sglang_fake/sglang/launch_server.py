@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import UserError
 from nmoe.model.families import family_of
 from nmoe.model.families.base import filling
 from nmoe.model.policy import load_policy
@@ -66,6 +67,7 @@ def options_of(arguments: list[str]) -> dict[str, str]:
 class Server:
     def __init__(self, options: dict[str, str]) -> None:
         self.key, self.version = options["api_key"], "default"
+        self.retracts = False  # whether running requests are computed again by new weights
         dtype = getattr(torch, options["dtype"])
         self.model, _ = load_policy(Path(options["model_path"]), dtype, torch.device("cpu"))
         self.model.requires_grad_(False).set_numerics("exact")
@@ -127,9 +129,13 @@ class Server:
         buffers = [name for name, _ in self.model.named_buffers()]
         config, stored = self.model.config, open_tensors(Path(body["model_path"]))
         put = filling(self.model.state_dict(), family_of(config), config, stored, buffers)
-        await self.engine.replace_weights(put, int(body["weight_version"]))
+        await self.engine.replace_weights(put, int(body["weight_version"]), recompute=self.retracts)
         self.version = body["weight_version"]
         return JSONResponse({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def pause(self, body: dict[str, Any]) -> Response:
+        self.retracts = body["mode"] == "retract"
+        return await self.done(body)
 
     async def done(self, _: dict[str, Any]) -> Response:
         return JSONResponse({"status": "ok"})
@@ -138,7 +144,7 @@ class Server:
         routes = {
             "/generate": self.generate,
             "/update_weights_from_disk": self.update,
-            "/pause_generation": self.done,
+            "/pause_generation": self.pause,
             "/continue_generation": self.done,
             "/flush_cache": self.done,
             "/model_info": self.model_info,
@@ -157,7 +163,7 @@ class Server:
                 if path in FIELDS["routes"]:
                     check(body, FIELDS["routes"][path])
                 return await act(body)
-            except ValueError as error:
+            except (ValueError, UserError) as error:
                 return JSONResponse({"error": {"message": str(error)}}, 400)
 
         return answer
