@@ -222,7 +222,7 @@ async def paused(court: Court) -> None:
 
 
 def _needs_right_weights(court: Court) -> None:
-    """Raises SkippedError where an earlier publication did not arrive whole: what a later one leaves cannot be told from that."""
+    """Raises SkippedError where an earlier publication did not arrive whole: a later one cannot be judged then."""
     assert court.diagnosis is not None, "there is a judge"
     court.need(not court.diagnosis.misled, "an earlier check found that publications do not arrive whole")
 
