@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -45,6 +46,24 @@ class FaultError(Exception):
         self.finding = finding
 
 
+class Repeats:
+    """Whether samples repeat earlier ones more often than chance does, over a round: a test of odds (Ville's inequality), which a
+    right server fails once in a hundred million rounds."""
+
+    _ODDS = (20.0, 1e3, 1e6, 1e10)
+    _MOST = math.log(3e8)
+
+    def __init__(self) -> None:
+        self._scores = [0.0] * len(self._ODDS)
+
+    def add(self, repeats: bool, chance: float) -> bool:
+        """Counts a sample that repeats an earlier one, which it does by this chance, or does not. Returns whether it is one too
+        many."""
+        for number, odds in enumerate(self._ODDS):
+            self._scores[number] += repeats * math.log(odds) - math.log1p((odds - 1) * chance)
+        return repeats and max(self._scores) > self._MOST
+
+
 @dataclass
 class Court:
     """One check's means. `random` is its own, drawn from the round's seed."""
@@ -58,6 +77,7 @@ class Court:
     findings: list[Finding] = field(default_factory=list)
     seen: list[tuple[Seen, Reply]] = field(default_factory=list)
     history: deque[Seen] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    repeats: Repeats = field(default_factory=Repeats)
     _numbers: Any = field(default_factory=itertools.count)
 
     @property
@@ -178,25 +198,30 @@ class Court:
             )
         if sorted(indices) != list(range(asked.n)):
             self.fault("counts", f"the samples {indices} came", f"the samples 0 to {asked.n - 1}", reply)
-        drawn = [tuple(choice.tokens) for choice in reply.choices]
-        likely = sum(min([0.0, *choice.logprobs]) for choice in reply.choices[:1]) > -12
-        if (
-            asked.temperature
-            and asked.top_k != 1
-            and len(set(drawn)) < len(drawn)
-            and not likely
-            and asked.max_tokens >= 6
-        ):
-            first, second = next(
-                pair for pair in itertools.combinations(range(len(drawn)), 2) if drawn[pair[0]] == drawn[pair[1]]
-            )
-            self.fault(
-                "duplicated_answer",
-                f"samples {first} and {second} are the same {len(drawn[first])} tokens",
-                "samples that are drawn apart",
-                reply,
-                exact=True,
-            )
+        if asked.temperature and asked.top_k != 1 and not (self.served.route.raw and self._changes(asked)):
+            self._check_repeats(reply)
+
+    @staticmethod
+    def _changes(asked: Asked) -> bool:
+        return asked.temperature != 1 or bool(asked.top_k) or asked.top_p < 1 or bool(asked.min_p)
+
+    def _check_repeats(self, reply: Reply) -> None:
+        """Notes samples of a request that repeat earlier ones more often than chance does."""
+        earlier: dict[tuple[int, ...], int] = {}
+        chance = 0.0
+        for choice in reply.choices:
+            tokens = tuple(choice.tokens)
+            if self.repeats.add(tokens in earlier, min(1.0, chance)):
+                self.fault(
+                    "duplicated_answer",
+                    f"samples {earlier[tokens]} and {choice.index} are the same {len(tokens)} tokens, as others before",
+                    "samples that are drawn apart",
+                    reply,
+                    exact=True,
+                )
+            if tokens not in earlier:
+                earlier[tokens] = choice.index
+                chance += math.exp(sum(min(0.0, one) for one in choice.logprobs if math.isfinite(one)))
 
     def note(
         self, fault: str, seen: str, right: str, reply: Reply | Exchange | None = None, exact: bool = False

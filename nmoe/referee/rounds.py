@@ -16,7 +16,7 @@ from pathlib import Path
 from nmoe.errors import UserError
 from nmoe.referee.checks import CATALOGUE
 from nmoe.referee.client import Client, UnansweredError
-from nmoe.referee.court import Check, Court, FaultError, Finding, SkippedError
+from nmoe.referee.court import Check, Court, FaultError, Finding, Repeats, SkippedError
 from nmoe.referee.diagnosis import Diagnosis
 from nmoe.referee.faults import ORDER
 from nmoe.referee.judge import Judge, Seen
@@ -168,6 +168,7 @@ class _Bench:
         self._seed, self._round, self._gone = seed, round_id, False
         self._base_s, self._slowness = client.deadline_s, 1.0
         self._history: deque[Seen] = deque(maxlen=48)
+        self._repeats = Repeats()
 
     async def keep_pace(self) -> bool:
         """Measures how fast the server is, and returns whether it is slower by half than it was. Raises UnansweredError."""
@@ -215,6 +216,7 @@ class _Bench:
             random.Random(f"{self._seed}/{check.name}"),
             f"{self._round}-{check.name}",
             history=self._history,
+            repeats=self._repeats,
         )
         skipped = ""
         past, limit = list(self._history), check.factor * self._client.deadline_s
