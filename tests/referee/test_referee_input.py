@@ -185,6 +185,21 @@ def test_a_server_that_needs_a_key_says_so() -> None:
     assert "needs a key, or another one" in found[0][1]
 
 
+def test_a_redirection_to_another_server_is_not_followed() -> None:
+    calls = list[str]()
+
+    def elsewhere(one: Fake) -> None:
+        one.send_response(307)
+        one.send_header("Location", f"{other}{one.path}")
+        one.send_header("Content-Length", "0")
+        one.end_headers()
+
+    with fake(lambda one: calls.append(one.path)) as other, fake(elsewhere) as url:
+        found = said(round_of(url))
+    assert "it has neither the token route (/inference/v1/generate: status 307" in found[0][1]
+    assert calls == []
+
+
 def test_a_server_without_any_route_is_named() -> None:
     with fake(lambda one: one.say(404, b"{}")) as url:
         found = said(round_of(url))

@@ -71,6 +71,13 @@ def test_a_fault_is_named_as_what_it_is(faulty: tuple[str, Judge, Path], fault: 
     assert FAULTS[fault].title
 
 
+def test_another_checkpoint_of_the_same_shape_is_another_model(faulty: tuple[str, Judge, Path], tmp_path: Path) -> None:
+    choose(faulty[0], "", 0)
+    judge, _ = judge_of(drawn_checkpoint(tmp_path / "other", "moe_tied", seed=4), "float32")
+    round_ = asyncio.run(hold(faulty[0], judge, seed=1, only=["logprobs.plain"], deadline_s=120))
+    assert [name for name, _ in round_.faults()] == ["other_model"]
+
+
 def test_a_reproduction_runs_without_nmoe(faulty: tuple[str, Judge, Path], tmp_path: Path) -> None:
     url, _, checkpoint = faulty
     choose(url, "logprob_shifted", 1)
