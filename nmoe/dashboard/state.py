@@ -23,6 +23,8 @@ ROWS = 50
 _PAGE_S = 2.0
 # CPU seconds of building an index in one go, and the pause after it in parts of it: a build takes a third of a core.
 _SLICE_S, _PAUSE = 0.1, 2.0
+# Seconds that a build waits for the first view of a run, and the number of files that are read at once instead.
+_FIRST_S, _FEW = 1.0, 20
 # Names by which runs always differ.
 _NOT_COMPARED = ("run.name", "run.directory", "run.resume")
 
@@ -89,7 +91,8 @@ class State:
                 found.alerts.append(alert)
             found.index.look()
         if found.index.missing:
-            found.index.build(0.02)  # the newest steps, so that there is something to show
+            if found.index.is_empty or found.index.missing < _FEW:
+                found.index.build(0.02)  # the newest steps, so that there is something to show
             self._wanted.set()
         return found
 
@@ -105,6 +108,7 @@ class State:
             if not self._wanted.wait(0.5):
                 continue
             self._wanted.clear()
+            ended.wait(_FIRST_S)  # what somebody is looking at comes first
             for opened in list(self._open.values()):
                 while opened.index.missing and not ended.is_set():
                     opened.index.build(_SLICE_S)
@@ -142,7 +146,8 @@ class State:
         found = {}
         for name in runs:
             run = self._named({"run": name})
-            metrics, opened = self._opened(run).metrics, self._opened(run)
+            opened = self._opened(run)
+            metrics = opened.metrics
             first = metrics.since(cursors.get(name, ""))
             found[name] = {
                 "cursor": metrics.cursor,

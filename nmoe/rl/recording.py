@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,13 @@ def trained_samples(samples: Sequence[Trajectory], masks_truncated: bool) -> lis
 def _file(columns: Mapping[str, Tensor], ranges: Sequence[slice]) -> bytes:
     tensors: dict[str, NDArray[Any]] = {"tokens": np.array([part.stop - part.start for part in ranges])}
     metadata = {}
+    trained = [part for part in ranges if part.start < part.stop]
+    # Where no group is left out, the samples follow one another, and one slice takes all of them.
+    if trained and all(one.stop == other.start for one, other in pairwise(trained)):
+        trained = [slice(trained[0].start, trained[-1].stop)]
     for name, values_N in columns.items():
         column_N = values_N.numpy()
-        parts = [column_N[part] for part in ranges]
-        tensors[name] = np.ascontiguousarray(np.concatenate(parts) if parts else column_N[:0])
+        tensors[name] = np.concatenate([column_N[part] for part in trained] or [column_N[:0]])
         if name == "gradient":
             metadata["gradient_sum"] = repr(float(values_N.double().abs().sum()))
     return save(tensors, metadata)

@@ -79,6 +79,9 @@ STEP_DIRECTORIES = ("samples", "eval")
 OUTSIDE = "out_of_distribution"
 """The role of an evaluation on problems from another distribution than training's."""
 
+# One for all lines: `json.dumps` makes an encoder each time.
+_ENCODER = json.JSONEncoder(allow_nan=False, check_circular=False)
+
 _RESULT_KEYS = {"mode", "dataset", "value", "problems"}
 
 
@@ -263,7 +266,7 @@ def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 def _line(record: Mapping[str, Any], where: str) -> bytes:
     try:
         # ASCII escapes, because model output may hold lone surrogates, which have no UTF-8.
-        return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
+        return _ENCODER.encode(record).encode("ascii") + b"\n"
     except (ValueError, TypeError):
         _refuse_unwritable(record, where)
         raise

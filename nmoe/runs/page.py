@@ -59,6 +59,7 @@ def write_page(paths: Sequence[Path], file: Path) -> Path:
     page = (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{text(title)}</h1>\n{results}\n{body}\n</body>\n</html>\n"
     )
     write_atomically(file, page.encode())
@@ -132,7 +133,7 @@ def _curves(runs: Sequence[RunRecord]) -> str:
             charts.append(chart(f"{name} ({plot.ylabel})", curves, plot.log))
     legend = " ".join(f"{_key(number)}{_name(run)}" for number, run in enumerate(runs))
     shown = "\n".join(one for one in charts if one)
-    return f"<p>{legend}; by step</p>\n{shown}\n" if shown else ""
+    return f"<p>{legend}; by step. Bold: the running mean over a twentieth of the steps</p>\n{shown}\n" if shown else ""
 
 
 def _timelines(runs: Sequence[RunRecord]) -> str:

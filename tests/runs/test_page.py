@@ -182,7 +182,7 @@ def test_charts() -> None:
     assert 'points="62.0,226.0 306.0,127.0 550.0,28.0" fill="none" stroke="#D55E00"' in logarithmic
     assert re.findall(r'class="tick end">(.*?)<', logarithmic) == ["1e-06", "1e-05", "0.0001", "0.001", "0.01"]
     many = chart("m", {0: [(step, float(step % 2)) for step in range(1000)]})
-    (points,) = re.findall(r'points="(.*?)"', many)
+    points, _ = re.findall(r'points="(.*?)"', many)  # below the running mean
     assert len(points.split()) == 334, "the means of three steps each"
 
 
@@ -202,3 +202,19 @@ def test_the_verb_writes_one_page_or_a_report_of_each(
         assert capsys.readouterr().out.split() == [str(tmp_path / name) for name in written]
         assert all((tmp_path / name).exists() for name in written)
     assert json.loads((tmp_path / "base" / "provenance.json").read_text())["git_diff"] == "code.diff"
+
+
+def test_a_long_curve_is_faint_below_its_running_mean() -> None:
+    drawn = chart("reward", {0: [(step, float(step % 2)) for step in range(1, 101)]})
+    lines = [attrs for tag, attrs in Strict(drawn).tags if tag == "polyline"]
+    assert [line.get("opacity") for line in lines] == ["0.35", None]
+    heights = [float(point.split(",")[1]) for point in lines[1]["points"].split()]
+    # The mean of the first is 1, of the first two 1/2, and of any five 2/5 or 3/5; values 0 to 1 lie over 226 to 28.
+    assert heights[:3] == pytest.approx([28.0, 127.0, 226 - 198 * 2 / 3], abs=0.06)
+    assert {round(height, 1) for height in heights[5:]} == {146.8, 107.2}
+
+
+def test_it_fits_a_phone(page: Path) -> None:
+    read = Strict(page.read_text())
+    viewport = next(attrs["content"] for tag, attrs in read.tags if attrs.get("name") == "viewport")
+    assert viewport == "width=device-width, initial-scale=1"

@@ -7,8 +7,16 @@ import { link } from "./route.js";
 import { table } from "./table.js";
 
 export async function overview(main, { runs }) {
-  const parts = await Promise.all(runs.map(async (name) => one(await ask("run", { run: name }))));
-  main.replaceChildren(...parts.flat());
+  let before = "";
+  async function update() {
+    const found = await Promise.all(runs.map((name) => ask("run", { run: name })));
+    // Drawn anew only if something changed, so that a link under the pointer stays.
+    if (JSON.stringify(found) !== before) main.replaceChildren(...found.flatMap(one));
+    before = JSON.stringify(found);
+    return found.some((run) => run.status === "running");
+  }
+  await update();
+  return { update };
 }
 
 function one(run) {
@@ -24,6 +32,7 @@ function one(run) {
   if (run.fault) parts.push(h("section", {}, h("p", { class: "error" }, run.fault)));
   if (run.status === "deleted") parts.push(h("section", {}, h("p", { class: "error" }, "The run's folder was deleted. What was read before is shown.")));
   parts.push(h("section", { id: "findings" }, h("h2", {}, "What stands out"), findings.length ? h("ul", { class: "findings" }, ...findings) : h("p", {}, "Nothing so far.")));
+  if (run.indexing) parts.push(h("p", { class: "faint" }, `The samples of ${figure(run.indexing)} steps are still being read.`));
   if (run.evaluations.length) parts.push(h("section", {}, h("h2", {}, "Evaluations"), evaluations(run)));
   if (run.torn.length) parts.push(h("section", { id: "torn" }, h("h2", {}, "Lines that cannot be read"), h("p", {}, "They are left out; the others are shown."), h("ul", {}, ...run.torn.map((place) => h("li", {}, place)))));
   return parts;
