@@ -70,7 +70,7 @@ class Client:
 
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         # A server on this machine is not behind the proxy that the environment names; a redirection would reach another server.
-        # A connection that a server ends when it has been idle, after five seconds in uvicorn, must not be in use again at that moment.
+        # A server ends idle connections, uvicorn after five seconds: none may be used at that moment.
         limits = httpx2.Limits(max_connections=None, keepalive_expiry=1.0)
         self._http = httpx2.AsyncClient(
             headers=headers, timeout=None, limits=limits, trust_env=False, follow_redirects=False
