@@ -268,7 +268,8 @@ class Index:
             return self._totals[1]
         generation = self.generation
         with self._lock:
-            samples, steps = self._db.execute("SELECT count(*), count(DISTINCT step) FROM samples").fetchone()
+            (samples,) = self._db.execute("SELECT count(*) FROM samples").fetchone()
+            (steps,) = self._db.execute("SELECT count(*) FROM files").fetchone()
             problems, never = self._db.execute(
                 "SELECT count(*), sum(solved = 0) FROM (SELECT max(outcome = 'correct') AS solved FROM samples GROUP BY problem)"
             ).fetchone()
