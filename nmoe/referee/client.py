@@ -22,7 +22,7 @@ class UnansweredError(Exception):
     """A call got no reply that can be used. `lost` says that nothing listens there any more, `late` that the deadline passed."""
 
     def __init__(self, reason: str, *, lost: bool = False, late: bool = False) -> None:
-        super().__init__(reason)
+        super().__init__(plain(reason))
         self.lost, self.late = lost, late
 
 
@@ -127,4 +127,9 @@ class Client:
 
 def shown_bytes(reply: bytes) -> str:
     """Returns the start of a reply, for a message."""
-    return cut(" ".join(reply.decode("utf-8", "replace").split()), 160)
+    return plain(cut(" ".join(reply[:2000].decode("utf-8", "replace").split()), 160))
+
+
+def plain(text: str) -> str:
+    """Returns a server's text in printable ASCII: it can neither move a terminal's cursor nor fail to be written."""
+    return "".join(one if " " <= one <= "~" else ascii(one)[1:-1] for one in text)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nmoe.referee.client import Client, Exchange, shown_bytes
+from nmoe.referee.client import Client, Exchange, plain, shown_bytes
 from nmoe.referee.diagnosis import Diagnosis, differences, theirs
 from nmoe.referee.judge import Judge, Seen
 from nmoe.referee.target import Asked, Completions, MalformedError, Reply, Served, TokenRoute
@@ -36,6 +36,10 @@ class Finding:
     exact: bool = False
     exchanges: Sequence[Exchange] = ()
     expected: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        # Most of these texts quote the server.
+        self.seen, self.right = plain(self.seen), plain(self.right)
 
 
 class FaultError(Exception):

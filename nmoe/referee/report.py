@@ -92,14 +92,12 @@ def read_baseline(file: Path) -> set[tuple[str, str]]:
 
 def script_of(finding: Finding, url: str) -> str:
     """Returns a program for Python without nmoe that shows a finding: it makes the same calls, and prints the replies beside the
-    right values."""
+    right values. What the server said is in it as literals and comments of ASCII alone: none of it can become code."""
     steps: list[tuple[str, str, Any]] = [(one.method, one.path, one.body) for one in finding.exchanges]
     head = [
-        f'"""{FAULTS[finding.fault].title}.',
-        "",
-        f"Seen:  {finding.seen}",
-        f"Right: {finding.right}",
-        '"""',
+        f"# {FAULTS[finding.fault].title}",
+        f"# seen:  {finding.seen!a}",
+        f"# right: {finding.right!a}",
         "",
         "import json",
         "import os",
@@ -107,12 +105,19 @@ def script_of(finding: Finding, url: str) -> str:
         "import urllib.error",
         "import urllib.request",
         "",
-        f"url = sys.argv[1] if len(sys.argv) > 1 else {url!r}",
+        "",
+        "class Stay(urllib.request.HTTPRedirectHandler):",
+        "    # A redirection would take the key to another server.",
+        "    def redirect_request(self, *of):",
+        "        return None",
+        "",
+        "",
+        f"url = sys.argv[1] if len(sys.argv) > 1 else {url!a}",
         "key = os.environ.get('NMOE_ENGINE_KEY', '')",
-        "opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))",
-        f"right = {[round(one, 6) for one in finding.expected]!r}",
+        "opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), Stay)",
+        f"right = json.loads({json.dumps([round(one, 6) for one in finding.expected])!r})",
         "steps = [",
-        *(f"    {step!r}," for step in steps),
+        *(f"    {step!a}," for step in steps),
         "]",
         "for method, path, body in steps:",
         "    data = None if body is None else json.dumps(body).encode()",
@@ -120,22 +125,23 @@ def script_of(finding: Finding, url: str) -> str:
         "    request = urllib.request.Request(url + path, data, headers, method=method)",
         "    try:",
         "        with opener.open(request, timeout=60) as reply:",
-        "            status, text = reply.status, reply.read().decode()",
+        "            status, text = reply.status, reply.read().decode('utf-8', 'replace')",
         "    except urllib.error.HTTPError as error:",
-        "        status, text = error.code, error.read().decode()",
+        "        status, text = error.code, error.read().decode('utf-8', 'replace')",
         "    print(method, path, status)",
-        "    if path.endswith('/generate') and status == 200:",
+        "    # What a server says is printed in ASCII: it may not move a terminal's cursor.",
+        "    try:",
         "        for choice in json.loads(text)['choices']:",
         "            content = choice['logprobs']['content']",
-        "            print(' sample', choice['index'], choice['finish_reason'], choice['token_ids'])",
-        "            print('  versions', choice.get('weight_versions'))",
+        "            print(' sample', *(ascii(choice[name]) for name in ('index', 'finish_reason', 'token_ids')))",
+        "            print('  versions', ascii(choice.get('weight_versions')))",
         "            print('  log-probabilities', [round(one['logprob'], 6) for one in content])",
-        "    else:",
-        "        print(' ', text[:300])",
+        "    except (ValueError, LookupError, TypeError, AttributeError):",
+        "        print(' ', ascii(text[:300]))",
         "if right:",
         "    print('right, for the sample that differed most:', right)",
     ]
-    return "\n".join(head).replace("\\u", "\\\\u") + "\n"
+    return "\n".join(head) + "\n"
 
 
 def write_scripts(round_: Round, directory: Path) -> list[Path]:

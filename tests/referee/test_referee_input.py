@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -281,6 +284,37 @@ def test_no_reply_breaks_the_referee() -> None:
         for _ in range(12):
             kinds |= {fault for fault, _ in said(round_of(url, ("tokens", "logprobs.stream", "seeds"), 20))}
     assert {"malformed", "counts"} <= kinds
+
+
+_CODE = "open('owned', 'w')"
+
+
+@pytest.mark.parametrize("place", ["refusal", "id", "version"])
+@pytest.mark.parametrize("text", [f'""";{_CODE}#', f"x\n{_CODE}\r{_CODE}\x0c", "\ud800\x1b[2J\u202e\\"])
+def test_no_text_of_a_server_is_code_in_a_reproduction(tmp_path: Path, text: str, place: str) -> None:
+    span = {"version": text, "start": 0, "end": 99}
+    sample = {"index": 0, "token_ids": [1], "finish_reason": None, "weight_versions": [span]}
+    replies: dict[str, Any] = {"id": {"request_id": text, "choices": []}, "version": {"choices": [sample]}}
+
+    def hostile(one: Fake) -> None:
+        if not one.path.endswith("/generate") or "tokens" not in one.body["request_id"]:
+            answered(one)
+        elif place == "refusal":
+            one.say(400, text.encode("utf-8", "replace"))
+        else:
+            one.say(200, json.dumps(replies[place]).encode())
+
+    lines, page = list[str](), tmp_path / "page.html"
+    with fake(hostile) as url:
+        assert hold_round(url, None, lines.append, only=["tokens.reply"], evidence=tmp_path, html=page) == 1
+        (script,) = tmp_path.glob("*.py")
+        shown = subprocess.run([sys.executable, "-I", str(script), url], capture_output=True, check=True, cwd=tmp_path)
+    assert not (tmp_path / "owned").exists()
+    assert shown.stdout.startswith(b"POST /inference/v1/generate ")
+    for written in ("".join(lines), script.read_text(), shown.stdout.decode(), page.read_text()):
+        assert all(" " <= one <= "~" or one == "\n" for one in written)
+    statements = {type(one).__name__ for one in ast.parse(script.read_text()).body}
+    assert statements == {"Import", "ClassDef", "Assign", "For", "If"}
 
 
 def test_another_model_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
