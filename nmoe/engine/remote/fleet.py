@@ -123,6 +123,7 @@ class Fleet(ABC):
         self._numbers = itertools.count()
         self._ended = asyncio.Event()  # of a request
         self._publishing = False  # which ends heals, and opens servers or heals them anew
+        self._preparing = False  # a publication, before anything of it is sent
         self._sampled_tokens = self._retried = self._lost = self._healed = 0
         self.on_fault: Callable[[int, str], None] | None = None
         """Called with the index of a server that is fenced, and the reason."""
@@ -345,12 +346,13 @@ class Fleet(ABC):
         )
 
     def _fence(self, slot: Slot, reason: str) -> None:
-        """Gives a server no more requests, and heals it beside."""
+        """Gives a server no more requests, and heals it beside. A publication that is being prepared reaches it by itself: a heal
+        would send weights that are old by then, and compare its samples with a learner that has stepped."""
         slot.open, slot.fence, slot.fences = False, reason, slot.fences + 1
         if self.on_fault is not None:
             self.on_fault(slot.index, reason)
         self._note(f"engine {slot.server.name} is fenced: {reason}")
-        if slot.healing is None:
+        if slot.healing is None and not self._preparing:
             slot.healing = asyncio.get_running_loop().create_task(self._heal(slot))
 
     async def _heal(self, slot: Slot) -> None:

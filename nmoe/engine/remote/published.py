@@ -174,6 +174,8 @@ class PublishedFleet(Fleet):
         except ServerLostError as error:
             slot.healing = None
             self._fence(slot, str(error))
+        else:
+            slot.healing = None  # it may be lost again, and is healed then, while others still take the weights
 
     async def _install(self, slot: Slot, failed: Mapping[EngineServer, ServerLostError]) -> None:
         """Opens a server that was sent the present weights, if its samples agree with the learner. Raises ServerLostError if they
@@ -212,7 +214,7 @@ class PublishedFleet(Fleet):
     async def update_weights(self, source: Any, version: int) -> None:
         """Publishes the learner's weights to every server, fenced ones included. Raises InfrastructureError if none takes them."""
         began = time.perf_counter()
-        self._publishing = True
+        self._publishing = self._preparing = True
         try:
             # A heal that went on would compare the old weights with a learner that has stepped.
             healing = [slot.healing for slot in self._slots if slot.healing is not None]
@@ -229,7 +231,7 @@ class PublishedFleet(Fleet):
             if old is not None:
                 old.discard()
         finally:
-            self._publishing = False
+            self._publishing = self._preparing = False
             await self._notify()
         stalled_s = time.perf_counter() - written
         # A server that others start again may take minutes, in which the others serve.
@@ -260,6 +262,7 @@ class PublishedFleet(Fleet):
             sent = [self._send([slot]) for slot in self._slots]
         for slot, one in zip(self._slots, sent, strict=True):
             slot.healing = asyncio.create_task(self._take(slot, one))
+        self._preparing = False
         taking = [slot.healing for slot in self._slots if slot.healing is not None]
         try:
             outcomes = await asyncio.gather(*taking, return_exceptions=True)

@@ -70,6 +70,14 @@ class Update:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
+@dataclass
+class _Whole:
+    """All weights of one update, which so many servers read or wait for."""
+
+    written: asyncio.Future[Update]
+    readers: int = 0
+
+
 Written = Callable[[Iterator[tuple[str, Tensor]], int], tuple[Path, int]]
 """Writes tensors into a new directory that servers see, given the size of all weights. Returns it and the size of its files."""
 
@@ -178,8 +186,7 @@ class Publisher:
         self._ready: set[EngineServer] = set()  # servers that were prepared for updates
         self._holds: dict[EngineServer, list[str]] = {}  # the digests of the weights that each has
         self.wholes = 0  # times that a server was sent all weights
-        self._whole: asyncio.Future[Update] | None = None  # sent where a difference does not fit
-        self._readers = 0  # servers that read it
+        self._whole: dict[int, _Whole] = {}  # by version: sent where a difference does not fit
         self._sending = asyncio.Lock()  # two heals would share the group
 
     async def send(
@@ -231,18 +238,19 @@ class Publisher:
             self.wholes += update.whole is None
             await server.control("/update_weights", {"update_info": update.info}, size=update.size)
             return
-        if self._whole is None:
-            self._whole = asyncio.ensure_future(asyncio.to_thread(update.whole))
-        whole, self._readers = self._whole, self._readers + 1
+        if update.version not in self._whole:
+            self._whole[update.version] = _Whole(asyncio.ensure_future(asyncio.to_thread(update.whole)))
+        whole = self._whole[update.version]
+        whole.readers += 1
         try:
-            sent = await asyncio.shield(whole)
+            sent = await asyncio.shield(whole.written)
             self.wholes += 1
             await server.control("/update_weights", {"update_info": sent.info}, size=sent.size)
         finally:
-            self._readers -= 1
-            if not self._readers:
-                self._whole = None
-                whole.add_done_callback(_discard)  # written to its end, or its files would stay
+            whole.readers -= 1
+            if not whole.readers:
+                del self._whole[update.version]
+                whole.written.add_done_callback(_discard)  # written to its end, or its files would stay
 
     async def _finish(self, server: EngineServer, update: Update, hold: Hold) -> None:
         await hold(server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -280,6 +281,83 @@ def test_a_server_that_hangs_in_a_publication_holds_no_other(monkeypatch: pytest
             "engine http://0 serves again",
         ]
         assert fleet.versions() == [2, 2]
+
+
+def test_no_heal_sends_old_weights_beside_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request fails while the publication is prepared, and its server gets the new weights, once, and no others."""
+    asked: list[str] = []
+    control, prepares = StandIn.control, threading.Event()
+
+    async def noting(self: StandIn, path: str, body: Any = None, *rest: Any, **more: Any) -> None:
+        asked.append(path + (body or {}).get("weight_version", ""))
+        await control(self, path, body, *rest, **more)
+
+    async def answer(request: Request, deadline_s: float | None) -> None:
+        if request.request_id == "asked" and prepares.is_set():
+            prepares.clear()
+            raise ServerLostError("http://0 broke off")
+
+    monkeypatch.setattr(StandIn, "control", noting)
+    scene = Scene(answer=answer)
+    with opened(scene) as fleet:
+        published_to(fleet, 1)
+        made, began, tasks = fleet._prepared, len(asked), list[asyncio.Task[list[Sample]]]()
+
+        async def failed() -> None:
+            tasks.append(asyncio.create_task(fleet.generate(ASKED)))
+            await until(lambda: fleet._slots[0].fence is not None)
+            await asyncio.sleep(0.05)  # in which a heal would send version 1
+
+        def preparing(*of: Any) -> Update:
+            prepares.set()
+            asyncio.run_coroutine_threadsafe(failed(), fleet._loop).result(20)
+            return made(*of)
+
+        fleet._prepared = preparing
+        published_to(fleet, 2)
+        assert asked[began:] == ["/start_weight_update", "/update_weights", "/finish_weight_update2", "/resume"]
+        ((sample,),) = fleet.run(all_of(tasks))
+        assert sample.versions == [2]
+        assert scene.taken == [("http://0", 1), ("http://0", 2)]
+        assert scene.notes == ["engine http://0 is fenced: http://0 broke off"]
+
+
+def test_a_server_that_is_lost_while_others_take_weights_is_healed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first server has the new weights and loses a request, and the second one still reads them."""
+    read, hangs, breaks = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    control = StandIn.control
+
+    async def slow(self: StandIn, path: str, *rest: Any, **more: Any) -> None:
+        if self.name == "http://1" and path == "/update_weights" and hangs.is_set():
+            await asyncio.wait_for(read.wait(), 20)
+        await control(self, path, *rest, **more)
+
+    async def answer(request: Request, deadline_s: float | None) -> None:
+        if request.request_id == "asked" and breaks.is_set():
+            breaks.clear()
+            raise ServerLostError("http://0 broke off")
+
+    monkeypatch.setattr(StandIn, "control", slow)
+    scene = Scene(answer=answer)
+    with opened(scene, 2) as fleet:
+        published_to(fleet, 1)
+
+        async def main() -> list[Sample]:
+            hangs.set()
+            publishing = asyncio.create_task(fleet.update_weights(None, 2))
+            await until(lambda: fleet.versions()[0] == 2 and fleet._slots[0].open)
+            fleet._slots[1].open = False
+            breaks.set()
+            samples = await asyncio.wait_for(fleet.generate(ASKED), 20)
+            assert not publishing.done()
+            read.set()
+            await publishing
+            return samples
+
+        (sample,) = fleet.run(main())
+        assert (sample.engine, sample.versions) == (0, [2])
+        assert scene.notes == ["engine http://0 is fenced: http://0 broke off", "engine http://0 serves again"]
+        assert fleet.metrics()["engines_serving"] == 2
 
 
 def test_requests_are_held_only_while_weights_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,53 @@ def test_an_engine_that_sleeps_gets_no_weights() -> None:
     assert str(failed) == "one sleeps, and weights that come now are lost when it wakes; post /wake_up to it"
 
 
+def test_a_server_gets_all_weights_of_its_own_update_while_another_reads_older_ones(tmp_path: Path) -> None:
+    """Two differences fit no server, and the second one is sent while the first one's whole weights are still read."""
+    sent: list[tuple[str, str]] = []
+    versions: list[tuple[str, str]] = []
+    reads, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: httpx2.Request) -> httpx2.Response:
+        body, host = json.loads(request.content or b"{}"), request.url.host
+        if request.url.path == "/update_weights":
+            sent.append((host, Path(body["update_info"]["path"]).name))
+            if host == "one":
+                reads.set()
+                await goes_on.wait()
+        elif request.url.path == "/finish_weight_update":
+            versions.append((host, body["weight_version"]))
+        return httpx2.Response(200, json={})
+
+    def difference(version: int) -> Update:
+        def whole() -> Update:
+            directory = tmp_path / f"whole_{version}"
+            directory.mkdir()
+            return Update(version, {"transport": "disk", "path": str(directory)}, 0, directory, 0)
+
+        info = {"transport": "delta", "path": "difference", "bases": ["of another"], "digests": [f"{version}"]}
+        return Update(version, info, 0, tmp_path / f"difference_{version}", 0, whole)
+
+    async def on_caller(function: Callable[[], Any]) -> Any:
+        return function()
+
+    async def publish() -> None:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
+            one, two = (EngineServer(name, f"http://{name}", client, ModelConfig(**MOE)) for name in ("one", "two"))
+            publisher = Publisher(source(), "nmoe", "gloo", on_caller)
+            older = asyncio.create_task(publisher.send(difference(1), [one]))
+            await reads.wait()
+            assert await publisher.send(difference(2), [two]) == {}
+            assert [path.name for path in tmp_path.iterdir()] == ["whole_1"], "it is still read"
+            goes_on.set()
+            assert await older == {}
+            assert publisher.wholes == 2
+
+    asyncio.run(publish())
+    assert sent == [("one", "whole_1"), ("two", "whole_2")]
+    assert versions == [("two", "2"), ("one", "1")]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("limit", [4000, 10**9])
 def test_files_are_written_while_tensors_are_gathered(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nmoe.engine.remote.weights._SHARD_BYTES", limit)
