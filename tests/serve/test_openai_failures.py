@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import pytest
 import torch
-from starlette.types import Message
+from starlette.types import ASGIApp, Message
 
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.errors import DivergenceError
+from nmoe.engine.server.app import Service
+from nmoe.engine.server.app import application as engine_application
+from nmoe.errors import DivergenceError, StorageError
 from nmoe.model.checkpoint import load_model
 from nmoe.model.transformer import Transformer
 from nmoe.serve.openai.app import Server, application
@@ -76,6 +80,36 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(checkpoint: Path, tok
             return [*found, await health()]
 
     assert engine.run(ask()) == [200, 500, 503, 500, 500, 200]
+
+
+def test_a_full_disk_is_no_fault_of_the_request(
+    model: Transformer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients try again after 507, and not after 400."""
+
+    async def full(*_: object) -> None:
+        raise StorageError("/disk: cannot be written: No space left on device (0 bytes free)")
+
+    monkeypatch.setattr(Server, "models", full)
+    monkeypatch.setattr(Service, "info", full)
+    engine, form = NativeEngine(model, 1), chat_format(tokenizer, "auto")
+    served = Served(engine, tokenizer, form, ("tiny",), 4096, tokenizer.vocab_size, 2, 0, "fp")
+    weights: Any = SimpleNamespace(id="", version=0)
+    apps: dict[str, ASGIApp] = {
+        "/v1/models": application(Server(served)),
+        "/nmoe/info": engine_application(Service(engine, weights, {}), ""),
+    }
+
+    async def asked(path: str, app: ASGIApp) -> tuple[int, str]:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            reply = await client.get(path)
+            return reply.status_code, reply.json()["error"]["message"]
+
+    for path, app in apps.items():
+        assert asyncio.run(asked(path, app)) == (
+            507,
+            "/disk: cannot be written: No space left on device (0 bytes free)",
+        )
 
 
 def test_an_engine_that_does_not_survive_stops(checkpoint: Path) -> None:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.remote.wire import WEIGHTS_ID, error_body
-from nmoe.engine.server.http import body_of, json_reply
+from nmoe.engine.server.http import body_of, json_reply, status_of
 from nmoe.engine.server.requests import UnknownModelError, take
 from nmoe.engine.server.tokens import TokenRoutes
 from nmoe.engine.server.weights import StateError, Weights
@@ -162,7 +162,7 @@ def application(service: Service, key: str) -> ASGIApp:
 
 async def _refused(asked: Asked, error: Exception) -> Response:
     assert isinstance(error, UserError), "the handler of these"
-    unknown = 404 if isinstance(error, UnknownModelError) else 400 if error.exit_code == 2 else 500
+    unknown = 404 if isinstance(error, UnknownModelError) else status_of(error)
     status = 409 if isinstance(error, StateError) else unknown
     return json_reply(error_body(status, str(error)), status)
 

@@ -12,7 +12,7 @@ from starlette.requests import Request as Asked
 from starlette.responses import Response
 from starlette.types import Receive
 
-from nmoe.errors import UserError
+from nmoe.errors import StorageError, UserError
 from nmoe.parsing import json_of
 
 R = TypeVar("R")
@@ -20,6 +20,12 @@ R = TypeVar("R")
 
 class TooLargeError(UserError):
     """A body has more bytes than the server reads."""
+
+
+def status_of(error: UserError) -> int:
+    """Returns the status of a refusal. A full disk is the server's fault, although a command that meets one ends with 2, as for
+    bad input: a client may try again."""
+    return 507 if isinstance(error, StorageError) else 400 if error.exit_code == UserError.exit_code else 500
 
 
 def json_reply(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nmoe.engine.server.events import DONE, EventStream
-from nmoe.engine.server.http import TooLargeError, body_of, json_reply, unless_gone
+from nmoe.engine.server.http import TooLargeError, body_of, json_reply, status_of, unless_gone
 from nmoe.engine.server.requests import UnknownModelError
 from nmoe.engine.server.tokens import TokenLimits, TokenRoutes
 from nmoe.errors import UserError
@@ -252,7 +252,7 @@ def application(server: Server) -> Starlette:
     handlers: Any = {
         ApiError: handler(lambda _, error: error),
         UnknownModelError: handler(lambda _, error: ApiError(str(error), "model", "model_not_found", 404)),
-        UserError: handler(lambda _, error: ApiError(str(error), status=400 if error.exit_code == 2 else 500)),
+        UserError: handler(lambda _, error: ApiError(str(error), status=status_of(error))),
         HTTPException: handler(_no_route),
         ClientDisconnect: handler(lambda _, error: ApiError("the client is gone", status=499)),
         Exception: handler(_failed),
