@@ -272,6 +272,11 @@ def strike(kind: str, run: Run, draw: random.Random, after: int) -> Moment | Non
         if kind != "parent killed":
             run.wait(lambda: set(there).isdisjoint(run.processes("train")))
             moment.noticed_s = since()
+        if kind == "disk full":
+            run.wait(lambda: False)  # the run ends, as somebody has to make room
+            if run.process.poll() != UserError.exit_code:
+                return None
+            run.start("--run.resume=true")
         run.wait(lambda: run.processes("train"))
         moment.started_s, steps = since(), run.steps()
         run.wait(lambda: run.steps() > steps)
