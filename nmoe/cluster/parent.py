@@ -249,7 +249,7 @@ class Parent:
 
     def _follow(self, interrupt: Interruptible) -> None:
         """Looks at all processes until training has ended for good."""
-        trains, at = False, 0.0
+        trains, killed, at = False, False, 0.0
         asked: float | None = None
         while True:
             now = time.monotonic()
@@ -259,9 +259,10 @@ class Parent:
                 asked = now
                 if trains:
                     self._training.ask()
-            if trains and asked is None and (why := self._hangs(now)) is not None:
+            if trains and asked is None and not killed and (why := self._hangs(now)) is not None:
                 self._say(f"training hangs: {why}; it is killed")
                 self._training.kill()
+                killed = True  # its end may take long, as in a write to a disk that hangs
             if not trains:
                 if asked is not None:
                     break
@@ -272,7 +273,7 @@ class Parent:
                     (self._run / LOGS / ACTIVITY).unlink(missing_ok=True)
                     self._standstill.begin()
                     self._training.start(self._urls(), resume)
-                    trains, self._began, self._begun_from = True, now, self._step_saved()
+                    trains, killed, self._began, self._begun_from = True, False, now, self._step_saved()
             elif (code := self._training.ended(now)) is not None:
                 self._training.show()
                 trains = False
