@@ -28,9 +28,9 @@ from nmoe.referee.judge import Judge
 from nmoe.referee.rounds import hold
 
 FAULTS = (
-    "stale_keys", "stale_values", "torn_update", "partial_update", "experts_swapped", "expert_stale", "tied_head_stale",
-    "logprob_shifted", "other_temperature", "other_kept_set", "missing_end", "wrong_version_span", "salt_ignored",
-    "abort_ignored", "duplicated_answer", "late_answer",
+    "stale_keys", "stale_values", "torn_update", "partial_update", "experts_swapped", "expert_stale", "experts_unpacked",
+    "tied_head_stale", "logprob_shifted", "other_temperature", "other_kept_set", "missing_end", "wrong_version_span",
+    "salt_ignored", "abort_ignored", "duplicated_answer", "late_answer",
 )  # fmt: skip
 CHECKS = (
     "logprobs.plain", "logprobs.temperature", "logprobs.both", "logprobs.kept", "ends.one", "seeds.n", "aborts.named",

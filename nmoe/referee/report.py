@@ -56,7 +56,7 @@ def summary_of(round_: Round) -> list[str]:
         of = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         lines.append(f"{'most likely' if not number else 'also'}: {FAULTS[fault].title} ({of})")
     if round_.left:
-        lines.append(f"the server may still have other weights than its first: {round_.left}")
+        lines.append(f"the server may not be as it was: {round_.left}")
     return lines
 
 

@@ -8,12 +8,14 @@ import random
 import secrets
 import statistics
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nmoe.errors import UserError
+from nmoe.errors import UserError, cut
 from nmoe.referee.checks import CATALOGUE
 from nmoe.referee.client import Client, UnansweredError
 from nmoe.referee.court import Check, Court, FaultError, Finding, Repeats, SkippedError
@@ -46,8 +48,8 @@ class Outcome:
 
 @dataclass
 class Round:
-    """A round's outcomes. `served` is None for a server that did not answer; `left` says why the server has not its first weights
-    again, or is empty."""
+    """A round's outcomes. `served` is None for a server that did not answer; `left` says why the server may have other weights
+    than its first or be paused, or is empty."""
 
     url: str
     seed: int
@@ -107,10 +109,7 @@ async def hold(
         try:
             served = await look(client)
         except UnansweredError as error:
-            outcomes = [_unanswered(check, error) for check in checks]
-            for outcome in outcomes:
-                note(outcome)
-            return Round(url, seed, None, outcomes)
+            return _all_unanswered(Round(url, seed, None, []), checks, error, note)
         diagnosis = press = None
         if judge is not None:
             config = judge.model.config
@@ -123,6 +122,9 @@ async def hold(
         round_ = Round(url, seed, served, [])
         try:
             await bench.keep_pace()
+        except UnansweredError as error:
+            return _all_unanswered(round_, checks, error, note)
+        try:
             for one in checks:
                 round_.outcomes.append(await bench.make(one))
                 note(round_.outcomes[-1])
@@ -138,6 +140,15 @@ def _unanswered(check: Check, error: UnansweredError, seconds: float = 0.0) -> O
     if error.late:
         return Outcome(check, "late", why=str(error), seconds=seconds)
     return Outcome(check, "fault", [Finding("no_answer", str(error), "a reply of a rollout server")], seconds=seconds)
+
+
+def _all_unanswered(
+    round_: Round, checks: Sequence[Check], error: UnansweredError, note: Callable[[Outcome], None]
+) -> Round:
+    for check in checks:
+        round_.outcomes.append(_unanswered(check, error))
+        note(round_.outcomes[-1])
+    return round_
 
 
 def _refuse_other(served: Served, judge: Judge) -> None:
@@ -222,7 +233,7 @@ class _Bench:
         past, limit = list(self._history), check.factor * self._client.deadline_s
         late: UnansweredError | None = None
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as until, self._extending(until):
                 await check.run(court)
         except FaultError as fault:
             court.findings.append(fault.finding)
@@ -235,7 +246,17 @@ class _Bench:
                 self._gone = error.lost
                 court.note("no_answer", str(error), "a reply")
             late = error if error.late else None
-        court.compare(past)
+        except UserError:
+            raise
+        except Exception as error:
+            court.note("unread", _where(error), "replies that can be read and compared")
+        try:
+            court.compare(past)
+        except Exception as error:
+            court.note("unread", _where(error), "replies that can be read and compared")
+        if self._press is not None and not self._gone:
+            # A check that ended early may have left the server paused.
+            await self._press.resumed(_KNOCK_S * self._slowness)
         self._press_evidence(court)
         if late is not None and not court.findings:
             raise late
@@ -244,12 +265,36 @@ class _Bench:
             return Outcome(check, "fault", court.findings, seconds=seconds)
         return Outcome(check, "skipped" if skipped else "ok", why=skipped, seconds=seconds)
 
+    @asynccontextmanager
+    async def _extending(self, until: asyncio.Timeout) -> AsyncIterator[None]:
+        """Moves a deadline by the time that the judge takes."""
+        judge = None if self._diagnosis is None else self._diagnosis.judge
+
+        def worked(seconds: float) -> None:
+            when = until.when()
+            if when is not None and not until.expired():
+                until.reschedule(when + seconds)
+
+        if judge is not None:
+            judge.worked = worked
+        try:
+            yield
+        finally:
+            if judge is not None:
+                judge.worked = lambda _: None
+
     def _press_evidence(self, court: Court) -> None:
         """Puts the steps of publications before what they led to."""
         steps = [one for one in self._client.exchanges if one.method == "POST" and one.path.split("?")[0] in _STEPS]
         for finding in court.findings:
             if steps and finding.exchanges:
                 finding.exchanges = [*steps, *(one for one in finding.exchanges if one not in steps)]
+
+
+def _where(error: Exception) -> str:
+    """Returns an exception that nothing expected, with the line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {cut(str(error), 160)} ({Path(last.filename).name}, line {last.lineno})"
 
 
 _STEPS = (

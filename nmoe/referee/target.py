@@ -368,7 +368,10 @@ def _id(value: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
 
 
 def _whole(value: Any) -> int:

@@ -71,6 +71,13 @@ def test_a_fault_is_named_as_what_it_is(faulty: tuple[str, Judge, Path], fault: 
     assert FAULTS[fault].title
 
 
+def test_a_sample_that_repeats_another_under_an_index_of_its_own_is_named(faulty: tuple[str, Judge, Path]) -> None:
+    assert choose(faulty[0], "duplicated_answer", 1)["variant"] == 1
+    (outcome,) = round_of(faulty, "duplicated_answer", 1, ["seeds.n"]).outcomes
+    assert [finding.fault for finding in outcome.findings] == ["duplicated_answer"]
+    assert "are the same 16 tokens" in outcome.findings[0].seen
+
+
 def test_another_checkpoint_of_the_same_shape_is_another_model(faulty: tuple[str, Judge, Path], tmp_path: Path) -> None:
     choose(faulty[0], "", 0)
     judge, _ = judge_of(drawn_checkpoint(tmp_path / "other", "moe_tied", seed=4), "float32")

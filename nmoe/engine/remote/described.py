@@ -8,10 +8,12 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from typing import get_args
 
 from nmoe.config.tables.rollout import fault_of_urls
 from nmoe.engine.remote.process import KEY
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.types import Precision
 
 
@@ -33,10 +35,10 @@ def described(urls: Sequence[str]) -> tuple[list[str], bool]:
 def precision_of(url: str) -> Precision | None:
     """Returns the precision of the weights that a server of nmoe's has; None for another server."""
     try:
-        precision: Precision = json.loads(_get(url.rstrip("/") + "/nmoe/info"))["precision"]
+        precision: Precision = json_of(_get(url.rstrip("/") + "/nmoe/info"))["precision"]
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return None
-    return precision
+    return precision if precision in get_args(Precision) else None
 
 
 def _get(url: str) -> bytes:

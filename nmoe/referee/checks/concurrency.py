@@ -11,6 +11,7 @@ CHECKS = Family()
 
 @CHECKS.add("concurrency.own", "each of 24 requests at once gets the answer to its own prompt")
 async def own(court: Court) -> None:
+    court.needs_judge()
     asked = [court.asked(court.prompt(court.random.randrange(1, 24)), max_tokens=12) for _ in range(24)]
     await court.samples(asked)
 
@@ -53,6 +54,8 @@ async def same(court: Court) -> None:
 
 @CHECKS.add("concurrency.waves", "requests that come while others run get their own answers")
 async def waves(court: Court) -> None:
+    court.needs_judge()
+
     async def later(number: int) -> None:
         await asyncio.sleep(0.004 * number)
         await court.sample(court.asked(court.prompt(8 + number), max_tokens=20))

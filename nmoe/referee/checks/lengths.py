@@ -14,12 +14,14 @@ CHECKS = Family()
 
 @CHECKS.add("lengths.long", "a long prompt is read whole")
 async def long(court: Court) -> None:
+    court.needs_judge()
     tokens = min(court.context - 16, _MOST)
     await court.sample(court.asked(court.prompt(tokens), n=2, max_tokens=12))
 
 
 @CHECKS.add("lengths.full", "prompt and samples may fill the context to its last token")
 async def full(court: Court) -> None:
+    court.needs_judge()
     court.need(court.context <= _MOST, f"its context of {court.context} tokens is too long to fill")
     prompt = court.prompt(court.context - 6)
     await court.sample(court.asked(prompt, max_tokens=court.context - len(prompt)))

@@ -31,10 +31,7 @@ async def differ(court: Court) -> None:
         court.note("seed_ignored", f"3 seeds gave {len(drawn)} different samples", "3", replies[-1])
 
 
-@CHECKS.add(
-    "seeds.n",
-    "the n samples of a request have the indices from 0 on and are drawn apart, each by its log-probabilities",
-)
+@CHECKS.add("seeds.n", "the n samples of a request have the indices from 0 on and are drawn apart")
 async def samples(court: Court) -> None:
     await court.samples([court.asked(n=n, max_tokens=16) for n in (2, 5, court.random.randrange(6, 12))])
 
