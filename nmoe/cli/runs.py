@@ -272,7 +272,7 @@ def explain(
         sample: The sample's line in the step's file in samples/, from 0.
         token: The token's index in the sample, from 0.
         replay: If the weights that the step began with were not kept, train up to it again, from the nearest checkpoint before.
-        allow_user_code: Import and run the code that grades, if it is the run's own.
+        allow_user_code: Import and run code that the run names: rewards, tools, tasks, an advantage, a loss, an engine.
     """
     from nmoe.rl.explain import explain_command
 

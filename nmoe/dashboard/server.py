@@ -13,25 +13,28 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from nmoe.dashboard.index import cache_directory
 from nmoe.dashboard.page import PAGE
 from nmoe.dashboard.state import State
-from nmoe.engine.server.http import json_reply
+from nmoe.engine.server.http import json_reply, unless_gone
 from nmoe.engine.server.listening import check_key, listening
 from nmoe.errors import UserError
 from nmoe.web import HEADERS
 from nmoe.web.guard import Refusal, guarded
 
 KEY = "NMOE_DASHBOARD_KEY"
+EXPLAIN_S = 300.0
+"""Seconds that deriving a token may take, after others that were asked for before."""
 _HEADERS = HEADERS | {"cache-control": "no-store"}
 
 
 def application(state: State) -> Starlette:
     """Returns the ASGI application that answers from a state."""
+    one_at_a_time = asyncio.Semaphore(1)
 
     async def answer(asking: Request) -> Response:
         found = state.answers.get(asking.path_params["name"])
@@ -45,7 +48,9 @@ def application(state: State) -> Starlette:
 
     async def explain(asking: Request) -> Response:
         try:
-            lines = await explained(state, dict(asking.query_params))
+            lines = await unless_gone(asking, explained(state, dict(asking.query_params), one_at_a_time))
+        except ClientDisconnect:
+            return Response(status_code=499)
         except (UserError, KeyError, ValueError) as error:
             return json_reply({"error": str(error)}, 404 if isinstance(error, UserError) else 400, _HEADERS)
         return json_reply({"lines": lines}, headers=_HEADERS)
@@ -65,24 +70,29 @@ def finite(value: Any) -> Any:
     return value
 
 
-_EXPLAINING = asyncio.Semaphore(1)
-
-
-async def explained(state: State, params: dict[str, str]) -> list[str]:
-    """Derives a token's numbers again by `nmoe explain`, in another process: the server holds no weights. One at a time,
-    others wait. Raises UserError if nmoe refuses."""
+async def explained(state: State, params: dict[str, str], one_at_a_time: asyncio.Semaphore) -> list[str]:
+    """Derives a token's numbers again by `nmoe explain`, in another process: the server holds no weights. The process ends with
+    the call. Code that a run names is not executed. Raises UserError if nmoe refuses, or takes longer than EXPLAIN_S."""
     run = state.path_of(params)
     numbers = [str(int(params[name])) for name in ("step", "line", "token")]
-    async with _EXPLAINING:
+    async with one_at_a_time:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "nmoe", "explain", str(run), *numbers, stdin=asyncio.subprocess.DEVNULL,
+            # -P: a module in the directory of the server is not nmoe's.
+            sys.executable, "-P", "-m", "nmoe", "explain", "--", str(run), *numbers, stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
-            said, error = await process.communicate()
+            async with asyncio.timeout(EXPLAIN_S):
+                said, error = await process.communicate()
+        except TimeoutError:
+            command = f"nmoe explain {run} {' '.join(numbers)}"
+            raise UserError(
+                f"it took more than {EXPLAIN_S:g} s, and was ended; in a terminal nothing ends `{command}`"
+            ) from None
         finally:
             if process.returncode is None:
                 process.kill()
+                await process.wait()
     lines = said.decode(errors="replace").splitlines()
     if process.returncode not in (0, 1) or not lines:
         raise UserError(

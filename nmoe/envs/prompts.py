@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.rollout import BudgetSettings
 from nmoe.envs.curriculum import Curriculum
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.task import WorkspaceTask
 from nmoe.errors import UserError
 from nmoe.text.renderers import HarmonyRenderer, Renderer, Round
 from nmoe.types import Exchange, Given, Message, Problem, ToolEvent, Turn
+
+
+def token_limit(budget: BudgetSettings, max_new_tokens: int) -> int:
+    """Returns what `PromptBuilder.token_limit` does, without an environment."""
+    most = budget.completion_tokens
+    return max_new_tokens if most is None else min(max_new_tokens, most)
 
 
 class PromptBuilder:
@@ -89,8 +96,7 @@ class PromptBuilder:
     def token_limit(self, max_new_tokens: int) -> int:
         """Returns the maximum number of tokens that a trajectory may sample: the run's limit, capped by the environment's
         budget."""
-        budget = self._budget.completion_tokens
-        return max_new_tokens if budget is None else min(max_new_tokens, budget)
+        return token_limit(self._budget, max_new_tokens)
 
     def prompt_limit(self, context_tokens: int, max_new_tokens: int) -> int:
         """Returns the maximum number of tokens of a prompt: the rest of the model's context after the longest completion and the

@@ -27,13 +27,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nmoe.config.commands import RLConfig
-from nmoe.config.loader import load_run
 from nmoe.config.tables.rewards import VerifierRewardConfig
 from nmoe.config.toml import to_toml
-from nmoe.envs.environment import Environment
+from nmoe.envs.prompts import token_limit
 from nmoe.errors import UserError
 from nmoe.learner.passes import deal, score
 from nmoe.model.moe import RouterTrace
+from nmoe.monitor.mismatch import highest_mismatch
 from nmoe.recipes.setup import load_tokenizer, prepare_process
 from nmoe.rl.advantages import Advantages
 from nmoe.rl.critic import Critic
@@ -44,11 +44,17 @@ from nmoe.rl.policy import policy_learner
 from nmoe.rl.recording import columns_of, trained_samples
 from nmoe.rl.reference import Reference
 from nmoe.rl.replay_bundle import ReplayDifferenceError
-from nmoe.rl.replay_run import ReplayedRollouts, of_the_replay, replayed_engine
+from nmoe.rl.replay_run import (
+    ReplayedRollouts,
+    of_the_replay,
+    refuse_journal,
+    refuse_other_numbers,
+    replayed_engine,
+)
 from nmoe.rl.update import PolicyUpdate
 from nmoe.rollout.bundle import trajectory_of
 from nmoe.rollout.journal import read_journal
-from nmoe.rollout.named_code import code_of
+from nmoe.rollout.named_code import code_of, recorded_config, refuse_code_of_training
 from nmoe.rollout.replay import regraded
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.provenance import read_provenance
@@ -76,7 +82,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Derived:
-    """A step's batch and columns, derived again. `ranges` has the scored tokens of each trajectory, by its line in the file."""
+    """A step's batch and columns, derived again. `ranges` has the scored tokens of each trajectory, by its line in the file.
+    `rerouted` has the lines whose passes cannot be repeated: the learner replays the routes that older weights took, which samples/
+    does not hold."""
 
     records: Sequence[dict[str, Any]]
     trajectories: Sequence[Trajectory]
@@ -84,6 +92,8 @@ class _Derived:
     columns: Mapping[str, Tensor]
     gradient_sum: float
     whole: bool
+    rerouted: frozenset[int]
+    version: int
     weights: str
 
 
@@ -92,11 +102,14 @@ class Explainer:
 
     def __init__(self, run: Path, *, replay: bool = False, allow_user_code: bool = False) -> None:
         """Loads the run's configuration. With `replay`, steps whose weights are gone are trained up to again. Raises UserError for
-        a run whose numbers cannot be derived."""
+        a run whose numbers cannot be derived and, unless `allow_user_code`, for one whose own code computes them. Nothing of
+        the environment is loaded: a pool, a task or a reward may be code, too."""
         if not (run / "config.toml").exists() and (run / "rl" / "config.toml").exists():
             run = run / "rl"
         self.run, self._replay, self._allow_user_code = run, replay, allow_user_code
-        self._config = corrected(load_run(run / "config.toml", RLConfig))
+        self._config = corrected(recorded_config(run, allow_user_code=allow_user_code))
+        if not allow_user_code:
+            refuse_code_of_training(run, self._config)
         algorithm = self._config.algorithm
         if self._config.distillation is not None:
             raise UserError(f"{run}: its advantages are a teacher's ([distillation]), which is not asked again")
@@ -104,13 +117,12 @@ class Explainer:
             isinstance(one, VerifierRewardConfig) for one in self._config.environment.rewards
         ):
             raise UserError(f"{run}: its advantages count a verifier's step rewards, which samples/ does not hold")
-        self._code = code_of(self._config.environment, self._config.sandbox.python)
-        prepare_process(read_provenance(run)["threads"], self._config.model.device)
+        provenance = read_provenance(run)
+        self._inexact = "" if provenance["numerics"] == "exact" else f"numerics were {provenance['numerics']}"
+        prepare_process(provenance["threads"], self._config.model.device)
         self._tokenizer = load_tokenizer(self._config.model)
-        self._environment = Environment.from_settings(self._config.environment, self._tokenizer)
-        self._rewards = GroupRewards(
-            algorithm, self._environment.prompts.token_limit(self._config.sampling.max_new_tokens)
-        )
+        limit = token_limit(self._config.environment.budget, self._config.sampling.max_new_tokens)
+        self._rewards = GroupRewards(algorithm, limit)
         self._advantages = Advantages(algorithm, self._config.sampling.max_new_tokens, self._config.critic)
         self._policy: PolicyUpdate | None = None
         self._at: tuple[int, _Derived] | None = None
@@ -135,35 +147,79 @@ class Explainer:
         number = sum(mask[:token])
         at = derived.ranges[sample].start + number
         recorded = self._recorded(step, derived, sample, number)
-        found.append(
-            _same("log-probability", float(derived.columns["logprob"][at]), record["logprobs"][token], "sampled")
-        )
+        found.append(self._sampled(record, sample, token, derived, float(derived.columns["logprob"][at])))
         for name, label in _LABELS.items():
             if name in derived.columns:
-                found.append(self._column(name, label, derived, at, recorded))
+                found.append(self._column(name, label, derived, sample, at, recorded))
         return found
 
-    def _column(self, name: str, label: str, derived: _Derived, at: int, recorded: Mapping[str, Any]) -> Finding:
+    def _sampled(
+        self, record: Mapping[str, Any], sample: int, token: int, derived: _Derived, logprob: float
+    ) -> Finding:
+        """Compares with the log-probability that the token was sampled by, if the step's weights sampled it."""
+        versions = [version for version in record["versions"][: token + 1] if version >= 0]
+        why_not = ""
+        if versions[-1] != derived.version:
+            why_not = f"version {versions[-1]} of the weights sampled it, and the step began with {derived.version}"
+        elif min(versions) < derived.version and self._config.asynchrony.in_flight == "stale_kv":
+            why_not = "it was sampled with keys of older weights"
+        elif sample in derived.rerouted:
+            why_not = _REROUTED
+        if why_not:
+            return Finding("log-probability", _shown(logprob), why_not=why_not)
+        return self._by_the_model("log-probability", logprob, record["logprobs"][token], "sampled")
+
+    def _by_the_model(self, label: str, derived: Any, recorded: Any, of: str = "") -> Finding:
+        """Compares what a pass through the model gives. Without exact numerics its rounding depends on the batch: in float32
+        numbers may be a little apart, and in half precision or of routes, which a rounding may turn, nothing can be said."""
+        if not self._inexact:
+            return _same(label, derived, recorded, of)
+        if not isinstance(derived, float) or self._config.model.precision != "float32":
+            why_not = f"{_shown(recorded)} is recorded, but {self._inexact}, whose bits depend on the batch"
+            return Finding(label, _shown(derived), why_not=why_not)
+        return _same(label, derived, recorded, of, within=_ROUNDING)
+
+    def _column(
+        self, name: str, label: str, derived: _Derived, sample: int, at: int, recorded: Mapping[str, Any]
+    ) -> Finding:
         column = derived.columns[name][at]
         values: Any = column.tolist()
-        if not derived.whole and name in ("weight", "gradient"):
+        algorithm = self._config.algorithm
+        of_batch = {"weight", "gradient"}
+        if algorithm.multi_reward == "gdpo" or algorithm.advantage not in _WITHIN_GROUPS:
+            of_batch.add("advantage")
+        if not derived.whole and name in of_batch:
             return Finding(
                 label, "none", why_not='samples/ does not hold the whole batch; [monitor] samples = "all" does'
             )
+        by_rewards = algorithm.correction == "none" and not algorithm.kl_coef and self._config.critic is None
+        by_rewards = by_rewards and name in ("weight", "advantage")
+        # The gradient is shown as a share over the whole batch, and advantages may be normalised over it.
+        of_others = name in ("weight", "advantage", "gradient")
+        if not by_rewards and (sample in derived.rerouted or (of_others and derived.rerouted)):
+            return Finding(label, "none", why_not=_REROUTED)
         if name == "gradient":
             share = abs(values) / derived.gradient_sum if derived.gradient_sum else 0.0
             if not recorded:
                 return Finding(label, f"{share:.4%}", why_not=_NO_COLUMNS)
             other = abs(recorded["gradient"]) / recorded["gradient_sum"] if recorded["gradient_sum"] else 0.0
+            if self._inexact:
+                why_not = f"{other:.4%} is recorded, but {self._inexact}, whose bits depend on the batch"
+                return Finding(label, f"{share:.4%}", why_not=why_not)
             same = values == recorded["gradient"] and derived.gradient_sum == recorded["gradient_sum"]
             return Finding(label, f"{share:.4%}", None if same else f"{other:.4%}")
         if name not in recorded:
             return Finding(label, _shown(values), why_not=_NO_COLUMNS)
-        return _same(label, values, recorded[name])
+        if by_rewards:
+            return _same(label, values, recorded[name])
+        return self._by_the_model(label, values, recorded[name])
 
     def _reward(self, record: Mapping[str, Any], trajectory: Trajectory) -> Finding:
         shown = f"{record['reward']:.9g}"
-        if self._code and not self._allow_user_code:
+        # The record names its problem's task beside the pool's.
+        tasks = {str(record["task_type"])}
+        code = code_of(self._config.environment, self._config.sandbox.python, tasks)
+        if code and not self._allow_user_code:
             return Finding("reward", shown, why_not="the run's own code grades; --allow-user-code runs it")
         if self._config.environment.workspace is not None or record["tool_events"]:
             return Finding("reward", shown, why_not="its grader reads files or calls of tools; nmoe replay runs them")
@@ -202,6 +258,13 @@ class Explainer:
         weights = self._load(step)
         policy = self._policy
         assert policy is not None, "loaded"
+        version = policy.learner.version
+        routed = policy.learner.model.config.routed_experts > 0
+        rerouted = frozenset(
+            line
+            for line, record in enumerate(records)
+            if routed and any(0 <= of < version for of in record["versions"])
+        )
         members: dict[int, list[int]] = {}
         for line, record in enumerate(records):
             if record.get("left_out") in (None, "masked"):
@@ -215,14 +278,14 @@ class Explainer:
         samples = judged(kept)
         experience = self._advantages(policy.batch(samples), kept) if samples and not row.get("skipped") else None
         if experience is None:
-            return _Derived(records, trajectories, {}, {}, 0.0, whole, weights)
+            return _Derived(records, trajectories, {}, {}, 0.0, whole, rerouted, version, weights)
         columns = self._columns(policy, experience)
         lines = {id(trajectory): line for line, trajectory in enumerate(trajectories)}
         trained = trained_samples(samples, self._config.algorithm.mask_truncated)
         ends = [0, *accumulate(one.sampled_tokens for one in trained)]
         ranges = {lines[id(one)]: slice(*ends[at : at + 2]) for at, one in enumerate(trained)}
         total = float(columns["gradient"].double().abs().sum())
-        return _Derived(records, trajectories, ranges, columns, total, whole, weights)
+        return _Derived(records, trajectories, ranges, columns, total, whole, rerouted, version, weights)
 
     @torch.no_grad()
     def _columns(self, policy: PolicyUpdate, experience: Experience) -> dict[str, Tensor]:
@@ -269,7 +332,8 @@ class Explainer:
                 f"{step - 1 - first} steps before. Repeat with --replay to train these steps again"
             )
         with tempfile.TemporaryDirectory(prefix="nmoe_explain_") as scratch:
-            replayed = replayed_to(self.run, self._config, step - 1, first, Path(scratch))
+            allowed = self._allow_user_code
+            replayed = replayed_to(self.run, self._config, step - 1, first, Path(scratch), allow_user_code=allowed)
             self._restore(replayed)
         return f"weights trained again from {source}"
 
@@ -303,13 +367,17 @@ _LABELS = {
     "logprob": "learner's", "entropy": "entropy", "experts": "route", "advantage": "advantage", "weight": "weight in the loss",
     "gradient": "share of gradient",
 }  # fmt: skip
+# Estimators that give a sample of a whole group the same advantage in any batch.
+_WITHIN_GROUPS = {"grpo", "dr_grpo", "rloo", "maxrl"}
+# Nats by which rounding in float32 may move a token: ten times the mean that the monitor takes for a fault.
+_ROUNDING = 10 * highest_mismatch("float32", 1.0)
+_REROUTED = "the learner replayed routes of older weights, which samples/ does not hold"
 _NO_COLUMNS = 'no columns are recorded; [monitor] samples = "all" records them'
 
 
-def _same(name: str, derived: Any, recorded: Any, of: str = "") -> Finding:
-    return Finding(
-        name, _shown(derived), None if derived == recorded else f"{_shown(recorded)}{f' {of}' if of else ''}"
-    )
+def _same(name: str, derived: Any, recorded: Any, of: str = "", *, within: float = 0.0) -> Finding:
+    same = derived == recorded or (within > 0 and abs(derived - recorded) <= within)
+    return Finding(name, _shown(derived), None if same else f"{_shown(recorded)}{f' {of}' if of else ''}")
 
 
 def _shown(value: Any) -> str:
@@ -318,20 +386,26 @@ def _shown(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-def replayed_to(run: Path, config: RLConfig, step: int, first: int, scratch: Path) -> Path:
+def replayed_to(
+    run: Path, config: RLConfig, step: int, first: int, scratch: Path, *, allow_user_code: bool = False
+) -> Path:
     """Trains a run again in `scratch` up to a step, from its checkpoint of step `first` (0: from its beginning), and returns the
-    checkpoint of the step. A run that sampled beside its training follows its journal. Raises UserError if it cannot."""
+    checkpoint of the step. A run that sampled beside its training follows its journal. Raises UserError if it may come to other
+    weights, or would run code that is not allowed."""
     directory = scratch / "run"
     again = of_the_replay(config, run, directory)
     parts = Parts(steps=step)
     if config.asynchrony.max_staleness:
         recorded = read_journal(run)
+        refuse_journal(run, config, recorded, step, allow_user_code=allow_user_code)
         parts = Parts(
             steps=step,
             engine=partial(replayed_engine, recorded, config.run.seed),
             sampler=partial(ReplayedRollouts, recorded=recorded),
         )
-    elif first:
+    else:
+        refuse_other_numbers(run, config, allow_user_code=allow_user_code)
+    if first:
         ignore = shutil.ignore_patterns("checkpoints", "samples", "replay", "plots", ".lock")
         shutil.copytree(run, directory, ignore=ignore)
         (directory / "config.toml").write_text(to_toml(again))
@@ -364,4 +438,5 @@ def explain_command(
         raise ReplayDifferenceError(
             f"{run}: step {step}, sample {sample}, token {token}: not as recorded: {', '.join(differing)}"
         )
-    yield "all as recorded"
+    left_out = [one.name for one in found if one.why_not]
+    yield f"as recorded, but for what could not be compared: {', '.join(left_out)}" if left_out else "all as recorded"

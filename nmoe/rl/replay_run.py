@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.commands import RLConfig
-from nmoe.config.loader import load_run
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.native.held import HeldEngine, OtherTokensError
 from nmoe.errors import UserError
@@ -33,7 +32,7 @@ from nmoe.rl.rollouts import Rollouts
 from nmoe.rl.train import PolicyGradient
 from nmoe.rollout.collector import Stream
 from nmoe.rollout.journal import FILE, Recorded, Spans, read_journal
-from nmoe.rollout.named_code import code_of
+from nmoe.rollout.named_code import code_of, code_of_training, recorded_config
 from nmoe.rollout.tickets import Reason, Ticket
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.provenance import read_provenance
@@ -69,10 +68,10 @@ def replay_run(path: Path, out: Path | None, say: Say, *, allow_user_code: bool 
     """Executes a run again, in `out` (a temporary directory, if that is None), and says for each kept checkpoint and for the
     metrics whether they are the same. Raises ReplayDifferenceError if one differs, and UserError for a run that cannot be
     replayed."""
-    recorded, config = read_journal(path), load_run(path / "config.toml", RLConfig)
+    recorded, config = read_journal(path), recorded_config(path, allow_user_code=allow_user_code)
     rows = {row["step"]: row for row in read_metrics(path)}
     steps = max(rows, default=0)
-    _refuse(path, config, recorded, steps, allow_user_code=allow_user_code)
+    refuse_journal(path, config, recorded, steps, allow_user_code=allow_user_code)
     if out is not None and out.exists():
         raise UserError(f"{out}: is there already; name a directory that is not with --out")
     checkpoints = {step: one for one in (path / "checkpoints").iterdir() if (step := step_of(one.name)) is not None}
@@ -120,8 +119,8 @@ def of_the_replay(config: RLConfig, path: Path, directory: Path) -> RLConfig:
     return config.model_copy(update={"run": run, "checkpoint": checkpoint, "sinks": sinks})
 
 
-def _refuse(path: Path, config: RLConfig, recorded: Recorded, steps: int, *, allow_user_code: bool) -> None:
-    """Raises UserError if the run cannot be replayed to the same weights."""
+def refuse_journal(path: Path, config: RLConfig, recorded: Recorded, steps: int, *, allow_user_code: bool) -> None:
+    """Raises UserError if the first steps of a run that sampled beside its training cannot be replayed to the same weights."""
     cannot = f"{path}: cannot be replayed"
     if config.asynchrony.in_flight == "stale_kv":
         raise UserError(
@@ -133,22 +132,9 @@ def _refuse(path: Path, config: RLConfig, recorded: Recorded, steps: int, *, all
             f'{cannot}: engine.kind = "{config.engine.kind}" sampled, whose bits depend on what else it sampled; train with '
             '"server"'
         )
-    if (numerics := read_provenance(path)["numerics"]) != "exact":
-        raise UserError(
-            f"{cannot}: its numerics were {numerics}, so that bits depend on the batch; train with model.numerics = "
-            '"exact" on a machine where `nmoe doctor` calls them exact'
-        )
     if (ranks := recorded.ranks) > 1:
         raise UserError(f"{cannot}: {ranks} ranks added their gradients up; train in one process")
-    environments = [config.environment, *(one.environment for one in config.eval if one.environment is not None)]
-    if any(one.workspace is not None for one in environments):
-        raise UserError(f"{cannot}: graders read files that tools changed ([workspace]), and tools do not run again")
-    code = list(dict.fromkeys(chain.from_iterable(code_of(one, config.sandbox.python) for one in environments)))
-    if code and not allow_user_code:
-        raise UserError(
-            f"{cannot} unless its code may run, outside any sandbox and with your rights: {'; '.join(code)}; if you trust it, "
-            "repeat the command with --allow-user-code"
-        )
+    refuse_other_numbers(path, config, allow_user_code=allow_user_code)
     trained = {event["step"]: event["positions"] for event in recorded.events if event["event"] == "train"}
     if missing := [step for step in range(1, steps + 1) if step not in trained]:
         raise UserError(f"{path / FILE}: does not say what step {missing[0]} trained on; the run cannot be replayed")
@@ -157,6 +143,31 @@ def _refuse(path: Path, config: RLConfig, recorded: Recorded, steps: int, *, all
             raise UserError(
                 f"{path / FILE}: has no samples of position {lost[0]}, which step {step} trained on; the run cannot be replayed"
             )
+
+
+def refuse_other_numbers(path: Path, config: RLConfig, *, allow_user_code: bool) -> None:
+    """Raises UserError if a run's steps, trained again, may come to other weights, or would run code that is not allowed."""
+    cannot = f"{path}: cannot be replayed"
+    if config.engine.kind not in ("native", "server"):
+        raise UserError(
+            f'{cannot}: engine.kind = "{config.engine.kind}" sampled, whose bits depend on what else it sampled; train with '
+            '"native" or "server"'
+        )
+    if (numerics := read_provenance(path)["numerics"]) != "exact":
+        raise UserError(
+            f"{cannot}: its numerics were {numerics}, so that bits depend on the batch; train with model.numerics = "
+            '"exact" on a machine where `nmoe doctor` calls them exact'
+        )
+    environments = [config.environment, *(one.environment for one in config.eval if one.environment is not None)]
+    if any(one.workspace is not None for one in environments):
+        raise UserError(f"{cannot}: graders read files that tools changed ([workspace]), and tools do not run again")
+    of_environments = chain.from_iterable(code_of(one, config.sandbox.python) for one in environments)
+    code = list(dict.fromkeys([*of_environments, *code_of_training(config)]))
+    if code and not allow_user_code:
+        raise UserError(
+            f"{cannot} unless its code may run, outside any sandbox and with your rights: {'; '.join(code)}; if you trust it, "
+            "repeat the command with --allow-user-code"
+        )
 
 
 @contextmanager

@@ -7,13 +7,17 @@ until the user allows it.
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
+from nmoe.config.commands import RLConfig
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.registry import TASKS, TOOLS
+from nmoe.config.loader import load_run
+from nmoe.config.registry import ADVANTAGES, LOSSES, TASKS, TOOLS
 from nmoe.config.tables.pools import task_types
 from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.envs.user_code import find_definition
 from nmoe.errors import UserError
+from nmoe.parsing import toml_of
 from nmoe.rollout.bundle import Bundle
 
 
@@ -56,6 +60,38 @@ def refuse_named_code(bundle: Bundle) -> None:
             "names these, and whoever can write a bundle can write names; if you trust it, repeat the command with "
             "--allow-user-code"
         )
+
+
+def recorded_config(run: Path, *, allow_user_code: bool) -> RLConfig:
+    """Reads the configuration of a run that is to be repeated. To read it imports the engine that it names: raises UserError
+    before that for an engine of a user's, unless `allow_user_code`, and for a file that is no configuration."""
+    file = run / "config.toml"
+    try:
+        kind = dict(toml_of(file.read_text()).get("engine") or {}).get("kind", "native")
+    except (OSError, ValueError, TypeError):
+        kind = "native"  # the loader names the fault
+    if not allow_user_code and isinstance(kind, str) and kind not in ("native", "server", "vllm", "sglang"):
+        raise _refused(file, [_function("engine", kind)])
+    return load_run(file, RLConfig)
+
+
+def code_of_training(config: RLConfig) -> list[str]:
+    """Returns the lines of `named_code` for the advantages and the loss of a run."""
+    named = (("advantage", ADVANTAGES, config.algorithm.advantage), ("loss", LOSSES, config.algorithm.loss))
+    return [_function(kind, name) for kind, registry, name in named if name not in registry.builtin]
+
+
+def refuse_code_of_training(run: Path, config: RLConfig) -> None:
+    """Raises UserError, which lists the code, if the numbers of a run are computed by code that is not nmoe's."""
+    if found := code_of_training(config):
+        raise _refused(run, found)
+
+
+def _refused(path: Path, found: Collection[str]) -> UserError:
+    return UserError(
+        f"{path}: this would run, outside any sandbox and with your rights: {'; '.join(found)}. The run names these, and whoever "
+        "can write its files can write names; if you trust it, repeat the command in a terminal with --allow-user-code"
+    )
 
 
 def _function(kind: str, name: str) -> str:

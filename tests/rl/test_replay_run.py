@@ -15,10 +15,12 @@ from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
 from nmoe.engine.native.held import OtherTokensError
 from nmoe.errors import UserError
+from nmoe.rl.explain import Explainer, Finding
 from nmoe.rl.launch import train
 from nmoe.rl.replay_bundle import ReplayDifferenceError
 from nmoe.rl.replay_run import replay_run
 from nmoe.rollout.journal import FILE
+from nmoe.runs.ledger import read_lines
 from nmoe.text.tokenizer import Tokenizer
 
 # Drawn at random, the model answers to the limit of tokens, so that weights come while it samples.
@@ -226,3 +228,34 @@ def test_options_that_do_not_fit_together_are_refused(run: Path) -> None:
         outcome = CliRunner().invoke(app, ["replay", str(run), *arguments])
         assert isinstance(outcome.exception, UserError)
         assert said in str(outcome.exception)
+
+
+def test_tokens_of_older_weights_are_not_compared_with_newer_ones(recorded: Path) -> None:
+    explainer = Explainer(recorded)
+
+    def sampled_by(step: int) -> list[tuple[int, Finding]]:
+        """Each token's version, with the comparison of its log-probability."""
+        found = []
+        for line, record in enumerate(read_lines(recorded / f"samples/step_{step:06d}.jsonl")):
+            for token, version in enumerate(record["versions"]):
+                one = explainer.explain(step, line, token)
+                assert [str(other) for other in one if other.recorded is not None] == []
+                found += [(version, other) for other in one if other.name == "log-probability"]
+        return found
+
+    fresh = sampled_by(1)
+    assert len(fresh) > 100
+    assert {(version, one.why_not) for version, one in fresh} == {(0, "")}
+    # Samples of the third step got the second version of the weights on their way. The learner replays the routes before it.
+    assert {(version, one.why_not) for version, one in sampled_by(3)} == {
+        (1, "version 1 of the weights sampled it, and the step began with 2"),
+        (2, "the learner replayed routes of older weights, which samples/ does not hold"),
+    }
+
+
+def test_a_replay_for_explaining_asks_what_a_replay_asks(run: Path) -> None:
+    with pytest.raises(UserError, match=r"reward function low_ids:low from .*low_ids\.py.*--allow-user-code"):
+        Explainer(run, replay=True).explain(4, 0, 0)
+    rewrite(run / FILE, lambda text: text.replace('"ranks": 1', '"ranks": 2'))
+    with pytest.raises(UserError, match="2 ranks added their gradients up"):
+        Explainer(run, replay=True, allow_user_code=True).explain(4, 0, 0)
