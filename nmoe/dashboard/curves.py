@@ -96,7 +96,8 @@ class Metrics:
         """Returns each expert's share of a layer's picks, at up to `columns` steps spread over the run: the lines of these steps
         alone are read."""
         count = len(self.steps)
-        rows = range(count) if count <= columns else [round(at * (count - 1) / (columns - 1)) for at in range(columns)]
+        spread = max(1, columns - 1)
+        rows = range(count) if count <= columns else [round(at * (count - 1) / spread) for at in range(columns)]
         steps, shares = list[int](), list[list[float]]()
         try:
             with self.lines.file.open("rb") as file:

@@ -92,7 +92,6 @@ def _chosen(index: Any) -> list[dict[str, Any]]:
         for row in index.rows(query, 0, 2000):
             per_step[row["step"]] = per_step.get(row["step"], 0) + 1
             if left and per_step[row["step"]] <= _PER_STEP and (row["step"], row["line"]) not in found:
-                row["wrong"] = int("wrong" in query.equal)
                 found[row["step"], row["line"]] = row
                 left -= 1
     return sorted(found.values(), key=lambda row: (-row["step"], row["line"]))

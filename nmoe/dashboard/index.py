@@ -21,16 +21,17 @@ from typing import Any
 from nmoe.dashboard.runs import stamp_of
 from nmoe.runs.storage import step_of
 
-_VERSION = "4"
+_VERSION = "5"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (step INTEGER PRIMARY KEY, stamp TEXT, torn TEXT);
 CREATE TABLE IF NOT EXISTS samples (
     step INTEGER, line INTEGER, start INTEGER, size INTEGER, grp INTEGER, number INTEGER, problem TEXT, source TEXT, reward REAL,
     failure TEXT, outcome TEXT, tokens INTEGER, oldest INTEGER, newest INTEGER, left_out TEXT, wrong INTEGER,
+    solved INTEGER,
     PRIMARY KEY (step, line)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_reward ON samples (reward, step);
-CREATE INDEX IF NOT EXISTS by_problem ON samples (problem, reward, outcome, step);
+CREATE INDEX IF NOT EXISTS by_problem ON samples (problem, reward, solved, step);
 CREATE INDEX IF NOT EXISTS by_failure ON samples (failure, step);
 CREATE INDEX IF NOT EXISTS by_failure_and_reward ON samples (failure, reward, step);
 CREATE INDEX IF NOT EXISTS by_failure_and_tokens ON samples (failure, tokens, step);
@@ -38,8 +39,8 @@ CREATE INDEX IF NOT EXISTS by_tokens ON samples (tokens, step);
 CREATE INDEX IF NOT EXISTS by_wrong ON samples (wrong, step);
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT);
 """
-_COLUMNS = 16
-_SHOWN = "step, line, grp, number, problem, reward, failure, outcome, tokens, oldest, newest, left_out"
+_COLUMNS = 17
+_SHOWN = "step, line, grp, number, problem, reward, failure, outcome, tokens, oldest, newest, left_out, wrong"
 ORDERS = {
     "newest": "step DESC, line",
     "oldest": "step, line",
@@ -84,7 +85,7 @@ class Index:
         """`cache` is the folder of the index's file; None, or one that cannot be written, keeps it in memory."""
         self._samples = run / "samples"
         self._lock = threading.Lock()
-        self._db = _opened(run, cache)
+        self._db, self._in_memory = _opened(run, cache), False
         self._known: dict[int, str] = dict(self._db.execute("SELECT step, stamp FROM files"))
         self._todo: list[tuple[int, str]] = []
         self._seen: object = None
@@ -110,11 +111,14 @@ class Index:
         with self._lock:
             gone = [step for step in self._known if step not in found]
             if gone and found:
-                self._db.executemany("DELETE FROM samples WHERE step = ?", [(step,) for step in gone])
-                self._db.executemany("DELETE FROM files WHERE step = ?", [(step,) for step in gone])
-                self._db.commit()
+                try:
+                    self._db.executemany("DELETE FROM samples WHERE step = ?", [(step,) for step in gone])
+                    self._db.executemany("DELETE FROM files WHERE step = ?", [(step,) for step in gone])
+                    self._db.commit()
+                except sqlite3.Error:
+                    self._go_on_in_memory()
                 for step in gone:
-                    del self._known[step]
+                    self._known.pop(step, None)
                 self.generation += 1
             self._todo = sorted((step, stamp) for step, stamp in found.items() if self._known.get(step) != stamp)
 
@@ -142,11 +146,26 @@ class Index:
         end = time.thread_time() + seconds
         while self._todo and time.thread_time() < end:
             with self._lock:
-                for _ in range(min(20, len(self._todo))):
-                    self._add(*self._todo.pop())
-                self._db.commit()
+                part = [self._todo.pop() for _ in range(min(20, len(self._todo)))]
+                try:
+                    for step, stamp in part:
+                        self._add(step, stamp)
+                    self._db.commit()
+                except sqlite3.Error:
+                    if self._in_memory:
+                        raise
+                    # The steps that the file has are read again, too: it may be torn.
+                    self._todo = sorted({**self._known, **dict(self._todo), **dict(part)}.items())
+                    self._go_on_in_memory()
                 self.generation += 1
         return bool(self._todo)
+
+    def _go_on_in_memory(self) -> None:
+        """Leaves the file, which can no longer be written: the disk is full, or another dashboard writes it."""
+        with suppress(sqlite3.Error):
+            self._db.close()
+        self._db, self._in_memory = _in_memory(), True
+        self._known.clear()
 
     @property
     def missing(self) -> int:
@@ -251,11 +270,12 @@ class Index:
 
     def problems(self, order: str, count: int) -> list[dict[str, Any]]:
         """Returns the problems with the number of their samples, of those that were right, the mean reward and the last step: by
-        `never`, those that were never solved, the most tried first; by `mean`, the lowest rewards first."""
+        `never`, those that were never solved, the most tried first; by `mean`, the lowest rewards first. Of open problems, which
+        have no right answer, the number is None."""
         having = " HAVING solved = 0" if order == "never" else ""
         by = "tried DESC, problem" if order == "never" else "mean, tried DESC"
         sql = (
-            "SELECT problem, count(*) AS tried, sum(outcome = 'correct') AS solved, avg(reward) AS mean, max(step) AS last "
+            "SELECT problem, count(*) AS tried, sum(solved) AS solved, avg(reward) AS mean, max(step) AS last "
             f"FROM samples GROUP BY problem{having} ORDER BY {by} LIMIT ?"
         )
         with self._lock:
@@ -263,7 +283,8 @@ class Index:
         return [dict(zip(("problem", "tried", "solved", "mean", "last"), row, strict=True)) for row in found]
 
     def totals(self) -> dict[str, Any]:
-        """Returns the number of samples, of their steps and problems, of problems that were never solved, and of each failure."""
+        """Returns the number of samples, of their steps, of problems with a right answer, of those that were never solved, and of
+        each failure."""
         if self._totals is not None and self._totals[0] == self.generation:
             return self._totals[1]
         generation = self.generation
@@ -271,7 +292,7 @@ class Index:
             (samples,) = self._db.execute("SELECT count(*) FROM samples").fetchone()
             (steps,) = self._db.execute("SELECT count(*) FROM files").fetchone()
             problems, never = self._db.execute(
-                "SELECT count(*), sum(solved = 0) FROM (SELECT max(outcome = 'correct') AS solved FROM samples GROUP BY problem)"
+                "SELECT count(solved), sum(solved = 0) FROM (SELECT max(solved) AS solved FROM samples GROUP BY problem)"
             ).fetchone()
             failures = self._db.execute("SELECT failure, count(*) FROM samples GROUP BY failure").fetchall()
         found = {
@@ -303,6 +324,10 @@ def _opened(run: Path, cache: Path | None) -> sqlite3.Connection:
                         raise
                 db.close()
                 file.unlink()
+    return _in_memory()
+
+
+def _in_memory() -> sqlite3.Connection:
     db = sqlite3.connect(":memory:", check_same_thread=False)
     db.executescript(_SCHEMA)
     return db
@@ -311,15 +336,32 @@ def _opened(run: Path, cache: Path | None) -> sqlite3.Connection:
 def _row_of(record: dict[str, Any], step: int, line: int, start: int, size: int) -> tuple[Any, ...]:
     reward, verdict = record.get("reward"), record.get("verdict") or {}
     versions = [version for version in set(record.get("versions") or ()) if version >= 0]
-    weights = record.get("weights") or {}
+    weights, extras = record.get("weights") or {}, record.get("extras") or {}
     outcome = verdict.get("outcome", "")
-    wrong = outcome != "correct" and isinstance(reward, int | float) and reward > weights.get("correctness", 1.0) / 2
-    return (
+    # An answer to an open problem has no such component: it is neither right nor wrong.
+    closed = "correctness" in (record.get("components") or {"correctness": 0.0})
+    correctness = extras.get("correctness", float(outcome == "correct"))
+    high = isinstance(reward, int | float) and reward > weights.get("correctness", 1.0) / 2
+    row = (
         step, line, start, size, record.get("group", 0), record.get("index", 0), str(record.get("problem", "?")),
         str(record.get("source", "")), reward if isinstance(reward, int | float) else None, str(record.get("failure", "ok")),
         outcome, len(record.get("token_ids") or ()), min(versions, default=None), max(versions, default=None),
-        record.get("left_out"), int(wrong),
+        record.get("left_out"), int(closed and correctness == 0 and high), int(outcome == "correct") if closed else None,
     )  # fmt: skip
+    for value in row:
+        _check(value)
+    return row
+
+
+def _check(value: Any) -> None:
+    """Raises TypeError or ValueError for a value that sqlite does not take."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, int):
+        if abs(value) >= 2**63:
+            raise ValueError("more than 64 bits")
+    elif not isinstance(value, float | None):
+        raise TypeError("neither a number nor a text")
 
 
 def _texts(raw: bytes) -> str:

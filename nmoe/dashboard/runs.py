@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nmoe.dashboard.lines import Lines
@@ -27,15 +28,17 @@ _LOCK = ".lock"
 _TAIL_BYTES = 1 << 16
 
 
-def find_runs(roots: list[Path]) -> dict[str, Path]:
-    """Returns the runs in the given directories, or that these are, by their names on the page. Raises UserError for a path that is
-    no directory."""
-    found: dict[str, Path] = {}
+def find_runs(roots: list[Path], known: Mapping[Path, str] = MappingProxyType({})) -> dict[str, Path]:
+    """Returns the runs in the given directories, or that these are, by their names on the page. Those that are `known` have their
+    names already. Raises UserError for a path that is no directory."""
+    found = {name: path for path, name in known.items()}
     for root in roots:
         if not root.is_dir():
             raise UserError(f"{root}: no such directory; name a run, or a directory of runs")
         paths = [root] if _is_run(root) else sorted(_below(root, _DEEPEST))
         for path in paths:
+            if path in known:
+                continue
             name = path.name if path == root else path.relative_to(root).as_posix()
             while name in found:
                 name = f"{path.parent.name}/{name}" if "/" not in name else f"{name}'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sqlite3
 import sys
 import threading
 from pathlib import Path
@@ -42,8 +43,10 @@ def application(state: State) -> Starlette:
             raise HTTPException(404)
         try:
             reply = await asyncio.to_thread(found, dict(asking.query_params))
-        except (UserError, KeyError, ValueError) as error:
+        except (UserError, KeyError, ValueError, OverflowError) as error:
             return json_reply({"error": str(error)}, 404 if isinstance(error, UserError) else 400, _HEADERS)
+        except sqlite3.Error as error:
+            return json_reply({"error": f"the index of the samples cannot be read: {error}"}, 503, _HEADERS)
         return json_reply(finite(reply), headers=_HEADERS)
 
     async def explain(asking: Request) -> Response:

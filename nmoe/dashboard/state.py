@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -63,9 +64,12 @@ class State:
         now = time.monotonic()
         if self._runs and now - self._found_at < _PAGE_S:
             return
-        found = find_runs([root for root in self._roots if root.is_dir() or not self._runs])
         with self._lock:
-            for name, path in found.items():
+            # A run keeps its name when others come to the directories.
+            known = {run.path: name for name, run in self._runs.items()}
+            for name, path in find_runs(
+                [root for root in self._roots if root.is_dir() or not self._runs], known
+            ).items():
                 if name not in self._runs:
                     self._runs[name] = Run(name, path)
             self._found_at = now
@@ -85,10 +89,10 @@ class State:
             if found is None:
                 found = self._open[run.name] = _Open(Metrics(run.path), Index(run.path, self._cache))
             found.metrics.read()
-            for _, alert in run.alerts.new():
-                if run.alerts.generation != found.generation:
-                    found.alerts, found.generation = [], run.alerts.generation
-                found.alerts.append(alert)
+            alerts = [alert for _, alert in run.alerts.new()]
+            if run.alerts.generation != found.generation:
+                found.alerts, found.generation = [], run.alerts.generation
+            found.alerts += alerts
             found.index.look()
         if found.index.missing:
             if found.index.is_empty or found.index.missing < _FEW:
@@ -109,10 +113,13 @@ class State:
                 continue
             self._wanted.clear()
             ended.wait(_FIRST_S)  # what somebody is looking at comes first
-            for opened in list(self._open.values()):
-                while opened.index.missing and not ended.is_set():
-                    opened.index.build(_SLICE_S)
-                    ended.wait(_PAUSE * _SLICE_S)
+            for name, opened in list(self._open.items()):
+                try:
+                    while opened.index.missing and not ended.is_set():
+                        opened.index.build(_SLICE_S)
+                        ended.wait(_PAUSE * _SLICE_S)
+                except Exception as error:  # of one run, which must not end the indices of the others
+                    print(f"{name}: its samples cannot be indexed: {error}", file=sys.stderr, flush=True)
 
     def runs(self, params: Params) -> dict[str, Any]:
         self._find()
