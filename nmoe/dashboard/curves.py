@@ -16,6 +16,11 @@ from nmoe.dashboard.lines import Lines
 
 _NAN = math.nan
 _LOAD = "expert_load/"
+# Seconds of a step and of its parts; a step's leave out a save.
+_TIMES = (
+    *("time_step_s", "time_rollout_s", "trainer_wait_s", "time_learn_s", "time_sync_s", "time_record_s", "time_save_s"),
+    *("time_grade_s", "engine_idle_share"),
+)
 # Rows that are added at once.
 _ROWS = 500
 # Steps before and after a step that `changed` compares.
@@ -137,6 +142,20 @@ class Metrics:
             spread = max(pstdev(before), 1e-3 * max(abs(old), abs(new)), 1e-12)
             found.append({"name": name, "before": old, "after": new, "score": abs(new - old) / spread})
         return sorted(found, key=lambda one: -one["score"])[:12]
+
+    def mean_of(self, name: str) -> float | None:
+        """Returns the mean of a metric over all rows that have it; None if none has."""
+        values = [value for value in self.columns.get(name, ()) if math.isfinite(value)]
+        return fmean(values) if values else None
+
+    def mean_times(self) -> dict[str, float | None]:
+        """Returns the mean seconds of a step and of its parts. A save is in the rows of some steps only, and counts over all."""
+        found = {name: self.mean_of(name) for name in _TIMES}
+        saved = [value for value in self.columns.get("time_save_s", ()) if math.isfinite(value)]
+        if saved and found["time_step_s"] is not None:
+            seconds = sum(saved) / sum(value == value for value in self.columns["time_step_s"])
+            found |= {"time_save_s": seconds, "time_step_s": found["time_step_s"] + seconds}
+        return found
 
     def mean_of_last(self, name: str, count: int) -> float | None:
         values = [value for value in self.columns.get(name, array("d"))[-count:] if value == value]

@@ -62,6 +62,7 @@ def _answers(state: State) -> Iterator[tuple[str, Any]]:
         )
         for layer in range(run["layers"]):
             yield answer("load", columns="200", layer=str(layer), run=name)
+        yield answer("time", run=name)
         for order in ("never", "mean"):
             yield answer("problems", order=order, run=name)
         rows = _chosen(index)

@@ -57,7 +57,7 @@ class State:
         self._find()
         self.answers: dict[str, Callable[[Params], dict[str, Any]]] = {
             "runs": self.runs, "run": self.run, "curves": self.curves, "diff": self.diff, "load": self.load, "step": self.step,
-            "samples": self.samples, "sample": self.sample, "tokens": self.tokens, "problems": self.problems,
+            "time": self.time, "samples": self.samples, "sample": self.sample, "tokens": self.tokens, "problems": self.problems,
         }  # fmt: skip
 
     def _find(self) -> None:
@@ -176,6 +176,9 @@ class State:
     def load(self, params: Params) -> dict[str, Any]:
         metrics = self._opened(self._named(params)).metrics
         return metrics.load(int(params.get("layer", "0")), min(400, int(params.get("columns", "200"))))
+
+    def time(self, params: Params) -> dict[str, Any]:
+        return {"means": self._opened(self._named(params)).metrics.mean_times()}
 
     def step(self, params: Params) -> dict[str, Any]:
         opened, step = self._opened(self._named(params)), int(params["step"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from nmoe.dashboard.curves import Metrics
 from nmoe.dashboard.export import _chosen
 from nmoe.dashboard.index import Index, Query
 from nmoe.dashboard.server import application
@@ -112,3 +113,16 @@ def test_alerts_that_a_resumed_run_cut_back_are_gone(runs: Path) -> None:
     assert state.run({"run": "troubled"})["alerts"]
     (runs / "troubled/alerts.jsonl").write_text("")
     assert state.run({"run": "troubled"})["alerts"] == []
+
+
+def test_a_save_counts_over_all_steps(tmp_path: Path) -> None:
+    rows = [{"step": step, "time_step_s": 5.0, "time_learn_s": 4.0} for step in range(1, 1001)]
+    for row in rows[::100]:
+        row["time_save_s"] = 10.0
+    rows[7]["time_step_s"] = 105.0  # one slow step, which a thinned curve would make weigh more
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = Metrics(tmp_path)
+    metrics.read()
+    means = metrics.mean_times()
+    assert (means["time_save_s"], means["time_learn_s"], means["time_grade_s"]) == (0.1, 4.0, None)
+    assert means["time_step_s"] == pytest.approx(5.2)

@@ -104,7 +104,7 @@ function stagesOf(column) {
 }
 
 // Of Student's t with n - 1 degrees of freedom, at 95%.
-const T = [0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262];
+const T = [0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131, 2.12, 2.11, 2.101, 2.093];
 
 /** The mean of the last values over several runs, with its interval. */
 function overRuns(names, runs, data) {
@@ -113,7 +113,7 @@ function overRuns(names, runs, data) {
     if (values.length < 3) return [];
     const mean = values.reduce((a, b) => a + b) / values.length;
     const deviation = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1));
-    const half = ((T[values.length - 1] ?? 1.96) * deviation) / Math.sqrt(values.length);
+    const half = ((T[values.length - 1] ?? 2.09) * deviation) / Math.sqrt(values.length);
     return [h("li", {}, `${metric}: ${figure(mean)}, 95% interval ${figure(mean - half)} to ${figure(mean + half)} over ${values.length} runs`)];
   });
   return h("section", {}, h("h2", {}, "Last values, over the runs"), h("ul", {}, ...rows));

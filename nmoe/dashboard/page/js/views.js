@@ -58,11 +58,9 @@ export async function config(main, { runs }) {
 const PARTS = [["time_rollout_s", "rollout"], ["trainer_wait_s", "waiting for groups"], ["time_learn_s", "learn"], ["time_sync_s", "publish"], ["time_record_s", "record samples"], ["time_save_s", "save"]];
 
 export async function time(main, { runs }) {
-  const names = [...PARTS.map(([name]) => name), "time_grade_s", "time_step_s", "engine_idle_share"];
-  const { runs: found } = await ask("curves", { runs: runs.join("\n"), names: names.join(","), points: 400 });
-  const sections = runs.map((name) => {
-    const { curves } = found[name];
-    const mean = (metric) => (curves[metric]?.[1].length ? curves[metric][1].reduce((a, b) => a + b) / curves[metric][1].length : null);
+  const sections = await Promise.all(runs.map(async (name) => {
+    const { means } = await ask("time", { run: name });
+    const mean = (metric) => means[metric];
     const whole = mean("time_step_s");
     if (!whole) return h("section", {}, h("h2", {}, name), h("p", {}, "No times are recorded yet."));
     const waits = mean("trainer_wait_s") !== null;
@@ -84,6 +82,6 @@ export async function time(main, { runs }) {
       table([["part", (part) => h("span", {}, part.key, part.label)], ["seconds a step", (part) => figure(part.seconds), "n"], ["share", (part) => share(part.seconds / whole), "n"]], parts),
       graded === null ? null : h("p", {}, `Grading took ${figure(graded)} s a step, summed over samples that are graded while others are sampled.`),
       idle === null ? null : h("p", {}, `The engines had no request in ${share(idle)} of the time; the trainer waited for groups in ${share((mean("trainer_wait_s") ?? 0) / whole)}.`));
-  });
+  }));
   main.replaceChildren(...sections);
 }
