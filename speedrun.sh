@@ -6,6 +6,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "$0")" && pwd)"
 . "$root/scripts/environment.sh"
-prepare_environment "$root" report
+# README goes on with `nmoe serve`.
+prepare_environment "$root" report,serve
 export PYTHONUNBUFFERED=1
 exec nmoe speedrun "$@"

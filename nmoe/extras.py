@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import shlex
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from nmoe.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,6 +24,15 @@ def how_to_install(*extras: str) -> str:
     packages = {f"{one.name}{one.specifier}": None for extra in extras for one in requirements(extra)}
     wanted = list(packages) or ["-e", f"{_ROOT}[{','.join(extras)}]"]
     return shlex.join(["pip", "install", *wanted])
+
+
+@contextmanager
+def needed_by(what: str, extra: str) -> Iterator[None]:
+    """Raises UserError, with the command that installs the extra, for a module that an import in the `with` block does not find."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"{what} needs {error.name}: {how_to_install(extra)}") from None
 
 
 def requirements(extra: str = "") -> Iterator[Requirement]:

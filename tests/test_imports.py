@@ -35,8 +35,8 @@ LEVELS = [
     {"model", "text"},
     {"parallel"},
     {"config", "trajectory", "generation"},
-    {"parsing", "gguf_file"},
-    {"types", "errors", "statistics", "cores", "extras"},
+    {"parsing", "gguf_file", "extras"},
+    {"types", "errors", "statistics", "cores"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -31,13 +31,10 @@ def dashboard(
         port: The port to listen on; 0: any free one.
         export: Write one self-contained page instead, with all curves and a part of the samples, and print its path.
     """
-    from nmoe.errors import UserError
-    from nmoe.extras import how_to_install
+    from nmoe.extras import needed_by
 
-    try:
+    with needed_by("nmoe dashboard", "serve"):
         from nmoe.dashboard.server import serve
-    except ModuleNotFoundError as error:
-        raise UserError(f"nmoe dashboard needs {error.name}: {how_to_install('serve')}") from None
     if export is not None:
         from nmoe.dashboard.export import export as write
 

@@ -64,8 +64,11 @@ def serve(
         cache_mb: Size of the key-value cache; 0: as the engine chooses.
         threads: 0: as many as there are cores.
     """
-    from nmoe.serve.openai.limits import Limits
-    from nmoe.serve.openai.process import Options, serve
+    from nmoe.extras import needed_by
+
+    with needed_by("nmoe serve", "serve"):
+        from nmoe.serve.openai.limits import Limits
+        from nmoe.serve.openai.process import Options, serve
 
     limits = Limits(
         body_bytes=max_body_mb * 2**20,

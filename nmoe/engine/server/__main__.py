@@ -21,7 +21,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.server.listening import check_key, listening
 from nmoe.engine.server.weights import Weights
 from nmoe.errors import UserError
-from nmoe.extras import how_to_install
+from nmoe.extras import needed_by
 from nmoe.model.checkpoint import fingerprint
 from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.policy import load_policy, sampling_precision
@@ -62,12 +62,10 @@ def _options() -> argparse.Namespace:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    try:
+    with needed_by("the engine server", "serve"):
         import uvicorn
 
         from nmoe.engine.server.app import Service, application
-    except ModuleNotFoundError as error:
-        raise UserError(f"the engine server needs {error.name}: {how_to_install('serve')}") from None
     key = os.environ.get(KEY, "")
     check_key(options.host, key, KEY, "change the weights")
     if options.max_sequences < 1 or min(options.cache_mb, options.threads) < 0:

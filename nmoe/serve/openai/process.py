@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import uvicorn
 
 from nmoe.cores import choose_threads
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.server.listening import check_key, listening
 from nmoe.errors import UserError
-from nmoe.extras import how_to_install
 from nmoe.generation import sampling_notes
 from nmoe.model.checkpoint import fingerprint
 from nmoe.model.device import choose_device, dtype_for, kind_of
 from nmoe.model.peft_format import is_adapter
 from nmoe.model.policy import base_of, load_adapters, load_policy, sampling_precision
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.serve.openai.app import Server, application
 from nmoe.serve.openai.limits import Limits
 from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.settings import Defaults
@@ -33,6 +34,7 @@ from nmoe.text.renderers import RenderFormat
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.text.turns import chat_format
 from nmoe.types import ExpertWeightsForm, Precision
+from nmoe.web.guard import guarded
 
 KEY = "NMOE_SERVE_KEY"
 # Seconds that an unused connection stays open.
@@ -69,13 +71,6 @@ class Options:
 
 def serve(options: Options) -> None:
     """Serves a checkpoint until a signal ends it. Raises UserError if it cannot be loaded, or nothing can listen there."""
-    try:
-        import uvicorn
-
-        from nmoe.serve.openai.app import Server, application
-        from nmoe.web.guard import guarded
-    except ModuleNotFoundError as error:
-        raise UserError(f"nmoe serve needs {error.name}: {how_to_install('serve')}") from None
     key = os.environ.get(KEY, "")
     check_key(options.host, key, KEY, "use the model")
     bound = listening(options.host, options.port)
