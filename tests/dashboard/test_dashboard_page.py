@@ -278,7 +278,7 @@ def test_keys_dark_colours_a_phone_and_a_key(made: Path, look: Look) -> None:
         board.page.keyboard.press("Escape")
         expect(board.page.locator("#help")).to_be_hidden()
         board.page.keyboard.press("d")
-        assert board.page.locator("html").get_attribute("data-theme") == "light"
+        expect(board.page.locator("html")).to_have_attribute("data-theme", "light")
 
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/dashboard.md"

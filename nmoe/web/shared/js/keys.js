@@ -7,7 +7,7 @@ export function listen(shortcuts, escape) {
   document.addEventListener("keydown", (event) => {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) return escape();
-    if (event.target.closest("input, textarea, select, dialog") || !areOn()) return;
+    if (event.target.closest("input, textarea, select, dialog[open]") || !areOn()) return;
     const found = shortcuts.find(([keys]) => keys.split(" ").includes(event.key));
     if (!found?.[2]) return;
     event.preventDefault();
