@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import platform
 import re
@@ -293,6 +294,17 @@ def put(values: NDArray[Any] | Tensor | Sequence[int], device: torch.device) -> 
     if values.device == device:
         return values
     return kind_of(device).staged(values).to(device, non_blocking=True)
+
+
+def on_own_pages(count: int, device: torch.device) -> Tensor:
+    """Returns `count` fp32 numbers (their values are arbitrary) whose memory goes back as a whole once no tensor uses it.
+
+    For a large buffer that is freed while others live: on the host it leaves no gap for smaller allocations to take parts of
+    (`keep_freed_memory` keeps even blocks of half a gigabyte in glibc's heap).
+    """
+    if not count or not kind_of(device).on_host:
+        return torch.empty(count, device=device)
+    return torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32)
 
 
 def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -86,3 +86,38 @@ def test_gaps_are_returned_between_micro_batches_of_experts(
         learner.forward_backward(batch, watched)
     assert most > 20, "activations were counted"
     assert found == returned
+
+
+# 64 MB of gradients, of two bf16 parameters. Between two steps something else takes 1 MB and stays.
+GRADIENTS = """
+import torch
+from pathlib import Path
+from nmoe.learner.optimizer import MasterGradients
+from nmoe.model.device import keep_freed_memory
+keep_freed_memory()
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+gradients = MasterGradients()
+parameters = [torch.nn.Parameter(torch.zeros(8 * 2**20, dtype=torch.bfloat16)) for _ in range(2)]
+masters = [gradients.master_of(one) for one in parameters]
+kept = []
+for step in range(3):
+    for one in parameters:
+        (one * 2).sum().backward()
+    assert all(bool((one.grad == 2).all()) for one in masters)
+    during = resident()
+    for one in masters:
+        one.grad = None
+    gradients.free()
+    print(during - resident())
+    kept.append(torch.ones(2**18))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators keep other things")
+def test_the_gradients_of_a_step_leave_no_gap() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", GRADIENTS], cwd=root, capture_output=True, text=True, check=True)
+    freed = [int(line) for line in done.stdout.splitlines()]
+    assert len(freed) == 3
+    assert all(60 <= one <= 68 for one in freed), freed
