@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from referee_servers import MODELS, choose, drawn_checkpoint, serving
+from referee_servers import MODELS, SHARED_S, choose, drawn_checkpoint, serving
 
 from nmoe.referee.command import judge_of
 from nmoe.referee.judge import Judge
@@ -58,7 +58,7 @@ def made(url: str, judge: Judge, fault: str, seed: int, checks: tuple[str, ...])
     """Holds a round over a server with a fault, and returns what it found."""
     settings = choose(url, fault, seed)
     began, cpu = time.monotonic(), time.process_time()
-    round_ = asyncio.run(hold(url, judge, seed=seed, publish=True, only=checks))
+    round_ = asyncio.run(hold(url, judge, seed=seed, publish=True, only=checks, deadline_s=SHARED_S))
     return {
         "fault": fault,
         "seed": seed,

@@ -19,6 +19,8 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 
 MODELS = ("moe_tied", "moe_untied", "dense_tied", "dense_untied")
+# Seconds of a check on a machine with other work, where a late check says nothing of the server.
+SHARED_S = 600.0
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 96,

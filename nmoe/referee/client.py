@@ -72,13 +72,15 @@ class Client:
         import httpx2
 
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        # Reading all authorities' certificates takes as long as ten calls; without TLS none is looked at.
+        secured = not self.url.lower().startswith("http://")
 
         def pool(kept: int | None) -> httpx2.AsyncClient:
             # A server on this machine is not behind the proxy that the environment names; a redirection would reach another server.
             # A server ends idle connections, uvicorn after five seconds: none may be used at that moment.
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=kept, keepalive_expiry=1.0)
             return httpx2.AsyncClient(
-                headers=headers, timeout=None, limits=limits, trust_env=False, follow_redirects=False
+                headers=headers, timeout=None, limits=limits, trust_env=False, follow_redirects=False, verify=secured
             )
 
         self._http, self._fresh = pool(None), pool(0)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -271,3 +272,23 @@ def test_where_rounding_is_large_a_name_has_to_explain_most_of_the_difference(
             assert (None if found is None else found.fault) == name
     finally:
         judge.before = None
+
+
+@pytest.mark.parametrize(("url", "secured"), [("https://host", True), ("HTTPS://host", True), ("http://host", False)])
+def test_certificates_are_verified_where_there_are_any(
+    url: str, secured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[Any]()
+
+    def made(**settings: Any) -> Any:
+        found.append(settings["verify"])
+        return client(**settings)
+
+    async def entered() -> None:
+        async with Client(url, "", 1):
+            pass
+
+    client = httpx2.AsyncClient
+    monkeypatch.setattr(httpx2, "AsyncClient", made)
+    asyncio.run(entered())
+    assert found == [secured, secured]

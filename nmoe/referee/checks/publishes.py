@@ -18,7 +18,7 @@ from nmoe.referee.target import Reply
 # Prompts that are in the server's cache when weights are published: two blocks of 16 and a half.
 _CACHED = 40
 # Samples and tokens of requests that a publication meets: longer ones where the shorter have ended before.
-_IN_FLIGHT = ((3, 160), (3, 400), (12, 600), (48, 600))
+_IN_FLIGHT = ((3, 80), (3, 400), (12, 600), (48, 600))
 
 CHECKS = Family()
 
