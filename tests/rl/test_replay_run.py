@@ -103,7 +103,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (here / "low_ids.py").write_text(REWARD)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(here)
-        yield train(load_run(here / "run.toml", RLConfig))
+        for _ in range(5):  # which weights a token gets is a matter of time
+            run = train(load_run(here / "run.toml", RLConfig))
+            if most_versions(run) > 1:
+                break
+            shutil.rmtree(run)
+        yield run
+
+
+def most_versions(run: Path) -> int:
+    """How many weights sampled the sample with the most of them."""
+    events = [json.loads(line) for line in (run / FILE).read_text().splitlines()]
+    return max(len(spans) for event in events for spans in event.get("spans", {}).values())
 
 
 @pytest.fixture
@@ -125,9 +136,7 @@ def rewrite(file: Path, change: Callable[[str], str]) -> None:
 
 
 def test_a_run_on_a_server_is_executed_again_to_the_same_bytes(recorded: Path, tmp_path: Path) -> None:
-    events = [json.loads(line) for line in (recorded / FILE).read_text().splitlines()]
-    spans = [one for event in events for one in event.get("spans", {}).values()]
-    assert max(map(len, spans)) > 1, "a sample got new weights on its way"
+    assert most_versions(recorded) > 1, "a sample got new weights on its way"
     # documented: nmoe replay RUN --train
     arguments = ["replay", str(recorded), "--train", "--out", str(tmp_path / "again"), "--allow-user-code"]
     said = CliRunner().invoke(app, arguments).stdout.splitlines()
