@@ -136,16 +136,17 @@ class Run:
         """Prints a line, and appends it to the run's log."""
         self._progress.note(text)
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]], columns: bytes | None = None) -> None:
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]], columns: bytes | None = None) -> int:
         """Writes the samples of a step to the run directory, and shows the first of them every `run.show_sample_every` steps.
-        `columns` is a safetensors file with values of their tokens."""
+        `columns` is a safetensors file with values of their tokens. Returns the bytes written."""
         section, written = self._config.run, list(records)
-        self.ledger.samples(step, written, columns)
+        size = self.ledger.samples(step, written, columns)
         assert isinstance(section, SamplingRunSection), "only a policy that samples has samples"
         every = section.show_sample_every
         if written and every and (step == 1 or step % every == 0):
             for line in sample_lines(written[0], CONSOLE_CHARACTERS):
                 self.note(line)
+        return size
 
     def does(self, activity: str, step: int) -> None:
         """Names the present activity to the parent of a run with [placement], which ends a run that hangs."""

@@ -42,11 +42,10 @@ _OF = 2**64
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step's samples as lines, and the file of their columns; `full` says that the limit on the size was reached by this step."""
+    """A step's samples as lines, and the file of their columns."""
 
     samples: list[dict[str, Any]]
     columns: bytes
-    full: bool = False
 
 
 def columns_of(experience: Experience, tokens: Mapping[str, Tensor], experts: int) -> dict[str, Tensor]:
@@ -89,10 +88,13 @@ class SampleRecorder:
         chosen = [trajectory for number in groups for trajectory in rollouts.groups[number].trajectories]
         samples = [record for number in groups for record in self._lines(step, number, rollouts, ranges)]
         file = _file(columns, [ranges.get(id(trajectory), slice(0, 0)) for trajectory in chosen])
+        return Recorded(samples, file)
+
+    def fills(self, size: int) -> bool:
+        """Counts the bytes that a step's records took, and returns whether samples/ reached its limit by them."""
         before = self._bytes
-        # What a sample takes as JSON, within a few percent: the text of a number and its comma.
-        self._bytes += len(file) + sum(map(_size, samples))
-        return Recorded(samples, file, before < self._most_bytes <= self._bytes)
+        self._bytes += size
+        return before < self._most_bytes <= self._bytes
 
     def _lines(
         self, step: int, number: int, rollouts: Rollouts, ranges: Mapping[int, slice]
@@ -132,8 +134,3 @@ def _file(columns: Mapping[str, Tensor], ranges: Sequence[slice]) -> bytes:
         if name == "gradient":
             metadata["gradient_sum"] = repr(float(values_N.double().abs().sum()))
     return save(tensors, metadata)
-
-
-def _size(record: Mapping[str, Any]) -> int:
-    numbers = 4 * len(record["prompt_ids"]) + 40 * len(record["token_ids"])
-    return 1500 + numbers + len(record["text"]) + len(record["question"]) + len(record["gold"])

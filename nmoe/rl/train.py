@@ -211,8 +211,7 @@ class PolicyGradient(Recipe):
             self.run.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in group))
             return
         recorded = self._recorder.record(step, rollouts, experience, tokens)
-        self.run.samples(step, recorded.samples, recorded.columns)
-        if recorded.full:
+        if self._recorder.fills(self.run.samples(step, recorded.samples, recorded.columns)):
             self.run.alert(
                 step,
                 f"samples/ has reached monitor.samples_mb = {self.config.monitor.samples_mb}: from here on only the first group of "

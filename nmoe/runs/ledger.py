@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from nmoe.config.modes import why_not_comparable
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
@@ -103,13 +105,15 @@ class Ledger:
                 raise ValueError(f"metric {name} of step {step} is None; leave out metrics that were not measured")
         self._append("metrics.jsonl", {"step": step} | dict(values))
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]], columns: bytes | None = None) -> None:
-        """Writes samples/step_000010.jsonl, one record per line, replacing an earlier file of the step. `columns`, values of their
-        tokens as a safetensors file, become samples/step_000010.safetensors, which is there before the records are."""
-        lines = b"".join(_line(record, f"sample of step {step}") for record in records)
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]], columns: bytes | None = None) -> int:
+        """Writes samples/step_000010.jsonl, one record per line, replacing an earlier file of the step; returns the bytes written.
+        `columns`, values of their tokens as a safetensors file, become samples/step_000010.safetensors, which is there before the
+        records are."""
+        lines = b"".join(_sample_line(record, f"sample of step {step}") for record in records)
         if columns is not None:
             write_atomically(self._directory / "samples" / f"{step_name(step)}.safetensors", columns)
         write_atomically(self._directory / "samples" / f"{step_name(step)}.jsonl", lines)
+        return len(lines) + len(columns or b"")
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Writes eval/step_000010.json. An evaluation names the data and the mode of each value:
@@ -270,6 +274,17 @@ def _line(record: Mapping[str, Any], where: str) -> bytes:
     except (ValueError, TypeError):
         _refuse_unwritable(record, where)
         raise
+
+
+def _sample_line(record: Mapping[str, Any], where: str) -> bytes:
+    """Returns what `_line` does but for blanks, in a fifth of the time: most of a sample are numbers, which `json` writes slowly."""
+    try:
+        line = to_json(record, inf_nan_mode="constants")
+    except PydanticSerializationError:  # a lone surrogate, or no JSON value
+        return _line(record, where)
+    # A number that JSON does not have, or only these words in a text; and characters that `_line` escapes.
+    same = line.isascii() and b"\x7f" not in line and b"NaN" not in line and b"Infinity" not in line
+    return line + b"\n" if same else _line(record, where)
 
 
 def _refuse_unwritable(value: Any, where: str) -> None:

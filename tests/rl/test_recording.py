@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from nmoe.runs.ledger import read_lines, read_metrics
+from nmoe.runs.ledger import Ledger, read_lines, read_metrics
 
 Reinforce = Callable[..., Path]
 SMALL = ("--run.steps=2", "--batch.prompts_per_step=4", "--batch.group_size=4", "--monitor.samples=all")
@@ -59,8 +59,9 @@ def test_a_share_of_groups_and_a_limit_on_the_size(reinforce: Reinforce) -> None
 
 
 def test_a_full_folder_leaves_the_first_group(reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nmoe.rl.recording._size", lambda record: 10**6)
-    run = reinforce(*SMALL, "--monitor.samples_mb=3")
+    written = Ledger.samples
+    monkeypatch.setattr(Ledger, "samples", lambda *arguments: 100 * written(*arguments))
+    run = reinforce(*SMALL, "--monitor.samples_mb=1")
     first, second = (read_lines(run / f"samples/step_00000{step}.jsonl") for step in (1, 2))
     assert len({one["group"] for one in first}) >= 4
     assert {one["group"] for one in second} == {0}

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nmoe.errors import UserError
-from nmoe.runs.ledger import Ledger, lasting_loss, loss_of, read_lines, read_metrics
+from nmoe.runs.ledger import Ledger, _sample_line, lasting_loss, loss_of, read_lines, read_metrics
 
 
 @pytest.fixture
@@ -63,6 +63,30 @@ def test_samples_and_evaluations_are_files_of_their_step(run: Path) -> None:
     lines = (run / "samples" / "step_000010.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"text": "a\nb", "answer": None}, {"text": "\ud800"}]
     assert json.loads((run / "eval" / "step_000010.json").read_text()) == {"step": 10, "results": [result()]}
+
+
+VALUES: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+@example(["NaN", "-Infinity", "\x7f", "\u2028", "\x1b", "\ud800", "\U0001f600", 2**80, -0.0, 5e-324, 1e16, 0.1])
+def test_a_sample_is_written_as_json_writes_it_but_for_blanks(value: Any) -> None:
+    line = _sample_line({"value": value}, "here")
+    assert repr(json.loads(line)) == repr({"value": value})
+    assert (line.isascii(), line.count(b"\n")) == (True, 1)
+    for text in (text for text in _texts(value) if text):
+        assert json.dumps(text).encode() in line
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for one in inner for text in _texts(one)]
 
 
 def test_records_without_what_readers_need_are_refused(run: Path) -> None:
