@@ -277,7 +277,7 @@ def _line(record: Mapping[str, Any], where: str) -> bytes:
 
 
 def _sample_line(record: Mapping[str, Any], where: str) -> bytes:
-    """Returns what `_line` does but for blanks, in a fifth of the time: most of a sample are numbers, which `json` writes slowly."""
+    """Returns the line that `_line` does, without blanks, in a fifth of the time: most of a sample are numbers, slow for `json`."""
     try:
         line = to_json(record, inf_nan_mode="constants")
     except PydanticSerializationError:  # a lone surrogate, or no JSON value

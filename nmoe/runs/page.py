@@ -3,13 +3,16 @@
 Everything that models and programs wrote is escaped and shown as text, and the page's content policy forbids scripts and requests.
 """
 
-import math
+from __future__ import annotations
+
+import base64
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nmoe.errors import UserError
-from nmoe.runs.charts import COLOURS, Point, chart, text
+from nmoe.runs.charts import COLOURS, CONTROL, Curve, Point, chart, missing, svg
 from nmoe.runs.comparison import NOT_COMPARED, is_share
 from nmoe.runs.provenance import resumptions
 from nmoe.runs.record import RunRecord, interval_of, read_run, value_of
@@ -19,16 +22,20 @@ from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import changed_keys, headline
 from nmoe.runs.timeline import timeline
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _SAMPLE_CHARACTERS = 6000
 _ALERTS = 50
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+# Inches, so small that the text can be read on a phone.
+_SIZE, _LINE_SIZE = (5.2, 2.7), (5.2, 2.0)
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: .5em 0; display: block; overflow-x: auto; }
 td, th { border: 1px solid #ddd; padding: .2em .6em; text-align: left; vertical-align: top; }
 pre { background: #f6f6f6; padding: .6em; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
-svg { width: 560px; max-width: 100%; } svg .title { font-weight: bold; font-size: 13px; } svg .grid { stroke: #e5e5e5; }
-svg .tick { font-size: 11px; fill: #666; } svg .end { text-anchor: end; dominant-baseline: middle; }
+img { width: 560px; max-width: 100%; } summary { overflow-wrap: anywhere; } h1, p { overflow-wrap: anywhere; }
 .key { display: inline-block; width: .9em; height: .9em; margin-right: .4em; }
 """
 
@@ -110,41 +117,56 @@ def _evaluations(runs: Sequence[RunRecord]) -> str:
             rows.append([_key(number) + _name(runs[number]), text(f"{mode} on {dataset}"), *map(text, cells)])
     if not rows:
         return ""
-    charts = [
-        chart(
-            f"{mode} on {dataset}, 95% intervals",
-            {number: [(step, float(result["value"])) for step, result in found] for number, found in by_run.items()},
-            bars={
-                number: [(step, bounds.low, bounds.high) for step, result in found if (bounds := interval_of(result))]
-                for number, found in by_run.items()
-            },
-            percent=all(is_share(result) for found in by_run.values() for _, result in found),
+    (mode, dataset), by_run = next(iter(kinds.items()))
+    curves = [
+        Curve(
+            "",
+            [(step, float(result["value"])) for step, result in found],
+            _colour(number),
+            [(step, bounds.low, bounds.high) for step, result in found if (bounds := interval_of(result))],
         )
-        for (mode, dataset), by_run in list(kinds.items())[:1]
+        for number, found in by_run.items()
     ]
-    return _table(["run", "evaluation", "first", "best", "last"], rows) + "".join(charts)
+    percent = all(is_share(result) for found in by_run.values() for _, result in found)
+    name = f"{mode} on {dataset}, 95% intervals"
+    return _table(["run", "evaluation", "first", "best", "last"], rows) + _image(
+        name, chart(name, "", curves, percent=percent, size=_SIZE)
+    )
 
 
 def _curves(runs: Sequence[RunRecord]) -> str:
-    charts = []
-    for plot in PLOTS:
-        for name in plot.names:
-            curves = {number: points for number, run in enumerate(runs) if (points := _points(run, name))}
-            charts.append(chart(f"{name} ({plot.ylabel})", curves, plot.log))
+    found = {
+        (name, plot): curves
+        for plot in PLOTS
+        for name in plot.names
+        if (curves := [Curve("", points, _colour(at)) for at, run in enumerate(runs) if (points := _points(run, name))])
+    }
+    if not found:
+        return ""
+    if line := missing():
+        return f"<p>{text(line)}</p>\n"
     legend = " ".join(f"{_key(number)}{_name(run)}" for number, run in enumerate(runs))
-    shown = "\n".join(one for one in charts if one)
-    return f"<p>{legend}; by step. Bold: the running mean over a twentieth of the steps</p>\n{shown}\n" if shown else ""
+    shown = "\n".join(
+        _image(name, chart(name, plot.ylabel, curves, plot.log, size=_SIZE)) for (name, plot), curves in found.items()
+    )
+    return f"<p>{legend}</p>\n{shown}\n"
 
 
 def _timelines(runs: Sequence[RunRecord]) -> str:
     """Returns the time line of each run that samples beside its training."""
-    drawn = ((number, run, timeline(run.metrics)) for number, run in enumerate(runs))
+    drawn = ((number, run, _image("time line", timeline(run.metrics, _LINE_SIZE))) for number, run in enumerate(runs))
     return "\n".join(f"<p>{_key(number)}{_name(run)}</p>\n{line}" for number, run, line in drawn if line)
 
 
+def _image(name: str, drawn: Figure | None) -> str:
+    """Returns a picture as HTML; "" without one."""
+    if drawn is None:
+        return ""
+    return f'<img alt="{text(name)}" src="data:image/svg+xml;base64,{base64.b64encode(svg(drawn)).decode()}">'
+
+
 def _points(run: RunRecord, name: str) -> list[Point]:
-    rows = [row for row in run.metrics if isinstance(row.get(name), int | float)]
-    return [(row["step"], float(row[name])) for row in rows if math.isfinite(row[name])]
+    return [(row["step"], float(row[name])) for row in run.metrics if isinstance(row.get(name), int | float)]
 
 
 def _alerts(runs: Sequence[RunRecord]) -> str:
@@ -206,9 +228,18 @@ def _name(run: RunRecord) -> str:
     return text(run.path.resolve().name)
 
 
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
 def _key(number: int) -> str:
     """Returns a square in the colour of a run's curves, as HTML."""
-    return f'<span class="key" style="background: {COLOURS[number % len(COLOURS)]}"></span>'
+    return f'<span class="key" style="background: {_colour(number)}"></span>'
+
+
+def text(value: object) -> str:
+    """Escapes a value for HTML, so that it is shown as text and nothing in it is executed."""
+    return escape(CONTROL.sub("\ufffd", str(value)))
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

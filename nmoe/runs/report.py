@@ -9,7 +9,7 @@ from typing import Any
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
 from nmoe.runs import CHARACTERS, PROBLEMS
-from nmoe.runs.charts import plot_curves
+from nmoe.runs.charts import missing, plot_curves, png
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.provenance import read_provenance, resumptions
 from nmoe.runs.record import form_of, interval_of, read_evaluations
@@ -83,8 +83,8 @@ def write_report(run: Path) -> Path:
     """Writes `run/report.md` and the PNG files of `run/plots/` from the run's records, and returns the report's path. For a
     speedrun's directory it reports the `rl` run.
 
-    Sections without records are left out. Raises UserError if `run` is not the directory of a run, if a record in it cannot be
-    read, or if matplotlib is not installed; StorageError if the disk is full.
+    Sections without records are left out. Without matplotlib a line says how to get the pictures. Raises UserError if `run` is not
+    the directory of a run, or if a record in it cannot be read; StorageError if the disk is full.
     """
     if not (run / "config.toml").exists() and (run / "rl" / "config.toml").exists():
         run = run / "rl"  # of a speedrun's directory, as everywhere
@@ -101,7 +101,7 @@ def write_report(run: Path) -> Path:
         _section("Evaluations", _evaluations_table(run / "eval")),
         _section("Answers", _answers(read_evaluations(run / "eval"))),
         _section("Calibration", _calibration_table(run / "eval")),
-        _section("Curves", _curves(metrics, run, PLOTS)),
+        _section("Curves", f"{line}\n" if metrics and (line := missing()) else _curves(metrics, run, PLOTS)),
         _section("Experts", _experts(metrics, run)),
         _section("Time per stage", _time_table(metrics) + _timeline(metrics, run)),
         _section("Samples", _samples(run)),
@@ -312,11 +312,11 @@ def _time_table(metrics: Sequence[Mapping[str, Any]]) -> str:
 
 def _timeline(metrics: Sequence[Mapping[str, Any]], run: Path) -> str:
     """Draws who waited for whom in an asynchronous run, and returns the picture's line; "" for another run."""
-    if not (drawn := timeline(metrics)):
+    if (drawn := timeline(metrics)) is None:
         return ""
     (run / "plots").mkdir(exist_ok=True)
-    write_atomically(run / "plots" / "timeline.svg", drawn.encode())
-    return "\n![Who waited for whom](plots/timeline.svg)\n"
+    write_atomically(run / "plots" / "timeline.png", png(drawn))
+    return "\n![Who waited for whom](plots/timeline.png)\n"
 
 
 def _alerts_table(alerts: Sequence[Mapping[str, Any]]) -> str:

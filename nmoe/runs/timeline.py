@@ -1,17 +1,17 @@
-"""The time line of an asynchronous run, as SVG: when the trainer waited for samples, and when the engines waited for requests."""
+"""The time line of an asynchronous run: when the trainer waited for samples, and when the engines waited for requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nmoe.runs.charts import COLOURS, text
+from nmoe.runs.charts import COLOURS, figure, missing
 
-_WIDTH, _LEFT, _RIGHT = 560, 62, 10
-_LANES = {"trainer": 26, "engines": 54}
-_LANE, _HEIGHT = 20, 118
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 # The last steps of a run; more would be lines.
-_MOST_STEPS = 40
+MOST_STEPS = 40
 _GREY = "#cccccc"
 # What the trainer did, in the order of a step, with its colour.
 _DID = (
@@ -19,52 +19,54 @@ _DID = (
     ("time_learn_s", "trains", COLOURS[0]),
     ("time_sync_s", "publishes", COLOURS[1]),
 )
+_BUSY, _IDLE = "engines have requests", "engines wait for requests"
+_COLOUR = {doing: colour for _, doing, colour in _DID} | {_BUSY: COLOURS[2], _IDLE: _GREY}
 
 
-def timeline(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Draws the last steps of a run from its metrics as an `<svg>`; "" for a run that does not sample beside its training.
+class Bar(NamedTuple):
+    """Seconds of a step, from the beginning of the first one: `Bar("trainer", 1, 0.0, 3.0, "waits for groups")`."""
 
-    The upper lane is the trainer. In the lower one, the coloured part of each interval is the share in which an engine had a
-    request. An interval ends when a step has its groups, so that it reaches back into the training of the step before.
+    lane: str
+    step: int
+    begin: float
+    end: float
+    doing: str
+
+
+def bars(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
+    """Returns what trainer and engines did in these steps, from their metrics; empty for a run that does not sample beside its
+    training.
+
+    Of the engines, the first part of each interval is the share in which one had a request. An interval ends when a step has its
+    groups, so that it reaches back into the training of the step before.
     """
-    rows = [row for row in rows if "trainer_wait_s" in row and "time_step_s" in row][-_MOST_STEPS:]
-    whole = sum(row["time_step_s"] for row in rows)
-    if whole <= 0:
-        return ""
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="time line">',
-        f'<text x="{_LEFT}" y="16" font-size="13" font-weight="bold">Who waited for whom, steps {rows[0]["step"]} to '
-        f"{rows[-1]['step']}</text>",
-    ]
-
-    def bar(lane: str, begin: float, end: float, colour: str, said: str) -> str:
-        scale = (_WIDTH - _LEFT - _RIGHT) / whole
-        return (
-            f'<rect x="{_LEFT + begin * scale:.2f}" y="{_LANES[lane]}" width="{max(end - begin, 0.0) * scale:.2f}" '
-            f'height="{_LANE}" fill="{colour}"><title>{text(said)}</title></rect>'
-        )
-
-    for lane, y in _LANES.items():
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 14}" font-size="11" text-anchor="end">{lane}</text>')
+    found = list[Bar]()
     at = since = 0.0
     for row in rows:
-        began = at
-        for name, doing, colour in _DID:
-            seconds = row.get(name, 0.0)
-            parts.append(bar("trainer", at, at + seconds, colour, f"step {row['step']} {doing}: {seconds:.2f} s"))
-            at += seconds
+        if "trainer_wait_s" not in row or "time_step_s" not in row:
+            continue
+        step, began = row["step"], at
+        for name, doing, _ in _DID:
+            found.append(Bar("trainer", step, at, at := at + row.get(name, 0.0), doing))
         took = began + row["trainer_wait_s"]
-        busy = (1 - row["engine_idle_share"]) * (took - since)
-        said = f"until step {row['step']} had its groups: busy {busy:.2f} of {took - since:.2f} s"
-        parts += [
-            bar("engines", since, since + busy, COLOURS[2], said),
-            bar("engines", since + busy, took, _GREY, said),
-        ]
+        busy = since + (1 - row["engine_idle_share"]) * (took - since)
+        found += [Bar("engines", step, since, busy, _BUSY), Bar("engines", step, busy, took, _IDLE)]
         since, at = took, began + row["time_step_s"]
-    x = _LEFT
-    for said, colour in [(doing, colour) for _, doing, colour in _DID] + [("engines have requests", COLOURS[2])]:
-        parts.append(f'<rect x="{x}" y="86" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 14}" y="95" font-size="11">{said}</text>')
-        x += 24 + 6 * len(said)
-    parts.append(f'<text x="{_WIDTH - _RIGHT}" y="112" font-size="11" text-anchor="end">{whole:.1f} s</text>')
-    return "\n".join([*parts, "</svg>"])
+    return found
+
+
+def timeline(rows: Sequence[Mapping[str, Any]], size: tuple[float, float] = (7, 2.0)) -> Figure | None:
+    """Draws the last steps of a run; None for a run that does not sample beside its training, or without matplotlib."""
+    found = bars([row for row in rows if "trainer_wait_s" in row][-MOST_STEPS:])
+    if not found or missing():
+        return None
+    drawn, axes = figure(f"Who waited for whom, steps {found[0].step} to {found[-1].step}", size)
+    for y, lane in enumerate(("engines", "trainer")):
+        for doing, colour in _COLOUR.items():
+            spans = [(bar.begin, bar.end - bar.begin) for bar in found if (bar.lane, bar.doing) == (lane, doing)]
+            if spans:
+                axes.broken_barh(spans, (y - 0.35, 0.7), color=colour, label=doing)
+    axes.set_yticks([0, 1], ["engines", "trainer"])
+    axes.set(xlabel="seconds", xlim=(0, max(bar.end for bar in found)))
+    drawn.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return drawn

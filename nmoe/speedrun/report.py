@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.runs.charts import plot_curves
+from nmoe.runs.charts import missing, plot_curves
 from nmoe.runs.provenance import read_provenance
 from nmoe.runs.report import fenced, markdown_table, markdown_text
 from nmoe.runs.storage import storage_errors, write_atomically
@@ -56,7 +56,10 @@ def which_checkpoint(step: int | None, steps: int) -> str:
 
 
 def curves(out: Path, metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draws the metrics of the run into `out/plots/*.png`, and returns the lines of Markdown that show them."""
+    """Draws the metrics of the run into `out/plots/*.png`, and returns the lines of Markdown that show them; without matplotlib, a
+    line that says how to get it."""
+    if line := missing():
+        return [f"{line}\n"]
     with storage_errors(out):
         (out / "plots").mkdir(exist_ok=True)
     pictures = []

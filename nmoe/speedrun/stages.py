@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
@@ -24,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from nmoe.config.commands import RLConfig, RunConfig
 from nmoe.config.loader import load_run
 from nmoe.errors import ShortfallError, UserError
-from nmoe.extras import how_to_install
 from nmoe.model.device import choose_device
 from nmoe.model.ops.table import make_ready
 from nmoe.rl.launch import train
@@ -359,8 +357,6 @@ class Pipeline(ABC):
 
         Raises UserError as `Stages` does, and if the device is missing; ShortfallError if a promise is broken.
         """
-        if find_spec("matplotlib") is None:
-            raise UserError(f"the report needs matplotlib, which is not installed; run: {how_to_install('report')}")
         make_ready(choose_device(self._device, "--device"))  # said before anything is made
         with Stages(self._out, self.stages(), self.settings, self._resume, replace, REPORTS) as stages:
             stages.run()

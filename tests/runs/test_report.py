@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from nmoe.errors import UserError
 from nmoe.runs.charts import plot_curves, running_mean
 from nmoe.runs.directory import RunDirectory
+from nmoe.runs.page import write_page
 from nmoe.runs.report import PLOTS, fenced, markdown_table, markdown_text, write_report
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
@@ -289,7 +291,21 @@ def test_running_mean() -> None:
     assert running_mean(np.array([4.0, 2.0, 0.0, 6.0]), 3).tolist() == pytest.approx([4, 3, 2, 8 / 3])
 
 
-def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_a_line_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"run: pip install 'matplotlib>=3\.9'$"):
-        plot_curves([{"step": 1, "a": 1.0}], ["a"], tmp_path / "x.png", "Title", "unit")
+    (tmp_path / "config.toml").write_text("[run]\nsteps = 2\n")
+    (tmp_path / "provenance.json").write_text('{"resumed": []}')
+    rows = [
+        {"step": step, "reward_mean": 0.5, "trainer_wait_s": 1.0, "time_step_s": 2.0, "engine_idle_share": 0.0}
+        for step in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = write_report(tmp_path).read_text()
+    line = "Pictures need matplotlib, which is not installed; run: pip install 'matplotlib>=3.9'"
+    assert f"## Curves\n\n{line}\n" in report
+    assert report.count("Pictures need") == 1
+    assert "](plots/" not in report
+    assert "| reward_mean |" in report
+    page = write_page([tmp_path], tmp_path / "page.html").read_text()
+    assert page.count(f"<p>{escape(line)}</p>") == 1
+    assert "<img" not in page

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
-import pytest
-
-from nmoe.runs.timeline import timeline
+from nmoe.runs.timeline import bars, timeline
 
 ROWS = [
     {
@@ -29,19 +27,37 @@ ROWS = [
 
 
 def test_bars_are_as_long_as_their_seconds() -> None:
-    drawn = timeline(ROWS)
-    found = re.findall(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)".*?<title>(.*?)</title>', drawn)
-    scale = (560 - 62 - 10) / 10
-    bars = [((float(x) - 62) / scale, int(y), float(width) / scale, said) for x, y, width, said in found]
-    trainer = [(begin, width) for begin, y, width, _ in bars if y == 26]
-    assert trainer == [pytest.approx(one, abs=1e-3) for one in [(0, 3), (3, 1), (4, 0.5), (5, 1), (6, 2), (8, 1)]]
+    found = [(bar.begin, bar.end, bar.doing) for bar in bars(ROWS) if bar.lane == "trainer"]
+    waits, trains, publishes = "waits for groups", "trains", "publishes"
+    assert found == [
+        *((0, 3, waits), (3, 4, trains), (4, 4.5, publishes)),
+        *((5, 6, waits), (6, 8, trains), (8, 9, publishes)),
+    ]
     # Until step 1 had its groups the engines were busy; of the 3 seconds from then to those of step 2 they were idle for a quarter.
-    engines = [(begin, width) for begin, y, width, _ in bars if y == 54]
-    assert engines == [pytest.approx(one, abs=1e-3) for one in [(0, 3), (3, 0), (3, 2.25), (5.25, 0.75)]]
-    assert bars[0][3] == "step 1 waits for groups: 3.00 s"
-    assert ">10.0 s<" in drawn
+    engines = [(bar.step, bar.begin, bar.end, bar.doing) for bar in bars(ROWS) if bar.lane == "engines"]
+    busy, idle = "engines have requests", "engines wait for requests"
+    assert engines == [(1, 0, 3, busy), (1, 3, 3, idle), (2, 3, 5.25, busy), (2, 5.25, 6, idle)]
+
+
+def test_they_are_drawn_in_two_lanes() -> None:
+    drawn = timeline(ROWS)
+    assert drawn is not None
+    axes: Any = drawn.axes[0]
+    assert axes.get_title(loc="left") == "Who waited for whom, steps 1 to 2"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["engines", "trainer"]
+    spans = {
+        (collection.get_label(), round(float(box.y0 + box.y1) / 2)): [
+            (float(path.vertices[:, 0].min()), float(path.vertices[:, 0].max())) for path in collection.get_paths()
+        ]
+        for collection in axes.collections
+        for box in [collection.get_paths()[0].get_extents()]
+    }
+    assert spans[("waits for groups", 1)] == [(0, 3), (5, 6)]
+    assert spans[("engines wait for requests", 0)] == [(3, 3), (5.25, 6)]
+    assert axes.get_xlim() == (0, 9)
 
 
 def test_a_synchronous_run_has_none() -> None:
-    assert timeline([{"step": 1, "time_step_s": 2.0, "time_rollout_s": 1.0}]) == ""
-    assert timeline([]) == ""
+    assert bars([{"step": 1, "time_step_s": 2.0, "time_rollout_s": 1.0}]) == []
+    assert timeline([{"step": 1, "time_step_s": 2.0, "time_rollout_s": 1.0}]) is None
+    assert timeline([]) is None
