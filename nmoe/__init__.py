@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nmoe.engine.native.engine import NativeEngine
     from nmoe.envs.decorators import reward, tool
     from nmoe.envs.environment import Environment
+    from nmoe.envs.tasks.live import LiveEpisode
     from nmoe.envs.tasks.own import MultiTurnEnv, Task
     from nmoe.learner.learner import Learner
     from nmoe.text.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ _MODULES = {
     "Completion": "nmoe.api.models",
     "Environment": "nmoe.envs.environment",
     "Learner": "nmoe.learner.learner",
+    "LiveEpisode": "nmoe.envs.tasks.live",
     "MultiTurnEnv": "nmoe.envs.tasks.own",
     "NativeEngine": "nmoe.engine.native.engine",
     "Task": "nmoe.envs.tasks.own",
@@ -49,6 +51,7 @@ __all__ = [
     "Completion",
     "Environment",
     "Learner",
+    "LiveEpisode",
     "MultiTurnEnv",
     "NativeEngine",
     "Task",

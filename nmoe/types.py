@@ -24,6 +24,7 @@ Failure = Literal[
     "nonzero_exit",
     "grader_error",
     "engine_error",
+    "environment_error",
     "internal_error",
 ]
 
@@ -33,7 +34,14 @@ FAILURES: tuple[Failure, ...] = get_args(Failure)
 # results from the policy's own output and is graded. `timeout` and `disk_full` are among those: the program that loops or
 # fills its disk is the policy's.
 INFRASTRUCTURE: frozenset[Failure] = frozenset(
-    {"sandbox_setup_failed", "workspace_failed", "grader_error", "engine_error", "internal_error"}
+    {
+        "sandbox_setup_failed",
+        "workspace_failed",
+        "grader_error",
+        "engine_error",
+        "environment_error",
+        "internal_error",
+    }
 )
 
 

@@ -16,6 +16,7 @@ from nmoe.envs.decorators import SETTINGS
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.records import has_gold
 from nmoe.envs.rewards.function import check_signature
+from nmoe.envs.tasks.live import LiveEpisode
 from nmoe.envs.tasks.own import MultiTurnEnv, Task
 from nmoe.errors import UserError
 
@@ -114,9 +115,9 @@ def _table(env: Env | None) -> dict[str, Any]:
     if (isinstance(env, Iterable) or hasattr(env, "to_pylist")) and not isinstance(env, bytes | type):
         return {"env_id": "records", "task_pool": {"type": "python", "call": hand_over(_records(env, "env"))[0]}}
     raise UserError(
-        f"env = {env!r} is not an environment: pass a TOML file or packaged name, a Task or MultiTurnEnv, an Environment, the "
-        "table of one as a dict, or records; what answers the policy turn by turn is a MultiTurnEnv, and what samples in its "
-        "place is generate_fn"
+        f"env = {env!r} is not an environment: pass a TOML file or packaged name, a Task, MultiTurnEnv or LiveEpisode, an "
+        "Environment, the table of one as a dict, or records; what answers the policy turn by turn is a MultiTurnEnv, and what "
+        "samples in its place is generate_fn"
     )
 
 
@@ -130,7 +131,7 @@ def joined(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_task(part: Any) -> bool:
-    return issubclass(part if isinstance(part, type) else type(part), Task | MultiTurnEnv)
+    return issubclass(part if isinstance(part, type) else type(part), Task | MultiTurnEnv | LiveEpisode)
 
 
 class Records(list[dict[str, Any]]):

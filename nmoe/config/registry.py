@@ -249,6 +249,7 @@ DATASET_TASKS: Mapping[str, str] = {
     "file_search": f"{_TASKS}.text:FileSearchTask",
     "text_match": f"{_TASKS}.text:TextMatchTask",
     "open": f"{_TASKS}.text:OpenTask",
+    "skyrl_gym": f"{_TASKS}.skyrl_gym:SkyrlGymEpisode",
 }
 """The built-in tasks that can grade the records of a dataset."""
 

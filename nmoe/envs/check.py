@@ -44,7 +44,8 @@ from nmoe.envs.pools.records import record_order
 from nmoe.envs.rewards.judge import template_of
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.choice import MultipleChoiceTask
-from nmoe.envs.tasks.conversation import ConversationTask
+from nmoe.envs.tasks.conversation import AnsweringTask
+from nmoe.envs.tasks.live import LiveTask
 from nmoe.envs.tasks.task import RecordTask, SandboxTask
 from nmoe.envs.tasks.text import OpenTask
 from nmoe.envs.tools.builtin import check_source, sandbox_limits
@@ -57,7 +58,7 @@ from nmoe.sandbox.workspaces.sources import WorkspaceError, identity_of, source_
 from nmoe.text.conversation import ToolDefinition
 from nmoe.text.printable import printable, token_table
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
-from nmoe.types import Grade, Metadata, Problem, single_turn
+from nmoe.types import Exchange, Grade, Metadata, Problem, Turn, single_turn
 
 # Stands in for a dataset that is not available locally. Every task with short answers can pose and grade it.
 _STAND_IN = ("What is 6 * 7?", "42")
@@ -183,7 +184,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             mistakes += (f"{path}: {said}" for said in _verdict_mistakes(problem, right, wrong))
         else:
             yield f"problem {problem.id}: no right answer to it is known, so that none was graded"
-        if isinstance(TASKS[problem.task_type], ConversationTask):
+        if isinstance(TASKS[problem.task_type], AnsweringTask):
             try:
                 yield from _conversation(environment, tokenizer, problem, wrong)
             except UserError as error:
@@ -313,7 +314,13 @@ def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Probl
     the same turn in two ways, because such a conversation cannot be replayed.
     """
     turns = single_turn(wrong.completion_ids)
-    exchange, again = (environment.respond(problem, 0, 0, turns, ()) for _ in range(2))
+    task = TASKS[problem.task_type]
+    if isinstance(task, LiveTask):
+        problem, exchange = asyncio.run(_live_answer(task, environment, problem, turns))
+        again = exchange  # a replay asks no live environment
+        yield f"  opened with the seed 0, it asks {shown(problem.question)}"
+    else:
+        exchange, again = (environment.respond(problem, 0, 0, turns, ()) for _ in range(2))
     if exchange != again:
         raise UserError(
             f"its task answers one turn in two ways, {exchange} and {again}: such a conversation does not replay"
@@ -326,6 +333,19 @@ def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Probl
         "a new branch begins:" if kind == "prompt" else "the same branch goes on:"
     )
     yield from _indented(tokenizer.decode(given_ids))
+
+
+async def _live_answer(
+    task: LiveTask, environment: Environment, problem: Problem, turns: Sequence[Turn]
+) -> tuple[Problem, Exchange | None]:
+    """Returns the problem as an episode asks it, and its answer to the turns."""
+    live = task.begin(environment.budget.wall_s)
+    try:
+        problem = await live.open(problem, 0)
+        said = environment.to_answer(problem, turns, ())
+        return problem, None if said is None else await live.step(said, 0)
+    finally:
+        await live.close()
 
 
 def _rendered(environment: Environment, tokenizer: Tokenizer, problem: Problem, right: _Graded) -> Iterator[str]:

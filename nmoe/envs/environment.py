@@ -22,7 +22,8 @@ from nmoe.envs.prompts import PromptBuilder
 from nmoe.envs.rewards.reward import Reward
 from nmoe.envs.rewards.rewards import load_rewards
 from nmoe.envs.tasks import TASKS
-from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask
+from nmoe.envs.tasks.conversation import AnsweringTask, AssistantTurn, ConversationTask
+from nmoe.envs.tasks.live import LiveTask
 from nmoe.envs.tasks.task import SandboxTask
 from nmoe.envs.tools.builtin import load_tools
 from nmoe.errors import UserError
@@ -64,7 +65,8 @@ class Environment:
         self.overlong = 0
         self.budget = settings.budget
         self._tasks = [TASKS[name] for name in task_types(settings.task_pool)]
-        self.converses = any(isinstance(task, ConversationTask) for task in self._tasks)
+        self.converses = any(isinstance(task, AnsweringTask) for task in self._tasks)
+        self.lives = any(isinstance(task, LiveTask) for task in self._tasks)
         self.tools = (
             {} if settings.tools is None else load_tools(settings.tools.use, settings.budget, user_code=user_code)
         )
@@ -139,20 +141,27 @@ class Environment:
     ) -> Exchange | None:
         """Returns the simulated user's response to the last turn in a conversation task; `exchanges` are the earlier responses.
 
-        None, which ends the trajectory, if the task does not converse, if the last turn did not end by itself, or if the turns
-        since the last exchange have no valid form or no answer. `seed` belongs to the group and `index` to the sample. Exceptions
-        of the task propagate.
+        None, which ends the trajectory, if the task does not converse, or if it is not to answer the turn (`to_answer`). `seed`
+        belongs to the group and `index` to the sample. Exceptions of the task propagate.
         """
         task, turn = TASKS[problem.task_type], len(turns) - 1
-        if not isinstance(task, ConversationTask) or turns[turn].sample.finish_reason != "stop":
+        said = self.to_answer(problem, turns, exchanges)
+        if said is None or not isinstance(task, ConversationTask):
+            return None
+        before = exchanges[-1] if exchanges else None
+        return task.exchange(problem, before, said, turn=turn, seed=stable_hash("user", seed, index, turn))
+
+    def to_answer(self, problem: Problem, turns: Sequence[Turn], exchanges: Sequence[Exchange]) -> AssistantTurn | None:
+        """Returns the last turn as its task answers it. None if the task answers no turns, if this one did not end by itself, or if
+        the turns since the last exchange have no valid form or no answer."""
+        last = turns[-1].sample
+        if not isinstance(TASKS[problem.task_type], AnsweringTask) or last.finish_reason != "stop":
             return None
         reading = self.grader.read(problem, turns[exchanges[-1].turn + 1 :] if exchanges else turns)
         answer = reading.extraction.answer
         if reading.parse_error or not reading.answer_counts or answer is None:
             return None
-        said = AssistantTurn(answer, self.renderer.said(turns[turn].sample.token_ids)[1])
-        before = exchanges[-1] if exchanges else None
-        return task.exchange(problem, before, said, turn=turn, seed=stable_hash("user", seed, index, turn))
+        return AssistantTurn(answer, self.renderer.said(last.token_ids)[1])
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the pool and in the curriculum, as JSON values for a checkpoint."""

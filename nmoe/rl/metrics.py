@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.tasks import TASKS
-from nmoe.envs.tasks.conversation import ConversationTask
+from nmoe.envs.tasks.conversation import AnsweringTask
 from nmoe.envs.tasks.text import OpenTask
 from nmoe.trajectory import Trajectory
 from nmoe.types import FAILURES
@@ -55,7 +55,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["response_length_mean"] = _mean([t.sampled_tokens for t in everything])
     metrics["grader_error_rate"] = failures["grader_error"] / len(everything)
     metrics["turns_mean"] = _mean([len(t.turns) for t in everything])
-    if any(isinstance(TASKS[t.problem.task_type], ConversationTask) for t in everything):
+    if any(isinstance(TASKS[t.problem.task_type], AnsweringTask) for t in everything):
         metrics["branches_mean"] = _mean([len(t.branches) for t in everything])
     metrics["tool_calls_mean"] = _mean([len(t.tool_events) for t in everything])
     for source in sorted({t.problem.source for t in closed}):

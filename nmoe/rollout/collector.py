@@ -19,6 +19,7 @@ from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError
 from nmoe.rollout.episode import ConversationError, Episode, Player, request_seed
+from nmoe.rollout.opening import Opened, opened
 from nmoe.rollout.tickets import Terms, Ticket
 from nmoe.runs.waiting import all_or_none
 from nmoe.sandbox.api import OpensSandboxes
@@ -271,6 +272,14 @@ class Collector:
         return [groups[id(ticket)] for ticket in tickets]
 
     async def _group(self, ticket: Ticket) -> Group:
+        terms = ticket.terms
+        if not self._environment.lives:
+            return await self._played(ticket, [None] * terms.samples)
+        seed = request_seed(*terms.key, ticket.position, "open")
+        async with opened(self._environment, ticket.problem, terms.samples, seed) as (problem, episodes):
+            return await self._played(replace(ticket, problem=problem), episodes)
+
+    async def _played(self, ticket: Ticket, episodes: Sequence[Opened]) -> Group:
         problem, position, terms = ticket.problem, ticket.position, ticket.terms
         prompts, max_new_tokens = self._environment.prompts, terms.sampling.max_new_tokens
         prompt_ids = prompts.check(problem, self._context_tokens, max_new_tokens)
@@ -288,7 +297,7 @@ class Collector:
         async def trajectory(index: int) -> Trajectory:
             turns = [Turn(given, await first_turns[index], "form" if given else "tool")]
             return await self._trajectory(
-                Episode(problem, index, key, prompt_ids, sampling, turns, position), terms.weights
+                Episode(problem, index, key, prompt_ids, sampling, turns, position, episodes[index]), terms.weights
             )
 
         async def sample_first_turns() -> None:
@@ -358,6 +367,8 @@ class Collector:
             except Exception as error:
                 raise _failed(self._ungraded(episode, session, weights), error, "grading") from error
             self.grade_s += time.perf_counter() - began
+            if episode.lost:
+                grade = replace(grade, reason=episode.lost)
             workspace = {"failed": reason} if reason is not None else await self._keep_files(episode, session, grade)
         return self._done(episode, grade, workspace)
 

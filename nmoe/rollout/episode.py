@@ -12,15 +12,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from nmoe.engine.api import Engine, Request
 from nmoe.envs.environment import Environment
+from nmoe.envs.tasks.live import EnvironmentLostError, Live
 from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.envs.tools.session import ToolSession
 from nmoe.types import INFRASTRUCTURE, Exchange, Failure, Given, Problem, Sample, Sampling, ToolEvent, Turn
+
+R = TypeVar("R")
 
 
 def request_seed(*key: str | int) -> int:
@@ -50,7 +54,7 @@ class ConversationError(Exception):
 @dataclass
 class Episode:
     """The state of one sample while it is played. `key` identifies the group of samples, and `position` is its problem's;
-    `sampling` has the parameters of the first turn.
+    `sampling` has the parameters of the first turn. `live` is the open episode of a task that has one, or why it did not open.
     """
 
     problem: Problem
@@ -60,8 +64,10 @@ class Episode:
     sampling: Sampling
     turns: list[Turn]
     position: int = 0
+    live: Live | EnvironmentLostError | None = None
     rounds: list[list[ToolEvent]] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
+    lost: str = ""  # why the environment was lost
 
     @property
     def tool_events(self) -> tuple[ToolEvent, ...]:
@@ -107,16 +113,24 @@ class Player:
         """
         if not self._environment.tools and not self._environment.converses:
             return None
+        if isinstance(episode.live, EnvironmentLostError):
+            episode.lost = str(episode.live)
+            return "environment_error"
         try:
             async with asyncio.timeout(self._environment.budget.wall_s) as clock:
-                while True:
+                ended = None
+                while ended is None:
                     ended = await self._next_turn(episode, session, clock)
-                    if ended is not None:
-                        return None if ended == "ok" else ended
+            if isinstance(episode.live, Live):
+                await self._of_the_task(episode, episode.live.close())
+        except EnvironmentLostError as error:
+            episode.lost = str(error)
+            return "environment_error"
         except TimeoutError:
             if not clock.expired():
                 raise
             return "timeout"
+        return None if ended == "ok" else ended
 
     async def _next_turn(self, episode: Episode, session: ToolSession, clock: asyncio.Timeout) -> Failure | None:
         """Answers the last turn's tool calls or message, and samples another turn. Returns None if the episode continues, else how
@@ -149,10 +163,7 @@ class Player:
     async def _next_answer(self, episode: Episode, clock: asyncio.Timeout) -> Failure | None:
         """Has the task respond to the last turn as the user, and samples another turn; returns as `_next_turn` does."""
         problem, turns, exchanges = episode.problem, episode.turns, episode.exchanges
-        try:
-            exchange = self._environment.respond(problem, episode.sampling.seed, episode.index, turns, exchanges)
-        except Exception as error:
-            raise ConversationError(f"problem {problem.id}: its task raised an exception") from error
+        exchange = await self._of_the_task(episode, self._answer(episode, clock))
         if exchange is None:
             return "ok"
         exchanges.append(exchange)
@@ -162,6 +173,27 @@ class Player:
             return "budget_exceeded"
         kind, given = self._environment.prompts.follow_up(problem, turns, episode.tool_events, exchanges)
         return await self._sample_on(episode, kind, given, clock)
+
+    async def _answer(self, episode: Episode, clock: asyncio.Timeout) -> Exchange | None:
+        """Returns the answer to the last turn, None if the task does not answer it."""
+        problem, turns, exchanges = episode.problem, episode.turns, episode.exchanges
+        if not isinstance(episode.live, Live):
+            return self._environment.respond(problem, episode.sampling.seed, episode.index, turns, exchanges)
+        said = self._environment.to_answer(problem, turns, exchanges)
+        if said is None:
+            return None
+        # Another clock bounds it: to be late is not the doing of the policy.
+        with _stopped(clock):
+            return await episode.live.step(said, len(turns) - 1)
+
+    @staticmethod
+    async def _of_the_task(episode: Episode, call: Awaitable[R]) -> R:
+        try:
+            return await call
+        except EnvironmentLostError:
+            raise
+        except Exception as error:
+            raise ConversationError(f"problem {episode.problem.id}: its task raised an exception") from error
 
     async def _sample_on(
         self, episode: Episode, kind: Given, given: list[int], clock: asyncio.Timeout

@@ -22,7 +22,8 @@ from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import Rating, RewardError
 from nmoe.envs.rewards.rewards import rate, with_ratings
 from nmoe.envs.tasks import TASKS
-from nmoe.envs.tasks.conversation import ConversationTask
+from nmoe.envs.tasks.conversation import AnsweringTask
+from nmoe.envs.tasks.live import LiveTask
 from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError
@@ -98,7 +99,7 @@ async def replay(
         if workspaces is not None:
             yield await _workspace(trajectory, session)
         yield await _tools(environment, trajectory, session)
-        if isinstance(TASKS[trajectory.problem.task_type], ConversationTask):
+        if isinstance(TASKS[trajectory.problem.task_type], AnsweringTask):
             yield _exchanges(environment, trajectory)
         yield await _grade(environment, trajectory, session)
     if bundle.settings.rewards:
@@ -210,7 +211,8 @@ async def _tools(environment: Environment, trajectory: Trajectory, session: Tool
 
 
 def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
-    """Has the task respond to every turn again, and compares the exchanges and the rendered user messages."""
+    """Has the task respond to every turn again, and compares the exchanges and the rendered user messages. A live environment is
+    not asked: its words are taken from the record."""
     problem, recorded = trajectory.problem, {exchange.turn: exchange for exchange in trajectory.exchanges}
     done: list[Exchange] = []
     ended = len(trajectory.turns)
@@ -218,7 +220,12 @@ def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
         turns = trajectory.turns[: index + 1]
         calls = environment.renderer.calls(index, turn.sample.token_ids)
         try:
-            now = None if calls else environment.respond(problem, trajectory.seed, trajectory.index, turns, done)
+            if calls:
+                now = None
+            elif isinstance(TASKS[problem.task_type], LiveTask):
+                now = _again(environment, trajectory, turns, done, recorded.get(index))
+            else:
+                now = environment.respond(problem, trajectory.seed, trajectory.index, turns, done)
         except Exception as error:
             # It may also have raised when the trajectory was recorded, which stopped that run.
             return Check("exchanges", "", f"turn {index}: the task raises {type(error).__name__}: {error}")
@@ -240,6 +247,17 @@ def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
     if ended < len(trajectory.turns):
         return Check("exchanges", "", f"turn {ended}: there in the bundle, after a conversation that is over")
     return Check("exchanges", f"{len(recorded)} turns that the task answered")
+
+
+def _again(
+    environment: Environment,
+    trajectory: Trajectory,
+    turns: Sequence[Turn],
+    done: Sequence[Exchange],
+    recorded: Exchange | None,
+) -> Exchange | None:
+    """Returns the recorded answer of a live environment if the last turn is one that it answers. None, too, if it was lost then."""
+    return None if environment.to_answer(trajectory.problem, turns, done) is None else recorded
 
 
 def _kind(turn: Turn, now: Given) -> str | None:

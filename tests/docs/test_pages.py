@@ -138,6 +138,26 @@ def test_the_guide_to_the_library_runs_as_printed(
     assert [run.name for run in sorted((tmp_path / "runs").iterdir())][:2] == ["Boxes", "Greater"]
 
 
+def test_the_live_environment_is_opened_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (GUIDES / "environments.md").read_text().partition("## Live environments")[2]
+    Path("countdown.py").write_text(blocks(page, "python")[0])
+    Path("countdown.toml").write_text(blocks(page, "toml")[0])
+    report = "\n".join(check_environment(Path("countdown.toml"), None))
+    assert "opened with the seed 0, it asks 'Count down from 5.'" in report
+    assert report.endswith("ok")
+
+
+def test_the_environment_of_skyrl_gym_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "ecosystem.md").read_text().partition("## skyrl-gym")[2]
+    Path("train.jsonl").write_text(blocks(page, "json")[0].replace("\n", " "))
+    Path("gym.toml").write_text(blocks(page, "toml")[0])
+    settings = load_environment(Path("gym.toml"))
+    environment = Environment.from_settings(settings, Tokenizer.train((), SMALLEST_VOCABULARY))
+    assert environment.pool.order.at(0).question == "Ann has 3 boxes of 6 eggs. How many eggs?"
+
+
 def test_a_task_of_ones_own_is_named_in_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (GUIDES / "environments.md").read_text().partition("## Tasks of your own")[2]

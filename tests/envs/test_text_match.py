@@ -128,7 +128,7 @@ def test_the_names() -> None:
     names = (
         "ok parse_error truncated timeout budget_exceeded tool_error unknown_tool output_limit disk_full sandbox_denied "
         "sandbox_setup_failed workspace_failed command_not_found out_of_memory nonzero_exit grader_error engine_error "
-        "internal_error"
+        "environment_error internal_error"
     )
     assert tuple(names.split()) == FAILURES
     assert set(FAILURES) > INFRASTRUCTURE

@@ -228,7 +228,8 @@ class BudgetSettings(Section):
     tool_calls: int = Field(default=16, ge=1)
     """maximum tool calls"""
     wall_s: float = Field(default=600.0, gt=0)
-    """maximum seconds of the tool calls and of the simulated user's answers together; sampling does not count"""
+    """maximum seconds of the tool calls and of the simulated user's answers together; sampling does not count. Each call of a live
+    environment may take as long"""
     tool_s: float = Field(default=10.0, gt=0)
     """maximum seconds of wall time per tool call, and also of CPU time"""
     tool_output_chars: int = Field(default=8192, ge=256)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from nmoe.config import registry
-from nmoe.envs.tasks.own import MultiTurnEnv, OwnTask, Task, adapted
+from nmoe.envs.tasks.adapted import adapted
+from nmoe.envs.tasks.live import LiveEpisode
+from nmoe.envs.tasks.own import MultiTurnEnv, OwnTask, Task
 from nmoe.envs.tasks.task import Attempt, GeneratedTask, QuestionTask
 from nmoe.errors import UserError
 
-__all__ = ["TASKS", "Attempt", "GeneratedTask", "MultiTurnEnv", "OwnTask", "QuestionTask", "Task", "generated_task"]
+__all__ = [
+    "TASKS",
+    "Attempt",
+    "GeneratedTask",
+    "LiveEpisode",
+    "MultiTurnEnv",
+    "OwnTask",
+    "QuestionTask",
+    "Task",
+    "generated_task",
+]
 
 
 class _Tasks(dict[str, QuestionTask]):

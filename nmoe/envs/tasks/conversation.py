@@ -36,7 +36,17 @@ class Response:
     reward: float = 0.0
 
 
-class ConversationTask(QuestionTask, ABC):
+class AnsweringTask(QuestionTask, ABC):
+    """The base of tasks that answer the policy's turns, until the episode is over. The rewards of its exchanges add up."""
+
+    def earned(self, attempt: Attempt) -> Verdict:
+        """Returns the verdict whose score is the sum of the rewards; the answer is correct if it reaches 1."""
+        total = sum(exchange.reward for exchange in attempt.exchanges)
+        said = f"{total:g} earned in {len(attempt.exchanges)} turns"
+        return Verdict("correct" if total >= 1 else "incorrect", total, "episode", said)
+
+
+class ConversationTask(AnsweringTask, ABC):
     """The base of conversation tasks.
 
     A state is JSON and is recorded with every exchange. `start` and `respond` depend on their arguments alone, so that a

@@ -1,7 +1,7 @@
 """Tasks that users write: `Task`, one prompt and one graded answer, and `MultiTurnEnv`, an episode of several turns.
 
-Both are named by `task = "my_module:Name"` in an environment, or passed to `nmoe.train_rl`. `adapted` makes either of them a task
-as the rest of nmoe knows it (docs/guides/environments.md).
+Both are named by `task = "my_module:Name"` in an environment, or passed to `nmoe.train_rl`. The adapters below make either of them
+a task as the rest of nmoe knows it (docs/guides/environments.md).
 """
 
 from __future__ import annotations
@@ -118,60 +118,25 @@ class TaskError(UserError):
 
 
 @contextmanager
-def _of_the_user(who: str) -> Iterator[None]:
+def of_the_user(who: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turns an exception of the user's code in the `with` block into a TaskError with the task's name and the line.
 
-    UserErrors pass unchanged.
+    UserErrors and those of the types `passing` pass unchanged.
     """
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
+        if isinstance(error, (UserError, *passing)):
+            raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise TaskError(f"{who} raised {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}") from error
-
-
-def adapted(part: Any, name: str) -> QuestionTask:
-    """Converts a registered part to a task: a built-in task as it is, a user's class or instance through an adapter.
-
-    Raises UserError for anything else, and for a method that is missing or takes other arguments.
-    """
-    if isinstance(part, type):
-        with _of_the_user(f"task {name}: {part.__name__}(), which is called without arguments,"):
-            part = part()
-    if isinstance(part, MultiTurnEnv):
-        _check_methods(part, name, {"prompt": 0, "step": 1})
-        return EpisodeTask(part, name)
-    if isinstance(part, QuestionTask):
-        return part
-    if callable(getattr(part, "grade", None)):
-        _check_methods(part, name, {"prompt": 1, "grade": 2})
-        if hasattr(part, "generate"):
-            _check_methods(part, name, {"generate": 2})
-            return GeneratedGradedTask(part, name)
-        return GradedTask(part, name)
-    raise UserError(f"task {name}: {part!r} is not a task; a task has `prompt(record)` and `grade(record, answer)`")
-
-
-def _check_methods(part: Any, name: str, methods: Mapping[str, int]) -> None:
-    for method, count in methods.items():
-        function = getattr(part, method, None)
-        if not callable(function) or getattr(function, "__isabstractmethod__", False):
-            raise UserError(f"task {name}: has no method `{method}`")
-        try:
-            inspect.signature(function).bind(*range(count))
-        except TypeError as error:
-            raise UserError(
-                f"task {name}: {method}{inspect.signature(function)}: {error}; it gets {count} arguments"
-            ) from None
 
 
 def _name(task: Any) -> str:
     return type(task).__qualname__
 
 
-def _json(value: Any, what: str) -> str:
+def as_json(value: Any, what: str) -> str:
     try:
         return json.dumps(plain_json(value), ensure_ascii=False)
     except TypeError as error:
@@ -219,11 +184,11 @@ class GradedTask(OwnTask):
         self._has_gold = hasattr(task, "gold")
 
     def read_record(self, record: Record) -> Posed:
-        kept = _json(record, f"task {self._name}")
+        kept = as_json(record, f"task {self._name}")
         record = json.loads(kept)
-        with _of_the_user(f"task {self._name}: prompt"):
+        with of_the_user(f"task {self._name}: prompt"):
             prompt = self._task.prompt(record)
-        with _of_the_user(f"task {self._name}: gold"):
+        with of_the_user(f"task {self._name}: gold"):
             gold = str(self._task.gold(record)) if self._has_gold else ""
         return self._posed(prompt, gold, given=kept)
 
@@ -234,7 +199,7 @@ class GradedTask(OwnTask):
         return problem.gold, f"not {problem.gold}"
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        with _of_the_user(f"task {self._name}: grade"):
+        with of_the_user(f"task {self._name}: grade"):
             graded = self._task.grade(json.loads(str(problem.metadata["given"])), attempt.answer)
             score = await graded if inspect.isawaitable(graded) else graded
         if isinstance(score, bool):
@@ -251,7 +216,7 @@ class GeneratedGradedTask(GradedTask, GeneratedTask):
     """Adapts a user's `Task` that has `generate`."""
 
     def pose_new(self, rng: random.Random, difficulty: int) -> Posed:
-        with _of_the_user(f"task {self._name}: generate"):
+        with of_the_user(f"task {self._name}: generate"):
             record = self._task.generate(rng, difficulty)
         if not isinstance(record, Mapping):
             raise UserError(f"task {self._name}: generate returned {record!r}; a record is a dict")
@@ -267,7 +232,7 @@ class EpisodeTask(OwnTask, ConversationTask, GeneratedTask):
         self._kept(template, "its attributes")
 
     def read_record(self, record: Record) -> Posed:
-        kept = _json(record, f"task {self._name}")
+        kept = as_json(record, f"task {self._name}")
         return self._begun(kept, random.Random(kept), 1)
 
     def pose_new(self, rng: random.Random, difficulty: int) -> Posed:
@@ -275,7 +240,7 @@ class EpisodeTask(OwnTask, ConversationTask, GeneratedTask):
 
     def _begun(self, kept: str, rng: random.Random, difficulty: int) -> Posed:
         episode = self._instance(kept, rng, difficulty)
-        with _of_the_user(f"task {self._name}: prompt"):
+        with of_the_user(f"task {self._name}: prompt"):
             prompt = episode.prompt()
         state = self._kept(episode, "after prompt()")
         question, gold, metadata = self._posed(prompt, "", given=kept, state=state)
@@ -298,7 +263,7 @@ class EpisodeTask(OwnTask, ConversationTask, GeneratedTask):
                     f"in prompt(), or call it `_{name}` where that is meant"
                 )
         try:
-            return _json(self._state(episode), f"task {self._name}: {when}")
+            return as_json(self._state(episode), f"task {self._name}: {when}")
         except UserError as error:
             raise UserError(
                 f"{error}; attributes are recorded with every turn: use lists, dicts with text keys, texts and numbers, or a name "
@@ -324,21 +289,14 @@ class EpisodeTask(OwnTask, ConversationTask, GeneratedTask):
             delattr(episode, name)
         vars(episode).update(copy.deepcopy(dict(state)))
         who = f"task {self._name}: step"
-        with _of_the_user(who):
+        with of_the_user(who):
             returned = episode.step(said)
-        if not isinstance(returned, tuple) or len(returned) != 3:
-            raise TaskError(f"{who} returned {returned!r}, not (messages, reward, done)")
-        messages, reward, done = returned
-        if not isinstance(done, bool):
-            raise TaskError(f"{who} returned done = {done!r}, not True or False")
-        user = None if done else _user_message(messages, who)
+        user, reward = said_and_paid(returned, who)
         kept = json.loads(self._kept(episode, "after step()"))
-        return Response(kept, user, _number(reward, who))
+        return Response(kept, user, reward)
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        total = sum(exchange.reward for exchange in attempt.exchanges)
-        said = f"{total:g} earned in {len(attempt.exchanges)} turns"
-        return Verdict("correct" if total >= 1 else "incorrect", total, "episode", said)
+        return self.earned(attempt)
 
 
 def _shared_by(kind: type) -> dict[str, Any]:
@@ -353,6 +311,17 @@ def _shared_by(kind: type) -> dict[str, Any]:
         except TypeError:
             continue  # not to be compared by value
     return shared
+
+
+def said_and_paid(returned: Any, who: str) -> tuple[str | None, float]:
+    """Returns the user's next message, None if the episode is done, and the reward, from what the `step` of a user's episode
+    returned. Raises TaskError for anything else than (messages, reward, done)."""
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise TaskError(f"{who} returned {returned!r}, not (messages, reward, done)")
+    messages, reward, done = returned
+    if not isinstance(done, bool):
+        raise TaskError(f"{who} returned done = {done!r}, not True or False")
+    return None if done else _user_message(messages, who), _number(reward, who)
 
 
 def _number(value: Any, who: str) -> float:
