@@ -17,8 +17,9 @@ from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
 from nmoe.envs.golds import SAMPLE, check_golds
 from nmoe.envs.pools.generated import generated_order, split_of
+from nmoe.envs.tasks.adapted import adapted
 from nmoe.envs.tasks.conversation import AssistantTurn
-from nmoe.envs.tasks.own import EpisodeTask, adapted
+from nmoe.envs.tasks.own import EpisodeTask
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY
 
