@@ -52,6 +52,6 @@ async def opened(
 
 
 async def _released(live: Live) -> None:
-    """Closes an episode that was not closed in its time: what it raises hides nothing of why."""
+    """Closes an episode that was not closed in its time. The error that ended the group counts, not one of closing."""
     with suppress(Exception):
         await live.close()

@@ -4,8 +4,8 @@
         -> the prompt          the policy's turn    -> messages, reward, done
                                is sampled               (the next turn, or the end)
 
-An episode may hold sockets, processes and threads, since nothing of it is copied, saved or played again. What it says is recorded
-with every turn, and a replay takes its words from the record.
+An episode may hold sockets, processes and threads, since nothing of it is copied, saved or played again. Its words are recorded
+with every turn, and a replay takes them from the record.
 
 Who is at fault decides what becomes of a sample. A call that takes too long, a lost connection and an InfrastructureError lose the
 sample: it is masked, because they say nothing about the policy. Any other exception, a reward that is not a finite number and a

@@ -121,7 +121,7 @@ class TaskError(UserError):
 def of_the_user(who: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turns an exception of the user's code in the `with` block into a TaskError with the task's name and the line.
 
-    UserErrors and those of the types `passing` pass unchanged.
+    UserErrors, and errors of the types `passing`, pass unchanged.
     """
     try:
         yield
