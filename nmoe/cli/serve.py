@@ -1,5 +1,6 @@
 """The command `nmoe serve`: OpenAI's routes over a checkpoint."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -15,6 +16,8 @@ def serve(
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535)] = 8000,
     served_model_name: Annotated[list[str] | None, typer.Option(metavar="NAME", show_default=False)] = None,
     adapter: Annotated[list[str] | None, typer.Option(metavar="NAME=DIRECTORY", show_default=False)] = None,
+    tinker: Annotated[bool, typer.Option("--tinker")] = False,
+    saved: Annotated[Path, typer.Option(metavar="DIRECTORY")] = Path("runs/tinker"),
     strict: Annotated[bool, typer.Option("--strict")] = False,
     format: Literal["auto", "harmony", "chat", "text"] = "auto",
     numerics: Literal["fast", "exact"] = "fast",
@@ -43,12 +46,16 @@ def serve(
       nmoe serve runs/speedrun/sort_grpo
     Example, for other machines, under the name that a client expects:
       NMOE_SERVE_KEY=secret nmoe serve models/Qwen3-0.6B --host 0.0.0.0 --served-model-name gpt-5.4
+    Example, to train with the unmodified SDK of Tinker (TINKER_BASE_URL=http://127.0.0.1:8000):
+      nmoe serve runs/speedrun/base --tinker
 
     Args:
         host: The address to listen on; another than this machine's own needs a key.
         port: The port to listen on; 0: any free one.
         served_model_name: A name that clients use for the model, repeated for several; default: RUN_OR_CHECKPOINT.
         adapter: An adapter over this base, which clients ask for by its name; repeated for several.
+        tinker: Speak Tinker's protocol: clients train adapters of this base, and sample from them.
+        saved: Where the weights that clients of --tinker save are kept.
         strict: Refuse fields that change nothing here, in place of naming them in the header x-nmoe-ignored.
         format: How conversations become tokens; auto: the tokenizer's own format.
         numerics: exact: a request has the same tokens in any batch.
@@ -84,4 +91,9 @@ def serve(
         checkpoint, host, port, tuple(served_model_name or ()), tuple(adapter or ()), strict, format, device, precision,
         expert_weights, numerics, max_sequences, cache_mb, threads, limits,
     )  # fmt: skip
-    serve(options)
+    if tinker:
+        from nmoe.serve.tinker.process import serve as serve_tinker
+
+        serve_tinker(options, saved)
+    else:
+        serve(options)

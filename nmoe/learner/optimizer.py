@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,12 +140,29 @@ class Optimizer:
                 "params": [p for p, d in zip(body, decays, strict=True) if d],
                 "weight_decay": settings.weight_decay,
                 "peak": peak,
+                "decays": True,
             },
-            {"params": [p for p, d in zip(body, decays, strict=True) if not d], "weight_decay": 0.0, "peak": peak},
+            {
+                "params": [p for p, d in zip(body, decays, strict=True) if not d],
+                "weight_decay": 0.0,
+                "peak": peak,
+                "decays": False,
+            },
             {"params": of_head, "weight_decay": 0.0, "peak": head_learning_rate},
         ]
         parts = [group for group in groups if group["params"]]
         self.adamw = AdamW(parts, settings.beta1, settings.beta2, settings.eps)
+
+    def change(self, settings: OptimizerSection) -> None:
+        """Takes other settings from the next step on; the moments stay. The length of the schedule stays, too, and a head's own
+        rate."""
+        self.settings = settings
+        self.schedule = replace(self.schedule, warmup_steps=settings.warmup_steps, min_lr_ratio=settings.min_lr_ratio)
+        self.adamw.beta1, self.adamw.beta2, self.adamw.eps = settings.beta1, settings.beta2, settings.eps
+        for group in self.adamw.param_groups:
+            if "decays" in group:
+                group["peak"] = settings.learning_rate
+                group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
 
     def step(self) -> StepResult:
         """Takes one AdamW step with gradient clipping, and clears the gradient. A step whose fp16 gradient overflowed is skipped,

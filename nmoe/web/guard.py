@@ -34,15 +34,24 @@ def _name(host: bytes) -> str:
     return text.partition(":")[0]
 
 
-def guarded(app: ASGIApp, key: str, bound: str, variable: str, refuse: Callable[[Refusal], Response]) -> ASGIApp:
+def guarded(
+    app: ASGIApp,
+    key: str,
+    bound: str,
+    variable: str,
+    refuse: Callable[[Refusal], Response],
+    sent: tuple[str, str] = ("Authorization", "Bearer "),
+) -> ASGIApp:
     """Returns an application that wants the key, if there is one, for all routes but the open ones: health, and the files of the
     page. It refuses the requests that a page of another site sends through somebody's browser. A refusal names the `variable` of
-    the environment that has the key, and `refuse` makes its reply.
+    the environment that has the key, and `refuse` makes its reply. `sent` is the header that has the key, and what stands before
+    it there.
 
     Without a key a request must name this machine or the `bound` address as its host: a site may have its name resolve to this
     machine, and its pages then count as the server's.
     """
-    wanted = f"Bearer {key}".encode()
+    header, before = sent
+    name, wanted = header.lower().encode(), f"{before}{key}".encode()
     own = {*LOCAL, bound}
 
     def refusal(path: str, headers: dict[bytes, bytes]) -> Refusal | None:
@@ -52,9 +61,9 @@ def guarded(app: ASGIApp, key: str, bound: str, variable: str, refuse: Callable[
             message = f"this server has no key, and answers requests to {', '.join(sorted(own))} alone"
             return Refusal(message, "unknown_host", 403)
         open_to_all = not key or path in _OPEN or path.startswith("/page/")
-        if open_to_all or hmac.compare_digest(headers.get(b"authorization", b""), wanted):
+        if open_to_all or hmac.compare_digest(headers.get(name, b""), wanted):
             return None
-        message = f"the key is missing or wrong: send `Authorization: Bearer KEY`, with the {variable} of the server"
+        message = f"the key is missing or wrong: send `{header}: {before}KEY`, with the {variable} of the server"
         return Refusal(message, "invalid_api_key", 401, {"WWW-Authenticate": "Bearer"})
 
     async def asked(scope: Scope, receive: Receive, send: Send) -> None:

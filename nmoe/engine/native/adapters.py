@@ -23,7 +23,8 @@ from nmoe.types import Sample
 class AdapterEngines:
     """An `LLMEngine` for requests of several adapters, by name; requests of no adapter are the base's. The adapters are detached
     from the model, except while a step of theirs runs. Each decodes up to `max_sequences` sequences, and has an equal part of the
-    cache. A step is one of the engine whose turn it is, among those that have work, so that none starves."""
+    cache; there are parts for `places` more, which are put in later. A step is one of the engine whose turn it is, among those that
+    have work, so that none starves."""
 
     def __init__(
         self,
@@ -32,18 +33,41 @@ class AdapterEngines:
         cache_bytes: int,
         adapters: Mapping[str, Lora],
         beside_tokens: int | None = None,
+        places: int = 0,
     ) -> None:
         self.model = model
-        self._adapters = adapters
+        self._adapters = dict(adapters)
         self._engines: dict[str | None, LLMEngine] = {}
+        self._sizes = max_sequences, cache_bytes
         # A step of one engine holds up the sequences of all, of which it does not know.
-        prefill_tokens, packs = beside_tokens or PREFILL_TOKENS, None
+        self._prefill_tokens = beside_tokens or PREFILL_TOKENS
+        self._shares = 1 + len(adapters) + places
+        self._turns = deque[str | None]()
         for name in (None, *adapters):
-            with self._attached(name):
-                shares = 1 + len(adapters)
-                engine = LLMEngine(model, max_sequences, cache_bytes, prefill_tokens, name, shares, packs)
-            self._engines[name], packs = engine, engine.runner.packs
-        self._turns = deque(self._engines)
+            self._begin(name)
+
+    def _begin(self, name: str | None) -> None:
+        packs = self._engines[None].runner.packs if self._engines else None
+        with self._attached(name):
+            self._engines[name] = LLMEngine(self.model, *self._sizes, self._prefill_tokens, name, self._shares, packs)
+        self._turns.append(name)
+
+    def put(self, name: str, lora: Lora) -> None:
+        """Adds a detached adapter, in one of the `places`. One of the same name is taken out first."""
+        self.take_out(name)
+        self._adapters[name] = lora
+        self._begin(name)
+
+    def take_out(self, name: str) -> None:
+        """Removes an adapter, if there is one of this name. It has to be idle."""
+        if name in self._engines:
+            assert self._engines[name].idle, "no request of an adapter that is taken out runs"
+            del self._engines[name], self._adapters[name]
+            self._turns.remove(name)
+
+    def changed(self, name: str, version: int) -> None:
+        """Notes that the values of one adapter have changed: tokens that it samples from now on carry `version`."""
+        self._engines[name].commit(version)
 
     def _attached(self, name: str | None) -> AbstractContextManager[Transformer]:
         return nullcontext(self.model) if name is None else self._adapters[name].attached()

@@ -36,7 +36,7 @@ async def body_of(asked: Asked, most_bytes: int | None = None) -> dict[str, Any]
     """Reads a body, a JSON object. Raises UserError for any other, and TooLargeError for one of more than `most_bytes`
     bytes."""
     try:
-        body = json_of(await _bytes_of(asked, most_bytes))
+        body = json_of(await bytes_of(asked, most_bytes))
     except ValueError as error:
         raise UserError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -44,7 +44,8 @@ async def body_of(asked: Asked, most_bytes: int | None = None) -> dict[str, Any]
     return body
 
 
-async def _bytes_of(asked: Asked, most: int | None) -> bytes:
+async def bytes_of(asked: Asked, most: int | None) -> bytes:
+    """Reads a body. Raises TooLargeError for one of more than `most` bytes."""
     if most is None:
         return await asked.body()
     parts, size = list[bytes](), 0

@@ -8,6 +8,7 @@ from nmoe.learner.objectives.clip import clip
 from nmoe.learner.objectives.cross_entropy import cross_entropy
 from nmoe.learner.objectives.divergence import reference_divergence
 from nmoe.learner.objectives.dppo import dppo
+from nmoe.learner.objectives.dro import dro
 from nmoe.learner.objectives.entropy import entropy_bonus
 from nmoe.learner.objectives.gspo import gspo
 from nmoe.learner.objectives.step_classification import step_classification, step_logprobs
@@ -22,6 +23,7 @@ __all__ = [
     "clip",
     "cross_entropy",
     "dppo",
+    "dro",
     "entropy_bonus",
     "gspo",
     "reference_divergence",

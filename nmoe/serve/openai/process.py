@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import uvicorn
+from starlette.types import ASGIApp
 
 from nmoe.cores import choose_threads
 from nmoe.engine.native.engine import NativeEngine
@@ -41,10 +42,10 @@ KEY = "NMOE_SERVE_KEY"
 _KEEP_ALIVE_S = 75
 # Tokens of prompts that a step computes beside streams, which wait for them. On a CPU 512 take as long as five steps of decoding 64
 # sequences of a 14M mixture of experts, and cost no more for each than thousands at once; a GPU wants more to be busy.
-_BESIDE_ON_HOST, _BESIDE = 512, 2048
+BESIDE_ON_HOST, BESIDE = 512, 2048
 # 64 requests that come together reach the engine within 30 ms, most of them less than a millisecond apart. Begun one by one, they
 # would be computed in five pieces beside each other.
-_SETTLES_S = 0.003
+SETTLES_S = 0.003
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -79,17 +80,25 @@ def serve(options: Options) -> None:
     served = _load(options)
     routes = Server(served)
     app = guarded(application(routes), key, options.host, KEY, routes.refuse)
+    live(served.engine, app, bound, served.models[0], lambda: routes.end_all("shutdown"), options.limits.drain_s)
+
+
+def live(
+    engine: NativeEngine, app: ASGIApp, bound: socket.socket, name: str, end_all: Callable[[], None], drain_s: float
+) -> None:
+    """Answers requests until a signal ends the server; prints its address once it can be reached. Requests that still run after
+    `drain_s` seconds are ended by `end_all`."""
     config = uvicorn.Config(
         app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False,
-        timeout_keep_alive=_KEEP_ALIVE_S, server_header=False, timeout_graceful_shutdown=int(options.limits.drain_s) + 2,
+        timeout_keep_alive=_KEEP_ALIVE_S, server_header=False, timeout_graceful_shutdown=int(drain_s) + 2,
     )  # fmt: skip
     server = uvicorn.Server(config)
     host, port = bound.getsockname()[:2]
-    drain = _Drain(server, lambda: routes.end_all("shutdown"), options.limits.drain_s)
+    drain = _Drain(server, end_all, drain_s)
 
-    async def live() -> None:
+    async def answer() -> None:
         drain.loop = asyncio.get_running_loop()
-        print(f"{served.models[0]} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         await server.serve([bound])
 
     # The model and its modules stay. Beside their objects a full collection would wait for tens of thousands of new ones, and
@@ -99,7 +108,7 @@ def serve(options: Options) -> None:
     gc.collect()
     before = [signal.signal(number, drain) for number in _SIGNALS]
     try:
-        served.engine.run(live())
+        engine.run(answer())
     finally:
         for number, handler in zip(_SIGNALS, before, strict=True):
             signal.signal(number, handler)
@@ -146,8 +155,8 @@ def _load(options: Options) -> Served:
             options.cache_mb,
             adapters,
             survives=True,
-            beside_tokens=_BESIDE_ON_HOST if kind_of(device).on_host else _BESIDE,
-            settles_s=_SETTLES_S,
+            beside_tokens=BESIDE_ON_HOST if kind_of(device).on_host else BESIDE,
+            settles_s=SETTLES_S,
         ),
         tokenizer,
         form,

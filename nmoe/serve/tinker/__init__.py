@@ -1,0 +1,1 @@
+"""Tinker's protocol over one checkpoint: clients train adapters of it and sample from them (`nmoe serve --tinker`)."""

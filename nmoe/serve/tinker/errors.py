@@ -1,0 +1,28 @@
+"""Refusals in the form of Tinker's protocol."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from starlette.responses import Response
+
+from nmoe.engine.server.http import json_reply
+
+Category = Literal["user", "server"]
+
+
+class TinkerError(Exception):
+    """A request that is refused, or a future that fails: `TinkerError("rank = -1: must be 1 or more")`. `category` tells the SDK
+    whose fault it is."""
+
+    def __init__(self, message: str, status: int = 400, category: Category = "user") -> None:
+        super().__init__(message)
+        self.message, self.status, self.category = message, status, category
+
+    def body(self) -> dict[str, Any]:
+        return {"error": self.message, "category": self.category, "detail": self.message}
+
+    def reply(self) -> Response:
+        # Without the header the SDK would send a conflicting request ten times more.
+        headers = {"x-should-retry": "false"} if self.status == 409 else {}
+        return json_reply(self.body(), self.status, headers)

@@ -1,0 +1,63 @@
+"""Fields of a JSON body of Tinker's protocol, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nmoe.errors import shown
+from nmoe.serve.tinker.errors import TinkerError
+
+_MOST = 2**63 - 1
+
+
+class Fields:
+    """The fields of an object. Each method returns one, or its default where it is absent or null; without a default it has to be
+    there. Raises TinkerError for a value of another type."""
+
+    def __init__(self, body: Mapping[str, Any], where: str = "") -> None:
+        self._body, self._where = body, where
+
+    def _take(self, name: str, kinds: type | tuple[type, ...], what: str, default: Any) -> Any:
+        value = self._body.get(name)
+        if value is None:
+            if default is ...:
+                raise TinkerError(f"{self._where}{name}: is missing")
+            return default
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise TinkerError(f"{self._where}{name} = {shown(value)}: must be {what}")
+        return value
+
+    def has(self, name: str) -> bool:
+        return self._body.get(name) is not None
+
+    def text(self, name: str, default: Any = ...) -> Any:
+        return self._take(name, str, "a text", default)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        taken: bool = self._take(name, bool, "true or false", default)
+        return taken
+
+    def whole(self, name: str, default: Any = ..., least: int = 0, most: int = _MOST) -> Any:
+        value = self._take(name, int, "a whole number", default)
+        if value is not None and not least <= value <= most:
+            raise TinkerError(f"{self._where}{name} = {value}: must be {least} to {most}")
+        return value
+
+    def number(self, name: str, default: Any = ..., least: float = 0.0, below: float = math.inf) -> float:
+        value = self._take(name, (int, float), "a number", default)
+        if not least <= value < below:
+            raise TinkerError(f"{self._where}{name} = {value}: must be {least:g} or more, and below {below:g}")
+        return float(value)
+
+    def table(self, name: str, default: Any = ...) -> Fields:
+        value = self._take(name, dict, "an object", {} if default is None else default)
+        return Fields(value, f"{self._where}{name}.")
+
+    def items(self, name: str, default: Any = ...) -> list[Any]:
+        value: list[Any] = self._take(name, list, "a list", default)
+        return value
+
+    def raw(self, name: str) -> Any:
+        return self._body.get(name)

@@ -1,0 +1,312 @@
+"""The operations of Tinker's protocol over one base: training in the order of sequence ids, and sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.serve.tinker.data import read_pass
+from nmoe.serve.tinker.errors import TinkerError
+from nmoe.serve.tinker.fields import Fields
+from nmoe.serve.tinker.futures import Futures, Result
+from nmoe.serve.tinker.losses import check_inputs, read_loss
+from nmoe.serve.tinker.messages import message
+from nmoe.serve.tinker.models import Base, Shape, TrainedModel, read_values, shape_of
+from nmoe.serve.tinker.order import Order
+from nmoe.serve.tinker.samplers import Places, Sampler
+from nmoe.serve.tinker.sampling import read_sample_request, sample
+from nmoe.serve.tinker.sessions import Run, Session, Sessions
+from nmoe.serve.tinker.store import Kind, Saved, Store, now
+from nmoe.text.tokenizer import Tokenizer
+
+Asked = dict[str, Any]
+
+
+def digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
+
+
+@dataclass
+class Service:
+    """One base, its engine, and everybody's models and samplers. Used on the event loop's thread only."""
+
+    engine: NativeEngine
+    base: Base
+    tokenizer: Tokenizer
+    tokenizer_directory: Path
+    names: tuple[str, ...]
+    context_tokens: int
+    store: Store
+
+    def __post_init__(self) -> None:
+        self.sessions, self.futures = Sessions(), Futures()
+        self._places = Places(self.engine, self.base)
+
+    def end(self, session: Session, reason: str) -> None:
+        """Ends a session, and its requests."""
+        self.sessions.end(session, reason)
+        self.futures.end(session.session_id)
+
+    def sweep(self) -> None:
+        """Ends the sessions of clients that have died."""
+        for session in self.sessions.silent():
+            self.end(session, "its client has been silent for too long")
+
+    def check_base(self, name: str) -> None:
+        """Raises TinkerError (404) for another model than the one that is served."""
+        if name not in self.names and Path(name).resolve() != self.base.directory.resolve():
+            raise TinkerError(f"base_model {name!r} is not served here; there is {', '.join(self.names)}", 404)
+
+    def create_model(self, body: bytes, fields: Fields) -> Asked:
+        """Begins a new adapter."""
+        session = self.sessions.live(fields.text("session_id"))
+        model_id = f"{session.session_id}:train:{fields.whole('model_seq_id')}"
+        if self.futures.known(f"{model_id}:0", digest(body)):
+            return self._promise(f"{model_id}:0", model_id)
+        self.check_base(fields.text("base_model"))
+        _check_optimizer(fields)
+        lora = fields.table("lora_config", None)
+        rank = lora.whole("rank", 32, most=4096)
+        if rank == 0:
+            raise TinkerError("lora_config.rank = 0: this server trains adapters, and not whole models")
+        seed = lora.whole("seed", None, least=-(2**63))
+        shape = Shape(
+            rank,
+            lora.flag("train_attn", True),
+            lora.flag("train_mlp", True),
+            int.from_bytes(digest(model_id.encode())[:4]) if seed is None else seed % 2**31,
+        )
+        return self._new_run(
+            session, model_id, shape, body, fields.raw("user_metadata"), lambda run: None, "create_model"
+        )
+
+    def _new_run(
+        self,
+        session: Session,
+        model_id: str,
+        shape: Shape,
+        body: bytes,
+        metadata: Any,
+        fill: Callable[[Run], None],
+        kind: str,
+    ) -> Asked:
+        run = Run(model_id, session.session_id, Order(), shape, last_request=now())
+        self.sessions.add_run(session, run)
+        reply: Asked = {"type": kind, "model_id": model_id}
+
+        def make() -> Asked:
+            run.trained = TrainedModel(self.base, shape)
+            fill(run)
+            about = {"base_model": self.base.name, "lora_rank": shape.rank, "time": now(), "user_metadata": metadata}
+            about |= {"train_attn": shape.attention, "train_mlp": shape.mlp}
+            self.store.note_run(model_id, about)
+            return reply
+
+        # Its turn comes before sequence id 1, so that the first pass waits for the model.
+        run.order.next = 0
+        self.futures.start(f"{model_id}:0", session.session_id, digest(body), self._in_turn(run, 0, make))
+        return self._promise(f"{model_id}:0", model_id)
+
+    async def _in_turn(
+        self, run: Run, seq_id: int, act: Callable[[], Result], then: Callable[[Result], None] | None = None
+    ) -> Result:
+        """Does something on the engine's thread when the model's earlier requests are done, and `then` something here."""
+        try:
+            await run.order.turn(seq_id)
+            result = await self.engine.between_steps(act)
+            if then is not None:
+                then(result)
+            return result
+        finally:
+            run.last_request = now()
+            await run.order.done(seq_id)
+
+    def _ordered(
+        self,
+        run: Run,
+        seq_id: int,
+        body: bytes,
+        act: Callable[[], Result],
+        then: Callable[[Result], None] | None = None,
+    ) -> Asked:
+        """Begins a request of a model, or finds it if it came before."""
+        request_id = f"{run.model_id}:{seq_id}"
+        if not self.futures.known(request_id, digest(body)):
+            run.order.check(seq_id)
+            self.sessions.live(run.session_id)
+            self.futures.start(request_id, run.session_id, digest(body), self._in_turn(run, seq_id, act, then))
+        return self._promise(request_id, run.model_id)
+
+    @staticmethod
+    def _promise(request_id: str, model_id: str) -> Asked:
+        return {"request_id": request_id, "model_id": model_id}
+
+    def forward_backward(self, body: bytes) -> Asked:
+        """Begins a pass. Data that no model takes fail in their turn, since the client counts on."""
+        try:
+            addressed = message("ForwardBackwardRequest").FromString(body)
+        except Exception as error:  # protobuf's DecodeError, of the implementation in use
+            raise TinkerError(f"the body is no ForwardBackwardRequest: {error}") from None
+        run = self.sessions.run(addressed.model_id)
+
+        def act() -> bytes:
+            request = read_pass(body, self.base.model.config.vocab_size, self.context_tokens)
+            objective = read_loss(request.loss, request.settings)
+            check_inputs(request.data, request.loss)
+            return run.model().run(request, objective)
+
+        return self._ordered(run, addressed.seq_id, body, act)
+
+    def optim_step(self, body: bytes, fields: Fields) -> Asked:
+        run = self.sessions.run(fields.text("model_id"))
+
+        def act() -> Asked:
+            if fields.has("optimizer_params"):
+                kind = fields.table("optimizer_params").text("type", "")
+                raise TinkerError(f"optimizer_params.type = {kind!r}: this server has adamw alone")
+            given = fields.table("adam_params")
+            params = {
+                "learning_rate": given.number("learning_rate", 1e-4),
+                "beta1": given.number("beta1", 0.9, below=1),
+                "beta2": given.number("beta2", 0.95, below=1),
+                "eps": given.number("eps", 1e-12),
+                "weight_decay": given.number("weight_decay", 0.0),
+                "grad_clip_norm": given.number("grad_clip_norm", 0.0),
+            }
+            return run.model().step(params)
+
+        return self._ordered(run, fields.whole("seq_id"), body, act)
+
+    def save_weights(self, body: bytes, fields: Fields) -> Asked:
+        run, seq_id = self.sessions.run(fields.text("model_id")), fields.whole("seq_id")
+        name = fields.text("path", None) or f"{seq_id:08}"
+
+        def act() -> Asked:
+            saved = self._save(run, "weights", name, run.model().save, fields)
+            return {"type": "save_weights", "path": saved.path}
+
+        return self._ordered(run, seq_id, body, act)
+
+    def _save(self, run: Run, kind: Kind, name: str, write: Callable[[Path], None], fields: Fields) -> Saved:
+        about = {"user_metadata": fields.raw("user_metadata"), "ttl_seconds": fields.raw("ttl_seconds")}
+        return self.store.save(run.model_id, kind, name, write, about)
+
+    def save_weights_for_sampler(self, body: bytes, fields: Fields) -> Asked:
+        """Saves weights to sample from: under a name on disk, or for a sampling session in memory."""
+        run, seq_id = self.sessions.run(fields.text("model_id")), fields.whole("seq_id")
+        session = self.sessions.live(run.session_id)
+        name = fields.text("path", None)
+        number = fields.whole("sampling_session_seq_id", None)
+        in_flight = fields.text("kind", "snapshot") == "inflight"
+        values = list[Tensor]()
+
+        def act() -> Asked:
+            if name is not None or number is None:
+                saved = self._save(
+                    run, "sampler_weights", name or f"{seq_id:08}", run.model().save_for_sampling, fields
+                )
+                return {"type": "save_weights_for_sampler", "path": saved.path}
+            values.extend(run.model().values())
+            return {"type": "save_weights_for_sampler", "sampling_session_id": f"{session.session_id}:sample:{number}"}
+
+        def then(reply: Result) -> None:
+            if isinstance(reply, dict) and "sampling_session_id" in reply:
+                sampler = run.sampler(in_flight)
+                sampler.replace(values)
+                self.sessions.add_sampler(session, reply["sampling_session_id"], sampler)
+
+        return self._ordered(run, seq_id, body, act, then)
+
+    def load_weights(self, body: bytes, fields: Fields) -> Asked:
+        """Loads saved weights into a model, or makes the model that they are of."""
+        path, optimizer = fields.text("path"), fields.flag("optimizer")
+        _check_optimizer(fields)
+        if fields.has("model_id"):
+            run = self.sessions.run(fields.text("model_id"))
+
+            def act() -> Asked:
+                run.model().load(self.store.find(path, "weights").directory, optimizer)
+                return {"type": "load_weights", "path": path, "model_id": run.model_id}
+
+            return self._ordered(run, fields.whole("seq_id"), body, act)
+        session = self.sessions.live(fields.text("session_id"))
+        model_id = f"{session.session_id}:train:{fields.whole('model_seq_id')}"
+        if self.futures.known(f"{model_id}:0", digest(body)):
+            return self._promise(f"{model_id}:0", model_id)
+        if fields.has("base_model"):
+            self.check_base(fields.text("base_model"))
+        directory = self.store.find(path, "weights").directory
+        metadata = fields.raw("user_metadata")
+
+        def fill(new: Run) -> None:
+            new.model().load(directory, optimizer)
+
+        return self._new_run(session, model_id, shape_of(directory), body, metadata, fill, "load_weights")
+
+    def unload_model(self, body: bytes, fields: Fields) -> Asked:
+        model_id = fields.text("model_id")
+        run = self.sessions.run(model_id)
+        del self.sessions.runs[model_id]
+        request_id = f"{model_id}:unload"
+
+        async def done() -> Result:
+            return {"type": "unload_model", "model_id": model_id}
+
+        self.futures.start(request_id, run.session_id, digest(body), done())
+        return self._promise(request_id, model_id)
+
+    async def create_sampling_session(self, fields: Fields) -> Asked:
+        session = self.sessions.live(fields.text("session_id"))
+        sampler_id = f"{session.session_id}:sample:{fields.whole('sampling_session_seq_id')}"
+        if sampler_id not in self.sessions.samplers:
+            sampler = await self._sampler_of(fields)
+            self.sessions.add_sampler(session, sampler_id, sampler)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    async def _sampler_of(self, fields: Fields) -> Sampler:
+        """Returns a sampler of the base, or of saved weights."""
+        path = fields.text("model_path", None)
+        if path is None:
+            self.check_base(fields.text("base_model"))
+            return Sampler()
+        for one in self.sessions.samplers.values():
+            if one.path == path:
+                return one
+        saved = self.store.find(path)
+        shape, values = await self.engine.between_steps(lambda: read_values(self.base, saved.directory))
+        return Sampler(shape, values, saved.path)
+
+    async def asample(self, body: bytes, fields: Fields) -> Asked:
+        """Begins a request for samples."""
+        self.sweep()
+        if fields.has("sampling_session_id"):
+            sampler_id = fields.text("sampling_session_id")
+            sampler = self.sessions.sampler(sampler_id)
+        else:
+            sampler_id, sampler = f"alone-{digest(body).hex()[:24]}", await self._sampler_of(fields)
+        request_id = f"{sampler_id}:{fields.whole('seq_id', 0)}"
+        count = fields.whole("num_samples", 1)
+        if not self.futures.known(request_id, digest(body)):
+            self.futures.start(
+                request_id, sampler_id.partition(":")[0], digest(body), self._sampled(sampler, fields, request_id)
+            )
+        ids = [f"{request_id}:{index}" for index in range(count)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
+
+    async def _sampled(self, sampler: Sampler, fields: Fields, request_id: str) -> Result:
+        asked = await asyncio.to_thread(read_sample_request, fields, self.tokenizer, self.context_tokens)
+        async with self._places.of(sampler) as adapter:
+            return await sample(self.engine, self.tokenizer, asked, request_id, adapter)
+
+
+def _check_optimizer(fields: Fields) -> None:
+    kind = fields.table("optimizer_config", None).text("type", "adamw")
+    if kind != "adamw":
+        raise TinkerError(f"optimizer_config.type = {kind!r}: this server has adamw alone")
