@@ -23,7 +23,7 @@ from nmoe.types import Sample
 class AdapterEngines:
     """An `LLMEngine` for requests of several adapters, by name; requests of no adapter are the base's. The adapters are detached
     from the model, except while a step of theirs runs. Each decodes up to `max_sequences` sequences, and has an equal part of the
-    cache; there are parts for `places` more, which are put in later. A step is one of the engine whose turn it is, among those that
+    cache; there are parts for `slots` more, which are put in later. A step is one of the engine whose turn it is, among those that
     have work, so that none starves."""
 
     def __init__(
@@ -33,7 +33,7 @@ class AdapterEngines:
         cache_bytes: int,
         adapters: Mapping[str, Lora],
         beside_tokens: int | None = None,
-        places: int = 0,
+        slots: int = 0,
     ) -> None:
         self.model = model
         self._adapters = dict(adapters)
@@ -41,7 +41,7 @@ class AdapterEngines:
         self._sizes = max_sequences, cache_bytes
         # A step of one engine holds up the sequences of all, of which it does not know.
         self._prefill_tokens = beside_tokens or PREFILL_TOKENS
-        self._shares = 1 + len(adapters) + places
+        self._shares = 1 + len(adapters) + slots
         self._turns = deque[str | None]()
         for name in (None, *adapters):
             self._begin(name)
@@ -53,7 +53,7 @@ class AdapterEngines:
         self._turns.append(name)
 
     def put(self, name: str, lora: Lora) -> None:
-        """Adds a detached adapter, in one of the `places`. One of the same name is taken out first."""
+        """Adds a detached adapter, in one of the `slots`. One of the same name is taken out first."""
         self.take_out(name)
         self._adapters[name] = lora
         self._begin(name)

@@ -50,7 +50,7 @@ class NativeEngine:
     An engine that `survives` ends only the requests of a step in which the model computes NaN or infinity, with a DivergenceError;
     `diverged` has its message until a step goes well.
 
-    There is room for as many more adapters as `places`, which come and go between two steps (`put_adapter`).
+    There is room for as many more adapters as `slots`, which come and go between two steps (`put_adapter`).
 
     With `beside_tokens` a step computes at most so many tokens of prompts beside running sequences, which wait for it. With
     `settles_s` an idle engine begins once no further request has come for so many seconds, or after ten times as long: clients
@@ -71,15 +71,15 @@ class NativeEngine:
         survives: bool = False,
         beside_tokens: int | None = None,
         settles_s: float = 0.0,
-        places: int = 0,
+        slots: int = 0,
     ) -> None:
         self.adapters = tuple(adapters or ())
         """The names of the adapters."""
         self.diverged: str | None = None
         self._survives, self._settles_s = survives, settles_s
         self._engine: LLMEngine | AdapterEngines
-        if adapters or places:
-            self._engine = AdapterEngines(model, max_sequences, cache_mb * 2**20, adapters or {}, beside_tokens, places)
+        if adapters or slots:
+            self._engine = AdapterEngines(model, max_sequences, cache_mb * 2**20, adapters or {}, beside_tokens, slots)
         else:
             self._engine = self._sampler(model, max_sequences, cache_mb * 2**20, beside_tokens=beside_tokens)
         self._wake = threading.Condition()  # guards what both threads touch: inbox, pending, error
@@ -289,16 +289,16 @@ class NativeEngine:
         return await done
 
     def put_adapter(self, name: str, lora: Lora) -> None:
-        """Adds a detached adapter, or replaces the idle one of this name. Inside `between_steps` alone, where there are places."""
+        """Adds a detached adapter, or replaces the idle one of this name. Inside `between_steps` alone, where there are slots."""
         self._check_between("an adapter is put in")
-        assert isinstance(self._engine, AdapterEngines), "there are places for adapters"
+        assert isinstance(self._engine, AdapterEngines), "there are slots for adapters"
         self._engine.put(name, lora)
 
     def adapter_changed(self, name: str, version: int) -> None:
         """Notes that the values of an adapter have changed: its prompts are computed again, and its running sequences go on with
         the keys that they have. Inside `between_steps` alone, where the values change."""
         self._check_between("an adapter changes")
-        assert isinstance(self._engine, AdapterEngines), "there are places for adapters"
+        assert isinstance(self._engine, AdapterEngines), "there are slots for adapters"
         self._engine.changed(name, version)
 
     async def pause(self) -> None:

@@ -19,7 +19,7 @@ from nmoe.serve.openai.process import BESIDE, BESIDE_ON_HOST, KEY, SETTLES_S, Op
 from nmoe.serve.tinker.app import Server, application
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.models import Base
-from nmoe.serve.tinker.samplers import PLACES
+from nmoe.serve.tinker.samplers import SLOTS
 from nmoe.serve.tinker.service import Service
 from nmoe.serve.tinker.store import Store
 from nmoe.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def _load(options: Options, saved: Path) -> Service:
         survives=True,
         beside_tokens=BESIDE_ON_HOST if kind_of(device).on_host else BESIDE,
         settles_s=SETTLES_S,
-        places=PLACES,
+        slots=SLOTS,
     )
     names = options.names or (str(options.checkpoint),)
     base = Base(model, names[0], directory, fingerprint(directory))

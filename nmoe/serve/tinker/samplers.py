@@ -1,4 +1,4 @@
-"""Samplers: values of adapters that clients sample from, and the few places of the engine that hold such values at a time."""
+"""Samplers: values of adapters that clients sample from, and the few slots of the engine that hold such values at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.model.lora import Lora
 from nmoe.serve.tinker.models import Base, Shape, new_lora
 
-PLACES = 4
+SLOTS = 4
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Sampler:
 
 
 @dataclass(eq=False)
-class _Place:
+class _Slot:
     name: str
     shape: Shape | None = None
     lora: Lora | None = None
@@ -43,13 +43,13 @@ class _Place:
     used: int = field(default=0)
 
 
-class Places:
-    """Copies the values of samplers into the engine's adapters when they are sampled from. A place that is idle is given to the
+class Slots:
+    """Copies the values of samplers into the engine's adapters when they are sampled from. A slot that is idle is given to the
     sampler that waits for one, the least recently used first. Used on the event loop's thread only."""
 
     def __init__(self, engine: NativeEngine, base: Base) -> None:
         self._engine, self._base = engine, base
-        self._places = [_Place(f"place {number}") for number in range(PLACES)]
+        self._slots = [_Slot(f"slot {number}") for number in range(SLOTS)]
         self._freed = asyncio.Condition()
         self._clock = self._version = 0
 
@@ -59,55 +59,55 @@ class Places:
         if sampler.shape is None:
             yield None
             return
-        place = await self._taken(sampler)
+        slot = await self._taken(sampler)
         try:
-            yield place.name
+            yield slot.name
         finally:
             async with self._freed:
-                place.running -= 1
+                slot.running -= 1
                 self._freed.notify_all()
 
-    async def _taken(self, sampler: Sampler) -> _Place:
+    async def _taken(self, sampler: Sampler) -> _Slot:
         async with self._freed:
-            while (place := self._choose(sampler)) is None or place.loading:
+            while (slot := self._choose(sampler)) is None or slot.loading:
                 await self._freed.wait()
             self._clock += 1
-            place.running, place.used = place.running + 1, self._clock
-            if place.sampler is sampler and place.changes == sampler.changes:
-                return place
-            place.loading, place.sampler, place.changes = True, sampler, sampler.changes
+            slot.running, slot.used = slot.running + 1, self._clock
+            if slot.sampler is sampler and slot.changes == sampler.changes:
+                return slot
+            slot.loading, slot.sampler, slot.changes = True, sampler, sampler.changes
         try:
             values, shape = sampler.values, sampler.shape
-            await self._engine.between_steps(lambda: self._load(place, shape, values))
+            await self._engine.between_steps(lambda: self._load(slot, shape, values))
         except BaseException:
-            place.sampler = None
-            place.running -= 1
+            slot.sampler = None
+            slot.running -= 1
             raise
         finally:
             async with self._freed:
-                place.loading = False
+                slot.loading = False
                 self._freed.notify_all()
-        return place
+        return slot
 
-    def _choose(self, sampler: Sampler) -> _Place | None:
-        """Returns the sampler's own place, else the best idle one."""
-        for place in self._places:
-            if place.sampler is sampler:
-                return place
-        idle = [place for place in self._places if not (place.running or place.loading)]
-        return min(idle, key=lambda place: (place.shape != sampler.shape, place.used), default=None)
+    def _choose(self, sampler: Sampler) -> _Slot | None:
+        """Returns the sampler's own slot, else the best idle one."""
+        for slot in self._slots:
+            if slot.sampler is sampler:
+                return slot
+        idle = [slot for slot in self._slots if not (slot.running or slot.loading)]
+        return min(idle, key=lambda slot: (slot.shape != sampler.shape, slot.used), default=None)
 
     @torch.no_grad()
-    def _load(self, place: _Place, shape: Shape | None, values: Sequence[Tensor]) -> None:
-        """Copies values into a place, on the engine's thread. Its running sequences, of an in-flight sampler, go on with them."""
+    def _load(self, slot: _Slot, shape: Shape | None, values: Sequence[Tensor]) -> None:
+        """Copies values into a slot, on the engine's thread. Its running sequences, of an in-flight sampler, go on with them."""
         assert shape is not None, "the base has no values"
         self._version += 1
-        if place.lora is None or place.shape != shape:
-            place.shape, place.lora = shape, new_lora(self._base, shape)
-            place.lora.detach()
-            for parameter in place.lora.parameters():
+        if slot.lora is None or slot.shape != shape:
+            slot.shape, slot.lora = shape, new_lora(self._base, shape)
+            slot.lora.detach()
+            for parameter in slot.lora.parameters():
                 parameter.requires_grad_(False)
-            self._engine.put_adapter(place.name, place.lora)
-        for parameter, value in zip(place.lora.parameters(), values, strict=True):
+            self._engine.put_adapter(slot.name, slot.lora)
+        for parameter, value in zip(slot.lora.parameters(), values, strict=True):
             parameter.copy_(value)
-        self._engine.adapter_changed(place.name, self._version)
+        self._engine.adapter_changed(slot.name, self._version)

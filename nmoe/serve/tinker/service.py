@@ -20,7 +20,7 @@ from nmoe.serve.tinker.losses import check_inputs, read_loss
 from nmoe.serve.tinker.messages import message
 from nmoe.serve.tinker.models import Base, Shape, TrainedModel, read_values, shape_of
 from nmoe.serve.tinker.order import Order
-from nmoe.serve.tinker.samplers import Places, Sampler
+from nmoe.serve.tinker.samplers import Sampler, Slots
 from nmoe.serve.tinker.sampling import read_sample_request, sample
 from nmoe.serve.tinker.sessions import Run, Session, Sessions
 from nmoe.serve.tinker.store import Kind, Saved, Store, now
@@ -47,7 +47,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.sessions, self.futures = Sessions(), Futures()
-        self._places = Places(self.engine, self.base)
+        self._slots = Slots(self.engine, self.base)
 
     def end(self, session: Session, reason: str) -> None:
         """Ends a session, and its requests."""
@@ -302,7 +302,7 @@ class Service:
 
     async def _sampled(self, sampler: Sampler, fields: Fields, request_id: str) -> Result:
         asked = await asyncio.to_thread(read_sample_request, fields, self.tokenizer, self.context_tokens)
-        async with self._places.of(sampler) as adapter:
+        async with self._slots.of(sampler) as adapter:
             return await sample(self.engine, self.tokenizer, asked, request_id, adapter)
 
 

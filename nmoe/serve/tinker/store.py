@@ -85,17 +85,17 @@ class Store:
         """Has `write` fill a directory, which gets its name once it is whole. Raises TinkerError for a name that is none."""
         directory = self._of(model_id) / kind / self._checked(name)
         directory.parent.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=".new-", dir=directory.parent))
+        fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=directory.parent))
         try:
-            write(place)
-            (place / _ABOUT).write_text(json.dumps({**about, "time": now()}) + "\n")
-            old = directory.parent / f".old-{place.name}"
+            write(fresh)
+            (fresh / _ABOUT).write_text(json.dumps({**about, "time": now()}) + "\n")
+            old = directory.parent / f".old-{fresh.name}"
             if directory.exists():
                 directory.rename(old)
-            place.rename(directory)
+            fresh.rename(directory)
             shutil.rmtree(old, ignore_errors=True)
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(fresh, ignore_errors=True)
         return self._saved(model_id, kind, directory)
 
     def find(self, path: str, *kinds: Kind) -> Saved:

@@ -1,0 +1,236 @@
+"""Samples and log-probabilities over Tinker's protocol: the trainer's numbers, snapshots, and the forms of replies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+from served_client import Client, serving
+from tinker_client import Model, Tinker, arrays, datum
+
+from nmoe.serve.tinker.messages import LENGTH, STOP
+from nmoe.text.tokenizer import Tokenizer
+
+PROMPT = [40, 41, 42, 43, 44, 45, 46]
+KEY = "tml-secret"
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    # documented: nmoe serve runs/speedrun/base --tinker
+    saved = str(tmp_path_factory.mktemp("saved"))
+    with serving(checkpoint, "--tinker", "--numerics", "exact", "--saved", saved, key=KEY) as running:
+        running.http.headers["X-API-Key"] = KEY
+        yield running
+
+
+@pytest.fixture
+def client(server: Client) -> Tinker:
+    return Tinker(server.http)
+
+
+def trained(model: Model, steps: int = 1) -> None:
+    for _ in range(steps):
+        one = datum(PROMPT[:-1], target_tokens=PROMPT[1:], weights=[1.0] * 6)
+        model.run([one], "cross_entropy")
+        model.step()
+
+
+def scores(client: Tinker, sampler: str, number: int = 0) -> bytes:
+    reply = client.sample(sampler, PROMPT, number, max_tokens=1, prompt_logprobs=True)
+    return reply.prompt_logprobs
+
+
+def test_samples_have_the_trainers_bits(client: Tinker) -> None:
+    """At another temperature they are of the tempered distribution, and differ."""
+    model = client.model()
+    trained(model)
+    sampler = model.sampler()
+    reply = client.sample(sampler, PROMPT, max_tokens=5, seed=7, num_samples=3, prompt_logprobs=True)
+    assert len(reply.sequences) == 3
+    data, given = [], []
+    for sequence in reply.sequences:
+        tokens = np.frombuffer(sequence.tokens, "<i4")
+        whole = [*PROMPT, *tokens]
+        data.append(datum(whole[:-1], target_tokens=whole[1:], weights=[0.0] * (len(whole) - 1)))
+        given.append(
+            np.concatenate([np.frombuffer(part, "<f4") for part in (reply.prompt_logprobs, sequence.logprobs)])
+        )
+    result = model.run(data, "cross_entropy", forward_only=True)
+    for found, sampled in zip(arrays(result.loss_fn_outputs[0], "logprobs"), given, strict=True):
+        assert np.isnan(sampled[0])
+        np.testing.assert_array_equal(found, sampled[1:])
+    hot = client.sample(sampler, PROMPT, 1, max_tokens=5, seed=7, temperature=3.0)
+    assert hot.sequences[0].logprobs != reply.sequences[0].logprobs
+
+
+def test_snapshots_stay_and_in_flight_samplers_move(client: Tinker) -> None:
+    model = client.model()
+    trained(model)
+    snapshot, moving = model.sampler(), model.sampler("inflight")
+    before = scores(client, snapshot)
+    assert scores(client, moving) == before
+    # More samplers than the engine holds at a time.
+    others = []
+    for _ in range(6):
+        trained(model)
+        others.append(scores(client, model.sampler()))
+    assert len({before, *others}) == 7
+    assert scores(client, snapshot, 1) == before
+    assert scores(client, moving, 1) == before, "until the next save in flight"
+    model.sampler("inflight")
+    assert scores(client, moving, 2) == others[-1]
+
+
+def test_saved_weights_are_sampled_from(client: Tinker) -> None:
+    model = client.model()
+    trained(model)
+    expected = scores(client, model.sampler())
+    path = model.save("save_weights_for_sampler", "mine")["path"]
+    session = {"session_id": client.session_id, "sampling_session_seq_id": next(client.numbers)}
+    sampler = client.post("create_sampling_session", **session, model_path=path)["sampling_session_id"]
+    assert client.post("create_sampling_session", **session, model_path=path)["sampling_session_id"] == sampler
+    assert scores(client, sampler) == expected
+    assert client.http.get(f"/api/v1/samplers/{sampler}").json() == {
+        "sampler_id": sampler,
+        "base_model": "tiny",
+        "model_path": path,
+    }
+    base = client.post(
+        "create_sampling_session",
+        session_id=client.session_id,
+        sampling_session_seq_id=next(client.numbers),
+        base_model="tiny",
+    )
+    assert scores(client, base["sampling_session_id"]) != expected
+
+
+def test_likeliest_tokens_of_prompt_and_samples(client: Tinker) -> None:
+    sampler = client.model().sampler()
+    asked = {"topk_prompt_logprobs": 3, "topk_sample_logprobs": 2, "prompt_logprobs": True, "prompt_logprobs_last_n": 2}
+    reply = client.sample(sampler, PROMPT, max_tokens=4, temperature=0.0, **asked)
+    top = reply.topk_prompt_logprobs
+    ids, found = (
+        np.frombuffer(part, kind).reshape(7, 3) for part, kind in ((top.token_ids, "<i4"), (top.logprobs, "<f4"))
+    )
+    assert (top.k, top.length) == (3, 7)
+    assert (ids[:5] == 0).all()
+    assert (found[:5] == -99999).all(), "the SDK's mark of no value"
+    assert (np.diff(found[5:], axis=1) <= 0).all()
+    own = np.frombuffer(reply.prompt_logprobs, "<f4")
+    assert np.isnan(own[:5]).all()
+    assert np.isfinite(own[5:]).all()
+    (sequence,) = reply.sequences
+    of_samples = np.frombuffer(sequence.topk_sampled_logprobs.token_ids, "<i4").reshape(-1, 2)
+    np.testing.assert_array_equal(of_samples[:, 0], np.frombuffer(sequence.tokens, "<i4"), "greedy takes the likeliest")
+
+
+def test_stops(client: Tinker, tokenizer: Tokenizer) -> None:
+    sampler = client.model().sampler()
+    (free,) = client.sample(sampler, PROMPT, max_tokens=12, seed=3, stop=[]).sequences
+    tokens = np.frombuffer(free.tokens, "<i4")
+    assert (len(tokens), free.stop_reason) == (12, LENGTH)
+    (by_id,) = client.sample(sampler, PROMPT, 1, max_tokens=12, seed=3, stop=[int(tokens[4])]).sequences
+    first = tokens.tolist().index(tokens[4]) + 1
+    assert (np.frombuffer(by_id.tokens, "<i4").tolist(), by_id.stop_reason) == (tokens[:first].tolist(), STOP)
+    texts = [tokenizer.bytes_of(int(one)) for one in tokens]
+    stop = next(text for text in texts[3:] if text.isascii() and text).decode()
+    expected = next(n for n in range(1, 13) if stop.encode() in b"".join(texts[:n]))
+    (by_text,) = client.sample(sampler, PROMPT, 2, max_tokens=12, seed=3, stop=[stop, "never\n\n"]).sequences
+    assert np.frombuffer(by_text.tokens, "<i4").tolist() == tokens[:expected].tolist(), "with the string's last token"
+    assert by_text.logprobs == free.logprobs[: 4 * expected]
+
+
+def test_a_sample_request_counts_once(client: Tinker) -> None:
+    sampler = client.model().sampler()
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 5,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 3},
+    }
+    promises = [client.post("asample", **body) for _ in range(2)]
+    assert promises[0] == promises[1]
+    assert promises[0]["sample_sequence_ids"] == [f"{sampler}:5:0", f"{sampler}:5:1"]
+    one, again = (client.wait(promise, "SampleResponse") for promise in promises)
+    assert one == again
+    assert client.send("asample", **body | {"num_samples": 1}).status_code == 409
+
+
+def test_cancelled_samples(client: Tinker) -> None:
+    sampler = client.model().sampler()
+    promise = client.post(
+        "asample",
+        sampling_session_id=sampler,
+        seq_id=0,
+        prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        sampling_params={"max_tokens": 4000, "stop": []},
+    )
+    client.post("cancel_future", request_id=promise["request_id"])
+    assert "was cancelled" in client.wait(promise)["error"]
+    assert client.sample(sampler, PROMPT, 1, max_tokens=1).sequences
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"max_tokens": 5000}, "exceed the context of 4096"),
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"temperature": -1.0}, "temperature = -1"),
+        ({"stop": [""]}, "sampling_params.stop"),
+        ({"num_samples": 0}, "num_samples = 0"),
+        ({"prompt_alt_tokens_k": 2}, "does not compute them"),
+    ],
+)
+def test_bad_requests_for_samples(fields: dict[str, object], why: str, client: Tinker) -> None:
+    failed = client.sample(client.model().sampler(), PROMPT, **{"max_tokens": 2, **fields})
+    assert why in failed["error"]
+    assert failed["category"] == "user"
+
+
+def test_sessions_end(client: Tinker) -> None:
+    model = client.model()
+    sampler = model.sampler()
+    path = model.save("save_weights", "kept")["path"]
+    client.post(f"sessions/{client.session_id}/finish", reason={"type": "success"}, detail=None)
+    assert client.send("session_heartbeat", session_id=client.session_id).status_code == 410
+    assert client.send("optim_step", **model.next(), adam_params={}).status_code == 404
+    gone = client.send("asample", sampling_session_id=sampler, seq_id=9, prompt={"chunks": []}, sampling_params={})
+    assert gone.status_code == 404
+    listed = client.http.get(f"/api/v1/training_runs/{model.model_id}/checkpoints").json()["checkpoints"]
+    assert [one["tinker_path"] for one in listed] == [path]
+    assert client.http.get("/api/v1/checkpoints").json()["cursor"]["total_count"] >= 1
+    run = client.http.get(f"/api/v1/training_runs/{model.model_id}").json()
+    assert (run["base_model"], run["lora_rank"], run["last_checkpoint"]["tinker_path"]) == ("tiny", 4, path)
+    assert client.send("weights_info", tinker_path=path).json()["lora_rank"] == 4
+    assert client.http.delete(f"/api/v1/training_runs/{model.model_id}/checkpoints/weights/kept").status_code == 204
+    assert client.send("weights_info", tinker_path=path).status_code == 404
+
+
+def test_keys_versions_and_unknown_things(server: Client, client: Tinker) -> None:
+    wrong = httpx2.post(f"{server.http.base_url}/api/v1/create_session", headers={"X-API-Key": "tml-other"}, json={})
+    assert wrong.status_code == 401
+    assert "send `X-API-Key: KEY`" in wrong.json()["error"]
+    old = client.send("create_session", tags=[], user_metadata=None, sdk_version="0.16.1")
+    assert old.status_code == 400
+    assert "install tinker 0.25 to 0.38" in old.json()["error"]
+    assert "newer than 0.38" in client.post("create_session", tags=[], sdk_version="0.51")["warning_message"]
+    assert client.send("retrieve_future", request_id="nothing").status_code == 410, "the SDK sends it once more"
+    assert client.send("create_model", session_id="none", model_seq_id=0, base_model="tiny").status_code == 404
+    other = client.send("create_model", session_id=client.session_id, model_seq_id=90, base_model="gpt-5.4")
+    assert (other.status_code, other.json()["category"]) == (404, "user")
+    assert "there is tiny" in other.json()["error"]
+    whole = client.send(
+        "create_model", session_id=client.session_id, model_seq_id=91, base_model="tiny", lora_config={"rank": 0}
+    )
+    assert "trains adapters" in whole.json()["error"]
+    high = client.post(
+        "create_model", session_id=client.session_id, model_seq_id=92, base_model="tiny", lora_config={"rank": 999}
+    )
+    assert "is more than" in client.wait(high)["error"]
+    capabilities = client.http.get("/api/v1/get_server_capabilities").json()["supported_models"]
+    assert capabilities == [{"model_name": "tiny", "max_context_length": 4096, "trainable": True, "sampleable": True}]
