@@ -78,6 +78,28 @@ def test_equals_torch_adamw_with_clipping_and_schedule(size: float) -> None:
     assert optimizer.steps == 6
 
 
+def test_other_settings_count_from_the_next_step_on() -> None:
+    first = OptimizerSection(learning_rate=0.05, min_lr_ratio=1.0)
+    later = OptimizerSection(
+        learning_rate=0.01, min_lr_ratio=1.0, weight_decay=0.2, beta1=0.5, beta2=0.7, eps=1e-2, max_grad_norm=0.5
+    )
+    ours, reference = Small(), Small()
+    optimizer = Optimizer(ours, first, total_steps=1)
+    groups = [{"params": [reference.matrix]}, {"params": [reference.scale]}]
+    adamw = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.95), eps=1e-8, weight_decay=0, fused=False, foreach=False)
+    for step in range(4):
+        if step == 2:
+            optimizer.change(later)
+            for group, decay in zip(adamw.param_groups, (0.2, 0.0), strict=True):
+                group.update(lr=0.01, betas=(0.5, 0.7), eps=1e-2, weight_decay=decay)
+        give_gradient(ours, step)
+        give_gradient(reference, step)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), optimizer.settings.max_grad_norm)
+        assert optimizer.step().learning_rate == (0.05 if step < 2 else 0.01)
+        adamw.step()
+        torch.testing.assert_close(values(ours), values(reference))
+
+
 def test_weight_decay_leaves_every_bias_and_norm_alone() -> None:
     """Those of a layer's experts are stacked to a matrix."""
     model = tiny_family("gpt_oss")

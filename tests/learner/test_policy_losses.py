@@ -13,6 +13,7 @@ from nmoe.learner.objectives import (
     cispo,
     clip,
     dppo,
+    dro,
     entropy_bonus,
     gspo,
     reference_divergence,
@@ -132,6 +133,20 @@ def test_cispo_bounds_the_weight_and_keeps_every_gradient(raw: float, advantage:
     assert value == pytest.approx(-0.5 * weight * advantage * BASE)
     assert grad.tolist() == pytest.approx([-0.5 * weight * advantage])
     assert statistics["clipped"].tolist() == [float(weight == 1.3)]
+
+
+@pytest.mark.parametrize(("raw", "weight"), [(LOG(0.1), 0.6), (LOG(0.7), 0.7), (LOG(2.0), 1.3)])
+def test_cispo_with_a_lower_bound(raw: float, weight: float) -> None:
+    value, grad, statistics = run(cispo(0.3, 0.4), [raw], [-2.0], [0.5])
+    assert value == pytest.approx(0.5 * weight * 2 * BASE)
+    assert grad.tolist() == pytest.approx([0.5 * weight * 2])
+    assert statistics["clipped"].tolist() == [float(weight != 0.7)]
+
+
+def test_dro_by_hand() -> None:
+    value, grad, _ = run(dro(0.4), [LOG(2.0), -1.0], [3.0, -2.0], [0.5, 1.0])
+    assert value == pytest.approx(0.5 * (-3 * BASE + 0.2 * LOG(2.0) ** 2) + 2 * BASE + 0.2)
+    assert grad.tolist() == pytest.approx([0.5 * (-3 + 0.4 * LOG(2.0)), 2 - 0.4])
 
 
 NOW = math.exp(BASE)  # 0.2865

@@ -3,8 +3,8 @@
 
     loss = sum_t w_t * -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi(x_t)
 
-sg stops the gradient. By default there is no lower bound on r, as in the paper's runs. PPO's `clip` drops every token whose ratio left the
-window, rare and important ones among them; CISPO only bounds their weight.
+sg stops the gradient. By default there is no lower bound on r, as in the paper's runs. PPO's `clip` drops every token whose ratio
+left the window, rare and important ones among them; CISPO only bounds their weight.
 """
 
 # Shapes: N scored tokens of a micro-batch.

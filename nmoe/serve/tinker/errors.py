@@ -12,8 +12,8 @@ Category = Literal["user", "server"]
 
 
 class TinkerError(Exception):
-    """A request that is refused, or a future that fails: `TinkerError("rank = -1: must be 1 or more")`. `category` tells the SDK
-    whose fault it is."""
+    """A request that is refused, or a future that fails: `TinkerError("rank = -1: must be 1 or more")`. `category` says to
+    the SDK whose fault it is."""
 
     def __init__(self, message: str, status: int = 400, category: Category = "user") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The order of a model's requests: by their sequence ids, whatever the order in which they come."""
+"""The order of a model's requests: by their sequence ids, however they come."""
 
 from __future__ import annotations
 
