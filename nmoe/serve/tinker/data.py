@@ -54,7 +54,7 @@ class PassRequest:
 
 
 def read_pass(body: bytes, vocab_size: int, context_tokens: int) -> PassRequest:
-    """Reads the body of `/forward_backward`. Raises TinkerError for what is no such message, and for data that no model of this
+    """Reads the body of `/forward_backward`. Raises TinkerError for another message, and for data that no model of this
     vocabulary and context takes."""
     try:
         sent = message("ForwardBackwardRequest").FromString(body)

@@ -117,7 +117,7 @@ def _described() -> descriptor_pb2.FileDescriptorProto:
                 field.oneof_index = groups.index(group)
             if kind.endswith("*"):
                 field.label = _Field.LABEL_REPEATED
-            if kind.endswith("?"):  # a group of its own is how proto3 writes it
+            if kind.endswith("?"):  # as proto3 writes it, a group with one member
                 field.proto3_optional, field.oneof_index = True, len(message.oneof_decl)
                 message.oneof_decl.add(name=f"_{field_name}")
             _typed(field, kind.rstrip("*?"))

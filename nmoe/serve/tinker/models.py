@@ -88,7 +88,7 @@ class TrainedModel:
         self.learner = Learner(self.base.model, optimizer, 1, _TOKENS_PER_MICROBATCH, lora=self.lora)
 
     def run(self, request: PassRequest, objective: Objective) -> bytes:
-        """Runs a pass; without `forward_only` adds the loss's gradient to what was accumulated since the last step."""
+        """Runs a pass; without `forward_only` adds the loss's gradient to the one accumulated since the last step."""
         batch = batch_of(request.data, request.loss)
         with self.lora.attached():
             if request.forward_only:

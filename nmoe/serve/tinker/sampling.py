@@ -108,7 +108,7 @@ def _stops(stop: Any, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[byte
 async def sample(
     engine: NativeEngine, tokenizer: Tokenizer, asked: SampleRequest, request_id: str, adapter: str | None
 ) -> bytes:
-    """Returns the samples, and what was asked about the prompt, as a SampleResponse."""
+    """Returns the samples, and the log-probabilities of the prompt that were asked for, as a SampleResponse."""
     reply = message("SampleResponse")()
     if asked.prompt_logprobs or asked.top_of_prompt:
         await _score_prompt(engine, asked, adapter, reply)
