@@ -174,7 +174,7 @@ def _prefixes(rows: Sequence[tuple[Datum, int]], name: str) -> tuple[tuple[int, 
 
 
 def logprobs_of(data: Sequence[Datum], logprobs_N: Tensor) -> list[np.ndarray]:
-    """Returns each datum's log-probabilities, in the shape of its targets, from those of `batch_of` in its order."""
+    """Returns each datum's log-probabilities, in the shape of its targets, from the values at the positions of `batch_of`."""
     found = []
     values = logprobs_N.float().numpy()
     for datum in data:
