@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from typing import Any
 
 from nmoe.dashboard.lines import Lines
@@ -97,6 +98,42 @@ class Metrics:
             rows = thinned(rows, column, points)
         return [self.steps[row] for row in rows], [column[row] for row in rows]
 
+    def smoothed(self, name: str, first: int, points: int, window: int) -> tuple[list[int], list[float]]:
+        """Returns steps and running means over the last `window` values of a metric, from row `first` on. The means are of all
+        values, before some are left out: at more than `points` rows the least and the greatest mean of each stretch are kept."""
+        column = self.columns.get(name, array("d"))
+        means, recent, total = array("d", [_NAN]) * len(column), deque[float](), 0.0
+        rows = list[int]()
+        for row in range(self._reach(column, first, window), len(column)):
+            value = column[row]
+            if value != value or abs(value) >= 1e300:
+                continue
+            recent.append(value)
+            total = total + value if len(recent) <= window else math.fsum([total, value, -recent.popleft()])
+            if row >= first:
+                means[row] = total / len(recent)
+                rows.append(row)
+        if len(rows) > points:
+            rows = thinned(rows, means, points)
+        return [self.steps[row] for row in rows], [means[row] for row in rows]
+
+    @staticmethod
+    def _reach(column: Sequence[float], first: int, window: int) -> int:
+        """Returns the row from which on there are `window` - 1 values before row `first`."""
+        row, left = min(first, len(column)), window - 1
+        while row and left:
+            row -= 1
+            left -= column[row] == column[row]
+        return row
+
+    def at(self, names: Sequence[str], rows: range) -> list[dict[str, float]]:
+        """Returns rows with their step and the metrics that they have of these."""
+        found = list[dict[str, float]]()
+        for row in rows:
+            values = {name: column[row] for name in names if row < len(column := self.columns.get(name, array("d")))}
+            found.append({"step": self.steps[row], **{name: one for name, one in values.items() if one == one}})
+        return found
+
     def load(self, layer: int, columns: int) -> dict[str, Any]:
         """Returns each expert's share of a layer's picks, at up to `columns` steps spread over the run: the lines of these steps
         alone are read."""
@@ -175,3 +212,23 @@ def thinned(rows: Sequence[int], column: Sequence[float], points: int) -> list[i
     if kept and kept[-1] != rows[-1]:
         kept.append(rows[-1])
     return kept
+
+
+def band(
+    runs: Sequence[tuple[Sequence[int], Sequence[float]]], after: int, points: int
+) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Returns steps, medians, least and greatest values over several curves, at the steps after `after` that all of them have. Of
+    more than `points` steps these are each stretch's: its median's median, its least and its greatest value."""
+    if not all(steps for steps, _ in runs):
+        return [], [], [], []
+    tables = [dict(zip(*run, strict=True)) for run in runs]
+    steps = [step for step in sorted(set.intersection(*map(set, tables))) if step > after]
+    values = [[table[step] for table in tables] for step in steps]
+    size = math.ceil(len(steps) / points) if steps else 1
+    parts = [values[at : at + size] for at in range(0, len(steps), size)]
+    return (
+        [steps[min(at + size, len(steps)) - 1] for at in range(0, len(steps), size)],
+        [median(median(one) for one in part) for part in parts],
+        [min(map(min, part)) for part in parts],
+        [max(map(max, part)) for part in parts],
+    )

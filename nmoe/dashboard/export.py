@@ -24,6 +24,8 @@ from nmoe.runs.storage import write_atomically
 
 SAMPLES = 60
 """Samples of each run that a page carries: some of its first and last steps, and some that were rewarded though wrong."""
+SMOOTHINGS = ("5", "20", "100")
+"""Numbers of steps over which the page's curves can be smoothed."""
 _PER_STEP = 8
 _STEPS = 40
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";\n', re.MULTILINE)
@@ -51,18 +53,23 @@ def _answers(state: State) -> Iterator[tuple[str, Any]]:
         return f"{name}?{_query(params)}", state.answers[name](params)
 
     yield answer("runs")
+    recipes = dict[str, list[str]]()
     for name in [run["name"] for run in state.runs({})["runs"]]:
         index = state.complete(name)
         address, run = answer("run", run=name)
         yield address, run
-        metrics = ",".join(run["metrics"])
-        yield (
-            f"every?run={quote_plus(name)}",
-            state.curves({"runs": name, "names": metrics, "points": "400"})["runs"][name],
-        )
+        asked = {"runs": name, "names": ",".join(run["metrics"])}
+        every = state.curves({**asked, "points": "400"})["runs"][name]
+        every["smoothed"] = {
+            steps: state.curves({**asked, "points": "200", "smooth": steps})["runs"][name]["smooth"]
+            for steps in SMOOTHINGS
+        }
+        yield f"every?run={quote_plus(name)}", every
+        recipes.setdefault(run["recipe"], []).append(name)
         for layer in range(run["layers"]):
             yield answer("load", columns="200", layer=str(layer), run=name)
         yield answer("time", run=name)
+        yield answer("lanes", run=name)
         for order in ("never", "mean"):
             yield answer("problems", order=order, run=name)
         rows = _chosen(index)
@@ -77,6 +84,14 @@ def _answers(state: State) -> Iterator[tuple[str, Any]]:
         steps |= {found["step"] for found in run["findings"] if "step" in found}
         for step in sorted(step for step in steps if isinstance(step, int)):
             yield answer("step", run=name, step=str(step))
+    for runs in filter(lambda names: len(names) > 1, recipes.values()):
+        names = ",".join(state.run({"run": runs[0]})["metrics"])
+        for steps in ("", *SMOOTHINGS):
+            said = {"runs": "\n".join(runs), "smooth": steps}
+            yield (
+                f"bands?{_query(said)}",
+                state.bands({**said, "smooth": steps or "0", "names": names, "points": "200"}),
+            )
 
 
 def _chosen(index: Any) -> list[dict[str, Any]]:

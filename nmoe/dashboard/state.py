@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 import threading
@@ -11,16 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nmoe.dashboard.curves import Metrics
+from nmoe.dashboard.curves import Metrics, band
 from nmoe.dashboard.findings import findings
 from nmoe.dashboard.index import COUNTED, ORDERS, Index, Query
 from nmoe.dashboard.runs import Run, find_runs, flat
 from nmoe.dashboard.tokens import Vocabulary, columns_of, tokenizers_of
 from nmoe.errors import UserError
+from nmoe.runs.lanes import METRICS, bars, waits
 
 TEXT_CHARACTERS = 20_000
 TOKENS = 2_000
 ROWS = 50
+LANE_STEPS = 40
+"""Steps whose lanes are drawn at once; more would be lines."""
+_STRETCHES = 200
+# The most steps that a running mean goes over.
+_WINDOW = 10_000
 _PAGE_S = 2.0
 # CPU seconds of building an index in one go, and the pause after it in parts of it: a build takes a third of a core.
 _SLICE_S, _PAUSE = 0.1, 2.0
@@ -58,6 +65,7 @@ class State:
         self.answers: dict[str, Callable[[Params], dict[str, Any]]] = {
             "runs": self.runs, "run": self.run, "curves": self.curves, "diff": self.diff, "load": self.load, "step": self.step,
             "time": self.time, "samples": self.samples, "sample": self.sample, "tokens": self.tokens, "problems": self.problems,
+            "bands": self.bands, "lanes": self.lanes,
         }  # fmt: skip
 
     def _find(self) -> None:
@@ -134,6 +142,7 @@ class State:
             **run.summary(),
             "command": " ".join(run.provenance().get("argv", [])),
             "config": flat(run.tables),
+            "recipe": recipe(flat(run.tables)),
             "metrics": sorted(opened.metrics.columns),
             "layers": opened.metrics.layers,
             "alerts": opened.alerts[-500:],
@@ -145,8 +154,8 @@ class State:
         }
 
     def curves(self, params: Params) -> dict[str, Any]:
-        """Returns curves of several runs, each from its cursor on."""
-        points = min(4000, int(params.get("points", "800")))
+        """Returns curves of several runs, each from its cursor on; with `smooth`, their running means over that many steps, too."""
+        points, window = min(4000, int(params.get("points", "800"))), min(_WINDOW, int(params.get("smooth", "0")))
         names = [name for name in params.get("names", "").split(",") if name]
         runs = params.get("runs", "").split("\n")
         cursors = dict(zip(runs, params.get("since", "").split(","), strict=False))
@@ -160,11 +169,38 @@ class State:
                 "cursor": metrics.cursor,
                 "first": first,
                 "curves": {one: metrics.curve(one, first, points) for one in names if one in metrics.columns},
+                "smooth": {one: metrics.smoothed(one, first, points, window) for one in names if one in metrics.columns}
+                if window
+                else {},
                 "alerts": len(opened.alerts),
                 "samples": opened.index.generation,
                 "status": run.status(),
             }
         return {"runs": found}
+
+    def bands(self, params: Params) -> dict[str, Any]:
+        """Returns the median and the range of metrics over several runs, at the steps after `after` that all of them have."""
+        points, window = min(4000, int(params.get("points", "800"))), min(_WINDOW, int(params.get("smooth", "0")))
+        every = [self._opened(self._named({"run": name})).metrics for name in params.get("runs", "").split("\n")]
+        found = {}
+        for name in filter(None, params.get("names", "").split(",")):
+            if all(name in metrics.columns for metrics in every):
+                curves = [metrics.smoothed(name, 0, sys.maxsize, max(1, window)) for metrics in every]
+                found[name] = band(curves, int(params.get("after", "0")), points)
+        return {"bands": found}
+
+    def lanes(self, params: Params) -> dict[str, Any]:
+        """Returns what trainer and engines of an asynchronous run did in the `LANE_STEPS` steps around the step `at` or in
+        the last ones, and the shares of the time in which they waited over the whole run, in stretches of steps."""
+        metrics = self._opened(self._named(params)).metrics
+        count = len(metrics.steps)
+        if "trainer_wait_s" not in metrics.columns:
+            return {"bars": [], "over": []}
+        at = int(params.get("at") or (metrics.steps[-1] if count else 0))
+        middle = next((row for row, step in enumerate(metrics.steps) if step >= at), count)
+        first = max(0, min(middle - LANE_STEPS // 2, count - LANE_STEPS))
+        rows = metrics.at(METRICS, range(count))
+        return {"bars": bars(rows[first : first + LANE_STEPS]), "over": waits(rows, math.ceil(count / _STRETCHES))}
 
     def diff(self, params: Params) -> dict[str, Any]:
         names = params.get("runs", "").split("\n")
@@ -253,6 +289,12 @@ class State:
         index = self._opened(self._named(params)).index
         order = "never" if params.get("order", "never") == "never" else "mean"
         return {"rows": index.problems(order, 200), "totals": index.totals(), "indexing": index.missing}
+
+
+def recipe(config: Mapping[str, Any]) -> str:
+    """Returns what runs of one recipe have in common: their configuration, but for names and the seed."""
+    said = repr(sorted((key, repr(value)) for key, value in config.items() if key not in (*_NOT_COMPARED, "run.seed")))
+    return hashlib.sha256(said.encode(errors="replace")).hexdigest()[:16]
 
 
 _SHOWN_KEYS = (

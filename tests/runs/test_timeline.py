@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmoe.runs.timeline import bars, timeline
+from nmoe.runs.lanes import bars, waits
+from nmoe.runs.timeline import timeline
 
 ROWS = [
     {
@@ -37,6 +38,14 @@ def test_bars_are_as_long_as_their_seconds() -> None:
     engines = [(bar.step, bar.begin, bar.end, bar.doing) for bar in bars(ROWS) if bar.lane == "engines"]
     busy, idle = "engines have requests", "engines wait for requests"
     assert engines == [(1, 0, 3, busy), (1, 3, 3, idle), (2, 3, 5.25, busy), (2, 5.25, 6, idle)]
+
+
+def test_shares_of_the_time_spent_waiting() -> None:
+    assert waits(ROWS, 1) == [
+        {"step": 1, "trainer": 3 / 5, "engines": 0.0},
+        {"step": 2, "trainer": 1 / 5, "engines": 0.25},
+    ]
+    assert waits(ROWS, 2) == [{"step": 2, "trainer": 4 / 10, "engines": 0.75 / 6}]
 
 
 def test_they_are_drawn_in_two_lanes() -> None:

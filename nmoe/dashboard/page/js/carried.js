@@ -8,7 +8,8 @@ export function carriedAnswer(answers, name, query) {
   const params = Object.fromEntries(query);
   const of = (kind, run) => answers[`${kind}?${new URLSearchParams({ run })}`];
   if (name === "samples") return filtered(of("rows", params.run) ?? [], params);
-  if (name === "curves") return curves(params.runs.split("\n"), params.names.split(","), (run) => of("every", run));
+  if (name === "curves") return curves(params.runs.split("\n"), params.names.split(","), params.smooth, (run) => of("every", run));
+  if (name === "bands") return answers[`bands?${new URLSearchParams({ runs: params.runs, smooth: params.smooth ?? "" })}`] ?? { bands: {} };
   if (name === "diff") return differences(params.runs.split("\n"), (run) => of("run", run).config);
   return answers[`${name}?${query}`];
 }
@@ -30,11 +31,11 @@ function filtered(rows, params) {
   return { rows: found, more: null, count: found.length, counted: true, indexing: 0 };
 }
 
-function curves(runs, names, every) {
+function curves(runs, names, smooth, every) {
   const parts = runs.map((run) => {
     const all = every(run);
-    const chosen = Object.fromEntries(names.filter((name) => name in all.curves).map((name) => [name, all.curves[name]]));
-    return [run, { ...all, curves: chosen, status: "ended" }];
+    const chosen = (of) => Object.fromEntries(names.filter((name) => name in of).map((name) => [name, of[name]]));
+    return [run, { ...all, curves: chosen(all.curves), smooth: smooth ? chosen(all.smoothed[smooth]) : {}, status: "ended" }];
   });
   return { runs: Object.fromEntries(parts) };
 }

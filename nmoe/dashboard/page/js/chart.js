@@ -5,19 +5,11 @@ import { colour, figure } from "./format.js";
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Returns the running mean over `steps` values before each one. */
-function smooth(values, steps) {
-  let sum = 0;
-  return values.map((value, at) => {
-    sum += value - (at >= steps ? values[at - steps] : 0);
-    return sum / Math.min(at + 1, steps);
-  });
-}
-
 export class Chart {
-  /** `curves` are {name, run, steps, values, low, high}; `marks` are {step, text}; `pick` gets the step that is clicked. */
-  constructor(title, { log = false, smoothing = 0, pick = null, height = 190 } = {}) {
-    Object.assign(this, { log, smoothing, pick, height, curves: [], marks: [] });
+  /** `curves` are {name, run, steps, values, low, high, smooth, band}: `low` and `high` are intervals of points, `smooth` has steps
+   * and running means, and `band` the least and greatest values. `marks` are {step, text}; `pick` gets the step that is clicked. */
+  constructor(title, { log = false, pick = null, height = 190 } = {}) {
+    Object.assign(this, { log, pick, height, curves: [], marks: [] });
     this.last = h("span", { class: "last" });
     this.place = h("div");
     this.element = h("div", { class: "chart" }, h("h3", {}, h("span", {}, title), this.last), this.place);
@@ -27,7 +19,7 @@ export class Chart {
   show(curves, marks) {
     Object.assign(this, { curves, marks });
     this.last.textContent = curves.map((one) => figure(one.values.at(-1))).filter(Boolean).join(" · ");
-    const key = curves.map((one) => one.run).join("\n") + (this.smoothing ? "~" : "");
+    const key = curves.map((one) => `${one.run}${one.smooth ? "~" : ""}${one.band ? "=" : ""}`).join("\n");
     if (this.plot && key === this.key) {
       this.plot.setData(this.#data());
       return;
@@ -40,7 +32,8 @@ export class Chart {
   #data() {
     const tables = this.curves.flatMap((one) => [
       [one.steps, one.values],
-      ...(this.smoothing ? [[one.steps, smooth(one.values, this.smoothing)]] : []),
+      ...(one.smooth ? [one.smooth] : []),
+      ...(one.band ? [[one.steps, one.band.high], [one.steps, one.band.low]] : []),
     ]);
     return tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[], []];
   }
@@ -49,13 +42,22 @@ export class Chart {
     const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "11px sans-serif" };
     const series = this.curves.flatMap((one) => {
       const line = { label: one.name, stroke: colour(one.run), width: 1.5, spanGaps: true, value: (_, value) => figure(value), points: { show: one.steps.length < 3 || Boolean(one.low) } };
-      return this.smoothing ? [{ ...line, alpha: 0.3, width: 1, label: `${one.name}, each step` }, { ...line, width: 2 }] : [line];
+      const edge = { ...line, width: 0.5, alpha: 0.6, points: { show: false } };
+      if (one.smooth) return [{ ...line, alpha: 0.3, width: 1, label: `${one.name}, each step` }, { ...line, width: 2 }];
+      return one.band ? [{ ...line, width: 2 }, { ...edge, label: "highest" }, { ...edge, label: "lowest" }] : [line];
     });
+    const bands = [];
+    let at = 1;
+    for (const one of this.curves) {
+      if (one.band) bands.push({ series: [at + 1, at + 2], fill: `${colour(one.run)}33` });
+      at += 1 + (one.smooth ? 1 : 0) + (one.band ? 2 : 0);
+    }
     return {
       width: Math.max(260, this.place.clientWidth || 400), height: this.height, cursor: { drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { distr: this.log && this.curves.every((one) => one.values.every((value) => value > 0)) ? 3 : 1 } },
       axes: [{ ...axis }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : figure(tick))) }],
       series: [{ label: "step" }, ...series],
+      bands,
       hooks: { draw: [(plot) => this.#overlay(plot)], ready: [(plot) => this.#clicks(plot)] },
     };
   }

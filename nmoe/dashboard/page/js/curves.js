@@ -4,7 +4,7 @@ import { ask } from "./ask.js";
 import { Chart } from "./chart.js";
 import { h } from "./dom.js";
 import { colour, figure } from "./format.js";
-import { keep, link } from "./route.js";
+import { link } from "./route.js";
 
 const FIRST = ["reward_mean", "correctness", "format_ok", "truncated", "loss", "held_out_loss", "response_length_mean", "entropy_mean", "grad_norm", "ppo_kl", "update_kl", "mismatch_abs_mean", "staleness_mean"];
 const LOG = new Set(["loss", "grad_norm", "mismatch_abs_mean", "mismatch_abs_max"]);
@@ -14,7 +14,9 @@ export async function curves(main, { runs, settings }) {
   const every = [...new Set(about.flatMap((run) => run.metrics))].sort();
   let names = (settings.metrics ? settings.metrics.split(",") : FIRST).filter((name) => every.includes(name));
   if (!names.length) names = every.filter((name) => name !== "step").slice(0, 6);
-  const state = { cursors: {}, data: {}, charts: new Map() };
+  const state = { cursors: {}, data: {}, bands: new Map(), charts: new Map() };
+  const several = recipes(runs, about);
+  const banded = settings.seeds === "each" ? [] : several;
   const smoothing = Number(settings.smooth ?? 0);
   const pick = (step) => (location.hash = link([runs[0]], "step", { step }).slice(1));
 
@@ -24,7 +26,7 @@ export async function curves(main, { runs, settings }) {
 
   const grid = h("div", { class: "charts" });
   for (const name of names) {
-    const chart = new Chart(name, { log: LOG.has(name), smoothing, pick });
+    const chart = new Chart(name, { log: LOG.has(name), pick });
     state.charts.set(name, chart);
     grid.append(chart.element);
   }
@@ -49,13 +51,10 @@ export async function curves(main, { runs, settings }) {
     location.hash = link(runs, "curves", { ...settings, metrics: [...new Set([add.value, ...names])].join(",") }).slice(1);
   });
   const smooth = h("select", { id: "smooth" }, ...[0, 5, 20, 100].map((steps) => h("option", { value: steps, selected: steps === smoothing }, steps ? `mean over ${steps} steps` : "each step")));
-  smooth.addEventListener("change", () => {
-    for (const chart of state.charts.values()) {
-      chart.smoothing = Number(smooth.value);
-      chart.redraw();
-    }
-    keep({ ...settings, smooth: smooth.value === "0" ? "" : smooth.value });
-  });
+  const goto = (changes) => (location.hash = link(runs, "curves", { ...settings, ...changes }).slice(1));
+  smooth.addEventListener("change", () => goto({ smooth: smooth.value === "0" ? "" : smooth.value }));
+  const seeds = h("select", { id: "seeds" }, h("option", { value: "" }, "median and range"), h("option", { value: "each", selected: settings.seeds === "each" }, "each run"));
+  seeds.addEventListener("change", () => goto({ seeds: seeds.value }));
   const legend = h("p", {}, ...runs.flatMap((name, number) => {
     const key = h("span", { class: "key" });
     key.style.background = colour(number);
@@ -65,29 +64,46 @@ export async function curves(main, { runs, settings }) {
   const spread = h("div", { id: "spread" });
   main.replaceChildren(
     legend,
-    h("div", { class: "controls" }, h("label", {}, "Add a metric", add), h("datalist", { id: "metric-names" }, ...every.map((name) => h("option", { value: name }))), h("label", {}, "Smoothing", smooth)),
+    h("div", { class: "controls" }, h("label", {}, "Add a metric", add), h("datalist", { id: "metric-names" }, ...every.map((name) => h("option", { value: name }))), h("label", {}, "Smoothing", smooth), several.length ? h("label", {}, "Seeds of one recipe", seeds) : null),
     marked, grid, spread,
   );
   evaluated.forEach(([chart, lines]) => chart.show(lines, []));
 
   async function update() {
     const since = runs.map((name) => state.cursors[name] ?? "").join(",");
-    const { runs: found } = await ask("curves", { runs: runs.join("\n"), names: wanted.join(","), since, points: 800 });
+    const { runs: found } = await ask("curves", { runs: runs.join("\n"), names: wanted.join(","), since, points: 800, smooth: smoothing || "" });
     for (const name of runs) {
-      const { cursor, first, curves: parts } = found[name];
-      const kept = first ? state.data[name] : {};
-      for (const [metric, [steps, values]] of Object.entries(parts)) {
-        const [oldSteps, oldValues] = kept[metric] ?? [[], []];
-        kept[metric] = [[...oldSteps, ...steps], [...oldValues, ...values]];
-      }
+      const { cursor, first, curves: raw, smooth: means } = found[name];
+      const kept = first ? state.data[name] : { raw: {}, smooth: {} };
+      joined(kept.raw, raw);
+      joined(kept.smooth, means);
       state.data[name] = kept;
       state.cursors[name] = cursor;
     }
-    const stages = stagesOf(state.data[runs[0]]?.curriculum_stage);
+    for (const names of banded) {
+      const key = names.join("\n");
+      // A run that was begun anew begins its band anew.
+      const kept = names.every((name) => found[name].first) ? state.bands.get(key) : { after: 0, parts: {} };
+      const { bands } = await ask("bands", { runs: key, names: wanted.join(","), after: kept.after, points: 800, smooth: smoothing || "" });
+      joined(kept.parts, bands);
+      kept.after = Math.max(kept.after, ...Object.values(bands).map(([steps]) => steps.at(-1) ?? 0));
+      state.bands.set(key, kept);
+    }
+    const stages = stagesOf(state.data[runs[0]]?.raw.curriculum_stage);
     const marks = [...alerts, ...stages].sort((a, b) => a.step - b.step);
     marked.replaceChildren(...(marks.length ? ["On the axis: ", ...marks.slice(0, 12).flatMap((mark) => [h("a", { href: link([runs[0]], mark.stage ? "step" : "alerts", { step: mark.step }) }, `step ${mark.step}: ${mark.text}`), " · "])] : []));
     for (const [metric, chart] of state.charts) {
-      const lines = runs.map((name, number) => ({ name, run: number, steps: state.data[name][metric]?.[0] ?? [], values: state.data[name][metric]?.[1] ?? [] }));
+      // An exported page has the bands of all runs of a recipe alone.
+      const bands = banded.map((names) => [names, state.bands.get(names.join("\n")).parts]).filter(([, parts]) => Object.keys(parts).length);
+      const inBand = new Set(bands.flatMap(([names]) => names));
+      const lines = runs.map((name, run) => {
+        const [steps, values] = state.data[name].raw[metric] ?? [[], []];
+        return { name, run, steps, values, smooth: smoothing ? state.data[name].smooth[metric] : undefined };
+      }).filter((line) => !inBand.has(line.name));
+      for (const [names, parts] of bands) {
+        const [steps, values, low, high] = parts[metric] ?? [[]];
+        lines.push({ name: `median of ${names.length} runs`, run: runs.indexOf(names[0]), steps, values, band: { low, high } });
+      }
       chart.show(lines.filter((line) => line.steps.length), marks);
     }
     spread.replaceChildren(...(runs.length > 2 ? [overRuns(names, runs, state.data)] : []));
@@ -95,6 +111,20 @@ export async function curves(main, { runs, settings }) {
   }
   await update();
   return { update, redraw: () => [...state.charts.values(), ...evaluated.map(([chart]) => chart)].forEach((chart) => chart.redraw()) };
+}
+
+/** Adds columns to those that there are, by metric. */
+function joined(kept, parts) {
+  for (const [metric, columns] of Object.entries(parts)) {
+    kept[metric] = columns.map((column, number) => [...(kept[metric]?.[number] ?? []), ...column]);
+  }
+}
+
+/** Returns the runs of each recipe that several of them have, which differ in names and seed alone. */
+function recipes(runs, about) {
+  const found = new Map();
+  about.forEach(({ recipe }, number) => found.set(recipe, [...(found.get(recipe) ?? []), runs[number]]));
+  return [...found.values()].filter((names) => names.length > 1);
 }
 
 function stagesOf(column) {
@@ -109,7 +139,7 @@ const T = [0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 /** The mean of the last values over several runs, with its interval. */
 function overRuns(names, runs, data) {
   const rows = names.flatMap((metric) => {
-    const values = runs.map((name) => data[name][metric]?.[1].at(-1)).filter((value) => value !== undefined);
+    const values = runs.map((name) => data[name].raw[metric]?.[1].at(-1)).filter((value) => value !== undefined);
     if (values.length < 3) return [];
     const mean = values.reduce((a, b) => a + b) / values.length;
     const deviation = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1));

@@ -1,6 +1,7 @@
 // The smaller views: alerts, a step, problems, configurations, and where the time goes.
 
 import { ask } from "./ask.js";
+import { Chart } from "./chart.js";
 import { h } from "./dom.js";
 import { COLOURS, figure, share } from "./format.js";
 import { link } from "./route.js";
@@ -57,7 +58,49 @@ export async function config(main, { runs }) {
 
 const PARTS = [["time_rollout_s", "rollout"], ["trainer_wait_s", "waiting for groups"], ["time_learn_s", "learn"], ["time_sync_s", "publish"], ["time_record_s", "record samples"], ["time_save_s", "save"]];
 
-export async function time(main, { runs }) {
+const LANES = { "waits for groups": "var(--line)", trains: COLOURS[0], publishes: COLOURS[1], "engines have requests": COLOURS[2], "engines wait for requests": "var(--line)" };
+
+/** Who waited for whom in an asynchronous run: over all steps, and in some steps second by second. */
+async function lanes(name, runs, settings) {
+  const { bars, over } = await ask("lanes", { run: name, at: settings.at });
+  if (!bars.length) return null;
+  const pick = (step) => (location.hash = link(runs, "time", { at: step }).slice(1));
+  const chart = new Chart("share of the time spent waiting", { pick });
+  const steps = over.map((one) => one.step);
+  const ends = Math.max(...bars.map(([, , , end]) => end));
+  const rows = ["trainer", "engines"].map((lane) => {
+    const place = h("div", { class: "lane", role: "img" });
+    const sums = {};
+    let done = 0;
+    for (const [of, step, begin, end, doing] of bars) {
+      if (of !== lane) continue;
+      // Between two bars the trainer did something else.
+      const bar = h("span", { title: `step ${step} ${doing}: ${figure(end - begin)} s` });
+      bar.style.marginLeft = `${(100 * (begin - done)) / ends}%`;
+      bar.style.width = `${(100 * (end - begin)) / ends}%`;
+      bar.style.background = LANES[doing];
+      place.append(bar);
+      done = end;
+      sums[doing] = (sums[doing] ?? 0) + end - begin;
+    }
+    const said = Object.entries(sums).map(([doing, seconds]) => `${doing} ${figure(seconds)} s`).join(", ");
+    place.setAttribute("aria-label", `${lane}: ${said}`);
+    return h("div", {}, h("p", { class: "lane-said" }, `${lane}: ${said}`), place);
+  });
+  const keys = Object.entries(LANES).flatMap(([doing, background]) => {
+    const key = h("span", { class: "key" });
+    key.style.background = background;
+    return [key, `${doing} `];
+  });
+  const element = h("div", { class: "lanes" },
+    h("h3", {}, `Who waited for whom, steps ${figure(bars[0][1])} to ${figure(bars.at(-1)[1])}`), ...rows, h("p", { class: "faint" }, ...keys),
+    h("p", { class: "faint" }, "A click on the curves below shows the steps there."), chart.element);
+  const show = () => chart.show([{ name: "trainer", run: 0, steps, values: over.map((one) => one.trainer) }, { name: "engines", run: 1, steps, values: over.map((one) => one.engines) }], []);
+  return { element, chart, show };
+}
+
+export async function time(main, { runs, settings }) {
+  const drawn = [];
   const sections = await Promise.all(runs.map(async (name) => {
     const { means } = await ask("time", { run: name });
     const mean = (metric) => means[metric];
@@ -78,10 +121,15 @@ export async function time(main, { runs }) {
     });
     const idle = mean("engine_idle_share");
     const graded = mean("time_grade_s");
+    const beside = await lanes(name, runs, settings);
+    if (beside) drawn.push(beside);
     return h("section", {}, h("h2", {}, `${name}: ${figure(whole)} s a step`), bars,
       table([["part", (part) => h("span", {}, part.key, part.label)], ["seconds a step", (part) => figure(part.seconds), "n"], ["share", (part) => share(part.seconds / whole), "n"]], parts),
       graded === null ? null : h("p", {}, `Grading took ${figure(graded)} s a step, summed over samples that are graded while others are sampled.`),
-      idle === null ? null : h("p", {}, `The engines had no request in ${share(idle)} of the time; the trainer waited for groups in ${share((mean("trainer_wait_s") ?? 0) / whole)}.`));
+      idle === null ? null : h("p", {}, `The engines had no request in ${share(idle)} of the time; the trainer waited for groups in ${share((mean("trainer_wait_s") ?? 0) / whole)}.`),
+      beside?.element);
   }));
   main.replaceChildren(...sections);
+  drawn.forEach((one) => one.show());
+  return { redraw: () => drawn.forEach((one) => one.chart.redraw()) };
 }
