@@ -117,8 +117,8 @@ class Court:
         )
 
     def needs_streams(self) -> None:
-        named = isinstance(self.served.route, TokenRoute)
-        self.need(named, "needs the token route's streams, which this server does not speak")
+        known = isinstance(self.served.route, TokenRoute | Completions)
+        self.need(known, "needs streams of the token route or of OpenAI's, which this server does not speak")
         self.need(self.served.engine != "nmoe" or "stream" in self.served.features, "the server has no streams")
 
     def prompt(self, tokens: int = 12) -> tuple[int, ...]:

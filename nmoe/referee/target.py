@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for samples. `salt` keeps prefixes of requests with another one apart."""
+    """A request for samples. `salt` keeps prefixes of requests with another one apart; `until` are strings that end a text."""
 
     prompt: tuple[int, ...]
     n: int = 1
@@ -33,6 +33,7 @@ class Asked:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[int, ...] = ()
+    until: tuple[str, ...] = ()
     seed: int = 0
     salt: str | None = None
     request_id: str = ""
@@ -41,7 +42,8 @@ class Asked:
 
 @dataclass
 class Choice:
-    """One sample as the server gave it. `spans` are (version, start, end); `kept` the ids that each token was drawn from."""
+    """One sample as the server gave it. `spans` are (version, start, end); `kept` the ids that each token was drawn from; `text` is
+    None from a route of tokens alone."""
 
     index: int
     tokens: list[int]
@@ -50,6 +52,7 @@ class Choice:
     spans: list[tuple[str, int, int]] | None = None
     kept: list[list[int]] | None = None
     routes: Any = None
+    text: str | None = None
 
     def versions(self) -> list[str]:
         """Returns the version of each token, as far as spans name one."""
@@ -140,33 +143,7 @@ class TokenRoute:
 
     def read_stream(self, asked: Asked, exchange: Exchange) -> Reply:
         """Joins the events of a stream. Raises MalformedError."""
-        merged: dict[int, Choice] = {}
-        named, ended = None, False
-        for line in exchange.reply.decode("utf-8", "replace").splitlines():
-            data = line.removeprefix("data:").strip()
-            if not line.startswith("data:") or not data:
-                continue
-            if data == "[DONE]":
-                ended = True
-                continue
-            try:
-                body = json_of(data)
-                named = _id(body.get("request_id")) or named
-                for choice in body["choices"]:
-                    index = _whole(choice["index"])
-                    into = merged.setdefault(index, Choice(index, [], [], None))
-                    into.tokens += _ids(choice["token_ids"] or [])
-                    into.logprobs += [
-                        _number(one["logprob"]) for one in (choice.get("logprobs") or {}).get("content") or []
-                    ]
-                    into.finish = _finish(choice) or into.finish
-            except TORN as error:
-                raise MalformedError(
-                    f"an event of the stream cannot be read: {error}: {data[:120]}", exchange
-                ) from None
-        if not ended:
-            raise MalformedError("the stream does not end with [DONE]", exchange)
-        return Reply(asked, exchange, [merged[index] for index in sorted(merged)], named)
+        return _joined(asked, exchange, lambda logprobs: [one["logprob"] for one in logprobs.get("content") or []])
 
 
 class SGLang:
@@ -260,6 +237,9 @@ class Completions:
             "stream": asked.stream,
             **({"top_k": asked.top_k} if asked.top_k else {}),
             **({"min_p": asked.min_p} if asked.min_p else {}),
+            # These are no fields of OpenAI's own server; vLLM, SGLang and nmoe have them.
+            **({"stop_token_ids": list(asked.stop)} if asked.stop else {}),
+            **({"stop": list(asked.until)} if asked.until else {}),
             "ignore_eos": True,
         }
 
@@ -268,19 +248,26 @@ class Completions:
         reply = Reply(asked, exchange)
         for choice in _choices(_object(exchange), exchange):
             try:
+                reply.prompt = choice.get("prompt_token_ids", reply.prompt)
                 tokens = choice.get("token_ids")
                 if tokens is None:
                     raise ValueError(
                         "it has no token_ids, though return_token_ids was asked for: nothing can be compared"
                     )
                 logprobs = [_number(one) for one in choice["logprobs"]["token_logprobs"]]
-                reply.choices.append(Choice(_whole(choice["index"]), _ids(tokens), logprobs, _finish(choice)))
+                text = choice.get("text")
+                if not isinstance(text, str | None):
+                    raise ValueError(f"its text is {text!r}")
+                reply.choices.append(
+                    Choice(_whole(choice["index"]), _ids(tokens), logprobs, _finish(choice), text=text)
+                )
             except TORN as error:
                 raise MalformedError(f"a sample cannot be read: {type(error).__name__}: {error}", exchange) from None
         return reply
 
     def read_stream(self, asked: Asked, exchange: Exchange) -> Reply:
-        raise MalformedError("streams of completions are not compared", exchange)
+        """Joins the events of a stream. Raises MalformedError."""
+        return _joined(asked, exchange, lambda logprobs: logprobs.get("token_logprobs") or [])
 
 
 @dataclass(frozen=True)
@@ -361,6 +348,33 @@ def _choices(body: dict[str, Any], exchange: Exchange) -> Sequence[dict[str, Any
     if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
         raise MalformedError(f"the reply has no list of choices: {shown_bytes(exchange.reply)}", exchange)
     return choices
+
+
+def _joined(asked: Asked, exchange: Exchange, logprobs_of: Callable[[Any], Sequence[Any]]) -> Reply:
+    """Joins the events of a stream. Raises MalformedError."""
+    merged: dict[int, Choice] = {}
+    named, ended = None, False
+    for line in exchange.reply.decode("utf-8", "replace").splitlines():
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or not data:
+            continue
+        if data == "[DONE]":
+            ended = True
+            continue
+        try:
+            body = json_of(data)
+            named = _id(body.get("request_id")) or named
+            for choice in body["choices"]:
+                index = _whole(choice["index"])
+                into = merged.setdefault(index, Choice(index, [], [], None))
+                into.tokens += _ids(choice.get("token_ids") or [])
+                into.logprobs += map(_number, logprobs_of(choice.get("logprobs") or {}))
+                into.finish = _finish(choice) or into.finish
+        except TORN as error:
+            raise MalformedError(f"an event of the stream cannot be read: {error}: {data[:120]}", exchange) from None
+    if not ended:
+        raise MalformedError("the stream does not end with [DONE]", exchange)
+    return Reply(asked, exchange, [merged[index] for index in sorted(merged)], named)
 
 
 def _id(value: Any) -> Any:

@@ -23,8 +23,10 @@ from tiny_models import tiny_family
 from nmoe.model.checkpoint import export_model, fingerprint, load_model
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import save_adapter
+from nmoe.referee.client import Exchange
 from nmoe.referee.command import judge_of
 from nmoe.referee.rounds import Round, hold
+from nmoe.referee.target import Asked, Completions, Reply
 
 pytestmark = pytest.mark.timeout(1200)
 FAKE = Path(__file__).parents[1] / "engine/sglang_fake/sglang/launch_server.py"
@@ -68,26 +70,75 @@ def test_a_served_adapter_is_published_and_judged(tmp_path: Path) -> None:
     assert skipped(round_)["publishes.partial"] == "an adapter's tensors come in one file"
 
 
-def test_completions_of_openai_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "tiny"
-    checkpoint.mkdir()
+@pytest.fixture(scope="module")
+def of_texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Serves a model by OpenAI's route."""
+    checkpoint = tmp_path_factory.mktemp("texts")
     tokenizer = qwen(checkpoint)
     export_model(tiny_family("qwen3_moe", 0, context_tokens=256, vocab_size=tokenizer.vocab_size), checkpoint)
     tokenizer.save(checkpoint)
-    only = ("tokens", "logprobs", "ends.one", "seeds", "publishes.full")
     with served_client.serving(checkpoint) as client:
-        url = str(client.http.base_url)
-        assert route_of(round_of(url, checkpoint, only=("logprobs.plain",))) == "the token route"
-        # It speaks both routes: as a server would without the first.
-        with patch("nmoe.referee.target.GENERATE", "/no/such/route"):
-            round_ = round_of(url, checkpoint, only=only)
+        yield str(client.http.base_url), checkpoint
+
+
+def round_of_texts(of_texts: tuple[str, Path], only: tuple[str, ...]) -> Round:
+    # The server speaks both routes: as one would without the first.
+    with patch("nmoe.referee.target.GENERATE", "/no/such/route"):
+        round_ = round_of(*of_texts, only=only)
     assert route_of(round_) == "OpenAI's completions"
+    return round_
+
+
+def test_completions_of_openai_are_compared_as_far_as_they_go(of_texts: tuple[str, Path]) -> None:
+    assert route_of(round_of(*of_texts, only=("logprobs.plain",))) == "the token route"
+    round_ = round_of_texts(of_texts, ())
     assert seen(round_) == []
-    assert (
-        states(round_)["logprobs.temperature"] == states(round_)["logprobs.top_k"] == states(round_)["seeds.n"] == "ok"
+    left = skipped(round_)
+    assert set(states(round_).values()) == {"ok", "skipped"}
+    assert {one for one in left if not one.startswith(("aborts.", "publishes."))} == {
+        "tokens.beyond", "logprobs.kept", "logprobs.routes", "prefixes.salt",
+    }  # fmt: skip
+    assert left["publishes.full"] == "needs the token route, which this server does not speak"
+    assert left["logprobs.kept"] == "the server gives no kept ids"
+    assert states(round_)["ends.text"] == states(round_)["logprobs.stream"] == states(round_)["ends.limit"] == "ok"
+
+
+def test_faults_of_texts_and_of_their_streams_are_found(
+    of_texts: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, read, read_stream = Completions.body, Completions.read, Completions.read_stream
+
+    def later(self: Completions, asked: Asked, exchange: Exchange) -> Reply:
+        reply = read_stream(self, asked, exchange)
+        for choice in reply.choices:
+            choice.logprobs = [one - 0.1 for one in choice.logprobs]
+        return reply
+
+    def of_another(self: Completions, asked: Asked, exchange: Exchange) -> Reply:
+        reply = read(self, asked, exchange)
+        reply.prompt = [*asked.prompt[:-1], asked.prompt[-1] ^ 1]
+        return reply
+
+    def faults(*only: str) -> list[str]:
+        return [finding.fault for one in round_of_texts(of_texts, only).outcomes for finding in one.findings]
+
+    def without(name: str) -> None:
+        monkeypatch.setattr(
+            Completions,
+            "body",
+            lambda self, asked: {key: value for key, value in body(self, asked).items() if key != name},
+        )
+
+    without("stop")
+    assert faults("ends.text") == ["end_ignored"]
+    without("stop_token_ids")
+    assert skipped(round_of_texts(of_texts, ("ends.one",)))["ends.one"].startswith(
+        "the server does not know stop_token"
     )
-    assert skipped(round_)["ends.one"] == "needs the token route, which this server does not speak"
-    assert skipped(round_)["logprobs.kept"] == "the server gives no kept ids"
+    monkeypatch.setattr(Completions, "read_stream", later)
+    assert "unexplained" in faults("logprobs.stream")
+    monkeypatch.setattr(Completions, "read", of_another)
+    assert faults("tokens.reply") == ["late_answer"]
 
 
 @contextmanager

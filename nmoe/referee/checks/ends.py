@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nmoe.referee.court import Court, Family, together
-from nmoe.referee.target import Choice, Reply
+from nmoe.referee.target import Choice, Completions, Reply
 
 CHECKS = Family()
 
@@ -13,6 +13,8 @@ def _judge_end(court: Court, got: Reply, choice: Choice) -> None:
     asked, tokens = got.asked, choice.tokens
     stops = [at for at, token in enumerate(tokens) if token in asked.stop]
     if stops and stops[0] < len(tokens) - 1:
+        of_openai = isinstance(court.served.route, Completions)
+        court.need(not of_openai, "the server does not know stop_token_ids, which are no field of OpenAI's")
         court.note(
             "end_ignored",
             f"the stop token {tokens[stops[0]]} is token {stops[0]} of {len(tokens)}",
@@ -44,7 +46,6 @@ async def _continued(court: Court) -> tuple[tuple[int, ...], int, list[int]]:
 
 @CHECKS.add("ends.one", "a stop token ends a sample by 'stop', and is its last token")
 async def one(court: Court) -> None:
-    court.needs_token_route()
     asked = []
     for prompt, seed, tokens in await together(*(_continued(court) for _ in range(3))):
         stop = tokens[court.random.randrange(3, 8)]
@@ -56,7 +57,6 @@ async def one(court: Court) -> None:
 
 @CHECKS.add("ends.several", "of several stop tokens the first that is sampled ends a sample")
 async def several(court: Court) -> None:
-    court.needs_token_route()
     stops = tuple(court.random.sample(range(court.vocabulary), max(2, court.vocabulary // 8)))
     got = await court.sample(court.asked(n=12, max_tokens=24, stop=stops))
     for choice in got.choices:
@@ -65,7 +65,6 @@ async def several(court: Court) -> None:
 
 @CHECKS.add("ends.limit", "a stop token at the limit of a sample's length counts as a stop")
 async def limit(court: Court) -> None:
-    court.needs_token_route()
     prompt, seed, tokens = await _continued(court)
     at = next((at for at in range(4, len(tokens)) if tokens[at] not in tokens[:at]), None)
     court.need(at is not None, "every token repeats an earlier one")
@@ -77,9 +76,29 @@ async def limit(court: Court) -> None:
 
 @CHECKS.add("ends.other", "stop tokens of one request do not end another's samples")
 async def other(court: Court) -> None:
-    court.needs_token_route()
     prompt, seed, tokens = await _continued(court)
     await court.sample(court.asked(prompt, max_tokens=24, seed=seed, stop=(tokens[2],)))
     got = await court.sample(court.asked(prompt, max_tokens=24, seed=seed))
     for choice in got.choices:
         _judge_end(court, got, choice)
+
+
+@CHECKS.add("ends.text", "a text ends by 'stop' before the first of its stop strings")
+async def text(court: Court) -> None:
+    court.need(isinstance(court.served.route, Completions), "needs a route of texts, which this server does not speak")
+    asked = court.asked(max_tokens=48)
+    got = await court.sample(asked)
+    whole = (got.choices[0].text if got.choices else None) or ""
+    parts = [whole[at : at + 2] for at in range(len(whole) // 4, len(whole) - 2)]
+    until = next((part for part in parts if part.isascii() and part.isprintable()), None)
+    court.need(until is not None, "the text has no two letters to end it with")
+    assert until is not None
+    right = whole[: whole.index(until)]
+    got = await court.sample(court.asked(asked.prompt, max_tokens=48, seed=asked.seed, until=(until,)))
+    for choice in got.choices:
+        given = choice.text or ""
+        # Rounding can change a token now and then, and the text after it.
+        if until in given or (given != right and whole.startswith(given)):
+            court.note("end_ignored", f"the text ends with {given[-12:]!r}", f"{right[-12:]!r}, before {until!r}", got)
+        elif given == right and choice.finish != "stop":
+            court.note("end_ignored", f"it ends before its stop string, and by {choice.finish!r}", "'stop'", got)

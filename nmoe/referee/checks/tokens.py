@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from nmoe.referee.client import shown_bytes
 from nmoe.referee.court import Court, Family
+from nmoe.referee.target import Completions
 
 CHECKS = Family()
 
@@ -53,9 +54,10 @@ async def vocabulary(court: Court) -> None:
 
 @CHECKS.add("tokens.refuses", "an empty prompt and max_tokens = 0 are refused, and the server goes on")
 async def refuses(court: Court) -> None:
-    court.needs_token_route()
     asked, route = court.asked(), court.served.route
-    for wrong in (replace(asked, prompt=()), replace(asked, max_tokens=0)):
+    wrongs = [replace(asked, prompt=()), replace(asked, max_tokens=0)]
+    # Of OpenAI's route, some servers take 0 for a limit that is not set.
+    for wrong in wrongs[:1] if isinstance(route, Completions) else wrongs:
         got = await court.client.call("POST", route.path, route.body(wrong))
         if not 400 <= got.status < 500:
             court.note("accepted", f"status {got.status}: {shown_bytes(got.reply)}", "a status from 400 to 499", got)
