@@ -1,6 +1,6 @@
 """Counts false alarms of the referee: rounds with a new seed each, over nmoe's own server, which has none of the faults:
 
-    python .ci/referee_clean.py [--rounds 1000] [--first 0] [--into FILE]
+    python .ci/referee_clean.py [--rounds 1000] [--first 0] [--into FILE] [--json FILE]
 
 Several rounds make their checks at once, so that the server samples for all of them in one step, which is most of the cost. Checks
 that need the server for themselves are made of one round after another: publications, after which it has its first weights again,
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--into", type=Path, help="a file of one line for each round")
+    parser.add_argument("--json", type=Path, help="a file for the counts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -91,6 +92,10 @@ def main() -> None:
     checks, took = sum(row["ok"] for row in rows) / max(1, len(rows)), os.times()
     cpu_s = (took.user + took.system, took.children_user + took.children_system)
     print(f"{alarms} false alarms and {late} with a late check in {len(rows)} rounds of {checks:.1f} checks")
+    if options.json is not None:
+        of_models = {model: sum(row["model"] == model for row in rows) for model in MODELS}
+        counts = {"rounds": len(rows), "with_false_alarms": alarms, "with_late_checks": late, "of_models": of_models}
+        options.json.write_text(json.dumps(counts | {"checks_of_a_round": round(checks, 1)}, indent=1) + "\n")
     if count := len(rows) - before:
         print(f"{cpu_s[0] / count:.2f} CPU s a round, and {cpu_s[1] / count:.2f} of the servers, with all starts")
     sys.exit(alarms > 0)

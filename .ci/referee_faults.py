@@ -1,6 +1,7 @@
 """Counts which seeded faults the referee notices, and which it names as what they are:
 
-    python .ci/referee_faults.py [--draws 20] [--first 0] [--all] [--only FAULT] [--into FILE]
+    python .ci/referee_faults.py [--draws 20] [--first 0] [--all] [--only FAULT] [--precision float32] [--into FILE]
+        [--json FILE]
 
 Each draw has other parameters of the fault and another seed of the checks, on one of four small models: dense and mixture of
 experts, tied and untied. A round has the checks below; with --all it has every one. Draws that FILE has already are not made again.
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -26,6 +27,7 @@ from referee_servers import MODELS, SHARED_S, choose, drawn_checkpoint, serving
 from nmoe.referee.command import judge_of
 from nmoe.referee.judge import Judge
 from nmoe.referee.rounds import hold
+from nmoe.types import Precision
 
 FAULTS = (
     "stale_keys", "stale_values", "torn_update", "partial_update", "experts_swapped", "expert_stale", "experts_unpacked",
@@ -77,7 +79,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--only", action="append", choices=FAULTS)
+    parser.add_argument("--precision", choices=get_args(Precision), default="float32")
     parser.add_argument("--into", type=Path, help="a file of one line for each draw")
+    parser.add_argument("--json", type=Path, help="a file for the counts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -89,8 +93,8 @@ def main() -> None:
             if not (left := list(draws(options, model, done))):
                 continue
             checkpoint = drawn_checkpoint(Path(scratch) / model, model, seed=number)
-            judge, _ = judge_of(checkpoint, "float32")
-            with serving(checkpoint, faulty=True) as url:
+            judge, _ = judge_of(checkpoint, options.precision)
+            with serving(checkpoint, faulty=True, precision=options.precision) as url:
                 for fault, seed in left:
                     rows.append(row := made(url, judge, fault, seed, () if options.all else CHECKS) | {"model": model})
                     if options.into is not None:
@@ -98,10 +102,16 @@ def main() -> None:
                             file.write(json.dumps(row) + "\n")
                     if row["found"][:1] != [fault]:
                         print(json.dumps(row, indent=1), flush=True)
+    counts = {}
     for fault in options.only or FAULTS:
         its = [row for row in rows if row["fault"] == fault]
         named = sum(row["found"][:1] == [fault] for row in its)
-        print(f"{fault:<20} {sum(bool(row['found']) for row in its):>3} noticed, {named:>3} named, of {len(its)}")
+        noticed = sum(bool(row["found"]) for row in its)
+        print(f"{fault:<20} {noticed:>3} noticed, {named:>3} named, of {len(its)}")
+        of_models = {model: sum(row["model"] == model for row in its) for model in MODELS}
+        counts[fault] = {"rounds": len(its), "noticed": noticed, "named": named, "of_models": of_models}
+    if options.json is not None:
+        options.json.write_text(json.dumps(counts, indent=1) + "\n")
     noticed, named = sum(bool(row["found"]) for row in rows), sum(row["found"][:1] == [row["fault"]] for row in rows)
     cpu_s = sum(row["cpu_s"] for row in rows) / max(1, len(rows))
     print(f"{noticed} of {len(rows)} noticed, {named} named; {cpu_s:.1f} CPU s a round, without the server's")

@@ -51,12 +51,12 @@ def drawn_checkpoint(directory: Path, kind: str, seed: int = 0) -> Path:
 
 
 @contextmanager
-def serving(checkpoint: Path, *, faulty: bool = False, key: str = "") -> Iterator[str]:
+def serving(checkpoint: Path, *, faulty: bool = False, key: str = "", precision: str = "float32") -> Iterator[str]:
     """Serves a checkpoint inside the context, and returns the URL."""
     program = [str(Path(__file__).parent / "referee/faulty_server.py")] if faulty else ["-m", "nmoe.engine.server"]
     environment = os.environ | {"NMOE_ENGINE_KEY": key, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, *program, str(checkpoint), "--threads", "1", "--with-parent"],
+        [sys.executable, *program, str(checkpoint), "--precision", precision, "--threads", "1", "--with-parent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

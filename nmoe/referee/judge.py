@@ -27,7 +27,9 @@ from nmoe.referee.target import Asked, Choice
 Weights = Mapping[str, Tensor]
 Pairs = Sequence[tuple[Tensor, Tensor]]
 # Two cumulative masses this close to top_p, or two shares this close to min_p, may fall on either side of it by rounding.
-_NEAR = 2e-5
+NEAR = 2e-5
+# By so many tokens rounding moves a kept set in half precision at most; in float32 by one.
+ROUGH_STEPS = 4
 
 
 @dataclass
@@ -216,10 +218,10 @@ class _Mixed(PackedAttention):
 
 
 def kept_counts(
-    logits_nV: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+    logits_nV: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, near: float = NEAR
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns how many of the likeliest tokens top-k, then top-p, and min_p leave, `[n]`; the ids from the likeliest on,
-    `[n, V]`; and whether rounding could move that number by one."""
+    `[n, V]`; and whether rounding, which is below `near`, could move that number."""
     scaled_nV = logits_nV / (temperature or 1.0)
     sorted_nV, order_nV = scaled_nV.sort(stable=True, dim=-1, descending=True)
     vocabulary = logits_nV.shape[-1]
@@ -227,13 +229,13 @@ def kept_counts(
     probs_nV = sorted_nV.masked_fill(~within, float("-inf")).softmax(-1)
     before_nV = probs_nV.cumsum(-1) - probs_nV
     kept_nV = within & ((before_nV < top_p) | (top_p >= 1))
-    near_n = ((before_nV - top_p).abs() < _NEAR).any(-1) & (top_p < 1)
+    near_n = ((before_nV - top_p).abs() < near).any(-1) & (top_p < 1)
     if min_p:
         share_nV = (sorted_nV - sorted_nV[:, :1]).exp()
         kept_nV &= share_nV >= min_p
-        near_n |= ((share_nV - min_p).abs() < _NEAR * min_p).any(-1)
+        near_n |= ((share_nV - min_p).abs() < near * min_p).any(-1)
     if 0 < top_k < vocabulary:
-        near_n |= (sorted_nV[:, top_k - 1] - sorted_nV[:, top_k]).abs() < _NEAR
+        near_n |= (sorted_nV[:, top_k - 1] - sorted_nV[:, top_k]).abs() < near
     return kept_nV.sum(-1).clamp_min(1), order_nV, near_n
 
 
@@ -262,9 +264,9 @@ def processed(
     return cut_nV.log_softmax(-1).gather(-1, target_n1).squeeze(-1)
 
 
-def right_logprobs(one: Seen, logits_nV: Tensor) -> Tensor:
-    """Returns the log-probabilities that the server should have given for a sample; of those that rounding leaves open, the nearest
-    to the server's."""
+def right_logprobs(one: Seen, logits_nV: Tensor, near: float = NEAR) -> Tensor:
+    """Returns the log-probabilities that the server should have given for a sample; of those that rounding below `near` leaves
+    open, the nearest to the server's."""
     asked, tokens = one.asked, one.choice.tokens
     if one.raw:
         return processed(logits_nV, tokens, 1.0)
@@ -273,7 +275,7 @@ def right_logprobs(one: Seen, logits_nV: Tensor) -> Tensor:
         # All mass is on one token; vLLM gives the token's own log-probability instead.
         best_n = processed(logits_nV, tokens, 1.0)
         greedy_n = torch.where(torch.tensor(tokens) == logits_nV.argmax(-1), 0.0, float("-inf")).double()
-        near_n = logits_nV.max(-1).values - logits_nV.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1) < _NEAR
+        near_n = logits_nV.max(-1).values - logits_nV.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1) < near
         greedy_n = torch.where(near_n, 0.0, greedy_n)
         if len(theirs_n) != len(greedy_n) or bool((theirs_n == 0).all()):
             return greedy_n
@@ -281,10 +283,11 @@ def right_logprobs(one: Seen, logits_nV: Tensor) -> Tensor:
     rule = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
     if not asked.top_k and asked.top_p >= 1 and not asked.min_p:
         return processed(logits_nV, tokens, asked.temperature)
-    counts_n, _, near_n = kept_counts(logits_nV, *rule)
+    counts_n, _, near_n = kept_counts(logits_nV, *rule, near)
     best = processed(logits_nV, tokens, asked.temperature, counts_n=counts_n)
     if len(theirs_n) == len(best) and bool(near_n.any()):
-        for step in (-1, 1):
+        most = 1 if near == NEAR else ROUGH_STEPS
+        for step in (*range(-most, 0), *range(1, most + 1)):
             other = processed(logits_nV, tokens, asked.temperature, counts_n=(counts_n + step).clamp_min(1))
             nearer = near_n & ((other - theirs_n).abs() < (best - theirs_n).abs())
             best = torch.where(nearer, other, best)

@@ -19,15 +19,12 @@ from nmoe.errors import UserError, cut
 from nmoe.referee.checks import CATALOGUE
 from nmoe.referee.client import Client, UnansweredError
 from nmoe.referee.court import Check, Court, FaultError, Finding, Repeats, SkippedError
-from nmoe.referee.diagnosis import Diagnosis
+from nmoe.referee.diagnosis import ROUGH, TOLERANCE, Diagnosis
 from nmoe.referee.faults import ORDER
 from nmoe.referee.judge import Judge, Seen
 from nmoe.referee.publishing import Press
 from nmoe.referee.target import Asked, Served, look, with_model
 
-# The largest difference of a log-probability that is rounding in float32, and in other precisions, where near ties of routers alone
-# change it by this much.
-_TOLERANCE, _ROUGH = 1e-4, 1.5
 # Seconds within which a server that is still there accepts a connection.
 _KNOCK_S = 3.0
 # Seconds for eight tokens of a server for which deadlines hold as they are.
@@ -115,7 +112,7 @@ async def hold(
             config = judge.model.config
             _refuse_other(served, judge)
             served = with_model(served, config, precision)
-            diagnosis = Diagnosis(judge, _TOLERANCE if served.precision == "float32" else _ROUGH)
+            diagnosis = Diagnosis(judge, TOLERANCE if served.precision == "float32" else ROUGH)
             if publish:
                 press = Press(judge, client, served, keep)
         bench = _Bench(client, served, diagnosis, press, seed, secrets.token_hex(4))

@@ -292,3 +292,17 @@ def test_certificates_are_verified_where_there_are_any(
     monkeypatch.setattr(httpx2, "AsyncClient", made)
     asyncio.run(entered())
     assert found == [secured, secured]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "off", "routed", "wrong"),
+    [(8, 0.11, True, True), (8, 0.09, True, False), (7, 0.11, True, False), (8, 0.11, False, False)],
+)
+def test_where_rounding_is_large_the_mean_of_a_sample_finds_what_no_token_does(
+    judge: Judge, tokens: int, off: float, routed: bool, wrong: bool
+) -> None:
+    routes = np.zeros((3, 2, 2), np.int16) if routed else None
+    seen = [Seen(Asked((3,)), Choice(0, [1] * tokens, [-1.0 - off] * tokens, "length", routes=routes))]
+    right = [torch.full((tokens,), -1.0, dtype=torch.float64)]
+    assert bool(Diagnosis(judge, 1.5).wrong(seen, right)) is wrong
+    assert Diagnosis(judge, 1e-4).wrong(seen, right) == [0]

@@ -1,0 +1,89 @@
+"""Measures by how much the log-probabilities of a right server in half precision differ from the referee's own, which is where its
+bounds for half precision come from:
+
+    python .ci/referee_half.py [--rounds 2] [--precision bfloat16]
+
+The servers are nmoe's, of four small models. "own routers" is without the routes that the server gives, as of a server without any;
+"in float32" is the same weights' forward pass in float32 beside the one in half precision, by the same routes: as far as another
+kernel's rounding can be off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import torch
+from referee_servers import MODELS, SHARED_S, drawn_checkpoint, serving
+from torch import Tensor
+
+from nmoe.referee.command import judge_of
+from nmoe.referee.diagnosis import LEAST_TOKENS, Diagnosis, differences
+from nmoe.referee.judge import Judge, Seen
+from nmoe.referee.rounds import hold
+
+_CHECKS = ("tokens", "logprobs", "ends", "seeds", "prefixes", "lengths", "concurrency")
+
+
+def kept(url: str, judge: Judge, seeds: Sequence[int]) -> list[Seen]:
+    """Holds rounds, and returns every sample that they compare."""
+    found: list[Seen] = []
+    compares = Diagnosis.wrong
+
+    def noting(self: Diagnosis, seen: Sequence[Seen], right: Sequence[Tensor]) -> list[int]:
+        found.extend(seen)
+        return compares(self, seen, right)
+
+    with patch.object(Diagnosis, "wrong", noting):
+        for seed in seeds:
+            asyncio.run(hold(url, judge, seed=seed, only=_CHECKS, deadline_s=SHARED_S))
+    return found
+
+
+def line(name: str, judge: Judge, seen: Sequence[Seen]) -> str:
+    """Returns the differences of samples in words."""
+    diagnosis = Diagnosis(judge, 1.0)
+    off = [differences([one], right) for one in seen for right in [diagnosis.right([one])]]
+    tokens_N = torch.cat(off)
+    means = torch.tensor([float(one.mean()) for one in off if len(one) >= LEAST_TOKENS])
+    return (
+        f"{name:<26} {len(off):>5} samples, {len(tokens_N):>6} tokens: mean {float(tokens_N.mean()):.4f}, "
+        f"99.9% below {float(tokens_N.quantile(0.999)):.3f}, largest {float(tokens_N.max()):.3f}; "
+        f"largest mean of a sample {float(means.max()):.4f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--precision", choices=("bfloat16", "float16"), default="bfloat16")
+    options: Any = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, model in enumerate(MODELS):
+            checkpoint = drawn_checkpoint(Path(scratch) / model, model, seed=number)
+            judge, _ = judge_of(checkpoint, options.precision)
+            with serving(checkpoint, precision=options.precision) as url:
+                seen = kept(url, judge, range(options.rounds))
+            print(line(model, judge, seen), flush=True)
+            if judge.model.config.moe_layers:
+                free = [replace(one, choice=replace(one.choice, routes=None)) for one in seen]
+                print(line(f"{model}, own routers", judge, free), flush=True)
+            in_float32 = Diagnosis(Judge(copy.deepcopy(judge.model).float(), judge.lora), 1.0)
+            wide = [
+                replace(one, choice=replace(one.choice, logprobs=in_float32.right([one])[0].tolist())) for one in seen
+            ]
+            print(line(f"{model}, in float32", judge, wide), flush=True)
+
+
+main()
