@@ -148,7 +148,9 @@ def test_a_teacher_on_servers_is_the_teacher_of_this_process(
     finally:
         for server in servers:
             server.stop()
-    with pytest.raises(UserError, match=r"distillation\.urls: .*ConnectError.* start the server, or name another"):
+    with pytest.raises(
+        UserError, match=r"distillation\.urls: .*ConnectionRefusedError.* start the server, or name another"
+    ):
         reinforce(*exact, "--run.name=down", f"--distillation.urls={urls}")
     with pytest.raises(UserError, match=r"distillation\.urls.* names a server twice"):
         reinforce(*exact, "--run.name=down", f"--distillation.urls={urls * 2}")

@@ -22,19 +22,17 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.dealing import Dealing
+from nmoe.engine.remote.connections import Connections
 from nmoe.engine.remote.server import EngineServer, ServerLostError
 from nmoe.engine.remote.silence import Silence
 from nmoe.engine.remote.supervisor import Restarts
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.types import Sample, Sampling
-
-if TYPE_CHECKING:
-    import httpx2
 
 R = TypeVar("R")
 # Tokens of a prompt by which the server is chosen that has its prefix.
@@ -104,7 +102,7 @@ class Fleet(ABC):
         """`token_s` are the seconds that a token of a request may take, waiting included. `note` writes a line of the run's log.
         `named` begins messages about servers that cannot be used. `speaks` is the client of these servers. One that
         only others can start again is waited for `wait_s` seconds. A server has at most `most` samples at once, or one request."""
-        self._model, self._token_s, self._key, self._note, self._named = model, token_s, key, note, named
+        self._model, self._token_s, self._note, self._named = model, token_s, note, named
         self._speaks = speaks
         self._wait_s = wait_s
         if not key.isascii():
@@ -114,6 +112,7 @@ class Fleet(ABC):
         self._dealing = Dealing(len(addresses))
         self._holds_prefix: dict[tuple[int, ...], int] = {}
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._client = Connections(key)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-fleet", daemon=True)
         self._changed = asyncio.Condition()
@@ -130,27 +129,19 @@ class Fleet(ABC):
         self._requests, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
 
     def __enter__(self) -> Self:
-        import httpx2
-
         self._thread.start()
         try:
             urls = [address.start() for address in self._addresses]
-            self.run(self._open(urls, httpx2))
+            self.run(self._open(urls))
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    async def _open(self, urls: Sequence[str], httpx: Any) -> None:
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        # A server on this machine is not behind the proxy that the environment names.
-        client: httpx2.AsyncClient = httpx.AsyncClient(
-            headers=headers, timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False
-        )
-        self._client = client
+    async def _open(self, urls: Sequence[str]) -> None:
         until = self._loop.time() + self._wait_s
         for index, (address, url) in enumerate(zip(self._addresses, urls, strict=True)):
-            server = self._speaks(address.name, url, client, self._model)
+            server = self._speaks(address.name, url, self._client, self._model)
             slot = Slot(index, address, server, Silence(address.name, self._note))
             self._slots.append(slot)
             try:
@@ -186,8 +177,7 @@ class Fleet(ABC):
         for address in self._addresses:
             address.stop()
         if self._thread.is_alive():
-            if hasattr(self, "_client"):
-                asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(10)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         self._loop.close()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nmoe.engine.api import Request
 from nmoe.engine.checked import fault_of
@@ -28,9 +28,6 @@ from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.config import ModelConfig
 from nmoe.parsing import json_of
 from nmoe.types import Sample, Sampling
-
-if TYPE_CHECKING:
-    import httpx2
 
 # Seconds that a call of control may take: it copies no weights, or waits for a step of the engine.
 CONTROL_S = 60.0
@@ -90,11 +87,32 @@ class Probe:
         return False
 
 
+class Answered(Protocol):
+    """A reply of HTTP."""
+
+    @property
+    def status_code(self) -> int: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    @property
+    def content(self) -> bytes: ...
+
+
+class Client(Protocol):
+    """What carries requests to servers: `nmoe.engine.remote.connections.Connections`. Raises OSError where no whole reply comes."""
+
+    async def request(
+        self, method: str, url: str, *, json: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None
+    ) -> Answered: ...
+
+
 class EngineServer:
     """The routes of one server. Every call has a deadline, or its caller watches it. Raises ServerLostError where the server is at
     fault, and WireError with HTTP's status where it refuses the request."""
 
-    def __init__(self, name: str, url: str, client: httpx2.AsyncClient, model: ModelConfig) -> None:
+    def __init__(self, name: str, url: str, client: Client, model: ModelConfig) -> None:
         """`name` is for messages. `client` carries the key and belongs to the event loop that calls."""
         self.name, self.url = name, url.rstrip("/")
         self._client, self._model = client, model
@@ -232,16 +250,15 @@ class EngineServer:
         body: Mapping[str, Any] | None = None,
         params: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        import httpx2
-
         method = "GET" if body is None else "POST"
+        # Counted from the request, not from the last byte: a server that trickles would never be late.
+        deadline = asyncio.timeout(deadline_s)
         try:
-            # The client's own limits count from the last byte: a server that trickles would never be late.
-            async with asyncio.timeout(deadline_s):
+            async with deadline:
                 reply = await self._client.request(method, self.url + path, json=body, params=params)
-        except TimeoutError:
-            raise ServerLostError(f"{self.name}{path} gave no answer within {deadline_s:.0f} s") from None
-        except httpx2.HTTPError as error:
+        except OSError as error:
+            if deadline.expired():
+                raise ServerLostError(f"{self.name}{path} gave no answer within {deadline_s:.0f} s") from None
             raise ServerLostError(f"{self.name}{path}: {type(error).__name__} {error}") from None
         if reply.status_code == 401:
             raise ServerLostError(

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
         return by_host[asked.url.host].answer(asked)
 
     answers = httpx2.MockTransport(answer)
-    monkeypatch.setattr(httpx2, "AsyncClient", partial(httpx2.AsyncClient, transport=answers))
+    monkeypatch.setattr(fleets, "Connections", lambda _: httpx2.AsyncClient(transport=answers))
     save_model(Transformer(ModelConfig(**DENSE)).initialize(0), tmp_path)
 
     @contextmanager

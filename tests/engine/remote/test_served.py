@@ -177,7 +177,7 @@ def test_servers_that_cannot_be_evaluated_are_named_before_anything_is_sampled(
     servers: list[str], base: Path, workshop: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named, url = (base, workshop / "reverse.toml", "--engine"), servers[0]
-    assert "ConnectError" in refused(*named, "http://127.0.0.1:9")
+    assert "ConnectionRefusedError" in refused(*named, "http://127.0.0.1:9")
     assert "'nonsense' is no URL of a server" in refused(*named, "nonsense")
     assert "names a server twice" in refused(*named, url, "--engine", f"{url}/")
     assert "is of one checkpoint" in refused(base, *named, url)
