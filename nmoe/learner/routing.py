@@ -110,7 +110,7 @@ class RoutingStatistics:
             for token in (~same_TYK[:, layer]).any(-1).nonzero().flatten().tolist():
                 own, recorded = set(own_TYK[token, layer].tolist()), set(replay_TYK[token, layer].tolist())
                 self.flips += len(own - recorded)
-                scores_E = scores_TE[token] + trace.biases_E[layer]
+                scores_E = scores_TE[token].detach() + trace.biases_E[layer]
                 gap = max(scores_E[list(own - recorded)]) - min(scores_E[list(recorded - own)])
                 self.largest_flip_gap = max(self.largest_flip_gap, float(gap))
 

@@ -1,6 +1,7 @@
 """Routing statistics and load balancing, by hand."""
 
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -93,6 +94,17 @@ def test_flips_are_counted_with_their_gap() -> None:
     add(biased, trace([OWN[0], OWN[1], [[0, 1], [0, 2]]]))
     assert biased.flips == 1
     assert biased.largest_flip_gap == pytest.approx(0.01)  # of the scores that were chosen by, bias included
+
+
+def test_flips_of_a_training_pass_warn_of_nothing() -> None:
+    """Its scores have gradients, and torch warns where one that has is made a number."""
+    replayed = trace([[[0, 2], [0, 1]], OWN[1], OWN[2]])
+    replayed.scores_TE[:] = [scores_TE.requires_grad_() for scores_TE in replayed.scores_TE]
+    statistics = RoutingStatistics.empty(2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        add(statistics, replayed)
+    assert statistics.largest_flip_gap == pytest.approx(0.3 - 0.2)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
