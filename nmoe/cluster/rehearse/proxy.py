@@ -5,22 +5,56 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
+
+from nmoe.engine.remote.connections import Reply
 
 if TYPE_CHECKING:
     import httpx2
 
-Answer = Literal["torn", "twice", "wrong", "lost"]
-"""`torn`: half of the reply. `twice`: the reply two times. `wrong`: other log-probabilities, as of other weights. `lost`: none."""
+Ask = Callable[[], Awaitable[Reply]]
+Fault = Callable[[Ask], Awaitable[tuple[bytes, bool]]]
+"""Returns what is sent instead of the reply, for which it may ask the server, and whether the connection is kept."""
 
 _LOGPROB = re.compile(rb'("logprob": ?)(-?[\d.eE+-]+)')
+
+
+def whole(reply: Reply) -> bytes:
+    """Returns the bytes of a reply."""
+    lines = [f"HTTP/1.1 {reply.status_code} -", *(f"{name}: {value}" for name, value in reply.headers.items())]
+    return "\r\n".join([*lines, f"content-length: {len(reply.content)}", "", ""]).encode("latin1") + reply.content
+
+
+async def _torn(ask: Ask) -> tuple[bytes, bool]:
+    reply = await ask()
+    return whole(reply)[: -len(reply.content) // 2], False
+
+
+async def _twice(ask: Ask) -> tuple[bytes, bool]:
+    return whole(await ask()) * 2, True
+
+
+async def _wrong(ask: Ask) -> tuple[bytes, bool]:
+    reply = await ask()
+    content = _LOGPROB.sub(lambda found: found[1] + b"%.6f" % (float(found[2]) * 1.5 - 0.1), reply.content)
+    return whole(replace(reply, content=content)), True
+
+
+async def _lost(ask: Ask) -> tuple[bytes, bool]:
+    return b"", False
+
+
+Answer = Literal["torn", "twice", "wrong", "lost"]
+"""`torn`: half of the reply. `twice`: the reply two times. `wrong`: other log-probabilities, as of other weights. `lost`: none."""
+FAULTS: Mapping[Answer, Fault] = {"torn": _torn, "twice": _twice, "wrong": _wrong, "lost": _lost}
 
 
 class Proxy:
     """Forwards HTTP requests to the server at `upstream()`. `fault(path)` says how to answer a request; None as the server does."""
 
-    def __init__(self, upstream: Callable[[], str], fault: Callable[[str], Answer | None]) -> None:
+    def __init__(self, upstream: Callable[[], str], fault: Callable[[str], Fault | None]) -> None:
         self._upstream, self._fault = upstream, fault
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-proxy", daemon=True)
@@ -71,19 +105,15 @@ class Proxy:
         self, method: str, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
     ) -> bool:
         """Returns whether the connection is kept."""
+
+        async def ask() -> Reply:
+            sent = {name: value for name, value in headers.items() if name not in ("host", "connection")}
+            reply = await self._client.request(method, self._upstream() + target, headers=sent, content=body)
+            kept = {name: value for name, value in reply.headers.items() if name.startswith(("content-type", "x-"))}
+            return Reply(reply.status_code, kept, reply.content)
+
         fault = self._fault(target.partition("?")[0])
-        if fault == "lost":
-            return False
-        sent = {name: value for name, value in headers.items() if name not in ("host", "connection")}
-        reply = await self._client.request(method, self._upstream() + target, headers=sent, content=body)
-        content = reply.content
-        if fault == "wrong":
-            content = _LOGPROB.sub(lambda found: found[1] + b"%.6f" % (float(found[2]) * 1.5 - 0.1), content)
-        kept = {name: value for name, value in reply.headers.items() if name.startswith(("content-type", "x-"))}
-        lines = [f"HTTP/1.1 {reply.status_code} -", *(f"{name}: {value}" for name, value in kept.items())]
-        full = "\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode("latin1") + content
-        writer.write(
-            full[: len(full) - len(content) // 2] if fault == "torn" else full * (2 if fault == "twice" else 1)
-        )
+        sent, keeps = (whole(await ask()), True) if fault is None else await fault(ask)
+        writer.write(sent)
         await writer.drain()
-        return fault != "torn"
+        return keeps

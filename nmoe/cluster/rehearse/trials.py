@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from nmoe.cluster.parent import SLACK_S, Parent, Training
-from nmoe.cluster.rehearse.proxy import Answer, Proxy
+from nmoe.cluster.rehearse.proxy import FAULTS, Answer, Fault, Proxy
 from nmoe.config.commands import RLConfig
 from nmoe.config.tables.placement import PlacementSection
 from nmoe.engine.remote.launcher import LocalLauncher, LocalProcess, Process
@@ -158,11 +158,11 @@ class Rehearsal(Parent):
         log = self._run / LOGS / "train_0.log"
         return " / ".join(log.read_text(errors="replace").strip().splitlines()[-2:]) if log.exists() else "none"
 
-    def _answer_to(self, number: int, path: str) -> Answer | None:
+    def _answer_to(self, number: int, path: str) -> Fault | None:
         how = self._answer_of.get(path) if self._answer_of.get(path) == "wrong" else self._answer_of.pop(path, None)
         if how == "lost":
             self._servers[number].kill()
-        return how
+        return None if how is None else FAULTS[how]
 
     def answer(self, path: str, how: Answer) -> None:
         """Answers the next request on a route wrongly; with `wrong`, all until that was noticed."""

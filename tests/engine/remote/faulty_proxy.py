@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
-import httpx2
-
+from nmoe.cluster.rehearse import proxy
+from nmoe.cluster.rehearse.proxy import Ask, Proxy, whole
 from nmoe.engine.remote.process import ServerProcess
 
 Fault = Literal["drop", "hang", "late", "torn", "twice", "error", "stale"]
@@ -31,74 +31,53 @@ class FaultyProxy:
         self.upstream, self.fault, self.late_s = str(upstream), fault, late_s
         self.seen: dict[str, int] = {}
         self.done: list[Fault] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._proxy: Proxy | None = None
 
     def start(self) -> str:
         if self.server is not None:
             self.upstream = self.server.start()
-        if not self._thread.is_alive():
-            self._thread.start()
-            self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        if self._proxy is None:
+            self._proxy = Proxy(lambda: self.upstream, self._fault)
+        return self._proxy.url
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+        if self._proxy is not None:
+            self._proxy.close()
         if self.server is not None:
             self.server.stop()
 
-    async def _end(self) -> None:
-        self._server.close()
-        running = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await self._client.aclose()
-
-    async def _listen(self) -> asyncio.Server:
-        self._client = httpx2.AsyncClient(timeout=None, trust_env=False)
-        return await asyncio.start_server(self._serve, "127.0.0.1", 0)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1")
-                first, *lines = head.strip().split("\r\n")
-                headers = dict(line.split(": ", 1) for line in lines)
-                length = next((int(v) for k, v in headers.items() if k.lower() == "content-length"), 0)
-                body = await reader.readexactly(length)
-                if not await self._answer(first.split(" ")[0], first.split(" ")[1], headers, body, writer):
-                    break
-        except (asyncio.IncompleteReadError, ConnectionError, httpx2.HTTPError, asyncio.CancelledError):
-            pass
-        writer.close()
-
-    async def _answer(
-        self, method: str, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
-    ) -> bool:
-        path = target.split("?")[0]
+    def _fault(self, path: str) -> proxy.Fault | None:
         self.seen[path] = number = self.seen.get(path, 0) + 1
-        fault = self.fault(path, number)
-        if fault is not None:
-            self.done.append(fault)
-        if fault == "drop":
-            return False
-        if fault == "hang":
-            await asyncio.sleep(3600)
-        kept = {k: v for k, v in headers.items() if k.lower() not in ("host", "content-length", "connection")}
-        reply = await self._client.request(method, self.upstream + target, headers=kept, content=body)
-        status, content = reply.status_code, reply.content
-        if fault == "late":
-            await asyncio.sleep(self.late_s)
-        if fault == "error":
-            status, content = 500, b'{"error": {"message": "EngineDeadError"}}'
-        if fault == "stale":
-            content = content.replace(b'"version":"1"', b'"version":"0"').replace(b'"version":"2"', b'"version":"1"')
-        full = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(content))
-        full += content
-        writer.write(full[: -len(content) // 2] if fault == "torn" else full * (2 if fault == "twice" else 1))
-        await writer.drain()
-        return fault != "torn"
+        if (fault := self.fault(path, number)) is None:
+            return None
+        self.done.append(fault)
+        own: dict[Fault, proxy.Fault] = {
+            "drop": proxy.FAULTS["lost"],
+            "torn": proxy.FAULTS["torn"],
+            "twice": proxy.FAULTS["twice"],
+            "hang": _hang,
+            "late": self._late,
+            "error": _error,
+            "stale": _stale,
+        }
+        return own[fault]
+
+    async def _late(self, ask: Ask) -> tuple[bytes, bool]:
+        reply = await ask()
+        await asyncio.sleep(self.late_s)
+        return whole(reply), True
+
+
+async def _hang(ask: Ask) -> tuple[bytes, bool]:
+    await asyncio.sleep(3600)
+    return b"", False
+
+
+async def _error(ask: Ask) -> tuple[bytes, bool]:
+    return whole(replace(await ask(), status_code=500, content=b'{"error": {"message": "EngineDeadError"}}')), True
+
+
+async def _stale(ask: Ask) -> tuple[bytes, bool]:
+    reply = await ask()
+    older = reply.content.replace(b'"version":"1"', b'"version":"0"').replace(b'"version":"2"', b'"version":"1"')
+    return whole(replace(reply, content=older)), True
