@@ -36,7 +36,7 @@ LEVELS = [
     {"parallel"},
     {"config", "trajectory", "generation"},
     {"parsing", "gguf_file", "extras"},
-    {"types", "errors", "statistics", "cores"},
+    {"types", "errors", "statistics", "cores", "work"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

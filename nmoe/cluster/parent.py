@@ -48,7 +48,8 @@ from nmoe.runs.provenance import recorded_precision
 _LOOK_S, _ASK_S = 0.1, 0.5
 # Seconds that ranks have to end after the first of them has, and that training has to save when its engines are lost.
 _LAST_WORDS_S, _SAVING_S = 30.0, 600.0
-# Seconds that an activity of training may take beyond ten times the longest one before, such as a step with longer samples.
+# Seconds that a step may take beyond ten times the longest one before, as with longer samples, and that a piece of work may take
+# beyond a sample's tokens, such as a start of a server or compiled kernels.
 SLACK_S = 600.0
 
 
@@ -90,7 +91,8 @@ def run_placed(config: RLConfig, file: Path, overrides: Sequence[str]) -> None:
             *([f"--engine.tensor_parallel={placed.tensor_parallel}"] if config.engine.kind != "server" else []),
         ]
         training = Training(command, {KEY: key}, launcher, placed.learner_gpus, each[0])
-        Parent(placed, run, servers, training, config.run.resume).run()
+        limits = [config.sampling.max_new_tokens, *(one.max_tokens or 0 for one in config.eval)]
+        Parent(placed, run, servers, training, config.run.resume, config.engine.token_s * max(limits)).run()
 
 
 def device_of(config: RLConfig) -> torch.device:
@@ -217,12 +219,14 @@ class Parent:
         servers: Sequence[ServerProcess],
         training: Training,
         resume: bool | str = False,
+        sample_s: float = 0.0,
     ) -> None:
-        """`run` is the run's directory, and `resume` its run.resume."""
+        """`run` is the run's directory, `resume` its run.resume, and `sample_s` the seconds that a sample may take."""
         self._placed, self._run, self._servers, self._training, self._resume = placed, run, servers, training, resume
         self._supervisor = Supervisor(placed.engines, placed.restarts, placed.least_engines, START_S, placed.wait_s)
         self._restarts = Restarts(placed.restarts)
-        self._standstill = Standstill(SLACK_S + placed.wait_s)  # a step may wait so long for engines
+        slack_s = SLACK_S + placed.wait_s  # training may wait so long for engines
+        self._standstill = Standstill(slack_s, slack_s + sample_s)
         self._answers: queue.SimpleQueue[tuple[int, Process, bool]] = queue.SimpleQueue()
         self._over = threading.Event()
         self._stop: str | None = None
@@ -292,12 +296,12 @@ class Parent:
         raise KeyboardInterrupt
 
     def _hangs(self, now: float) -> str | None:
-        """Returns why training is to be killed, by the activity that its first rank has written; None if it is not."""
+        """Returns why training is to be killed, by what its first rank has written that it does; None if it is not."""
         try:
-            activity = (self._run / LOGS / ACTIVITY).read_text()
+            activity, _, done = (self._run / LOGS / ACTIVITY).read_text().partition("\n")
         except OSError:
             return None
-        return self._standstill.does(activity, now) if activity else None
+        return self._standstill.does(activity, done, now) if activity else None
 
     def _next_start(self, code: int, now: float) -> float | None:
         """Returns the seconds until training that has ended is started again; None if it is done. Exits with its code if it is not

@@ -25,6 +25,7 @@ from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import Ranks
 from nmoe.parallel.traffic import Traffic
+from nmoe.work import WORK
 
 
 class MicroBatch(NamedTuple):
@@ -206,6 +207,7 @@ def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tenso
     tokens of the micro-batch in `trace`. A prefix that sequences share runs once, with the routes recorded for the first of them if
     routes are recorded."""
     device = micro.inputs_T.device
+    WORK.pieces += 1
     if kind_of(device).on_host:
         IDLE.look()
     positions_T = put(micro.positions(), device)

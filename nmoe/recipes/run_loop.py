@@ -42,6 +42,10 @@ from nmoe.runs.samples import CONSOLE_CHARACTERS, sample_lines
 from nmoe.runs.sinks.sinks import Attempt, Sinks, refuse_unready
 from nmoe.runs.state import Part, Subdirectory, load_parts
 from nmoe.runs.storage import how_to_resume
+from nmoe.work import WORK
+
+# Seconds between two lines for the parent of a run.
+_TELL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,9 @@ class Run:
         self._config, self._progress, self._steps = config, progress, steps
         self._last_step = directory.start_step
         self._slept: int | None = IDLE.slept  # before the run; None once it was said
+        placed = isinstance(config, RLConfig) and config.placement is not None
+        self._told = directory.path / LOGS / ACTIVITY if placed else None
+        self._activity, self._telling = "", threading.Lock()
         self._sinks: Sinks | None = None  # until the run has begun: a refused resumption is no attempt to show
 
     def note(self, text: str) -> None:
@@ -150,9 +157,30 @@ class Run:
 
     def does(self, activity: str, step: int) -> None:
         """Names the present activity to the parent of a run with [placement], which ends a run that hangs."""
-        if isinstance(self._config, RLConfig) and self._config.placement is not None:
-            with suppress(OSError):  # a full disk is noticed where it matters
-                (self.directory.path / LOGS / ACTIVITY).write_text(f"{activity} {step}")
+        with self._telling:
+            self._activity = f"{activity} {step}"
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._told is not None:
+            with self._telling, suppress(OSError):  # a full disk is noticed where it matters
+                self._told.write_text(f"{self._activity}\n{WORK.done()}")
+
+    @contextmanager
+    def _telling_on(self) -> Iterator[None]:
+        """Tells the parent again and again how much was done."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(_TELL_S):
+                self._tell()
+
+        if self._told is not None:
+            threading.Thread(target=tell, name="nmoe-work", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def alert(self, step: int, message: str) -> None:
         """Prints a warning, appends it to alerts.jsonl, and sends it to the experiment trackers."""
@@ -175,6 +203,7 @@ class Run:
         checkpoint = self._config.checkpoint
         with (
             Interruptible() as interrupt,
+            self._telling_on(),
             Saver(
                 self.directory.checkpoints, checkpoint.keep, checkpoint.asynchronous, exports_of(self._config)
             ) as saver,

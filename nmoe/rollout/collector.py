@@ -27,6 +27,7 @@ from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.sandbox.workspaces.sources import WorkspaceError
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import Failure, Grade, Problem, Sample, Sampling, ToolEvent, TrainerState, Turn
+from nmoe.work import WORK
 
 _AT_THE_START = TrainerState()
 
@@ -369,6 +370,7 @@ class Collector:
             self.grade_s += time.perf_counter() - began
             if episode.lost:
                 grade = replace(grade, reason=episode.lost)
+            WORK.pieces += 1
             workspace = {"failed": reason} if reason is not None else await self._keep_files(episode, session, grade)
         return self._done(episode, grade, workspace)
 

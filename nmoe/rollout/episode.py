@@ -23,6 +23,7 @@ from nmoe.envs.tasks.live import EnvironmentLostError, Live
 from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.envs.tools.session import ToolSession
 from nmoe.types import INFRASTRUCTURE, Exchange, Failure, Given, Problem, Sample, Sampling, ToolEvent, Turn
+from nmoe.work import WORK
 
 R = TypeVar("R")
 
@@ -101,6 +102,7 @@ class Player:
         async with aclosing(self._engine.samples(request)) as sampled:
             async for index, sample in sampled:
                 self.sampled_tokens[key] += len(sample.token_ids)
+                WORK.pieces += 1
                 yield index, sample
 
     async def play(self, episode: Episode, session: ToolSession) -> Failure | None:
@@ -214,4 +216,5 @@ class Player:
         request = Request(prompt_ids, 1, sampling, "/".join(map(str, key)), order=episode.position)
         (sample,) = await self._engine.generate(request)
         self.sampled_tokens[episode.key] += len(sample.token_ids)
+        WORK.pieces += 1
         return sample

@@ -34,7 +34,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 # Notes its arguments and rank; ends with the code of its turn, or waits until it is asked to end, and saves. A list with a
-# code writes a checkpoint of the turn first. With "hangs", it ends one step and no second one.
+# code writes a checkpoint of the turn first. With "hangs", it ends one step and no second one; with another activity, it does
+# something of it for two seconds and then nothing.
 TRAINING = """
 import json, os, pathlib, signal, sys, time
 run, codes, *rest = sys.argv[1:]
@@ -53,6 +54,11 @@ if code == "hangs":
     for step in (1, 2):
         (run / "engines/activity").write_text(f"step {step}")
         time.sleep(0.3)
+    code = None
+if isinstance(code, dict):
+    for done in range(20):
+        (run / "engines/activity").write_text(f"{code['does']}{chr(10)}{done}")
+        time.sleep(0.1)
     code = None
 if isinstance(code, list):
     (run / f"checkpoints/step_{turn:06}").mkdir(parents=True)
@@ -75,7 +81,14 @@ class Placed:
     that it takes."""
 
     def __init__(
-        self, run: Path, codes: list[Any], engines: int = 2, how: str = "serves", ranks: int = 1, **keys: Any
+        self,
+        run: Path,
+        codes: list[Any],
+        engines: int = 2,
+        how: str = "serves",
+        ranks: int = 1,
+        sample_s: float = 60.0,
+        **keys: Any,
     ) -> None:
         (run / "engines").mkdir(parents=True)
         self.run, launcher = run, LocalLauncher(run / "engines")
@@ -85,7 +98,7 @@ class Placed:
         ]
         command = [sys.executable, "-c", TRAINING, str(run), json.dumps(codes)]
         placed = PlacementSection(engines=engines, **keys)
-        self.parent = Parent(placed, run, self.servers, Training(command, {}, launcher, ranks))
+        self.parent = Parent(placed, run, self.servers, Training(command, {}, launcher, ranks), sample_s=sample_s)
 
     def starts(self, rank: int = 0) -> list[dict[str, Any]]:
         file = self.run / f"starts_{rank}.jsonl"
@@ -247,6 +260,19 @@ def test_the_log_of_an_engine_that_is_given_up_is_read_once(place: Place, monkey
     with pytest.raises(KeyboardInterrupt):
         placed.meanwhile(kill)
     assert read == ["server_1"]
+
+
+@pytest.mark.parametrize("activity", ["step 1", "evaluation 4", "checkpoint 4"])
+def test_training_that_does_nothing_is_killed_and_started_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch, activity: str
+) -> None:
+    monkeypatch.setattr("nmoe.cluster.parent.SLACK_S", 0.9)
+    placed = place([{"does": activity}, "0.1"], engines=1, wait_s=0.1, sample_s=0.0)
+    began = time.monotonic()
+    placed.parent.run()
+    assert time.monotonic() - began > 20 * 0.1 + 0.9 + 0.1
+    assert placed.log().count(f"training hangs: nothing of {activity} was done for") == 1
+    assert f"training ended with exit code {128 + signal.SIGKILL}; it is started again" in placed.log()
 
 
 def test_training_that_hangs_is_killed_and_started_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from nmoe.errors import UserError
 from nmoe.plan.engine_plan import engine_plan
 from nmoe.recipes.run_loop import Run
 from nmoe.runs.directory import is_free
+from nmoe.work import WORK
 
 PLACED = ("--engine.kind=server", "--placement.engines=2")
 
@@ -183,6 +185,42 @@ def test_a_run_says_what_it_does_to_its_parent_alone(configured: Configured, tmp
     assert not activity.exists()
     placed = Run(configured(*PLACED, "--engine.urls=['http://a:1']"), directory, progress, 9, None)
     placed.does("step", 3)
-    assert activity.read_text() == "step 3"
+    said, done = activity.read_text().split("\n")
+    assert (said, int(done)) == ("step 3", WORK.done())
     placed.does("evaluation", 3)
-    assert activity.read_text() == "evaluation 3"
+    assert activity.read_text().startswith("evaluation 3\n")
+
+
+def test_a_run_says_again_and_again_how_much_it_has_done(
+    configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from the writing of a checkpoint, which has no pieces."""
+    monkeypatch.setattr("nmoe.recipes.run_loop._TELL_S", 0.01)
+    (tmp_path / "engines").mkdir()
+    directory: Any = SimpleNamespace(path=tmp_path, ledger=None, start_step=0)
+    progress: Any = None
+    run = Run(configured(*PLACED, "--engine.urls=['http://a:1']"), directory, progress, 9, None)
+
+    def told() -> int:
+        _, _, done = (tmp_path / "engines" / "activity").read_text().partition("\n")
+        return int(done or 0)
+
+    def until(done: int) -> None:
+        end = time.monotonic() + 20
+        while told() < done:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    with run._telling_on():
+        run.does("checkpoint", 3)
+        first = told()
+        for _ in range(7):
+            WORK.pieces += 1
+        until(first + 7)
+        (tmp_path / "large").write_bytes(bytes(5 * 2**20))
+        until(first + 12)
+    time.sleep(0.05)
+    WORK.pieces += 1
+    last = told()
+    time.sleep(0.05)
+    assert told() == last  # the run has ended

@@ -38,28 +38,35 @@ class Restarts:
 class Standstill:
     """Decides from the activities that training names, such as "step 12" or "checkpoint 12", when it hangs.
 
-    A step hangs once it has lasted ten times as long as the longest one that has ended, and `slack_s` beside. The first step never
-    does, nor anything else, because how long a start, an evaluation or a checkpoint takes is not known.
+    A step hangs once it has lasted ten times as long as the longest one that has ended, and `slack_s` beside. How long the first
+    step, an evaluation or a checkpoint takes is not known: any activity hangs once nothing of it was done for `idle_s`.
     """
 
-    def __init__(self, slack_s: float) -> None:
-        self.slack_s = slack_s
+    def __init__(self, slack_s: float, idle_s: float) -> None:
+        """`idle_s` is longer than the longest piece of work, which is a sample or a part of a batch, takes."""
+        self.slack_s, self._idle_s = slack_s, idle_s
         self._longest: float | None = None
         self._activity, self._since = "", 0.0
+        self._done, self._done_at = "", 0.0
 
     def begin(self) -> None:
         """Notes that training is started, and does nothing yet."""
         self._activity = ""
 
-    def does(self, activity: str, now: float) -> str | None:
-        """Notes the present activity. Returns why training hangs; None if it does not."""
+    def does(self, activity: str, done: str, now: float) -> str | None:
+        """Notes the present activity, and a text that changes with whatever is `done` of it. Returns why training hangs; None if it
+        does not."""
         lasted, longest = now - self._since, self._longest
+        if (activity, done) != (self._activity, self._done):
+            self._done, self._done_at = done, now
         if activity != self._activity:
             if self._activity.startswith("step "):
                 self._longest = max(longest or 0.0, lasted)
             self._activity, self._since = activity, now
         elif activity.startswith("step ") and longest is not None and lasted > _TIMES * longest + self.slack_s:
             return f"{activity} has taken {lasted:.0f} s, and the longest one before took {longest:.0f} s"
+        elif (idle := now - self._done_at) > self._idle_s:
+            return f"nothing of {activity} was done for {idle:.0f} s"
         return None
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,8 +139,8 @@ def test_no_engine_is_started_twice_or_more_often_than_allowed(
 
 
 def test_a_step_hangs_after_ten_times_the_longest_before_and_the_slack() -> None:
-    """Not the first one, and no evaluation or checkpoint; a start forgets the activity and not the times."""
-    still = Standstill(100.0)
+    """Not the first one, and no evaluation or checkpoint of which something is done; a start forgets the activity alone."""
+    still = Standstill(100.0, math.inf)
     for now, activity in [
         (0, "step 1"),
         (5000, "step 1"),
@@ -145,8 +148,8 @@ def test_a_step_hangs_after_ten_times_the_longest_before_and_the_slack() -> None
         (5050, "evaluation 2"),
         (99050, "evaluation 2"),
     ]:
-        assert still.does(activity, now) is None  # the longest step took 5020 s
-    still = Standstill(100.0)
+        assert still.does(activity, "", now) is None  # the longest step took 5020 s
+    still = Standstill(100.0, math.inf)
     for now, activity in [
         (0, "step 1"),
         (20, "step 2"),
@@ -154,10 +157,26 @@ def test_a_step_hangs_after_ten_times_the_longest_before_and_the_slack() -> None
         (9050, "checkpoint 2"),
         (18050, "step 3"),
     ]:
-        assert still.does(activity, now) is None  # the longest step took 30 s
-    assert still.does("step 3", 18050 + 400) is None
-    assert still.does("step 3", 18050 + 401) == "step 3 has taken 401 s, and the longest one before took 30 s"
+        assert still.does(activity, "", now) is None  # the longest step took 30 s
+    assert still.does("step 3", "", 18050 + 400) is None
+    assert still.does("step 3", "", 18050 + 401) == "step 3 has taken 401 s, and the longest one before took 30 s"
     still.begin()
-    assert still.does("step 3", 30000) is None
-    assert still.does("step 3", 30400) is None
-    assert still.does("step 3", 30401) is not None
+    assert still.does("step 3", "", 30000) is None
+    assert still.does("step 3", "", 30400) is None
+    assert still.does("step 3", "", 30401) is not None
+
+
+@pytest.mark.parametrize("activity", ["step 1", "evaluation 0", "checkpoint 3", "end 9"])
+def test_an_activity_hangs_of_which_nothing_is_done(activity: str) -> None:
+    """However long it takes, while something of it is done."""
+    still = Standstill(100.0, 50.0)
+    for now in range(0, 4000, 50):
+        assert still.does(activity, f"{now}", now) is None
+    assert still.does(activity, "3950", 4000) is None
+    assert still.does(activity, "3950", 4001) == f"nothing of {activity} was done for 51 s"
+    # What follows begins anew, also after a start of the same activity.
+    assert still.does("step 4", "3950", 4002) is None
+    assert still.does("step 4", "3950", 4052) is None
+    still.begin()
+    assert still.does("step 4", "3950", 4090) is None
+    assert still.does("step 4", "3950", 4141) == "nothing of step 4 was done for 51 s"
