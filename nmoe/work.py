@@ -1,4 +1,4 @@
-"""How much this process has done, by which a long activity is told from one that hangs."""
+"""How much this process has done. A long activity does something; one that hangs does not."""
 
 from __future__ import annotations
 

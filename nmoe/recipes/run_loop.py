@@ -44,8 +44,8 @@ from nmoe.runs.state import Part, Subdirectory, load_parts
 from nmoe.runs.storage import how_to_resume
 from nmoe.work import WORK
 
-# Seconds between two lines for the parent of a run.
-_TELL_S = 5.0
+# Seconds between two reports to the parent of a run.
+_REPORT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Run:
         self._last_step = directory.start_step
         self._slept: int | None = IDLE.slept  # before the run; None once it was said
         placed = isinstance(config, RLConfig) and config.placement is not None
-        self._told = directory.path / LOGS / ACTIVITY if placed else None
-        self._activity, self._telling = "", threading.Lock()
+        self._activity_file = directory.path / LOGS / ACTIVITY if placed else None
+        self._activity, self._writing = "", threading.Lock()
         self._sinks: Sinks | None = None  # until the run has begun: a refused resumption is no attempt to show
 
     def note(self, text: str) -> None:
@@ -157,26 +157,26 @@ class Run:
 
     def does(self, activity: str, step: int) -> None:
         """Names the present activity to the parent of a run with [placement], which ends a run that hangs."""
-        with self._telling:
+        with self._writing:
             self._activity = f"{activity} {step}"
-        self._tell()
+        self._write_activity()
 
-    def _tell(self) -> None:
-        if self._told is not None:
-            with self._telling, suppress(OSError):  # a full disk is noticed where it matters
-                self._told.write_text(f"{self._activity}\n{WORK.done()}")
+    def _write_activity(self) -> None:
+        if self._activity_file is not None:
+            with self._writing, suppress(OSError):  # a full disk is noticed where it matters
+                self._activity_file.write_text(f"{self._activity}\n{WORK.done()}")
 
     @contextmanager
-    def _telling_on(self) -> Iterator[None]:
-        """Tells the parent again and again how much was done."""
+    def _reporting(self) -> Iterator[None]:
+        """Writes again and again how much was done."""
         over = threading.Event()
 
-        def tell() -> None:
-            while not over.wait(_TELL_S):
-                self._tell()
+        def report() -> None:
+            while not over.wait(_REPORT_S):
+                self._write_activity()
 
-        if self._told is not None:
-            threading.Thread(target=tell, name="nmoe-work", daemon=True).start()
+        if self._activity_file is not None:
+            threading.Thread(target=report, name="nmoe-work", daemon=True).start()
         try:
             yield
         finally:
@@ -203,7 +203,7 @@ class Run:
         checkpoint = self._config.checkpoint
         with (
             Interruptible() as interrupt,
-            self._telling_on(),
+            self._reporting(),
             Saver(
                 self.directory.checkpoints, checkpoint.keep, checkpoint.asynchronous, exports_of(self._config)
             ) as saver,

@@ -191,29 +191,29 @@ def test_a_run_says_what_it_does_to_its_parent_alone(configured: Configured, tmp
     assert activity.read_text().startswith("evaluation 3\n")
 
 
-def test_a_run_says_again_and_again_how_much_it_has_done(
+def test_a_run_reports_again_and_again_how_much_it_has_done(
     configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also from the writing of a checkpoint, which has no pieces."""
-    monkeypatch.setattr("nmoe.recipes.run_loop._TELL_S", 0.01)
+    monkeypatch.setattr("nmoe.recipes.run_loop._REPORT_S", 0.01)
     (tmp_path / "engines").mkdir()
     directory: Any = SimpleNamespace(path=tmp_path, ledger=None, start_step=0)
     progress: Any = None
     run = Run(configured(*PLACED, "--engine.urls=['http://a:1']"), directory, progress, 9, None)
 
-    def told() -> int:
+    def reported() -> int:
         _, _, done = (tmp_path / "engines" / "activity").read_text().partition("\n")
         return int(done or 0)
 
     def until(done: int) -> None:
         end = time.monotonic() + 20
-        while told() < done:
+        while reported() < done:
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    with run._telling_on():
+    with run._reporting():
         run.does("checkpoint", 3)
-        first = told()
+        first = reported()
         for _ in range(7):
             WORK.pieces += 1
         until(first + 7)
@@ -221,6 +221,6 @@ def test_a_run_says_again_and_again_how_much_it_has_done(
         until(first + 12)
     time.sleep(0.05)
     WORK.pieces += 1
-    last = told()
+    last = reported()
     time.sleep(0.05)
-    assert told() == last  # the run has ended
+    assert reported() == last  # the run has ended

@@ -139,7 +139,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._bytes += data
         if self._reply is None or self._reply.done():
-            self.close()  # nobody asked
+            self.close()  # no request waits for it
         else:
             self._read_on()
 

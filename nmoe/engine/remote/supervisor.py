@@ -54,7 +54,7 @@ class Standstill:
         self._activity = ""
 
     def does(self, activity: str, done: str, now: float) -> str | None:
-        """Notes the present activity, and a text that changes with whatever is `done` of it. Returns why training hangs; None if it
+        """Notes the present activity, and a text that changes as more of it is `done`. Returns why training hangs; None if it
         does not."""
         lasted, longest = now - self._since, self._longest
         if (activity, done) != (self._activity, self._done):
