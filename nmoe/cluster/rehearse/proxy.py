@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Ask = Callable[[], Awaitable[Reply]]
 Fault = Callable[[Ask], Awaitable[tuple[bytes, bool]]]
-"""Returns what is sent instead of the reply, for which it may ask the server, and whether the connection is kept."""
+"""Returns the bytes to send instead of the reply, for which it may ask the server, and whether the connection is kept."""
 
 _LOGPROB = re.compile(rb'("logprob": ?)(-?[\d.eE+-]+)')
 
