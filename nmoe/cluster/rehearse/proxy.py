@@ -18,6 +18,8 @@ Ask = Callable[[], Awaitable[Reply]]
 Fault = Callable[[Ask], Awaitable[tuple[bytes, bool]]]
 """Returns the bytes to send instead of the reply, for which it may ask the server, and whether the connection is kept."""
 
+# Seconds between two looks whether a client still waits.
+_LOOK_S = 0.05
 _LOGPROB = re.compile(rb'("logprob": ?)(-?[\d.eE+-]+)')
 
 
@@ -94,7 +96,13 @@ class Proxy:
                 headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
                 body = await reader.readexactly(int(headers.pop("content-length", "0")))
                 method, target, _ = first.split(" ")
-                if not await self._answer(method, target, headers, body, writer):
+                answering = asyncio.ensure_future(self._answer(method, target, headers, body, writer))
+                while not answering.done() and not reader.at_eof():
+                    await asyncio.wait((answering,), timeout=_LOOK_S)
+                if not answering.done():
+                    answering.cancel()  # the client has gone, and its request may not stay with the server
+                    break
+                if not answering.result():
                     break
         except (asyncio.IncompleteReadError, ConnectionError, httpx2.HTTPError):
             pass  # one of the two has gone, as happens to real ones
