@@ -61,8 +61,8 @@ def _answers(state: State) -> Iterator[tuple[str, Any]]:
         asked = {"runs": name, "names": ",".join(run["metrics"])}
         every = state.curves({**asked, "points": "400"})["runs"][name]
         every["smoothed"] = {
-            steps: state.curves({**asked, "points": "200", "smooth": steps})["runs"][name]["smooth"]
-            for steps in SMOOTHINGS
+            window: state.curves({**asked, "points": "200", "smooth": window})["runs"][name]["smooth"]
+            for window in SMOOTHINGS
         }
         yield f"every?run={quote_plus(name)}", every
         recipes.setdefault(run["recipe"], []).append(name)
@@ -86,11 +86,11 @@ def _answers(state: State) -> Iterator[tuple[str, Any]]:
             yield answer("step", run=name, step=str(step))
     for runs in filter(lambda names: len(names) > 1, recipes.values()):
         names = ",".join(state.run({"run": runs[0]})["metrics"])
-        for steps in ("", *SMOOTHINGS):
-            said = {"runs": "\n".join(runs), "smooth": steps}
+        for window in ("", *SMOOTHINGS):
+            said = {"runs": "\n".join(runs), "smooth": window}
             yield (
                 f"bands?{_query(said)}",
-                state.bands({**said, "smooth": steps or "0", "names": names, "points": "200"}),
+                state.bands({**said, "smooth": window or "0", "names": names, "points": "200"}),
             )
 
 

@@ -10,6 +10,8 @@ const COLUMNS = {
   mask: "trained on", expert: "expert", versions: "weight version", mismatch: "mismatch: learner less sampler", kept: "tokens kept to draw from",
 };
 const SIGNED = new Set(["advantage", "mismatch"]);
+// Of a colour behind text, so faint that the text can be read on it.
+const tint = (share) => `calc(var(--tint) * ${share.toFixed(3)})`;
 const HUES = [205, 25, 160, 325, 45, 265, 95, 355];
 
 export class Tokens {
@@ -42,7 +44,7 @@ export class Tokens {
     this.colour.replaceChildren(...there.map(([name, label]) => h("option", { value: name, selected: name === wanted }, label)));
     this.layer.parentElement.hidden = !data.experts;
     this.layer.replaceChildren(...Array.from({ length: data.layers ?? 0 }, (_, layer) => h("option", { value: layer }, layer)));
-    this.flow.replaceChildren(...data.texts.map((text, at) => h("span", { class: `token${data.mask[at] ? "" : " given"}`, tabindex: at ? "-1" : "0", role: "button" }, text === "" ? "∅" : text)));
+    this.flow.replaceChildren(...data.texts.map((text, at) => h("span", { class: `token${data.mask[at] ? "" : " given"}`, tabindex: at ? "-1" : "0", role: "button", "aria-label": text && !text.trim() ? `blank ${JSON.stringify(text)}` : null }, text === "" ? "∅" : text)));
     const page = (label, to) => button(label, () => this.load(to).catch((error) => (this.facts.textContent = error.message)));
     const size = data.ids.length;
     const said = h("span", { class: "faint" }, size < data.of ? `tokens ${figure(first)} to ${figure(first + size - 1)} of ${figure(data.of)}` : `${figure(data.of)} tokens`);
@@ -72,9 +74,9 @@ export class Tokens {
       else if (name === "versions") colour = value >= 0 ? `hsl(${HUES[value % HUES.length]} 70% 50% / .3)` : "";
       else if (value === null || value === undefined) colour = "";
       else if (name === "mask") colour = value ? "hsl(160 70% 45% / .3)" : "";
-      else if (SIGNED.has(name)) colour = `hsl(${value < 0 ? 15 : 190} 80% 45% / ${((0.75 * Math.abs(value)) / most).toFixed(3)})`;
-      else if (name === "logprob" || name === "behaviour") colour = `rgba(var(--heat), ${(0.7 * (1 - Math.exp(value))).toFixed(3)})`;
-      else colour = `rgba(var(--heat), ${(0.75 * (value / most)).toFixed(3)})`;
+      else if (SIGNED.has(name)) colour = `hsl(${value < 0 ? 15 : 190} 80% 45% / ${tint(Math.abs(value) / most)})`;
+      else if (name === "logprob" || name === "behaviour") colour = `rgba(var(--heat), ${tint(1 - Math.exp(value))})`;
+      else colour = `rgba(var(--heat), ${tint(value / most)})`;
       token.style.background = colour;
       token.dataset.value = name === "expert" ? (value ?? []).join(" ") : figure(value ?? "");
     });
