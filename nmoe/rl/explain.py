@@ -2,7 +2,8 @@
 and says for each whether it is as recorded.
 
 The run's own code computes them: the batch of the step's samples, its advantages, one forward pass, and the derivative of the loss
-by each token's log-probability. With exact numerics they are the same to the bit, in any batch. A step whose weights
+by each token's log-probability. Advantages that a teacher or a verifier's step rewards decided, and with them the shares of the
+gradient, are not derived. With exact numerics they are the same to the bit, in any batch. A step whose weights
 were not kept is trained up to from the nearest checkpoint before it (`--replay`).
 """
 
@@ -102,7 +103,7 @@ class Explainer:
 
     def __init__(self, run: Path, *, replay: bool = False, allow_user_code: bool = False) -> None:
         """Loads the run's configuration. With `replay`, steps whose weights are gone are trained up to again. Raises UserError for
-        a run whose numbers cannot be derived and, unless `allow_user_code`, for one whose own code computes them. Nothing of
+        a run without such records and, unless `allow_user_code`, for one whose own code computes the numbers. Nothing of
         the environment is loaded: a pool, a task or a reward may be code, too."""
         if not (run / "config.toml").exists() and (run / "rl" / "config.toml").exists():
             run = run / "rl"
@@ -111,12 +112,7 @@ class Explainer:
         if not allow_user_code:
             refuse_code_of_training(run, self._config)
         algorithm = self._config.algorithm
-        if self._config.distillation is not None:
-            raise UserError(f"{run}: its advantages are a teacher's ([distillation]), which is not asked again")
-        if algorithm.step_reward_coef and any(
-            isinstance(one, VerifierRewardConfig) for one in self._config.environment.rewards
-        ):
-            raise UserError(f"{run}: its advantages count a verifier's step rewards, which samples/ does not hold")
+        self._unknown = _unknown_advantages(self._config)
         provenance = read_provenance(run)
         self._inexact = "" if provenance["numerics"] == "exact" else f"numerics were {provenance['numerics']}"
         prepare_process(provenance["threads"], self._config.model.device)
@@ -182,6 +178,8 @@ class Explainer:
     def _column(
         self, name: str, label: str, derived: _Derived, sample: int, at: int, recorded: Mapping[str, Any]
     ) -> Finding:
+        if self._unknown and name in ("advantage", "gradient"):
+            return Finding(label, "none", why_not=self._unknown)
         column = derived.columns[name][at]
         values: Any = column.tolist()
         algorithm = self._config.algorithm
@@ -361,6 +359,17 @@ class Explainer:
         if policy.critic is not None and policy.critic.own is not None:
             parts["critic"] = Subdirectory("critic", {"learner": policy.critic.own})
         load_parts(checkpoint, parts)
+
+
+def _unknown_advantages(config: RLConfig) -> str:
+    """Returns why the advantages of a run cannot be derived from its records; "" if they can."""
+    if config.distillation is not None:
+        return "it is a teacher's ([distillation]), which is not asked again"
+    if config.algorithm.step_reward_coef and any(
+        isinstance(one, VerifierRewardConfig) and one.steps for one in config.environment.rewards
+    ):
+        return "it counts a verifier's step rewards, which samples/ does not hold"
+    return ""
 
 
 _LABELS = {

@@ -19,6 +19,7 @@ from dashboard_screenshots import pictures
 from made_runs import Made, Writer
 from PIL import Image
 from playwright.sync_api import Browser, expect
+from untrained_run import untrained_run
 
 from nmoe.text.tokenizer import Tokenizer
 
@@ -348,3 +349,26 @@ def test_the_pictures_of_the_guide_show_something(server: Server, browser: Brows
     for name in re.findall(r"images/(dashboard_\w+\.png)", GUIDE.read_text()):
         with Image.open(tmp_path / name) as picture:
             assert len(set(picture.convert("L").tobytes())) > 20, name
+
+
+def test_a_click_recomputes_a_token_or_says_what_is_missing(tmp_path: Path, look: Look) -> None:
+    run = untrained_run(tmp_path)
+    with serving(run) as server:
+        board = look(server.url, at="#/?run=run&view=sample&step=2&line=0")
+        board.at("sample")
+        recompute = board.page.get_by_role("button", name="Recompute this token")
+        expect(recompute).to_be_disabled()
+        board.page.locator(".token").nth(2).click()
+        recompute.click()
+        derived = board.page.locator("#derived")
+        expect(derived.locator("pre")).to_contain_text("log-probability", timeout=120_000)
+        lines = derived.locator("pre").inner_text().splitlines()
+        assert lines[0].startswith(f"{run}: step 2, sample 0 of draw/")
+        assert lines[1] == f"by {run / 'checkpoints/step_000001'}"
+        record = json.loads((run / "samples/step_000002.jsonl").read_text().splitlines()[0])
+        assert [line.split()[1:] for line in lines if line.startswith("log-probability")] == [
+            [f"{record['logprobs'][2]:.9g}", "as", "recorded"]
+        ]
+        shutil.rmtree(run / "checkpoints/step_000001")
+        recompute.click()
+        expect(derived.locator(".error")).to_contain_text("Repeat with --replay", timeout=120_000)

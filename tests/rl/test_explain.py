@@ -122,3 +122,12 @@ def test_a_token_costs_little_once_its_step_is_derived(reinforce: Reinforce) -> 
     for _ in range(10):
         explainer.explain(1, line, token)
     assert (time.process_time() - began) / 10 < max(0.2, first)
+
+
+def test_advantages_of_a_teacher_are_not_derived_and_all_else_is(reinforce: Reinforce, base: Path) -> None:
+    run = reinforce(*EXACT, "--run.steps=2", f"--distillation.teacher={base}")
+    found = by_name(Explainer(run).explain(2, *sampled_token(run, 2)))
+    assert [one for one in found.values() if one.recorded is not None] == []
+    assert {name for name, one in found.items() if not one.why_not} == ALL - {"advantage", "share of gradient"}
+    for name in ("advantage", "share of gradient"):
+        assert found[name].why_not == "it is a teacher's ([distillation]), which is not asked again"

@@ -14,6 +14,7 @@ from untrained_run import untrained_run
 from nmoe.errors import UserError
 from nmoe.rl.explain import Explainer, Finding
 from nmoe.runs.ledger import read_lines
+from nmoe.types import ToolCall, ToolEvent
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,29 @@ def test_rounding_without_exact_numerics_is_no_difference(run: Path) -> None:
     change_records(run, lambda record: record.update(versions=[0 for _ in record["versions"]]))
     shutil.move(run / "samples/step_000002.jsonl", run / "samples/step_000001.jsonl")
     assert "numerics were fast" in found(run, 1)["log-probability"].why_not
+
+
+@pytest.mark.parametrize("steps", ["true", "false"])
+def test_advantages_by_a_verifier_s_step_rewards_are_not_derived(run: Path, steps: str) -> None:
+    verifier = f'[{{ name = "v", type = "verifier", path = "verifier", weight = 0.0, steps = {steps} }}]'
+    rewrite(run / "config.toml", "rewards = []", f"rewards = {verifier}")
+    by_name = found(run)
+    assert [one for one in by_name.values() if one.recorded is not None] == []
+    for name in ("advantage", "share of gradient"):
+        assert ("a verifier's step rewards" in by_name[name].why_not) == (steps == "true")
+        assert by_name[name].derived == "none"
+    assert {name for name, one in by_name.items() if not one.why_not} >= {"reward", "log-probability", "route"}
+
+
+def test_the_reward_of_a_sample_that_called_a_tool_is_left_to_a_replay(run: Path) -> None:
+    call = ToolCall("python", '{"code": "print(2 + 2)"}', "0/0")
+    event = ToolEvent(call, "ok", "4\n", "", started_s=0.1, wall_s=0.1).record()
+    change_records(run, lambda record: record.update(tool_events=[event], reward=record["reward"] + 1))
+    by_name = found(run)
+    assert by_name["reward"].why_not == "its grader reads files or calls of tools; nmoe replay runs them"
+    assert {name for name, one in by_name.items() if not one.why_not} == {
+        "mask", "log-probability", "learner's", "entropy", "route",
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -269,6 +269,23 @@ def test_tokens_of_older_weights_are_not_compared_with_newer_ones(run: Path) -> 
     }
 
 
+def test_a_step_whose_weights_are_gone_is_trained_up_to_by_the_journal(run: Path) -> None:
+    kept = Explainer(run, allow_user_code=True).step(3)
+    assert kept.weights == str(run / "checkpoints/step_000002")
+    shutil.rmtree(run / "checkpoints/step_000002")
+    with pytest.raises(UserError, match=r"in the run's beginning, 2 steps before\. Repeat with --replay"):
+        Explainer(run, allow_user_code=True).explain(3, 0, 0)
+    explainer = Explainer(run, replay=True, allow_user_code=True)
+    found = [one for token in range(0, 64, 9) for one in explainer.explain(3, 0, token)]
+    assert [str(one) for one in found if one.recorded is not None] == []
+    again = explainer.step(3)
+    assert again.weights == "weights trained again from the run's beginning"
+    assert {name: column.tolist() for name, column in again.columns.items()} == {
+        name: column.tolist() for name, column in kept.columns.items()
+    }
+    assert len(again.columns["logprob"]) > 100
+
+
 def test_a_replay_for_explaining_asks_what_a_replay_asks(run: Path) -> None:
     with pytest.raises(UserError, match=r"reward function low_ids:low from .*low_ids\.py.*--allow-user-code"):
         Explainer(run, replay=True).explain(4, 0, 0)
