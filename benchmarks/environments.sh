@@ -9,6 +9,12 @@ CLIENTS=(openai==3.57.0 pytest==9.2.0 pytest-asyncio==1.5.0 dirty-equals==0.11 t
     httpx-aiohttp==0.2.0 respx==0.23.1 distro==1.9.0 sniffio==1.3.1 tqdm==4.70.1 jiter==0.19.0 jsonschema==4.26.0
     inspect-ai==0.3.285 schemathesis==4.32.5)
 
+# The cookbook without its dependencies: it asks for a tml-renderers that this platform has no wheel of, and needs it for none of its
+# text renderers.
+COOKBOOK=tinker-cookbook==0.6.1
+COOKBOOK_NEEDS=(tinker==0.38.0 chz blobfile termcolor cloudpickle pylatexenc lxml pycryptodomex tml-renderers datasets sympy rich tqdm pillow)
+OLDER_TINKER=(0.30.0 0.25.0)
+
 require_python() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         echo "$(basename "$0"): needs Python 3.11 or newer, found $("$PYTHON" --version); set PYTHON to one" >&2
@@ -81,6 +87,25 @@ prepare_clients() { # root
         echo "installing ${CLIENTS[*]} into .venv-clients"
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$UV"
         "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${CLIENTS[@]}"
+        echo "$wanted" >"$venv/.installed"
+    fi
+}
+
+# Makes .venv-tinker with the newest SDK of Tinker and its cookbook, and .venv-tinker-VERSION with each older SDK.
+prepare_tinker() { # root
+    local root="$1" venv="$1/.venv-tinker" wanted torch version
+    torch="$(grep '^torch==' "$root/constraints.txt")"
+    wanted="$(echo "$torch $COOKBOOK ${COOKBOOK_NEEDS[*]} ${OLDER_TINKER[*]}" | cksum)"
+    if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+        [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
+        echo "installing tinker 0.38.0, its cookbook and tinker ${OLDER_TINKER[*]} into .venv-tinker*"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$UV"
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$torch" "${COOKBOOK_NEEDS[@]}"
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps "$COOKBOOK"
+        for version in "${OLDER_TINKER[@]}"; do
+            [ -x "$venv-$version/bin/python" ] || "$PYTHON" -m venv --without-pip "$venv-$version"
+            "$venv/bin/uv" pip install --quiet --python "$venv-$version/bin/python" "tinker==$version"
+        done
         echo "$wanted" >"$venv/.installed"
     fi
 }

@@ -1,0 +1,177 @@
+"""Trains with the unmodified cookbook of Tinker against `nmoe serve --tinker`: python benchmarks/tinker_recipe.py CLIENT_PYTHON
+
+CLIENT_PYTHON is an interpreter that has tinker and tinker_cookbook (`prepare_tinker` of benchmarks/environments.sh). The recipe is
+`math_rl` with its own arithmetic, 32 problems of 16 samples a step. Its base is made here: it knows sums, and says a wrong one as
+often as a right one. Prints the reward before and after, and the CPU seconds of client and server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "tests")]
+
+from served_client import serving  # noqa: E402
+
+from nmoe.config.tables.model import OptimizerSection  # noqa: E402
+from nmoe.learner.batch import Batch  # noqa: E402
+from nmoe.learner.learner import Learner  # noqa: E402
+from nmoe.learner.objectives import cross_entropy  # noqa: E402
+from nmoe.model.checkpoint import export_model  # noqa: E402
+from nmoe.model.config import ModelConfig  # noqa: E402
+from nmoe.model.transformer import Transformer  # noqa: E402
+from nmoe.text.tokenizer import Tokenizer  # noqa: E402
+
+# The largest number of the cookbook's arithmetic.
+LARGEST = 100
+RIGHT = 0.5
+END = "<|endoftext|>"
+
+
+def pieces(a: int, b: int, answer: int) -> list[str]:
+    """Returns a conversation as the cookbook's renderer `role_colon` writes it, in the pieces that it encodes."""
+    shown = ["User:", " What is 4 + 5?\n\n", "Assistant:", " 9\n\n", "User:", f" What is {a} + {b}?\n\n", "Assistant:"]
+    return [*shown, f" {answer}\n\n", "User:"]
+
+
+def answered(rng: random.Random, right: float) -> list[str]:
+    a, b = rng.randint(0, LARGEST), rng.randint(0, LARGEST)
+    error = 0 if rng.random() < right else rng.choice((-10, -2, -1, 1, 2, 10))
+    return pieces(a, b, max(0, a + b + error))
+
+
+def make_tokenizer(directory: Path, texts: list[str]) -> Tokenizer:
+    """Trains a tokenizer in which each number is one token, so that a small model learns sums soon."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(r" ?\d+| ?[A-Za-z]+|\s+|[^\sA-Za-z\d]"), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=640, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
+    return Tokenizer.load(directory)
+
+
+def make_base(directory: Path, seed: int, steps: int) -> None:
+    """Trains a small model on sums, of which half are wrong at the end, and writes it."""
+    rng = random.Random(seed)
+    texts = ["".join(answered(rng, 1.0)) for _ in range(20_000)]
+    tokenizer = make_tokenizer(directory, texts)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=96, layers=2, heads=3, kv_heads=3, head_dim=32, intermediate_size=384,
+        experts=0, experts_per_token=0, context_tokens=128, qk_norm=True, tie_embeddings=True,
+    )  # fmt: skip
+    model = Transformer(config).initialize(seed)
+    optimizer = OptimizerSection(learning_rate=2e-3, warmup_steps=50, min_lr_ratio=0.05, weight_decay=0.01)
+    learner = Learner(model, optimizer, steps, 16_384)
+    shared = sum(len(tokenizer.encode(piece)) for piece in pieces(0, 0, 0)[:5])
+    known = {piece: tokenizer.encode(piece) for piece in pieces(0, 0, 0)}
+    for step in range(steps):
+        rows, begins = [], []
+        for _ in range(256):
+            parts = [
+                known.get(piece) or tokenizer.encode(piece)
+                for piece in answered(rng, 1.0 if step < steps // 2 else RIGHT)
+            ]
+            rows.append([token for part in parts for token in part])
+            begins.append(sum(map(len, parts[:-2])) - 1)
+        inputs = [row[:-1] for row in rows]
+        scored = [[n >= begin for n in range(len(row))] for row, begin in zip(inputs, begins, strict=True)]
+        scored_T = torch.tensor([one for row in scored for one in row])
+        batch = Batch(
+            tuple(map(len, inputs)),
+            torch.tensor([one for row in inputs for one in row]),
+            torch.tensor([one for row in rows for one in row[1:]]),
+            scored_T,
+            scored_T.float() / scored_T.sum(),
+            prefixes=((0, shared),) * len(rows),  # the first question is always the same
+        )
+        loss = learner.forward_backward(batch, cross_entropy).result().loss
+        learner.optim_step()
+        if step % 100 == 0 or step + 1 == steps:
+            print(f"base, step {step}: {loss:.3f}", flush=True)
+    export_model(model, directory)
+
+
+def children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("client", help="an interpreter with the cookbook")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--base", type=Path, help="a base that was made before; default: a new one")
+    parser.add_argument("--base-steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--loss", default="importance_sampling")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        base = asked.base or Path(scratch) / "base"
+        if not (base / "config.json").exists():
+            base.mkdir(parents=True, exist_ok=True)
+            make_base(base, asked.seed, asked.base_steps)
+        print(json.dumps(result := train(asked, base, Path(scratch)), indent=2))
+    if asked.out is not None:
+        asked.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def train(asked: argparse.Namespace, base: Path, scratch: Path) -> dict[str, float]:
+    """Runs the recipe, and returns its figures."""
+    before = children_s()
+    saved = ("--saved", str(scratch / "saved"))
+    with serving(base, "--tinker", "--threads", "1", *saved, key="tml-bench") as server:
+        command = [
+            asked.client, "-m", "tinker_cookbook.recipes.math_rl.train", f"model_name={base}", "renderer_name=role_colon",
+            "env=arithmetic", "groups_per_batch=32", "group_size=16", "max_tokens=8", f"max_steps={asked.steps}",
+            f"loss_fn={asked.loss}", f"learning_rate={asked.learning_rate}", "eval_every=0", "save_every=0",
+            f"log_path={scratch / 'log'}", "behavior_if_log_dir_exists=delete",
+        ]  # fmt: skip
+        environment = os.environ | {
+            "TINKER_BASE_URL": str(server.http.base_url).rstrip("/"), "TINKER_API_KEY": "tml-bench", "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1", "TINKER_TELEMETRY": "0",
+        }  # fmt: skip
+        log = scratch / "client.log"
+        with log.open("wb") as written:
+            done = subprocess.run(command, env=environment, cwd=scratch, stdout=written, stderr=subprocess.STDOUT)
+        if done.returncode:
+            sys.exit(f"the recipe ended with {done.returncode}:\n{log.read_text()[-4000:]}")
+        client_s = children_s() - before
+    rows = [json.loads(line) for line in (scratch / "log/metrics.jsonl").read_text().splitlines()]
+    rewards = [row["env/all/reward/total"] for row in rows if "env/all/reward/total" in row]
+    correct = [row["env/all/correct"] for row in rows if "env/all/correct" in row]
+    for step, (reward, right) in enumerate(zip(rewards, correct, strict=True)):
+        print(f"step {step}: reward {reward:.3f}, correct {right:.3f}")
+    return {
+        "steps": len(rewards),
+        "first_reward": rewards[0],
+        "last_reward": sum(rewards[-3:]) / len(rewards[-3:]),
+        "client_cpu_s": client_s,
+        "server_cpu_s": children_s() - before - client_s,
+    }
+
+
+if __name__ == "__main__":
+    main()
