@@ -17,7 +17,7 @@ from torch import Tensor
 from nmoe.referee.judge import NEAR, Judge, Seen, Stale, Weights, kept_counts, processed, right_logprobs
 
 # The largest difference of a log-probability that is rounding in float32, and in other precisions, where near ties of routers alone
-# change it by two thirds of this (`.ci/referee_half.py`).
+# change it by half as much (`.ci/referee_half.py`).
 TOLERANCE, ROUGH = 1e-4, 3.0
 # CPU seconds of a search and of all searches of a round, and the most tokens that one compares.
 _SEARCH_S, _ALL_S, _TOKENS = 20.0, 40.0, 300
@@ -27,7 +27,7 @@ _BLOCK = 16
 # The tolerance from which a fit says little, and the share of the mean difference that a right name leaves at most then.
 _EXACT, _EXPLAINED = 0.01, 0.2
 # Where rounding is large: a sample of so many tokens differs, too, where the mean of its differences is larger than rounding's. By
-# `.ci/referee_half.py` the largest was 0.02 between a server and this forward pass, and 0.03 between two types.
+# `.ci/referee_half.py` the largest was 0.016 between a server and this forward pass, and 0.036 between two types.
 LEAST_TOKENS, _ROUGH_MEAN = 8, 0.1
 # Logits of two tokens, or masses, that are this close may change their order.
 ROUGH_NEAR = 0.1

@@ -103,9 +103,19 @@ class Judge:
         stale: Stale | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> list[Tensor]:
-        """Returns the logits `[n, V]` before each sampled token, of each sample. `prompts` replace the samples' own."""
+        """Returns the logits `[n, V]` before each sampled token, of each sample, by the routes that came with it, if any did.
+        `prompts` replace the samples' own."""
         with self.working():
-            return self._logits(seen, weights, head, stale, prompts)
+            if prompts is not None:
+                return self._logits(seen, weights, head, stale, prompts)
+            # Routes are replayed in all of a forward pass or in none of it.
+            found: dict[int, Tensor] = {}
+            for routed in (True, False):
+                part = [number for number, one in enumerate(seen) if (one.choice.routes is not None) is routed]
+                if part:
+                    rows = self._logits([seen[number] for number in part], weights, head, stale, None)
+                    found |= zip(part, rows, strict=True)
+            return [found[number] for number in range(len(seen))]
 
     def _logits(
         self,

@@ -306,3 +306,12 @@ def test_where_rounding_is_large_the_mean_of_a_sample_finds_what_no_token_does(
     right = [torch.full((tokens,), -1.0, dtype=torch.float64)]
     assert bool(Diagnosis(judge, 1.5).wrong(seen, right)) is wrong
     assert Diagnosis(judge, 1e-4).wrong(seen, right) == [0]
+
+
+def test_routes_of_a_sample_are_replayed_beside_samples_without(judge: Judge) -> None:
+    routes = np.tile(np.array([4, 5], np.int16), (3, 2, 1))
+    routed, free = (Seen(Asked((3, 9)), Choice(0, [1, 2], [-1.0] * 2, "length", routes=one)) for one in (routes, None))
+    alone = [judge.logits([one])[0] for one in (routed, free)]
+    assert float((alone[0] - alone[1]).abs().max()) > 0.01, "the routers choose other experts"
+    for one, right in zip(judge.logits([free, routed]), reversed(alone), strict=True):
+        torch.testing.assert_close(one, right)
