@@ -35,9 +35,9 @@ from nmoe.referee.rounds import hold
 _CHECKS = ("tokens", "logprobs", "ends", "seeds", "prefixes", "lengths", "concurrency")
 
 
-def kept(url: str, judge: Judge, seeds: Sequence[int]) -> list[Seen]:
-    """Holds rounds, and returns every sample that they compare."""
-    found: list[Seen] = []
+def kept(url: str, judge: Judge, seeds: Sequence[int]) -> tuple[list[Seen], list[str]]:
+    """Holds rounds, and returns every sample that they compare, and what they found, which is a false alarm."""
+    found, alarms = list[Seen](), list[str]()
     compares = Diagnosis.wrong
 
     def noting(self: Diagnosis, seen: Sequence[Seen], right: Sequence[Tensor]) -> list[int]:
@@ -46,8 +46,9 @@ def kept(url: str, judge: Judge, seeds: Sequence[int]) -> list[Seen]:
 
     with patch.object(Diagnosis, "wrong", noting):
         for seed in seeds:
-            asyncio.run(hold(url, judge, seed=seed, only=_CHECKS, deadline_s=SHARED_S))
-    return found
+            for one in asyncio.run(hold(url, judge, seed=seed, only=_CHECKS, deadline_s=SHARED_S)).outcomes:
+                alarms += [f"seed {seed}, {one.check.name}: {it.fault}: {it.seen}" for it in one.findings]
+    return found, alarms
 
 
 def line(name: str, judge: Judge, seen: Sequence[Seen]) -> str:
@@ -69,12 +70,14 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bfloat16", "float16"), default="bfloat16")
     options: Any = parser.parse_args()
     torch.set_num_threads(1)
+    alarms = list[str]()
     with tempfile.TemporaryDirectory() as scratch:
         for number, model in enumerate(MODELS):
             checkpoint = drawn_checkpoint(Path(scratch) / model, model, seed=number)
             judge, _ = judge_of(checkpoint, options.precision)
             with serving(checkpoint, precision=options.precision) as url:
-                seen = kept(url, judge, range(options.rounds))
+                seen, of_model = kept(url, judge, range(options.rounds))
+            alarms += [f"{model}, {one}" for one in of_model]
             print(line(model, judge, seen), flush=True)
             if judge.model.config.moe_layers:
                 free = [replace(one, choice=replace(one.choice, routes=None)) for one in seen]
@@ -84,6 +87,8 @@ def main() -> None:
                 replace(one, choice=replace(one.choice, logprobs=in_float32.right([one])[0].tolist())) for one in seen
             ]
             print(line(f"{model}, in float32", judge, wide), flush=True)
+    print("\n".join([*alarms, f"{len(alarms)} false alarms"]))
+    sys.exit(bool(alarms))
 
 
 main()
