@@ -6,7 +6,6 @@ said on the page, and hides nothing else. Nothing here imports torch, so that th
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import tomllib
@@ -18,13 +17,13 @@ from typing import Any
 
 from nmoe.dashboard.lines import Lines
 from nmoe.errors import UserError
+from nmoe.runs.running import is_running
 
 _DEEPEST = 3
 # The first of these that a run has is shown in the list.
 _HEADLINES = ("reward_mean", "held_out_loss", "loss")
 # Files that make a folder with a config.toml a run.
 _RUN_FILES = ("provenance.json", "metrics.jsonl", "samples")
-_LOCK = ".lock"
 _TAIL_BYTES = 1 << 16
 
 
@@ -214,25 +213,6 @@ def last_record(file: Path) -> dict[str, Any]:
         if isinstance(found, dict):
             return found
     return {}
-
-
-def is_running(path: Path) -> bool:
-    """Returns whether a process of this machine holds the run's lock."""
-    lock = path / _LOCK
-    try:
-        holder = int(lock.read_text())
-        os.kill(holder, 0)
-    except PermissionError:
-        return True  # a process of another user
-    except (OSError, ValueError):
-        return False
-    # The number may be another process's by now. A shared lock is had at once, and given back, unless the run holds its own.
-    try:
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
 
 
 def _why(error: Exception) -> str:

@@ -19,11 +19,10 @@ from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_left
 from nmoe.runs.ledger import Ledger, read_lines
 from nmoe.runs.provenance import read_provenance
 from nmoe.runs.record_links import LINKED, is_lost, refuse_missing, remove_links
+from nmoe.runs.running import LOCK
 from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
-LOCK = ".lock"
-"""The file in a run's directory that the writing process has locked."""
 LOGS = "engines"
 """The directory in a run's directory with the logs of the other processes of the run."""
 ACTIVITY = "activity"

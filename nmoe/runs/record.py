@@ -1,7 +1,5 @@
 """Reads a run from its files: configuration, steps, evaluations, and whether it is running, finished or interrupted."""
 
-import fcntl
-import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,10 +11,11 @@ from nmoe.config.commands import COMMANDS
 from nmoe.config.kinds import command_for
 from nmoe.errors import UserError
 from nmoe.parsing import json_of, toml_of
-from nmoe.runs.directory import LOCK, flat_keys
+from nmoe.runs.directory import flat_keys
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.provenance import read_provenance
 from nmoe.runs.record_links import refuse_missing
+from nmoe.runs.running import is_running
 from nmoe.statistics import Interval
 
 Status = Literal["running", "finished", "interrupted"]
@@ -137,25 +136,6 @@ def _alerts(file: Path) -> list[dict[str, Any]]:
         if "message" not in alert:
             raise UserError(f"{file}: an alert without a 'message': {alert!r}; remove the line")
     return alerts
-
-
-def is_running(path: Path) -> bool:
-    """Returns whether a process of this machine holds the run's lock."""
-    lock = path / LOCK
-    try:
-        holder = int(lock.read_text())
-        os.kill(holder, 0)
-    except PermissionError:
-        return True  # a process of another user
-    except (OSError, ValueError):
-        return False
-    # The number may be another process's by now. A shared lock is had at once, and given back, unless the run holds its own.
-    with lock.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 def find_runs(directory: Path) -> list[Path]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from nmoe.config.commands import COMMANDS
 from nmoe.errors import UserError
 from nmoe.parsing import json_of
-from nmoe.runs.directory import LOCK, RunLock
+from nmoe.runs.directory import RunLock
+from nmoe.runs.running import LOCK
 from nmoe.runs.storage import storage_errors
 
 # What readers of a run write beside its records, and can write again.

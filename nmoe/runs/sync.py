@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.runs.provenance import changed_files, checkout_at, git
-from nmoe.runs.record import is_running
+from nmoe.runs.running import is_running
 from nmoe.runs.storage import sha256_of
 
 BUNDLE = "code.bundle"

@@ -44,7 +44,8 @@ from nmoe.preflight.resources import (
     weights_fit,
 )
 from nmoe.recipes.run_loop import open_run
-from nmoe.runs.directory import LOCK, RunLock
+from nmoe.runs.directory import RunLock
+from nmoe.runs.running import LOCK
 from nmoe.runs.sinks import sinks as sinks_of_runs
 
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 64}

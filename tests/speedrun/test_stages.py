@@ -337,7 +337,8 @@ def test_a_killed_stage_that_was_finished_by_hand_is_the_users(tmp_path: Path) -
 HOLD = """
 import sys, time
 from pathlib import Path
-from nmoe.runs.directory import LOCK, RunLock
+from nmoe.runs.directory import RunLock
+from nmoe.runs.running import LOCK
 lock = RunLock(Path(sys.argv[1]) / sys.argv[2])
 print("held", flush=True)
 time.sleep(60)
