@@ -190,14 +190,14 @@ class Optimizer:
             if not self.scaled or scale <= 1.0:
                 raise DivergenceError(self._diagnosis(grad_norm))
             self.loss_scale, self.good_steps = scale / 2, 0
-            self._clear()
+            self.forget_gradient()
             return StepResult(None, settings.learning_rate * factor, scale, overflow=True)
         clip(self.masters, settings.max_grad_norm, norm)
         for mine, master in zip(self.stepped, self.masters, strict=True):
             if mine is not master:  # FSDP may have moved what this rank holds, to pad it
                 mine.data, mine.grad = local(master.detach()), None if master.grad is None else local(master.grad)
         self.adamw.step()
-        self._clear()
+        self.forget_gradient()
         self._write_back()
         self.steps += 1
         if not self.scaled:
@@ -207,7 +207,8 @@ class Optimizer:
             self.loss_scale, self.good_steps = scale * 2, 0
         return StepResult(grad_norm, settings.learning_rate * factor, scale)
 
-    def _clear(self) -> None:
+    def forget_gradient(self) -> None:
+        """Clears the gradient, as after a step."""
         for tensor in (*self.masters, *self.stepped):
             tensor.grad = None
         self._gradients.free()

@@ -202,6 +202,16 @@ def test_bad_data_fail_in_their_turn(change: dict[str, Any], why: str, client: T
     assert trained(model)[0] < losses[0], "the model goes on"
 
 
+def test_a_gradient_that_is_not_finite_is_forgotten(client: Tinker) -> None:
+    model = client.model()
+    losses = trained(model)
+    one = datum(TOKENS[1][:-1], target_tokens=TOKENS[1][1:], weights=[3e38] * 4)
+    model.run([one], "cross_entropy")
+    failed = client.wait(client.post("optim_step", **model.next(), adam_params={}))
+    assert "not finite" in failed["error"]
+    assert trained(model)[0] < losses[0], "the weights are as they were, and the next step is a good one"
+
+
 def test_images_are_refused(client: Tinker) -> None:
     made = message("Datum")()
     made.model_input.add().image.SetInParent()

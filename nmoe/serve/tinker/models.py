@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nmoe.config.tables.model import OptimizerSection
+from nmoe.errors import DivergenceError
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs
 from nmoe.learner.passes import scored_columns
@@ -120,7 +121,12 @@ class TrainedModel:
             )
         )
         with self.lora.attached():
-            result = self.learner.optim_step().result()
+            try:
+                result = self.learner.optim_step().result()
+            except DivergenceError:
+                # The client's next pass begins anew, and need not fail with this gradient.
+                self.learner.optimizer.forget_gradient()
+                raise
         return {"type": "optim_step", "metrics": result.metrics()}
 
     def values(self) -> list[Tensor]:

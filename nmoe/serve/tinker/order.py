@@ -17,6 +17,7 @@ class Order:
     def __init__(self, first: int = 1, patience_s: float = _PATIENCE_S) -> None:
         self.next = first
         self._patience_s = patience_s
+        self._here = set[int]()
         self._moved = asyncio.Condition()
 
     def check(self, seq_id: int) -> None:
@@ -27,18 +28,22 @@ class Order:
             raise TinkerError(f"seq_id = {seq_id}: was there already; the next is {self.next}", 409)
 
     async def turn(self, seq_id: int) -> None:
-        """Returns once all earlier requests are done. Raises TinkerError if one of them does not come."""
+        """Returns once all earlier requests are done. Raises TinkerError if one of them does not come; one that runs may take any
+        time."""
         async with self._moved:
+            self._here.add(seq_id)
+            self._moved.notify_all()
             while self.next < seq_id:
-                waited_for = self.next
+                patience = None if self.next in self._here else self._patience_s
                 try:
-                    async with asyncio.timeout(self._patience_s):
-                        await self._moved.wait_for(lambda waited_for=waited_for: self.next != waited_for)  # type: ignore[misc]
+                    async with asyncio.timeout(patience):
+                        await self._moved.wait()
                 except TimeoutError:
-                    raise TinkerError(f"seq_id = {seq_id}: the request {waited_for} before it never came") from None
+                    raise TinkerError(f"seq_id = {seq_id}: the request {self.next} before it never came") from None
 
     async def done(self, seq_id: int) -> None:
         """Lets the next request follow."""
         async with self._moved:
+            self._here.discard(seq_id)
             self.next = max(self.next, seq_id + 1)
             self._moved.notify_all()

@@ -1,0 +1,52 @@
+"""The order of a model's requests, and the failures of requests that do not come."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from nmoe.serve.tinker.errors import TinkerError
+from nmoe.serve.tinker.order import Order
+
+
+async def take(order: Order, seq_id: int, done: list[int], seconds: float = 0.0) -> None:
+    try:
+        await order.turn(seq_id)
+        await asyncio.sleep(seconds)
+        done.append(seq_id)
+    finally:
+        await order.done(seq_id)
+
+
+def test_requests_follow_one_another_in_any_order() -> None:
+    async def run() -> list[int]:
+        order, done = Order(patience_s=5), list[int]()
+        await asyncio.gather(*(take(order, seq_id, done) for seq_id in (3, 2, 4, 1)))
+        return done
+
+    assert asyncio.run(run()) == [1, 2, 3, 4]
+
+
+def test_one_that_runs_may_take_longer_than_one_that_is_missing() -> None:
+    async def run() -> list[int]:
+        order, done = Order(patience_s=0.05), list[int]()
+        await asyncio.gather(take(order, 1, done, 0.3), take(order, 2, done), take(order, 3, done))
+        return done
+
+    assert asyncio.run(run()) == [1, 2, 3]
+
+
+def test_after_a_missing_request_the_model_goes_on() -> None:
+    async def run() -> list[int]:
+        order, done = Order(patience_s=0.05), list[int]()
+        with pytest.raises(TinkerError, match="seq_id = 2: the request 1 before it never came"):
+            await take(order, 2, done)
+        await take(order, 3, done)
+        with pytest.raises(TinkerError, match="seq_id = 1: was there already; the next is 4"):
+            order.check(1)
+        with pytest.raises(TinkerError, match="counts from 1"):
+            order.check(0)
+        return done
+
+    assert asyncio.run(run()) == [3]
