@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.commands import RLConfig
+from nmoe.config.tables.pools import task_types
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.native.held import HeldEngine, OtherTokensError
+from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.live import LiveTask
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
 from nmoe.recipes.run_loop import Step
@@ -167,6 +170,12 @@ def refuse_other_numbers(path: Path, config: RLConfig, *, allow_user_code: bool)
         raise UserError(
             f"{cannot} unless its code may run, outside any sandbox and with your rights: {'; '.join(code)}; if you trust it, "
             "repeat the command with --allow-user-code"
+        )
+    named = set().union(*(task_types(one.task_pool) for one in environments))
+    if live := sorted(name for name in named if isinstance(TASKS[name], LiveTask)):
+        raise UserError(
+            f"{cannot}: environments beside it answered the policy (task {', '.join(live)}), which are not played again, and the "
+            "journal has no word of theirs"
         )
 
 

@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 from nmoe.cli.command import app
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
+from nmoe.config.tables.pools import JsonlPool
 from nmoe.engine.native.held import OtherTokensError
 from nmoe.errors import UserError
 from nmoe.rl.explain import Explainer, Finding
 from nmoe.rl.launch import train
 from nmoe.rl.replay_bundle import ReplayDifferenceError
-from nmoe.rl.replay_run import replay_run
+from nmoe.rl.replay_run import refuse_other_numbers, replay_run
 from nmoe.rollout.journal import FILE
 from nmoe.runs.ledger import read_lines
 from nmoe.text.tokenizer import Tokenizer
@@ -216,6 +217,15 @@ def test_a_step_without_the_samples_of_its_groups_is_refused(run: Path) -> None:
     rewrite(run / FILE, without)
     with pytest.raises(UserError, match=f"has no samples of position {first}, which step 1 trained on"):
         replayed(run)
+
+
+def test_a_run_whose_environment_lives_beside_it_is_refused(run: Path) -> None:
+    config = load_run(run / "config.toml", RLConfig)
+    refuse_other_numbers(run, config, allow_user_code=True)
+    pool = JsonlPool(type="jsonl", path="records.jsonl", task_type="skyrl_gym")
+    living = config.model_copy(update={"environment": config.environment.model_copy(update={"task_pool": pool})})
+    with pytest.raises(UserError, match=r"environments beside it answered the policy \(task skyrl_gym\)"):
+        refuse_other_numbers(run, living, allow_user_code=True)
 
 
 def test_code_of_users_runs_where_it_is_allowed(run: Path) -> None:
