@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +45,45 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     Each call gets its own thread, so that slow calls never delay one another. It is a daemon, so that a call that never ends
     does not keep the process alive.
     """
+    run, done = _settling(function, arguments)
+    _started(run)
+    return await done
+
+
+class OneThread:
+    """Runs calls one after the other in one thread, a daemon as in `in_thread`, until `end`. A call waits for the one before, also
+    if the caller of that one has given up."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._begun = False
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the function's value or raises its exception."""
+        if not self._begun:
+            self._begun = True
+            _started(self._work)
+        call, done = _settling(partial(function, *arguments), {})
+        self._calls.put(call)
+        return await done
+
+    def end(self) -> None:
+        """Ends the thread after the calls that were made."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+def _started(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="nmoe-user-code", daemon=True).start()
+
+
+def _settling(
+    function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> tuple[Callable[[], None], asyncio.Future[Any]]:
+    """Returns a call for another thread, and the future that gets its outcome."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -64,8 +105,7 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) 
         except RuntimeError:
             return  # the loop has closed: no caller is waiting
 
-    threading.Thread(target=run, name="nmoe-user-code", daemon=True).start()
-    return await done
+    return run, done
 
 
 def find_definition(kind: str, name: str) -> tuple[Path, ast.stmt]:

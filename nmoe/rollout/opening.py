@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS
@@ -20,8 +21,8 @@ Opened = Live | EnvironmentLostError | None
 async def opened(
     environment: Environment, problem: Problem, samples: int, seed: int
 ) -> AsyncIterator[tuple[Problem, list[Opened]]]:
-    """Opens an episode for each sample, with one seed, and yields the problem as they ask it. At the end, those are closed that
-    were not.
+    """Opens an episode for each sample, with one seed, and yields the problem as they ask it. At the end, the ones that are
+    still open are closed, all at once.
 
     Where none could be opened, the problem is as it was. Raises TaskError if an episode cannot be opened by its own mistake, or if
     two ask different questions: the rewards of a group are compared.
@@ -30,11 +31,12 @@ async def opened(
     if not isinstance(task, LiveTask):
         yield problem, [None] * samples
         return
-    async with AsyncExitStack() as stack:
+    begun: list[Live] = []
+    try:
 
         async def one() -> tuple[Problem | None, Opened]:
             live = task.begin(environment.budget.wall_s)
-            stack.push_async_callback(_released, live)
+            begun.append(live)
             try:
                 return await live.open(problem, seed), live
             except EnvironmentLostError as error:
@@ -49,6 +51,8 @@ async def opened(
                     f"{questions[0].question!r} and {question.question!r}; a group's samples answer one question"
                 )
         yield questions[0] if questions else problem, [live for _, live in asked]
+    finally:
+        await asyncio.gather(*map(_released, begun))
 
 
 async def _released(live: Live) -> None:

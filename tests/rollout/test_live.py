@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.error import HTTPError, URLError
 
+import httpx2
 import pytest
 from scripted_engine import ScriptedEngine
 
@@ -150,7 +155,10 @@ def raises(error: Exception) -> Callable[[], Any]:
     [
         (lambda: asyncio.sleep(60), "step: took longer than 0.2 s (budget.wall_s)"),
         (raises(ConnectionResetError("peer gone")), "step: ConnectionResetError: peer gone"),
-        (raises(TimeoutError("no reply")), "step: no reply"),
+        (raises(TimeoutError("no reply")), "step: TimeoutError: no reply"),
+        (raises(httpx2.ReadTimeout("no byte")), "step: ReadTimeout: no byte"),
+        (raises(URLError(socket.gaierror(-3, "no name"))), "step: URLError: <urlopen error [Errno -3] no name>"),
+        (raises(OSError(errno.EHOSTUNREACH, "no route")), f"step: OSError: [Errno {errno.EHOSTUNREACH}] no route"),
         (raises(InfrastructureError("worker 3 was killed")), "step: InfrastructureError: worker 3 was killed"),
     ],
 )
@@ -167,6 +175,17 @@ def test_a_lost_environment_masks_its_sample(
     assert differences(tmp_path / "bundles", demo, tokenizer, lost) == {}
 
 
+def test_a_loss_reported_by_requests_masks_and_its_other_errors_do_not(environment: Make, tokenizer: Tokenizer) -> None:
+    exceptions = pytest.importorskip("requests.exceptions")
+    demo = of(environment, on_second(raises(exceptions.ConnectionError("refused"))))
+    (_, lost), _ = play(demo, tokenizer, lambda sample, turn: str(1 - turn), 2)
+    assert lost.grade.failure == "environment_error"
+    assert lost.grade.reason.endswith("step: ConnectionError: refused")
+    demo = of(environment, on_second(raises(exceptions.JSONDecodeError("no JSON", "", 0))))
+    with pytest.raises(UserCodeFailedError, match="step raised JSONDecodeError: no JSON"):
+        play(demo, tokenizer, lambda sample, turn: str(1 - turn), 2)
+
+
 def demo_made(environment: Environment) -> list[Any]:
     return TASKS[environment.pool.order.at(0).task_type]._episode.made  # type: ignore[attr-defined]
 
@@ -175,6 +194,8 @@ def demo_made(environment: Environment) -> list[Any]:
     ("does", "said"),
     [
         (raises(ZeroDivisionError("of the environment")), "step raised ZeroDivisionError: of the environment, at "),
+        (raises(FileNotFoundError(2, "no file", "board.json")), "step raised FileNotFoundError: "),
+        (raises(HTTPError("http://a", 500, "of the server", {}, None)), "HTTPError: HTTP Error 500: of the server"),  # type: ignore[arg-type]
         (
             lambda: ([{"role": "user", "content": "on"}], float("nan"), False),
             "returned the reward nan, not a finite number",
@@ -240,6 +261,52 @@ def test_a_group_that_is_ended_closes_its_episodes(environment: Make, tokenizer:
     with pytest.raises(RuntimeError, match="the engine is gone"):
         collector.collect(demo.pool.take(1), 3, Sampling(200), KEY)
     assert [one.calls[-1] for one in Counting.made] == ["close"] * 3
+
+
+class Sticky(Counting):
+    """Does not close. With `stuck` it does not step either."""
+
+    async def open(self, record: Any, seed: int) -> Any:
+        self.stuck = record["stuck"]
+        return await super().open(record, seed)
+
+    async def step(self, turn: AssistantTurn) -> Any:
+        if self.stuck:
+            await asyncio.sleep(60)
+        return await super().step(turn)
+
+    async def close(self) -> None:
+        await super().close()
+        if self.stuck != "connection":
+            await asyncio.sleep(60)
+        raise ConnectionResetError("peer gone")
+
+
+@pytest.mark.parametrize("stuck", ["", "connection"])
+def test_a_close_that_is_lost_takes_no_grade(
+    stuck: str, environment: Make, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Ending(Sticky):
+        async def step(self, turn: AssistantTurn) -> Any:
+            return None, 1.0, True
+
+    demo = of(environment, Ending, [{"from": 2, "stuck": stuck}], "[budget]\nwall_s = 0.2\n")
+    (played,), _ = play(demo, tokenizer, lambda sample, turn: "1")
+    assert (played.grade.failure, played.grade.score, played.trainable, played.grade.reason) == ("ok", 1.0, True, "")
+    said = "ConnectionResetError: peer gone" if stuck else "took longer than 0.2 s (budget.wall_s)"
+    assert capsys.readouterr().err.endswith(f": close: {said}\n")
+
+
+def test_lost_episodes_are_closed_all_at_once_in_little_time(
+    environment: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nmoe.envs.tasks.live.CLOSE_S", 0.4)
+    demo = of(environment, Sticky, [{"from": 2, "stuck": "all"}], "[budget]\nwall_s = 1.0\n")
+    began = time.monotonic()
+    lost, _ = play(demo, tokenizer, lambda sample, turn: "1", 8)
+    assert {one.grade.failure for one in lost} == {"environment_error"}
+    assert [one.calls[-1] for one in Sticky.made] == ["close"] * 8
+    assert 1.4 <= time.monotonic() - began < 2.6, "a second for the steps and 0.4 for all closes; one by one, 3.2 more"
 
 
 def test_the_words_of_a_replay_are_the_record_s(environment: Make, tokenizer: Tokenizer, tmp_path: Path) -> None:

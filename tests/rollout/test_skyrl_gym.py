@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -31,10 +33,10 @@ REASON = (
 ONLY = "Now provide only the final numeric answer in the exact format: '#### ANSWER'."
 
 
-def play(environment: Any, tokenizer: Tokenizer, record: Any, turns: list[str]) -> Trajectory:
+def play(environment: Any, tokenizer: Tokenizer, record: Any, turns: list[str], more: str = "") -> Trajectory:
     (pool,) = hand_over([record])
     demo: Environment = environment(
-        f'format = "boxed"\ntask = "skyrl_gym"\n[task_pool]\ntype = "python"\ncall = "{pool}"\n'
+        f'format = "boxed"\ntask = "skyrl_gym"\n{more}[task_pool]\ntype = "python"\ncall = "{pool}"\n'
     )
 
     def script(request: Request, index: int) -> list[int]:
@@ -96,3 +98,39 @@ def test_a_turn_that_the_environment_replaces_stops_the_run(environment: Any, to
             play(environment, tokenizer, {**RECORD, "env_class": "replacing", "color": "blue"}, ["#### 18 or so"])
     finally:
         del gym.registry["replacing"]
+
+
+@pytest.mark.parametrize("late", ["make", "step"])
+def test_an_environment_is_closed_in_its_thread_after_a_late_call(late: str, environment: Any, tokenizer: Any) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Late(gym.Env):  # type: ignore[name-defined,misc]
+        def __init__(self, env_config: Any, extras: Any) -> None:
+            self._called("make")
+
+        def _called(self, name: str) -> None:
+            calls.append((name, threading.get_ident()))
+            if name == late:
+                time.sleep(0.6)
+                calls.append((f"end of {name}", threading.get_ident()))
+
+        def init(self, prompt: Any) -> Any:
+            return prompt, {}
+
+        def step(self, action: str) -> Any:
+            self._called("step")
+            return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+
+        def close(self) -> None:
+            self._called("close")
+
+    gym.register(id="late", entry_point=Late)
+    try:
+        played = play(environment, tokenizer, {**RECORD, "env_class": "late"}, ["#### 18"], "[budget]\nwall_s = 0.4\n")
+    finally:
+        del gym.registry["late"]
+    assert played.grade.failure == "environment_error"
+    assert played.grade.reason.endswith("took longer than 0.4 s (budget.wall_s)")
+    before = ["make"] if late == "make" else ["make", "step"]
+    assert [name for name, _ in calls] == [*before, f"end of {late}", "close"]
+    assert len({thread for _, thread in calls}) == 1

@@ -8,14 +8,18 @@ An episode may hold sockets, processes and threads, since nothing of it is copie
 with every turn, and a replay takes them from the record.
 
 Who is at fault decides what becomes of a sample. A call that takes too long, a lost connection and an InfrastructureError lose the
-sample: it is masked, because they say nothing about the policy. Any other exception, a reward that is not a finite number and a
+sample: it is masked, because they say nothing about the policy. Once an episode has ended, its grade stands, and a `close` that is
+lost is only reported. Any other exception, a reward that is not a finite number and a
 message by an unknown role are mistakes of the environment: the run stops.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import socket
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
@@ -29,6 +33,23 @@ from nmoe.errors import InfrastructureError, UserError
 from nmoe.types import Exchange, Problem, Verdict
 
 R = TypeVar("R")
+
+# Seconds that closing an episode may take, since its group waits for it, also while a run ends.
+CLOSE_S = 10.0
+# Exceptions by which libraries report a lost connection, and which are no ConnectionError.
+_LOST = {
+    "asyncio": ("IncompleteReadError",),
+    "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
+    "http.client": ("IncompleteRead",),
+    "httpx": ("NetworkError", "ProxyError", "RemoteProtocolError", "TimeoutException"),
+    "httpx2": ("NetworkError", "ProxyError", "RemoteProtocolError", "TimeoutException"),
+    "openai": ("APIConnectionError",),
+    "ssl": ("SSLEOFError", "SSLZeroReturnError"),
+    "requests.exceptions": ("ChunkedEncodingError", "ConnectionError", "Timeout"),
+    "urllib3.exceptions": ("NewConnectionError", "ProtocolError", "TimeoutError"),
+    "websockets.exceptions": ("ConnectionClosed",),
+}
+_NO_ROUTE = {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH, errno.ENOTCONN}
 
 
 class LiveEpisode(ABC):
@@ -103,8 +124,8 @@ class LiveTask(OwnTask, AnsweringTask):
 
 
 class Live:
-    """An episode while it is played. Every call raises EnvironmentLostError if the environment was lost, and TaskError if it raises
-    or answers what cannot be recorded."""
+    """An episode while it is played. `open` and `step` raise EnvironmentLostError if the environment was lost. Every call
+    raises TaskError if it raises or answers what cannot be recorded."""
 
     def __init__(self, task: LiveTask, episode: LiveEpisode, name: str, seconds: float) -> None:
         self._task, self._episode, self._name, self._seconds = task, episode, name, seconds
@@ -113,11 +134,11 @@ class Live:
     async def open(self, problem: Problem, seed: int) -> Problem:
         """Opens the episode, and returns the problem with the prompt that it asks."""
         record = json.loads(str(problem.metadata["given"]))
-        return self._task.opened(problem, await self._call("open", self._episode.open(record, seed)))
+        return self._task.opened(problem, await self._call("open", self._episode.open(record, seed), self._seconds))
 
     async def step(self, said: AssistantTurn, turn: int) -> Exchange:
         """Returns the record of the environment's answer to the policy's turn of this index."""
-        answered = await self._call("step", self._episode.step(said))
+        answered = await self._call("step", self._episode.step(said), self._seconds)
         user, reward = said_and_paid(answered, f"task {self._name}: step")
         try:
             info = plain_json(self._episode.info)
@@ -126,22 +147,41 @@ class Live:
         return Exchange(turn, info, user, reward)
 
     async def close(self) -> None:
-        """Closes the episode, if that was not done before."""
+        """Closes the episode, if that was not done before. A loss is only reported on stderr."""
         if not self._closed:
             self._closed = True
-            await self._call("close", self._episode.close())
+            try:
+                await self._call("close", self._episode.close(), min(self._seconds, CLOSE_S))
+            except EnvironmentLostError as error:
+                print(f"warning: {error}", file=sys.stderr, flush=True)
 
-    async def _call(self, what: str, call: Coroutine[Any, Any, R]) -> R:
+    async def _call(self, what: str, call: Coroutine[Any, Any, R], seconds: float) -> R:
         try:
-            async with asyncio.timeout(self._seconds):
-                with of_the_user(f"task {self._name}: {what}", passing=(ConnectionError, TimeoutError)):
+            async with asyncio.timeout(seconds):
+                with of_the_user(f"task {self._name}: {what}"):
                     return await call
-        except TimeoutError as error:
-            said = str(error) or f"took longer than {self._seconds:g} s (budget.wall_s)"
-        except (ConnectionError, InfrastructureError) as error:
+        except TimeoutError:
+            said = f"took longer than {seconds:g} s" + (" (budget.wall_s)" if seconds == self._seconds else "")
+        except InfrastructureError as error:
             said = f"{type(error).__name__}: {error}"
-        except TaskError:
-            raise
+        except TaskError as error:
+            cause = error.__cause__
+            if not _is_loss(cause):
+                raise
+            said = f"{type(cause).__name__}: {cause}"
         except UserError as error:
             raise TaskError(f"task {self._name}: {what}: {error}") from error
         raise EnvironmentLostError(f"task {self._name}: {what}: {said}")
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    """Returns whether an exception reports that a connection was lost or could not be made, or that no reply came."""
+    if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
+        return True
+    if isinstance(error, OSError) and error.errno in _NO_ROUTE:
+        return True
+    if isinstance(reason := getattr(error, "reason", None), BaseException):  # of urllib and urllib3
+        return _is_loss(reason)
+    # A library that raised it has been imported.
+    known = ((sys.modules[name], classes) for name, classes in _LOST.items() if name in sys.modules)
+    return any(isinstance(error, getattr(module, one, ())) for module, classes in known for one in classes)

@@ -118,15 +118,15 @@ class TaskError(UserError):
 
 
 @contextmanager
-def of_the_user(who: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def of_the_user(who: str) -> Iterator[None]:
     """Turns an exception of the user's code in the `with` block into a TaskError with the task's name and the line.
 
-    UserErrors, and errors of the types `passing`, pass unchanged.
+    UserErrors pass unchanged.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, (UserError, *passing)):
+        if isinstance(error, UserError):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise TaskError(f"{who} raised {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}") from error

@@ -6,18 +6,18 @@ A record is one of SkyRL's datasets: `prompt`, `env_class` and what that environ
      "reward_spec": {"ground_truth": "72"}, "extra_info": {"max_turns": 5}}
 
 The environment gets the whole record as `extras`, and the policy's turn as text without reasoning. Its methods may block, so each
-call has a thread.
+episode has a thread, in which its calls run one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nmoe.envs.tasks.conversation import AssistantTurn
 from nmoe.envs.tasks.live import LiveEpisode
 from nmoe.envs.tasks.own import Prompt, Record
-from nmoe.envs.user_code import in_thread
+from nmoe.envs.user_code import OneThread
 from nmoe.errors import UserError
 from nmoe.extras import needed_by
 
@@ -31,8 +31,11 @@ class SkyrlGymEpisode(LiveEpisode):
     env_config: Mapping[str, Any] | None = None
     _env: Any = None
 
+    def __init__(self) -> None:
+        self._thread = OneThread()
+
     async def open(self, record: Record, seed: int) -> Prompt:
-        messages, _ = await in_thread(self._begin, {"record": record})
+        messages, _ = await self._thread.run(self._begin, record)
         return list(messages)
 
     def _begin(self, record: Record) -> Any:
@@ -49,8 +52,7 @@ class SkyrlGymEpisode(LiveEpisode):
         return self._env.init(list(prompt))
 
     async def step(self, turn: AssistantTurn) -> tuple[Prompt | None, float, bool]:
-        step: Callable[..., Mapping[str, Any]] = self._env.step
-        answered = await in_thread(step, {"action": turn.text})
+        answered: Mapping[str, Any] = await self._thread.run(self._env.step, turn.text)
         self.info = {"metadata": _plain(answered.get("metadata") or {})}
         if answered.get("postprocessed_action") not in (None, turn.text):
             raise UserError(
@@ -60,8 +62,15 @@ class SkyrlGymEpisode(LiveEpisode):
         return list(answered["observations"]), answered["reward"], answered["done"]
 
     async def close(self) -> None:
+        # It may be the first to wait for what came late, so that only the thread knows whether there is an environment.
+        try:
+            await self._thread.run(self._end)
+        finally:
+            self._thread.end()
+
+    def _end(self) -> None:
         if self._env is not None:
-            await in_thread(self._env.close, {})
+            self._env.close()
 
 
 def _plain(value: Any) -> Any:
