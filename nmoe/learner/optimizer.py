@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -206,6 +207,20 @@ class Optimizer:
         if self.good_steps == GROWTH_STEPS:
             self.loss_scale, self.good_steps = scale * 2, 0
         return StepResult(grad_norm, settings.learning_rate * factor, scale)
+
+    @contextmanager
+    def whole_gradient(self) -> Iterator[None]:
+        """Puts the accumulated gradient back if the `with` block raises: a pass that breaks off has added a part. For
+        parameters that are not sharded."""
+        before = [None if master.grad is None else master.grad.clone() for master in self.masters]
+        try:
+            yield
+        except BaseException:
+            self.forget_gradient()
+            for parameter, master, gradient in zip(self.parameters, self.masters, before, strict=True):
+                parameter.grad = None
+                master.grad = gradient
+            raise
 
     def forget_gradient(self) -> None:
         """Clears the gradient, as after a step."""

@@ -194,22 +194,26 @@ class Lora:
         self, model: Transformer, settings: LoraSettings, chosen: Sequence[Site], base: str, fingerprint: str
     ) -> None:
         """Freezes the model and attaches updates to the chosen projections. B is zero, so the model's results do not change yet; A
-        is set by `initialize` or read from a file. Raises UserError if projections that are computed as one matrix have different
-        ranks."""
+        is set by `initialize` or read from a file. Raises UserError, with nothing attached, if projections that are computed as one
+        matrix have different ranks."""
         self.model, self.settings, self.sites = model, settings, tuple(chosen)
         self.base, self.fingerprint = base, fingerprint
         self.notes: tuple[str, ...] = ()
         self._parts: dict[Site, tuple[Tensor, Tensor]] = {}
         self._attached: list[tuple[nn.Module, str, str, LowRank | ExpertsLowRank]] = []
         model.requires_grad_(False)
-        for ours, group in groupby(self.sites, key=lambda site: site.ours):
-            module, of_module = model.get_submodule(ours), list(group)
-            if isinstance(module, MoE):
-                for site in of_module:
-                    self._adapt_experts(module, site)
-            else:
-                assert isinstance(module, Linear), f"{ours} is neither a linear layer nor a mixture of experts"
-                self._adapt_linear(module, of_module)
+        try:
+            for ours, group in groupby(self.sites, key=lambda site: site.ours):
+                module, of_module = model.get_submodule(ours), list(group)
+                if isinstance(module, MoE):
+                    for site in of_module:
+                        self._adapt_experts(module, site)
+                else:
+                    assert isinstance(module, Linear), f"{ours} is neither a linear layer nor a mixture of experts"
+                    self._adapt_linear(module, of_module)
+        except BaseException:
+            self.detach()
+            raise
 
     def _adapt_linear(self, module: Linear, of_module: list[Site]) -> None:
         settings = {self.settings.of(site) for site in of_module}

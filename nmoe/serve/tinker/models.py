@@ -16,7 +16,7 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs
 from nmoe.learner.passes import scored_columns
 from nmoe.model.lora import ATTENTION, EXPERTS, MLP, Lora, LoraSettings, choose, refuse_high_rank, sites
-from nmoe.model.peft_format import read_adapter, read_settings, resume_adapter, save_adapter
+from nmoe.model.peft_format import read_settings, resume_adapter, save_adapter
 from nmoe.model.transformer import Transformer
 from nmoe.serve.tinker.data import PassRequest
 from nmoe.serve.tinker.errors import TinkerError
@@ -66,32 +66,40 @@ def new_lora(base: Base, shape: Shape) -> Lora:
 
 
 def read_values(base: Base, directory: Path) -> tuple[Shape, list[Tensor]]:
-    """Reads a saved adapter: its shape and its values. Raises UserError for a damaged one."""
+    """Reads a saved adapter: its shape and its values. Raises UserError for a damaged one, and for one of another base."""
     shape = shape_of(directory)
     lora = new_lora(base, shape)
     lora.detach()
-    read_adapter(base.model, directory).copy_to(lora)
+    resume_adapter(lora, directory)
     return shape, [parameter.detach() for parameter in lora.parameters()]
 
 
 class TrainedModel:
     """An adapter under training. All methods run on the engine's thread, and leave the adapter detached."""
 
-    def __init__(self, base: Base, shape: Shape) -> None:
-        """Draws a new adapter. Raises TinkerError or UserError for one that the base cannot have."""
+    def __init__(self, base: Base, shape: Shape, saved: Path | None = None, optimizer: bool = False) -> None:
+        """Draws a new adapter, or reads the one that `save` wrote, without `optimizer` its weights alone. Raises TinkerError or
+        UserError for one that the base cannot have, and for a directory that holds another shape or is damaged."""
         self.base, self.shape = base, shape
-        self.lora = new_lora(base, shape).initialize(shape.seed)
-        self._new_learner()
-        self.lora.detach()
-
-    def _new_learner(self) -> None:
-        optimizer = OptimizerSection(min_lr_ratio=1.0)
-        self.learner = Learner(self.base.model, optimizer, 1, _TOKENS_PER_MICROBATCH, lora=self.lora)
+        self.lora = new_lora(base, shape)
+        try:
+            if saved is None:
+                self.lora.initialize(shape.seed)
+            else:
+                resume_adapter(self.lora, saved)
+            # Now: of weights in low precision it copies the values.
+            settings = OptimizerSection(min_lr_ratio=1.0)
+            self.learner = Learner(base.model, settings, 1, _TOKENS_PER_MICROBATCH, lora=self.lora)
+            if saved is not None and optimizer:
+                self.learner.optimizer.load(saved)
+        finally:
+            self.lora.detach()
 
     def run(self, request: PassRequest, objective: Objective) -> bytes:
-        """Runs a pass; without `forward_only` adds the loss's gradient to the one accumulated since the last step."""
+        """Runs a pass; without `forward_only` adds the loss's gradient to the one accumulated since the last step. A pass that
+        raises adds nothing."""
         batch = batch_of(request.data, request.loss)
-        with self.lora.attached():
+        with self.lora.attached(), self.learner.optimizer.whole_gradient():
             if request.forward_only:
                 logprobs_N = self.learner.logprobs(batch).result()
                 loss, _ = objective(Outputs(logprobs_N, torch.zeros_like(logprobs_N)), scored_columns(batch))
@@ -140,16 +148,6 @@ class TrainedModel:
     def save_for_sampling(self, directory: Path) -> None:
         """Writes the weights, as PEFT loads them, into an existing directory."""
         save_adapter(self.lora, directory)
-
-    def load(self, directory: Path, optimizer: bool) -> None:
-        """Loads what `save` wrote, without `optimizer` the weights alone, and forgets the accumulated gradient. Raises UserError
-        for another adapter or base."""
-        with self.lora.attached():
-            self._new_learner()
-            if optimizer:
-                self.learner.load(directory)
-            else:
-                resume_adapter(self.lora, directory)
 
 
 def shape_of(directory: Path) -> Shape:

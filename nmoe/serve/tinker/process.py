@@ -11,7 +11,7 @@ from nmoe.cores import choose_threads
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.server.listening import check_key, listening
 from nmoe.errors import UserError
-from nmoe.model.checkpoint import fingerprint
+from nmoe.model.checkpoint import fingerprint, refuse_packed
 from nmoe.model.device import choose_device, dtype_for, kind_of
 from nmoe.model.policy import load_policy, sampling_precision
 from nmoe.runs.resolve import resolve_checkpoint
@@ -61,6 +61,7 @@ def _load(options: Options, saved: Path) -> Service:
     model, lora = load_policy(directory, dtype, device, options.expert_weights)
     if lora is not None:
         raise UserError(f"{directory}: is an adapter; serve its base, {lora.base}, from which clients train adapters")
+    refuse_packed(model, "trained")
     # A client's loss is all that is trained on.
     model.config = model.config.model_copy(update={"router_aux_loss_coef": 0.0})
     model.requires_grad_(False).set_numerics(options.numerics)

@@ -83,8 +83,9 @@ class Service:
             lora.flag("train_mlp", True),
             int.from_bytes(digest(model_id.encode())[:4]) if seed is None else seed % 2**31,
         )
+        metadata = fields.raw("user_metadata")
         return self._new_run(
-            session, model_id, shape, body, fields.raw("user_metadata"), lambda run: None, "create_model"
+            session, model_id, shape, body, metadata, lambda: TrainedModel(self.base, shape), "create_model"
         )
 
     def _new_run(
@@ -94,16 +95,15 @@ class Service:
         shape: Shape,
         body: bytes,
         metadata: Any,
-        fill: Callable[[Run], None],
+        make: Callable[[], TrainedModel],
         kind: str,
     ) -> Asked:
         run = Run(model_id, session.session_id, Order(), shape, last_request=now())
         self.sessions.add_run(session, run)
         reply: Asked = {"type": kind, "model_id": model_id}
 
-        def make() -> Asked:
-            run.trained = TrainedModel(self.base, shape)
-            fill(run)
+        def act() -> Asked:
+            run.trained = make()
             about = {"base_model": self.base.name, "lora_rank": shape.rank, "time": now(), "user_metadata": metadata}
             about |= {"train_attn": shape.attention, "train_mlp": shape.mlp}
             self.store.note_run(model_id, about)
@@ -111,7 +111,7 @@ class Service:
 
         # Its turn comes before sequence id 1, so that the first pass waits for the model.
         run.order.next = 0
-        self.futures.start(f"{model_id}:0", session.session_id, digest(body), self._in_turn(run, 0, make))
+        self.futures.start(f"{model_id}:0", session.session_id, digest(body), self._in_turn(run, 0, act))
         return self._promise(f"{model_id}:0", model_id)
 
     async def _in_turn(
@@ -232,7 +232,9 @@ class Service:
             run = self.sessions.run(fields.text("model_id"))
 
             def act() -> Asked:
-                run.model().load(self.store.find(path, "weights").directory, optimizer)
+                run.trained = TrainedModel(
+                    self.base, run.model().shape, self.store.find(path, "weights").directory, optimizer
+                )
                 return {"type": "load_weights", "path": path, "model_id": run.model_id}
 
             return self._ordered(run, fields.whole("seq_id"), body, act)
@@ -243,12 +245,12 @@ class Service:
         if fields.has("base_model"):
             self.check_base(fields.text("base_model"))
         directory = self.store.find(path, "weights").directory
-        metadata = fields.raw("user_metadata")
+        shape, metadata = shape_of(directory), fields.raw("user_metadata")
 
-        def fill(new: Run) -> None:
-            new.model().load(directory, optimizer)
+        def make() -> TrainedModel:
+            return TrainedModel(self.base, shape, directory, optimizer)
 
-        return self._new_run(session, model_id, shape_of(directory), body, metadata, fill, "load_weights")
+        return self._new_run(session, model_id, shape, body, metadata, make, "load_weights")
 
     def unload_model(self, body: bytes, fields: Fields) -> Asked:
         model_id = fields.text("model_id")
