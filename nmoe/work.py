@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Work:
-    """Counts `pieces` of work: samples, grades and micro-batches."""
+    """Counts `pieces` of work: samples, tools' and environments' answers, grades, groups' rewards and micro-batches."""
 
     pieces = 0
 

@@ -26,11 +26,14 @@ import torch
 from nmoe.cluster.base import checkpoint_as_it_is
 from nmoe.cluster.ray import gpus_of_nodes, ray_launcher
 from nmoe.config.commands import RLConfig
+from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.packaged import find_configuration
 from nmoe.config.tables.placement import PlacementSection
+from nmoe.config.tables.rewards import FunctionRewardConfig, ServiceKeys
 from nmoe.engine.remote.launcher import PORT, Command, Launcher, LocalLauncher, Process
 from nmoe.engine.remote.process import KEY, START_S, ServerProcess, addresses
 from nmoe.engine.remote.supervisor import Action, Kill, Restarts, Standstill, Start, State, Stop, Supervisor
+from nmoe.envs.rewards.service import LONGEST_WAIT_S
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.model.device import choose_device, dtype_for
 from nmoe.plan.engine_plan import engine_plan
@@ -49,7 +52,7 @@ _LOOK_S, _ASK_S = 0.1, 0.5
 # Seconds that ranks have to end after the first of them has, and that training has to save when its engines are lost.
 _LAST_WORDS_S, _SAVING_S = 30.0, 600.0
 # Seconds that a step may take beyond ten times the longest one before, as with longer samples, and that a piece of work may take
-# beyond a sample's tokens, such as a start of a server or compiled kernels.
+# beyond its own limits, as for a start of a server or compiled kernels.
 SLACK_S = 600.0
 
 
@@ -91,8 +94,28 @@ def run_placed(config: RLConfig, file: Path, overrides: Sequence[str]) -> None:
             *([f"--engine.tensor_parallel={placed.tensor_parallel}"] if config.engine.kind != "server" else []),
         ]
         training = Training(command, {KEY: key}, launcher, placed.learner_gpus, each[0])
-        limits = [config.sampling.max_new_tokens, *(one.max_tokens or 0 for one in config.eval)]
-        Parent(placed, run, servers, training, config.run.resume, config.engine.token_s * max(limits)).run()
+        Parent(placed, run, servers, training, config.run.resume, piece_s(config)).run()
+
+
+def piece_s(config: RLConfig) -> float:
+    """Returns the seconds that a piece of work may take: a sample, and an episode's tools and task or a group's rewards beside."""
+    limits = [config.sampling.max_new_tokens, *(one.max_tokens or 0 for one in config.eval)]
+    return config.engine.token_s * max(limits) + max(
+        _beside_s(one) for one in (config.environment, *(each.environment for each in config.eval)) if one is not None
+    )
+
+
+def _beside_s(environment: EnvironmentSettings) -> float:
+    """Returns the seconds that pieces of work which are no samples may take in an environment."""
+    workspace, seconds = environment.workspace, environment.budget.wall_s
+    if workspace is not None and workspace.bootstrap != "none":
+        seconds += workspace.bootstrap_wall_s
+    for reward in environment.rewards:
+        if isinstance(reward, ServiceKeys):
+            seconds += (reward.retries + 1) * (reward.timeout_s + LONGEST_WAIT_S)
+        elif isinstance(reward, FunctionRewardConfig):
+            seconds += reward.timeout_s
+    return seconds
 
 
 def device_of(config: RLConfig) -> torch.device:
@@ -219,14 +242,14 @@ class Parent:
         servers: Sequence[ServerProcess],
         training: Training,
         resume: bool | str = False,
-        sample_s: float = 0.0,
+        piece_s: float = 0.0,
     ) -> None:
-        """`run` is the run's directory, `resume` its run.resume, and `sample_s` the seconds that a sample may take."""
+        """`run` is the run's directory, `resume` its run.resume, and `piece_s` the seconds that a piece of work may take."""
         self._placed, self._run, self._servers, self._training, self._resume = placed, run, servers, training, resume
         self._supervisor = Supervisor(placed.engines, placed.restarts, placed.least_engines, START_S, placed.wait_s)
         self._restarts = Restarts(placed.restarts)
         slack_s = SLACK_S + placed.wait_s  # training may wait so long for engines
-        self._standstill = Standstill(slack_s, slack_s + sample_s)
+        self._standstill = Standstill(slack_s, slack_s + piece_s)
         self._answers: queue.SimpleQueue[tuple[int, Process, bool]] = queue.SimpleQueue()
         self._over = threading.Event()
         self._stop: str | None = None

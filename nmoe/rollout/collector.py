@@ -332,6 +332,7 @@ class Collector:
             }
             ungraded = replace(trajectory.grade, weights=weights, failure="grader_error", reason=str(error))
             raise UserCodeFailedError(replace(trajectory, grade=ungraded), str(error)) from error
+        WORK.pieces += 1
         self.grade_s += time.perf_counter() - began
         graded = {trajectory.index: grade for trajectory, grade in zip(judged, grades, strict=True)}
         return [replace(one, grade=graded.get(one.index, one.grade)) for one in trajectories]

@@ -87,7 +87,7 @@ class Placed:
         engines: int = 2,
         how: str = "serves",
         ranks: int = 1,
-        sample_s: float = 60.0,
+        piece_s: float = 60.0,
         **keys: Any,
     ) -> None:
         (run / "engines").mkdir(parents=True)
@@ -98,7 +98,7 @@ class Placed:
         ]
         command = [sys.executable, "-c", TRAINING, str(run), json.dumps(codes)]
         placed = PlacementSection(engines=engines, **keys)
-        self.parent = Parent(placed, run, self.servers, Training(command, {}, launcher, ranks), sample_s=sample_s)
+        self.parent = Parent(placed, run, self.servers, Training(command, {}, launcher, ranks), piece_s=piece_s)
 
     def starts(self, rank: int = 0) -> list[dict[str, Any]]:
         file = self.run / f"starts_{rank}.jsonl"
@@ -267,7 +267,7 @@ def test_training_that_does_nothing_is_killed_and_started_again(
     place: Place, monkeypatch: pytest.MonkeyPatch, activity: str
 ) -> None:
     monkeypatch.setattr("nmoe.cluster.parent.SLACK_S", 0.9)
-    placed = place([{"does": activity}, "0.1"], engines=1, wait_s=0.1, sample_s=0.0)
+    placed = place([{"does": activity}, "0.1"], engines=1, wait_s=0.1, piece_s=0.0)
     began = time.monotonic()
     placed.parent.run()
     assert time.monotonic() - began > 20 * 0.1 + 0.9 + 0.1

@@ -47,6 +47,27 @@ def test_settings_that_cannot_work_are_named(configured: Configured, overrides: 
         configured(*overrides)
 
 
+REWARDS = """[{name = "f", type = "function", call = "json:dumps", timeout_s = 40, weight = 1.0},
+ {name = "h", type = "http", url = "http://a:1", timeout_s = 7, retries = 2, weight = 1.0}]"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beside_s"),
+    [
+        ([], 600),
+        (["--environment.budget.wall_s=3600"], 3600),
+        (["--environment.budget.wall_s=50", f"--environment.rewards={REWARDS}"], 50 + 40 + 3 * (7 + 30)),
+        (["--eval=[{every_steps = 2}]"], 600),
+        (['--eval=[{every_steps = 2, environment.path = "compare", environment.budget.wall_s = 900}]'], 900),
+    ],
+)
+def test_a_piece_of_work_takes_as_long_as_the_environments_allow(
+    configured: Configured, overrides: list[str], beside_s: float
+) -> None:
+    limits = ("--engine.token_s=0.5", "--sampling.max_new_tokens=64")
+    assert parent.piece_s(configured(*PLACED, *limits, *overrides)) == 0.5 * 64 + beside_s
+
+
 def test_a_run_has_a_parent_unless_it_has_the_addresses_of_engines(configured: Configured) -> None:
     assert configured(*PLACED).has_parent
     assert not configured(*PLACED, "--engine.urls=['http://a:1']").has_parent

@@ -25,6 +25,7 @@ from nmoe.envs.tools.tool import ArgumentsError, Tool
 from nmoe.errors import UserError
 from nmoe.sandbox.api import Limits, Result, SandboxFileError
 from nmoe.types import FAILURES, ToolCall, ToolEvent
+from nmoe.work import WORK
 
 BUDGET = BudgetSettings(tool_s=0.2, tool_output_chars=256)
 PATIENT = BudgetSettings(tool_s=2.0)
@@ -179,8 +180,12 @@ def test_a_call_whose_form_is_broken_is_answered_with_its_fault() -> None:
 
 def test_calls_of_one_turn_run_at_the_same_time_and_keep_their_order() -> None:
     began = time.perf_counter()
-    events = run([("sleep", '{"seconds": 0.1}'), ("block", '{"seconds": 0.05}')] * 8, budget=PATIENT)
+    pieces, events = (
+        WORK.pieces,
+        run([("sleep", '{"seconds": 0.1}'), ("block", '{"seconds": 0.05}')] * 8, budget=PATIENT),
+    )
     assert time.perf_counter() - began < 1.0  # 1.2 s one after another
+    assert WORK.pieces - pieces == 16
     assert [event.output for event in events] == ["slept 0.1", "blocked 0.05"] * 8
     assert [event.call.call_id for event in events] == [f"0/{place}" for place in range(16)]
     assert all(0.04 < event.wall_s < 0.6 for event in events)

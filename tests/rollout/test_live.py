@@ -31,6 +31,7 @@ from nmoe.rollout.replay import Check, replay
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
 from nmoe.types import Exchange, Sample, Sampling
+from nmoe.work import WORK
 
 Make = Callable[..., Environment]
 KEY = (7, "train")
@@ -95,6 +96,12 @@ def differences(path: Path, environment: Environment, tokenizer: Tokenizer, traj
         return [one async for one in replay(read_bundle(kept), tokenizer, allow_user_code=True)]
 
     return {one.name: one.difference for one in asyncio.run(checks()) if one.difference is not None}
+
+
+def test_each_call_of_an_environment_is_a_piece_of_work(environment: Make, tokenizer: Tokenizer) -> None:
+    demo, before = of(environment, Counting), WORK.pieces
+    play(demo, tokenizer, lambda _, turn: str(1 - turn))
+    assert WORK.pieces - before == 2 + 4 + 1  # samples; open, two steps and close; a grade
 
 
 def test_trained_ids_are_those_that_the_engine_saw(environment: Make, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _PASSING = frozenset({408, 409, 425, 429})
 _OF_THE_REQUEST = frozenset({400, 413, 422})
 # If a service rejects this many requests and accepts none, the requests themselves are wrong, for example the model's name.
 _MOST_REFUSED = 8
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+_FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 _SHOWN_CHARS = 200
 
 
@@ -76,7 +76,7 @@ class Service:
                 return value
             if attempt < self._settings.retries:
                 await asyncio.sleep(
-                    max(wait_s, min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1))
+                    max(wait_s, min(_FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S) * random.uniform(0.5, 1))
                 )
         raise UnavailableError(f"{self._settings.url}, asked {self._settings.retries + 1} times: {reason}")
 
@@ -143,7 +143,7 @@ def _why_not_reached(error: BaseException) -> str:
 
 def _retry_after_s(response: httpx2.Response) -> float:
     try:
-        return min(max(float(response.headers.get("retry-after", 0)), 0.0), _LONGEST_WAIT_S)
+        return min(max(float(response.headers.get("retry-after", 0)), 0.0), LONGEST_WAIT_S)
     except ValueError:
         return 0.0  # a date: the growing waits suffice
 

@@ -31,6 +31,7 @@ from nmoe.envs.tasks.own import OwnTask, Prompt, Record, TaskError, as_json, of_
 from nmoe.envs.tasks.task import Attempt, Posed
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.types import Exchange, Problem, Verdict
+from nmoe.work import WORK
 
 R = TypeVar("R")
 
@@ -171,6 +172,8 @@ class Live:
             said = f"{type(cause).__name__}: {cause}"
         except UserError as error:
             raise TaskError(f"task {self._name}: {what}: {error}") from error
+        finally:
+            WORK.pieces += 1
         raise EnvironmentLostError(f"task {self._name}: {what}: {said}")
 
 

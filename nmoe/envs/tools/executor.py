@@ -20,6 +20,7 @@ from nmoe.envs.user_code import in_thread
 from nmoe.sandbox.api import SandboxFileError, SandboxSetupError
 from nmoe.sandbox.workspaces.sources import WorkspaceError
 from nmoe.types import ToolCall, ToolEvent
+from nmoe.work import WORK
 
 # The sandbox stops a tool at its deadline and stays usable. The executor's own deadline is later by this much and catches tools
 # that do not stop.
@@ -52,6 +53,7 @@ class AsyncToolExecutor:
             began = time.perf_counter()
             output = await self._output(call, tool, session)
             wall_s = time.perf_counter() - began
+            WORK.pieces += 1
         failure, text, reason = _text(output, self._budget.tool_output_chars)
         if failure != "ok":
             text = f"{text}\n" if text and not text.endswith("\n") else text
