@@ -93,7 +93,7 @@ class Metrics:
         """Returns steps and values of a metric from row `first` on. Of more than `points` values these are the least and the
         greatest of each stretch."""
         column = self.columns.get(name, array("d"))
-        rows = [row for row in range(first, len(column)) if column[row] == column[row] and abs(column[row]) < 1e300]
+        rows = [row for row in range(first, len(column)) if _is_drawn(column[row])]
         if len(rows) > points:
             rows = thinned(rows, column, points)
         return [self.steps[row] for row in rows], [column[row] for row in rows]
@@ -102,16 +102,16 @@ class Metrics:
         """Returns steps and running means over the last `window` values of a metric, from row `first` on. The means are of all
         values, before some are left out: at more than `points` rows the least and the greatest mean of each stretch are kept."""
         column = self.columns.get(name, array("d"))
-        means, recent, total = array("d", [_NAN]) * len(column), deque[float](), 0.0
+        means, recent = array("d", [_NAN]) * len(column), deque[float](maxlen=window)
         rows = list[int]()
         for row in range(self._reach(column, first, window), len(column)):
             value = column[row]
-            if value != value or abs(value) >= 1e300:
+            if not _is_drawn(value):
                 continue
             recent.append(value)
-            total = total + value if len(recent) <= window else math.fsum([total, value, -recent.popleft()])
             if row >= first:
-                means[row] = total / len(recent)
+                # Summed anew each time: a running sum keeps the rounding of a value long after it has left the window.
+                means[row] = math.fsum(recent) / len(recent)
                 rows.append(row)
         if len(rows) > points:
             rows = thinned(rows, means, points)
@@ -123,7 +123,7 @@ class Metrics:
         row, left = min(first, len(column)), window - 1
         while row and left:
             row -= 1
-            left -= column[row] == column[row]
+            left -= _is_drawn(column[row])
         return row
 
     def at(self, names: Sequence[str], rows: range) -> list[dict[str, float]]:
@@ -199,6 +199,10 @@ class Metrics:
         return fmean(values) if values else None
 
 
+def _is_drawn(value: float) -> bool:
+    return abs(value) < 1e300  # not of a value that is no number
+
+
 def thinned(rows: Sequence[int], column: Sequence[float], points: int) -> list[int]:
     """Returns at most `points` of the rows: of each stretch the least and the greatest value, and the last."""
     stretches = max(1, points // 2)
@@ -215,14 +219,14 @@ def thinned(rows: Sequence[int], column: Sequence[float], points: int) -> list[i
 
 
 def band(
-    runs: Sequence[tuple[Sequence[int], Sequence[float]]], after: int, points: int
+    runs: Sequence[tuple[Sequence[int], Sequence[float]]], points: int
 ) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Returns steps, medians, least and greatest values over several curves, at the steps after `after` that all of them have. Of
+    """Returns steps, medians, least and greatest values over several curves, at the steps that all of them have. Of
     more than `points` steps these are each stretch's: its median's median, its least and its greatest value."""
     if not all(steps for steps, _ in runs):
         return [], [], [], []
     tables = [dict(zip(*run, strict=True)) for run in runs]
-    steps = [step for step in sorted(set.intersection(*map(set, tables))) if step > after]
+    steps = sorted(set.intersection(*map(set, tables)))
     values = [[table[step] for table in tables] for step in steps]
     size = math.ceil(len(steps) / points) if steps else 1
     parts = [values[at : at + size] for at in range(0, len(steps), size)]

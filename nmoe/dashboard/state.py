@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ LANE_STEPS = 40
 """Steps whose lanes are drawn at once; more would be lines."""
 _STRETCHES = 200
 # The most steps that a running mean goes over.
-_WINDOW = 10_000
+_WINDOW = 1000
 _PAGE_S = 2.0
 # CPU seconds of building an index in one go, and the pause after it in parts of it: a build takes a third of a core.
 _SLICE_S, _PAUSE = 0.1, 2.0
@@ -48,6 +49,8 @@ class _Open:
     alerts: list[dict[str, Any]] = field(default_factory=list)
     generation: int = 0
     vocabulary: Vocabulary | None = None
+    waits: tuple[str, list[dict[str, float]]] = ("", [])
+    """Who waited in an asynchronous run, and the cursor of the metrics that say so."""
 
 
 class State:
@@ -181,26 +184,33 @@ class State:
     def bands(self, params: Params) -> dict[str, Any]:
         """Returns the median and the range of metrics over several runs, at the steps after `after` that all of them have."""
         points, window = min(4000, int(params.get("points", "800"))), min(_WINDOW, int(params.get("smooth", "0")))
+        after = int(params.get("after", "0"))
         every = [self._opened(self._named({"run": name})).metrics for name in params.get("runs", "").split("\n")]
+        firsts = [bisect_right(metrics.steps, after) for metrics in every]
         found = {}
         for name in filter(None, params.get("names", "").split(",")):
             if all(name in metrics.columns for metrics in every):
-                curves = [metrics.smoothed(name, 0, sys.maxsize, max(1, window)) for metrics in every]
-                found[name] = band(curves, int(params.get("after", "0")), points)
+                curves = [
+                    metrics.smoothed(name, first, sys.maxsize, max(1, window))
+                    for metrics, first in zip(every, firsts, strict=True)
+                ]
+                found[name] = band(curves, points)
         return {"bands": found}
 
     def lanes(self, params: Params) -> dict[str, Any]:
         """Returns what trainer and engines of an asynchronous run did in the `LANE_STEPS` steps around the step `at` or in
         the last ones, and the shares of the time in which they waited over the whole run, in stretches of steps."""
-        metrics = self._opened(self._named(params)).metrics
-        count = len(metrics.steps)
+        opened = self._opened(self._named(params))
+        metrics, count = opened.metrics, len(opened.metrics.steps)
         if "trainer_wait_s" not in metrics.columns:
             return {"bars": [], "over": []}
         at = int(params.get("at") or (metrics.steps[-1] if count else 0))
         middle = next((row for row, step in enumerate(metrics.steps) if step >= at), count)
         first = max(0, min(middle - LANE_STEPS // 2, count - LANE_STEPS))
-        rows = metrics.at(METRICS, range(count))
-        return {"bars": bars(rows[first : first + LANE_STEPS]), "over": waits(rows, math.ceil(count / _STRETCHES))}
+        if opened.waits[0] != metrics.cursor:
+            opened.waits = metrics.cursor, waits(metrics.at(METRICS, range(count)), math.ceil(count / _STRETCHES))
+        shown = metrics.at(METRICS, range(first, min(first + LANE_STEPS, count)))
+        return {"bars": bars(shown), "over": opened.waits[1]}
 
     def diff(self, params: Params) -> dict[str, Any]:
         names = params.get("runs", "").split("\n")

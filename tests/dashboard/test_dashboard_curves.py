@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from dashboard_driver import Dashboard, Server, serving
 from playwright.sync_api import Locator, expect
 
-from nmoe.dashboard.curves import band
+from nmoe.dashboard.curves import Metrics, band
+from nmoe.dashboard.export import export
 
 Look = Callable[..., Dashboard]
 STEPS = 2000
@@ -64,10 +66,37 @@ def test_means_are_of_all_values_and_not_of_the_extremes_that_are_sent(server: S
 
 def test_a_band_is_the_median_and_the_range_at_common_steps() -> None:
     one, other, third = ([1, 2, 3], [1.0, 5.0, 9.0]), ([1, 2, 3, 4], [2.0, 4.0, 8.0, 1.0]), ([2, 3], [0.0, 7.0])
-    assert band([one, other, third], 0, 10) == ([2, 3], [4.0, 8.0], [0.0, 7.0], [5.0, 9.0])
-    assert band([one, other, third], 2, 10) == ([3], [8.0], [7.0], [9.0])
-    assert band([one, other], 0, 2) == ([2, 3], [3.0, 8.5], [1.0, 8.0], [5.0, 9.0])
-    assert band([one, ([], [])], 0, 10) == ([], [], [], [])
+    assert band([one, other, third], 10) == ([2, 3], [4.0, 8.0], [0.0, 7.0], [5.0, 9.0])
+    assert band([one, other], 2) == ([2, 3], [3.0, 8.5], [1.0, 8.0], [5.0, 9.0])
+    assert band([one, ([], [])], 10) == ([], [], [], [])
+
+
+def test_a_band_by_cursor_has_the_same_means_and_reads_the_new_steps_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"runs": "seed0\nseed1\nseed2", "names": "reward_mean", "smooth": 5}
+    every, firsts, smoothed = server.ask("bands", **asked)["bands"]["reward_mean"], list[int](), Metrics.smoothed
+
+    def noted(self: Metrics, name: str, first: int, points: int, window: int) -> Any:
+        firsts.append(first)
+        return smoothed(self, name, first, points, window)
+
+    monkeypatch.setattr(Metrics, "smoothed", noted)
+    later = server.ask("bands", after=17, **asked)["bands"]["reward_mean"]
+    assert later == [column[17:] for column in every] == [[18, 19, 20], [17, 18, 19], [16, 17, 18], [21, 22, 23]]
+    assert firsts == [17, 17, 17]
+
+
+@pytest.mark.parametrize("odd", [1e18, math.inf, math.nan])
+def test_means_after_an_odd_value_are_right_whole_and_by_cursor(tmp_path: Path, odd: float) -> None:
+    make(tmp_path / "odd", [{"step": step, "loss": odd if step == 5 else 0.01} for step in range(1, 15)])
+    metrics = Metrics(tmp_path / "odd")
+    metrics.read()
+    assert metrics.smoothed("loss", 0, 100, 5)[1][-3:] == [0.01] * 3
+    for first in range(1, 14):
+        by_cursor, whole = (metrics.smoothed("loss", at, 100, 5) for at in (first, 0))
+        new = [row for row, step in enumerate(whole[0]) if step > first]
+        assert by_cursor == tuple([column[row] for row in new] for column in whole)
 
 
 def pointed(chart: Locator, share: float) -> dict[str, str]:
@@ -102,9 +131,12 @@ def test_seeds_of_one_recipe_are_a_median_in_its_range(server: Server, look: Loo
     step = int(shown.pop("step"))
     assert 9 <= step <= 12
     assert shown == {"median of 3 runs": f"{step + 1}", "highest": f"{step + 5}", "lowest": f"{step}", "other": "2"}
+    said = 'The median of 3 runs is to step 20, where seed1 and seed2 ended; "each run" shows the others to step 30.'
+    assert board.page.locator("#ends").inner_text().strip() == said
     board.page.get_by_label("Seeds of one recipe").select_option("each run")
     board.page.wait_for_function("location.href.includes('seeds=each')")
     expect(board.at("curves").get_by_label("Seeds of one recipe")).to_have_value("each")
+    assert board.page.locator("#ends").inner_text() == ""
     shown = pointed(board.main.locator("[data-chart=reward_mean]"), 1 / 3)
     step = int(shown.pop("step"))
     assert shown == {"seed0": f"{step}", "seed1": f"{step + 1}", "seed2": f"{step + 5}", "other": "2"}
@@ -138,3 +170,17 @@ def test_who_waited_for_whom_is_shown_over_time(server: Server, look: Look) -> N
     assert widths[2] == pytest.approx(widths[0] / 2, rel=0.1)
     board.page.goto(f"{server.url}#/?run=long&view=time")
     assert board.at("time").locator(".lanes").count() == 0
+
+
+def test_a_click_in_an_exported_page_asks_for_no_step_that_it_lacks(tmp_path: Path, look: Look) -> None:
+    make(
+        tmp_path / "beside",
+        [{"step": step, "trainer_wait_s": 1.0, "engine_idle_share": 0.5, **BESIDE} for step in range(1, 201)],
+    )
+    board = look(export([tmp_path], tmp_path / "page.html").as_uri(), at="#/?run=beside&view=time")
+    lanes = board.at("time").locator(".lanes")
+    for _ in range(2):
+        lanes.locator(".u-over").click(position={"x": 60, "y": 20})
+    assert "at=" not in board.page.url
+    assert "A click on the curves" not in lanes.inner_text()
+    assert "steps 161 to 200" in lanes.locator("h3").first.inner_text()

@@ -1,5 +1,6 @@
 // Draws curves by uPlot, with marks on the time axis and intervals of points.
 
+import { isExported } from "./ask.js";
 import { h } from "./dom.js";
 import { colour, figure } from "./format.js";
 
@@ -9,7 +10,8 @@ export class Chart {
   /** `curves` are {name, run, steps, values, low, high, smooth, band}: `low` and `high` are intervals of points, `smooth` has steps
    * and running means, and `band` the least and greatest values. `marks` are {step, text}; `pick` gets the step that is clicked. */
   constructor(title, { log = false, pick = null, height = 190 } = {}) {
-    Object.assign(this, { log, pick, height, curves: [], marks: [] });
+    // An exported page holds few of the steps that a click could ask for.
+    Object.assign(this, { log, pick: isExported ? null : pick, height, curves: [], marks: [] });
     this.last = h("span", { class: "last" });
     this.place = h("div");
     this.element = h("div", { class: "chart" }, h("h3", {}, h("span", {}, title), this.last), this.place);

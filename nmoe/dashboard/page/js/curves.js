@@ -61,11 +61,12 @@ export async function curves(main, { runs, settings }) {
     return [key, h("a", { href: link([name], "overview") }, name), " "];
   }));
   const marked = h("p", { class: "faint", id: "marks" });
+  const ends = h("p", { class: "faint", id: "ends" });
   const spread = h("div", { id: "spread" });
   main.replaceChildren(
     legend,
     h("div", { class: "controls" }, h("label", {}, "Add a metric", add), h("datalist", { id: "metric-names" }, ...every.map((name) => h("option", { value: name }))), h("label", {}, "Smoothing", smooth), several.length ? h("label", {}, "Seeds of one recipe", seeds) : null),
-    marked, grid, spread,
+    marked, ends, grid, spread,
   );
   evaluated.forEach(([chart, lines]) => chart.show(lines, []));
 
@@ -92,6 +93,7 @@ export async function curves(main, { runs, settings }) {
     const stages = stagesOf(state.data[runs[0]]?.raw.curriculum_stage);
     const marks = [...alerts, ...stages].sort((a, b) => a.step - b.step);
     marked.replaceChildren(...(marks.length ? ["On the axis: ", ...marks.slice(0, 12).flatMap((mark) => [h("a", { href: link([runs[0]], mark.stage ? "step" : "alerts", { step: mark.step }) }, `step ${mark.step}: ${mark.text}`), " · "])] : []));
+    ends.replaceChildren(...banded.flatMap((names) => ended(names, state.data, found)));
     for (const [metric, chart] of state.charts) {
       // An exported page has the bands of all runs of a recipe alone.
       const bands = banded.map((names) => [names, state.bands.get(names.join("\n")).parts]).filter(([, parts]) => Object.keys(parts).length);
@@ -118,6 +120,15 @@ function joined(kept, parts) {
   for (const [metric, columns] of Object.entries(parts)) {
     kept[metric] = columns.map((column, number) => [...(kept[metric]?.[number] ?? []), ...column]);
   }
+}
+
+/** Says where the median of some runs ends for good before the last of them: at the last step of those that ended first. */
+function ended(names, data, found) {
+  const last = new Map(names.map((name) => [name, Math.max(0, ...Object.values(data[name].raw).map(([steps]) => steps.at(-1) ?? 0))]));
+  const first = Math.min(...last.values());
+  const short = names.filter((name) => last.get(name) === first && found[name].status !== "running");
+  if (!short.length || short.length === names.length) return [];
+  return [`The median of ${names.length} runs is to step ${figure(first)}, where ${short.join(" and ")} ended; "each run" shows the others to step ${figure(Math.max(...last.values()))}. `];
 }
 
 /** Returns the runs of each recipe that several of them have, which differ in names and seed alone. */

@@ -1,6 +1,6 @@
 // The smaller views: alerts, a step, problems, configurations, and where the time goes.
 
-import { ask } from "./ask.js";
+import { ask, isExported } from "./ask.js";
 import { Chart } from "./chart.js";
 import { h } from "./dom.js";
 import { COLOURS, figure, share } from "./format.js";
@@ -94,7 +94,7 @@ async function lanes(name, runs, settings) {
   });
   const element = h("div", { class: "lanes" },
     h("h3", {}, `Who waited for whom, steps ${figure(bars[0][1])} to ${figure(bars.at(-1)[1])}`), ...rows, h("p", { class: "faint" }, ...keys),
-    h("p", { class: "faint" }, "A click on the curves below shows the steps there."), chart.element);
+    isExported ? null : h("p", { class: "faint" }, "A click on the curves below shows the steps there."), chart.element);
   const show = () => chart.show([{ name: "trainer", run: 0, steps, values: over.map((one) => one.trainer) }, { name: "engines", run: 1, steps, values: over.map((one) => one.engines) }], []);
   return { element, chart, show };
 }
