@@ -23,8 +23,6 @@ from nmoe.errors import UserError
 from nmoe.serve.openai.chat import read_chat
 from nmoe.serve.openai.chat_job import ChatJob
 from nmoe.serve.openai.completions import TextJob, read_completions
-from nmoe.serve.openai.errors import ApiError
-from nmoe.serve.openai.fields import IGNORED, Fields
 from nmoe.serve.openai.limits import Admission
 from nmoe.serve.openai.metrics import Metrics
 from nmoe.serve.openai.model import Served
@@ -33,6 +31,8 @@ from nmoe.serve.openai.runs import Steps, end
 from nmoe.serve.openai.tokenizing import detokenize, tokenize, tokenizer_info
 from nmoe.serve.page import PAGE
 from nmoe.web.guard import Refusal
+from nmoe.web.openai.errors import ApiError
+from nmoe.web.openai.fields import IGNORED, Fields
 
 Job = ChatJob | TextJob
 Endpoint = Callable[[Asking], Awaitable[Response]]

@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 from nmoe.errors import UserError, shown
 from nmoe.serve.openai.chat_job import ChatJob
-from nmoe.serve.openai.errors import ApiError
-from nmoe.serve.openai.fields import Fields
-from nmoe.serve.openai.messages import read_messages, read_tools
 from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.settings import MOST_TOP
 from nmoe.text.conversation import ToolDefinition
 from nmoe.text.renderers import ReasoningEffort
+from nmoe.web.openai.errors import ApiError
+from nmoe.web.openai.fields import Fields
+from nmoe.web.openai.messages import read_messages, read_tools
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 

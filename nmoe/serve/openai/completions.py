@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nmoe.engine.api import RawLogprob, Request
-from nmoe.serve.openai.errors import ApiError
-from nmoe.serve.openai.fields import Fields
 from nmoe.serve.openai.logprobs import Scored, TextLogprobs, dumps, joined, listed, quoted, usage
 from nmoe.serve.openai.model import Served
 from nmoe.serve.openai.reading import Addition, Choice, TextReader, texts
 from nmoe.serve.openai.runs import Run
 from nmoe.serve.openai.settings import MOST_TOP, Asked
 from nmoe.serve.openai.stops import Stops
+from nmoe.web.openai.errors import ApiError
+from nmoe.web.openai.fields import Fields
 
 _DEFAULT_TOKENS = 16
 _MOST_OF = 20

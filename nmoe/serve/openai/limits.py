@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nmoe.serve.openai.errors import ApiError
+from nmoe.web.openai.errors import ApiError
 
 
 @dataclass(frozen=True)

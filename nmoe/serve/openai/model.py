@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.serve.openai.errors import ApiError
-from nmoe.serve.openai.fields import Fields
 from nmoe.serve.openai.limits import Limits
 from nmoe.serve.openai.names import TokenNames
 from nmoe.serve.openai.settings import Asked, Defaults, read_settings
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.text.turns import ChatFormat
 from nmoe.types import Sampling
+from nmoe.web.openai.errors import ApiError
+from nmoe.web.openai.fields import Fields
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import secrets
 from dataclasses import dataclass
 
 from nmoe.errors import shown
-from nmoe.serve.openai.errors import ApiError
-from nmoe.serve.openai.fields import Fields
 from nmoe.serve.openai.limits import Limits
 from nmoe.types import Sampling
+from nmoe.web.openai.errors import ApiError
+from nmoe.web.openai.fields import Fields
 
 MOST_TOP = 20
 """The most alternatives of a token whose log-probabilities are returned."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from nmoe.serve.openai.chat import only, read_prompt
 from nmoe.serve.openai.completions import encoded
-from nmoe.serve.openai.fields import Fields
 from nmoe.serve.openai.model import Served
+from nmoe.web.openai.fields import Fields
 
 
 def tokenize(served: Served, fields: Fields) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from nmoe.errors import shown
-from nmoe.serve.openai.errors import ApiError
+from nmoe.web.openai.errors import ApiError
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from nmoe.errors import shown
 from nmoe.parsing import MOST_NESTED, is_deep
-from nmoe.serve.openai.errors import ApiError
-from nmoe.serve.openai.fields import Fields
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
+from nmoe.web.openai.errors import ApiError
+from nmoe.web.openai.fields import Fields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -1,0 +1,1 @@
+"""OpenAI's API as it is read: fields, messages and refusals."""
