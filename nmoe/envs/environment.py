@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from nmoe.config.environment import EnvironmentSettings, SystemByFormat, held_out
 from nmoe.config.loader import load_environment
-from nmoe.config.tables.pools import task_types
+from nmoe.config.tables.pools import ProgramPool, task_types
 from nmoe.envs.curriculum import Curriculum
 from nmoe.envs.grade import Grader
 from nmoe.envs.pools import build_pool
@@ -66,6 +66,14 @@ class Environment:
         self.budget = settings.budget
         self._tasks = [TASKS[name] for name in task_types(settings.task_pool)]
         self.converses = any(isinstance(task, AnsweringTask) for task in self._tasks)
+        pool = settings.task_pool
+        self.command = pool.command if isinstance(pool, ProgramPool) else None
+        """The program that asks the policy, if one does."""
+        if self.command is not None and (self.converses or settings.tools is not None):
+            raise UserError(
+                f"environment {settings.env_id!r}: a program asks the policy and has its tools, so leave out [tools] "
+                "and tasks that converse"
+            )
         self.lives = any(isinstance(task, LiveTask) for task in self._tasks)
         self.tools = (
             {} if settings.tools is None else load_tools(settings.tools.use, settings.budget, user_code=user_code)

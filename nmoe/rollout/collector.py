@@ -15,11 +15,13 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import Reward, RewardError
 from nmoe.envs.rewards.rewards import rated
+from nmoe.envs.tasks.live import EnvironmentLostError
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError
 from nmoe.rollout.episode import ConversationError, Episode, Player, request_seed
 from nmoe.rollout.opening import Opened, opened
+from nmoe.rollout.programs import Door, Session, run_program
 from nmoe.rollout.tickets import Terms, Ticket
 from nmoe.runs.waiting import all_or_none
 from nmoe.sandbox.api import OpensSandboxes
@@ -83,7 +85,7 @@ class Stream:
     Connections of rewards belong to the loop. A task keeps them open, so that they are closed with the loop if not by `close`.
     """
 
-    def __init__(self, play: Callable[[Ticket], Coroutine[Any, Any, Group]], rewards: Sequence[Reward]) -> None:
+    def __init__(self, play: Callable[[Ticket], Coroutine[Any, Any, Group]], rewards: Sequence[Reward | Door]) -> None:
         """Makes a stream on the running loop. `rewards` are open from `opened` on."""
         self._play, self._rewards = play, rewards
         self.loop = asyncio.get_running_loop()
@@ -176,6 +178,7 @@ class Collector:
         """Seconds of grading since `sample` began, summed over trajectories."""
         self._stream: Stream | None = None
         self._lasting = False  # whether the stream outlives a batch
+        self._door = Door()
 
     def collect(
         self,
@@ -249,7 +252,8 @@ class Collector:
     def stream(self, rewarded: bool = True) -> Stream:
         """Returns the stream of the running loop. Its rewards are opened for it if groups are `rewarded`."""
         if self._stream is None or not self._stream.lives:
-            self._stream = Stream(self._group, self._environment.rewards if rewarded else ())
+            doors = () if self._environment.command is None else (self._door,)
+            self._stream = Stream(self._group, (*doors, *(self._environment.rewards if rewarded else ())))
         return self._stream
 
     async def _all(self, tickets: Sequence[Ticket], on_group: Callable[[Group], None] | None) -> list[Group]:
@@ -274,6 +278,8 @@ class Collector:
 
     async def _group(self, ticket: Ticket) -> Group:
         terms = ticket.terms
+        if self._environment.command is not None:
+            return await self._of_programs(ticket, self._environment.command)
         if not self._environment.lives:
             return await self._played(ticket, [None] * terms.samples)
         seed = request_seed(*terms.key, ticket.position, "open")
@@ -310,6 +316,49 @@ class Collector:
 
         _, *trajectories = await all_or_none([sample_first_turns(), *map(trajectory, range(terms.samples))])
         return Group(problem, await self._rewarded(trajectories, terms.state))
+
+    async def _of_programs(self, ticket: Ticket, command: Sequence[str]) -> Group:
+        problem, terms = ticket.problem, ticket.terms
+        sampling = replace(
+            terms.sampling,
+            max_new_tokens=self._environment.prompts.token_limit(terms.sampling.max_new_tokens),
+            stop_ids=self._environment.renderer.stop_ids,
+        )
+        key = (*terms.key, ticket.position)
+        episodes = [Episode(problem, index, key, (), sampling, [], ticket.position) for index in range(terms.samples)]
+        trajectories = await all_or_none([self._of_program(one, command, terms.weights) for one in episodes])
+        return Group(problem, await self._rewarded(trajectories, terms.state))
+
+    async def _of_program(self, episode: Episode, command: Sequence[str], weights: Mapping[str, float]) -> Trajectory:
+        environment, problem = self._environment, episode.problem
+        budget, seed = environment.budget, request_seed(*episode.key, episode.index)
+        episode.sampling = replace(episode.sampling, seed=seed)
+        session = Session(episode, self._player, environment.renderer, budget.turns)
+        messages = [{"role": one.role, "content": one.content} for one in environment.prompts.messages(problem)]
+        given = {"id": problem.id, "question": problem.question, "messages": messages}
+        ended: Failure | None
+        try:
+            with self._door.session(session) as url:
+                ended = await run_program(command, given, url, seed, session, budget.wall_s)
+        except EnvironmentLostError as error:
+            ended, episode.lost = "environment_error", str(error)
+        if not episode.turns:
+            episode.prompt_ids = tuple(environment.prompts.ids(problem))
+            episode.turns.append(Turn((), Sample([], [], [], "abort")))
+        async with ToolSession(self._sandboxes, None, {}, None) as tools:
+            try:
+                # The program has the conversation: its last turn is the answer.
+                grade = await environment.grader.grade(
+                    problem,
+                    episode.turns[-1:],
+                    episode.sampling.max_new_tokens,
+                    weights=weights,
+                    ended=ended,
+                    session=tools,
+                )
+            except Exception as error:
+                raise _failed(self._ungraded(episode, tools, weights), error, "grading") from error
+        return self._done(episode, replace(grade, reason=episode.lost), None)
 
     async def _rewarded(self, trajectories: list[Trajectory], state: TrainerState | None) -> list[Trajectory]:
         """Returns the trajectories with the ratings of `[[rewards]]` added to their grades, except after infrastructure failures.

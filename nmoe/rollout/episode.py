@@ -201,14 +201,20 @@ class Player:
         self, episode: Episode, kind: Given, given: list[int], clock: asyncio.Timeout
     ) -> Failure | None:
         prompt_ids = tuple(given) if kind == "prompt" else (*episode.ids(), *given)
-        left = episode.sampling.max_new_tokens - episode.sampled_tokens
-        room = self._context_tokens - len(prompt_ids)
-        if min(left, room) < 1:
-            return "truncated"
         with _stopped(clock):
-            sample = await self._sample(episode, prompt_ids, min(left, room))
+            sample = await self.sample_next(episode, prompt_ids)
+        if sample is None:
+            return "truncated"
         episode.turns.append(Turn(tuple(given), sample, kind))
         return None
+
+    async def sample_next(
+        self, episode: Episode, prompt_ids: tuple[int, ...], most: int | None = None
+    ) -> Sample | None:
+        """Samples the episode's next turn, of at most `most` tokens; None if the budget or the context has no token left."""
+        left = episode.sampling.max_new_tokens - episode.sampled_tokens
+        tokens = min(left, self._context_tokens - len(prompt_ids), left if most is None else most)
+        return None if tokens < 1 else await self._sample(episode, prompt_ids, tokens)
 
     async def _sample(self, episode: Episode, prompt_ids: tuple[int, ...], tokens: int) -> Sample:
         key = (*episode.key, episode.index, len(episode.turns))

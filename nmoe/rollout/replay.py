@@ -14,7 +14,7 @@ from typing import Any
 
 from nmoe.config import registry
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.tables.pools import GeneratedPool
+from nmoe.config.tables.pools import GeneratedPool, ProgramPool
 from nmoe.config.tables.rewards import FunctionRewardConfig, Rubric
 from nmoe.envs.environment import Environment, identity_of
 from nmoe.envs.grade import COMPONENTS
@@ -89,7 +89,10 @@ async def replay(
         known = ", ".join(registry.TASKS.names())
         raise UserError(f"{bundle.path}: the task {trajectory.problem.task_type!r} is not one of {known}")
     environment = _as_it_was(bundle.settings, trajectory, tokenizer)
-    yield _prompt(environment, trajectory)
+    # A program is not run again: the prompts that it made are in the record alone.
+    asks = isinstance(bundle.settings.task_pool, ProgramPool)
+    if not asks:
+        yield _prompt(environment, trajectory)
     yield _text(bundle, tokenizer)
     yield _turns(bundle, environment, trajectory)
     prepare = None if workspaces is None else partial(workspaces.prepare, trajectory.problem)
@@ -98,10 +101,12 @@ async def replay(
     ) as session:
         if workspaces is not None:
             yield await _workspace(trajectory, session)
-        yield await _tools(environment, trajectory, session)
+        if not asks:
+            yield await _tools(environment, trajectory, session)
         if isinstance(TASKS[trajectory.problem.task_type], AnsweringTask):
             yield _exchanges(environment, trajectory)
-        yield await _grade(environment, trajectory, session)
+        answered = replace(trajectory, turns=trajectory.turns[-1:]) if asks else trajectory
+        yield await _grade(environment, answered, session)
     if bundle.settings.rewards:
         yield await _rewards(bundle.settings, environment, trajectory)
     # Last, because the other checks locate a difference, and a digest only names the part, such as the log-probabilities.

@@ -158,6 +158,17 @@ def test_the_environment_of_skyrl_gym_loads(tmp_path: Path, monkeypatch: pytest.
     assert environment.pool.order.at(0).question == "Ann has 3 boxes of 6 eggs. How many eggs?"
 
 
+def test_the_environment_of_programs_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "ecosystem.md").read_text().partition("## Agents as programs")[2]
+    Path("train.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n')
+    Path("agent.toml").write_text(blocks(page, "toml")[0])
+    environment = Environment.from_settings(
+        load_environment(Path("agent.toml")), Tokenizer.train((), SMALLEST_VOCABULARY)
+    )
+    assert environment.command == ("python", "agent.py")
+
+
 def test_a_task_of_ones_own_is_named_in_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (GUIDES / "environments.md").read_text().partition("## Tasks of your own")[2]

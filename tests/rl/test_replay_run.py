@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from nmoe.cli.command import app
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
-from nmoe.config.tables.pools import JsonlPool
+from nmoe.config.tables.pools import JsonlPool, ProgramPool
 from nmoe.engine.native.held import OtherTokensError
 from nmoe.errors import UserError
 from nmoe.rl.explain import Explainer, Finding
@@ -220,13 +220,22 @@ def test_a_step_without_the_samples_of_its_groups_is_refused(run: Path) -> None:
         replayed(run)
 
 
-def test_a_run_whose_environment_lives_beside_it_is_refused(run: Path) -> None:
+def test_a_run_that_others_took_part_in_is_refused(run: Path) -> None:
     config = load_run(run / "config.toml", RLConfig)
     refuse_other_numbers(run, config, allow_user_code=True)
-    pool = JsonlPool(type="jsonl", path="records.jsonl", task_type="skyrl_gym")
-    living = config.model_copy(update={"environment": config.environment.model_copy(update={"task_pool": pool})})
-    with pytest.raises(UserError, match=r"environments beside it answered the policy \(task skyrl_gym\)"):
-        refuse_other_numbers(run, living, allow_user_code=True)
+    for pool, said in (
+        (
+            JsonlPool(type="jsonl", path="records.jsonl", task_type="skyrl_gym"),
+            r"environments beside it answered the policy \(task skyrl_gym\)",
+        ),
+        (
+            ProgramPool(type="program", path="records.jsonl", task_type="gsm8k", command=("agent",)),
+            "programs asked the policy",
+        ),
+    ):
+        other = config.model_copy(update={"environment": config.environment.model_copy(update={"task_pool": pool})})
+        with pytest.raises(UserError, match=said):
+            refuse_other_numbers(run, other, allow_user_code=True)
 
 
 def test_code_of_users_runs_where_it_is_allowed(run: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_turn_that_the_environment_replaces_stops_the_run(environment: Any, to
 def test_an_environment_is_closed_in_its_thread_after_a_late_call(late: str, environment: Any, tokenizer: Any) -> None:
     calls: list[tuple[str, int]] = []
 
-    class Late(gym.Env):  # type: ignore[name-defined,misc]
+    class Late(gym.Env):  # type: ignore[name-defined]
         def __init__(self, env_config: Any, extras: Any) -> None:
             self._called("make")
 

@@ -86,6 +86,21 @@ class JsonlPool(DatasetKeys):
     """the JSONL file, or a pattern such as `data/*.jsonl`; `@[a:b]` selects some of its records"""
 
 
+class ProgramPool(DatasetKeys):
+    """Problems of local files with one JSON object per line, answered by a program that asks the policy through OpenAI's API."""
+
+    type: Literal["program"]
+    path: Annotated[str, DataPath()] = Field(min_length=1)
+    """the JSONL file, or a pattern such as `data/*.jsonl`; `@[a:b]` selects some of its records"""
+    command: Array[str]
+    """the program and its arguments, started for each sample with `OPENAI_BASE_URL` set, and the problem as JSON on its input"""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not self.command:
+            yield Conflict("command", "names no program")
+
+
 class CsvPool(DatasetKeys):
     """A local CSV file; all its fields are read as strings."""
 
@@ -252,6 +267,7 @@ class MixturePool(Section):
 TaskPool = (
     GeneratedPool
     | JsonlPool
+    | ProgramPool
     | CsvPool
     | ParquetPool
     | HubPool

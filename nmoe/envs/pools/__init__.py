@@ -10,6 +10,7 @@ from nmoe.config.tables.pools import (
     MixturePool,
     ParquetPool,
     PrmPool,
+    ProgramPool,
     PythonPool,
     ReasoningGymPool,
     SelfplayPool,
@@ -40,7 +41,7 @@ def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Orde
     match settings:
         case GeneratedPool():
             return generated_order(name, settings)
-        case JsonlPool():
+        case JsonlPool() | ProgramPool():
             return record_order(name, settings, read_rows(settings.path, form="jsonl"), settings.path, columns=columns)
         case CsvPool():
             return record_order(name, settings, read_rows(settings.path, form="csv"), settings.path, columns=columns)

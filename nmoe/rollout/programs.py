@@ -1,0 +1,222 @@
+"""Programs that ask the policy: each sample is a process whose OpenAI client talks to the run.
+
+    agent.py --POST /SESSION/v1/chat/completions--> Door --Episode's next turn--> engine
+             <------------- message ---------------
+
+The turns that a session sampled are the trajectory: ids, log-probabilities and versions as the engine gave them. The program's own
+words never become trained tokens. A request that goes on verbatim where the last turn ended continues its branch. Any other begins
+a new branch, whose prompt is the conversation as it was rendered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+from nmoe.envs.tasks.live import EnvironmentLostError
+from nmoe.errors import UserError
+from nmoe.extras import needed_by
+from nmoe.rollout.episode import Episode, Player
+from nmoe.text.calls.pieces import Piece
+from nmoe.text.conversation import ChatMessage, ToolDefinition
+from nmoe.text.renderers import Renderer
+from nmoe.types import Failure, Sample, Turn
+
+# Characters of a program's last words that are shown.
+_MOST_SHOWN = 400
+
+
+class SessionEndedError(Exception):
+    """A program asks for a turn that its episode may not have."""
+
+    def __init__(self, message: str, failure: Failure | None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class Session:
+    """The turns of one program. Requests that come at once are answered one after the other."""
+
+    def __init__(self, episode: Episode, player: Player, renderer: Renderer, turns: int) -> None:
+        self.episode, self._player, self._renderer, self._most = episode, player, renderer, turns
+        self._lock = asyncio.Lock()
+        self.waiting = 0  # requests whose turns are being sampled
+        self.ended: Failure | None = None
+        self.over = False  # whether the program has ended
+        self.error: Exception | None = None
+        """A failure of the engine or the renderer, which is for the run to raise and not for the program to bear."""
+
+    async def turn(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], most: int | None
+    ) -> tuple[list[Piece], Sample, int]:
+        """Samples a turn. Returns its pieces, the sample and the length of its prompt. A caller that is cancelled leaves no turn.
+
+        Raises SessionEndedError if no turn is left, and UserError for a conversation that the format cannot express.
+        """
+        self.waiting += 1
+        try:
+            async with self._lock:
+                with self._of_the_run(UserError):
+                    prompt_ids = tuple(self._renderer.chat_ids(tuple(messages), tuple(tools)))
+                with self._of_the_run():
+                    sample = await self._sampled(prompt_ids, most)
+                    reader = self._renderer.reader(prompt_ids, tuple(tools))
+                    pieces = [*reader.feed(sample.token_ids), *reader.end(sample.finish_reason)]
+        finally:
+            self.waiting -= 1
+        return pieces, sample, len(prompt_ids)
+
+    @contextmanager
+    def _of_the_run(self, *but: type[Exception]) -> Iterator[None]:
+        """Keeps an exception for the run, `but` some that are the program's mistake."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, (SessionEndedError, *but)):
+                raise
+            self.error = error
+            raise SessionEndedError("the run has failed", "engine_error") from error
+
+    def _end(self, failure: Failure, why: str) -> SessionEndedError:
+        self.ended = failure
+        return SessionEndedError(why, failure)
+
+    async def _sampled(self, prompt_ids: tuple[int, ...], most: int | None) -> Sample:
+        episode = self.episode
+        if self.ended is not None or self.error is not None:
+            raise SessionEndedError("the episode has ended before", self.ended)
+        if len(episode.turns) >= self._most:
+            raise self._end("budget_exceeded", f"the episode has had its {self._most} turns (budget.turns)")
+        sample = await self._player.sample_next(episode, prompt_ids, most)
+        if self.over:
+            raise SessionEndedError("the program has ended", None)
+        if sample is None:
+            why = "the episode has no tokens left (sampling.max_new_tokens, or the model's context)"
+            raise self._end("truncated", why)
+        self._append(prompt_ids, sample)
+        if sample.finish_reason == "abort":
+            raise self._end("engine_error", "the engine gave the turn up")
+        return sample
+
+    def _append(self, prompt_ids: tuple[int, ...], sample: Sample) -> None:
+        episode = self.episode
+        if not episode.turns:
+            episode.prompt_ids = prompt_ids
+            episode.turns.append(Turn((), sample))
+            return
+        before = episode.ids()
+        if prompt_ids[: len(before)] == before and episode.turns[-1].sample.finish_reason == "stop":
+            episode.turns.append(Turn(prompt_ids[len(before) :], sample, "user"))
+        else:
+            episode.turns.append(Turn(prompt_ids, sample, "prompt"))
+
+
+class Door:
+    """Listens for programs on this machine, one session for each, under a name that nothing else knows."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._url = ""
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Listens on the running loop until the block ends."""
+        with needed_by("a task pool of programs", "serve"):
+            import uvicorn
+
+            from nmoe.engine.server.listening import listening
+            from nmoe.rollout.session_routes import application
+
+        class Quiet(uvicorn.Server):
+            @contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # signals belong to the run
+
+        with listening("127.0.0.1", 0) as socket:
+            self._url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+            config = uvicorn.Config(
+                application(self._sessions), log_config=None, lifespan="off", timeout_graceful_shutdown=1
+            )
+            server = Quiet(config)
+            serving = asyncio.ensure_future(server.serve([socket]))
+            try:
+                yield
+            finally:
+                server.should_exit = True
+                await serving
+
+    @contextmanager
+    def session(self, session: Session) -> Iterator[str]:
+        """Yields the base URL of a session, which answers until the block ends."""
+        name = secrets.token_urlsafe(16)
+        self._sessions[name] = session
+        try:
+            yield f"{self._url}/{name}/v1"
+        finally:
+            session.over = True
+            del self._sessions[name]
+
+
+async def run_program(
+    command: Sequence[str], record: Mapping[str, Any], url: str, seed: int, session: Session, seconds: float
+) -> Failure | None:
+    """Runs a program to its end. It gets the record as JSON on standard input, and the address of the policy as OpenAI's clients
+    read it. `seconds` bound the time in which it waits for no turn.
+
+    Returns how the episode ended, None if the program ended it. A crash is reported on stderr and no failure, nor is a timeout the
+    program's: the policy's answers may have led to either, so that the last one is graded. Raises EnvironmentLostError for a
+    program that cannot be started, never asks for a turn, or ends with the code of a temporary failure, and what failed in the run
+    while it sampled.
+    """
+    known = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": "policy", "NMOE_SEED": str(seed)}
+    # Files, because another process may hold the end of a pipe open for longer than the program runs.
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as words:
+        given.write(json.dumps(record).encode() + b"\n")
+        given.seek(0)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=given,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=words,
+                env={**os.environ, **known},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvironmentLostError(f"the program {command[0]} cannot be started: {error}") from None
+        running, left = asyncio.ensure_future(process.wait()), seconds
+        try:
+            while not running.done() and left > 0 and session.error is None:
+                began = time.monotonic()
+                await asyncio.wait([running], timeout=min(left, 0.5))
+                if not session.waiting:
+                    left -= time.monotonic() - began
+            ended = running.done()
+        finally:
+            # With the processes of its group.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await running
+        if session.error is not None:
+            raise session.error
+        said = "" if ended else f"took longer than {seconds:g} s (budget.wall_s)"
+        if ended and process.returncode:
+            words.seek(max(0, words.seek(0, os.SEEK_END) - _MOST_SHOWN))
+            last = " ".join(words.read().decode(errors="replace").split())
+            said = f"ended with code {process.returncode}: {last}"
+    if not session.episode.turns:
+        raise EnvironmentLostError(f"the program {command[0]} {said or 'ended'}, and never asked for a turn")
+    if ended and process.returncode == os.EX_TEMPFAIL:
+        raise EnvironmentLostError(f"the program {command[0]} {said}")
+    if said and session.ended is None:
+        print(f"warning: the program {command[0]} {said}", file=sys.stderr, flush=True)
+    return session.ended or (None if ended else "timeout")
