@@ -8,8 +8,10 @@ from pathlib import Path
 import httpx2
 import numpy as np
 import pytest
+import torch
 from served_client import Client, serving
 from tinker_client import Model, Tinker, arrays, datum
+from transformers import AutoModelForCausalLM
 
 from nmoe.serve.tinker.messages import LENGTH, STOP
 from nmoe.text.tokenizer import Tokenizer
@@ -45,7 +47,6 @@ def scores(client: Tinker, sampler: str, number: int = 0) -> bytes:
 
 
 def test_samples_have_the_trainers_bits(client: Tinker) -> None:
-    """At another temperature they are of the tempered distribution, and differ."""
     model = client.model()
     trained(model)
     sampler = model.sampler()
@@ -63,8 +64,24 @@ def test_samples_have_the_trainers_bits(client: Tinker) -> None:
     for found, sampled in zip(arrays(result.loss_fn_outputs[0], "logprobs"), given, strict=True):
         assert np.isnan(sampled[0])
         np.testing.assert_array_equal(found, sampled[1:])
-    hot = client.sample(sampler, PROMPT, 1, max_tokens=5, seed=7, temperature=3.0)
-    assert hot.sequences[0].logprobs != reply.sequences[0].logprobs
+
+
+def base_sampler(client: Tinker) -> str:
+    number = next(client.numbers)
+    reply = client.post(
+        "create_sampling_session", session_id=client.session_id, sampling_session_seq_id=number, base_model="tiny"
+    )
+    return reply["sampling_session_id"]
+
+
+def test_hot_samples_have_log_probabilities_of_the_tempered_distribution(client: Tinker, checkpoint: Path) -> None:
+    (hot,) = client.sample(base_sampler(client), PROMPT, max_tokens=8, seed=7, temperature=3.0, stop=[]).sequences
+    tokens = np.frombuffer(hot.tokens, "<i4").tolist()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = (logits / 3).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    np.testing.assert_allclose(np.frombuffer(hot.logprobs, "<f4"), expected, atol=1e-4)
 
 
 def test_snapshots_stay_and_in_flight_samplers_move(client: Tinker) -> None:
@@ -99,13 +116,76 @@ def test_saved_weights_are_sampled_from(client: Tinker) -> None:
         "base_model": "tiny",
         "model_path": path,
     }
-    base = client.post(
-        "create_sampling_session",
-        session_id=client.session_id,
-        sampling_session_seq_id=next(client.numbers),
-        base_model="tiny",
+    assert scores(client, base_sampler(client)) != expected
+
+
+def test_weights_saved_again_under_a_name_are_sampled_from(client: Tinker) -> None:
+    """A session that began before keeps the earlier ones."""
+    model = client.model()
+
+    def begun(path: str) -> str:
+        number = next(client.numbers)
+        asked = {"session_id": client.session_id, "sampling_session_seq_id": number, "model_path": path}
+        return client.post("create_sampling_session", **asked)["sampling_session_id"]
+
+    trained(model)
+    first = begun(path := model.save("save_weights_for_sampler", "latest")["path"])
+    before = scores(client, first)
+    trained(model, 2)
+    assert model.save("save_weights_for_sampler", "latest")["path"] == path
+    assert scores(client, begun(path)) == scores(client, model.sampler()) != before
+    assert scores(client, first, 1) == before
+
+
+def test_running_samples_go_on_while_their_sampler_moves(client: Tinker) -> None:
+    model, frozen = client.model(), client.model()
+    trained(model), trained(frozen)
+    moving = model.sampler("inflight")
+    promise = client.post(
+        "asample",
+        sampling_session_id=moving,
+        seq_id=0,
+        prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        sampling_params={"max_tokens": 1200, "stop": []},
     )
-    assert scores(client, base["sampling_session_id"]) != expected
+    trained(model, 2)
+    model.sampler("inflight")
+    (moved,) = client.wait(promise, "SampleResponse").sequences
+    whole = [*PROMPT, *np.frombuffer(moved.tokens, "<i4")]
+    assert len(whole) == 1207
+    one = datum(whole[:-1], target_tokens=whole[1:], weights=[0.0] * 1206)
+    (before,) = arrays(frozen.run([one], "cross_entropy", forward_only=True).loss_fn_outputs[0], "logprobs")
+    same = np.frombuffer(moved.logprobs, "<f4") == before[6:]
+    assert same[0], "it began with the weights of before"
+    assert not same[-100:].all(), "it ended with others"
+    assert scores(client, moving, 2) == scores(client, model.sampler())
+
+
+def test_an_adapter_that_diverged_is_its_clients_alone(client: Tinker) -> None:
+    model = client.model()
+    model.run([datum(PROMPT[:-1], target_tokens=PROMPT[1:], weights=[1.0] * 6)], "cross_entropy")
+    model.step(learning_rate=1e38)
+    broken = model.sampler()
+    failed = client.sample(broken, PROMPT, max_tokens=2)
+    assert "its weights have diverged" in failed["error"]
+    health = client.http.get("/api/v1/healthz")
+    assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    assert len(client.sample(base_sampler(client), PROMPT, max_tokens=2, stop=[]).sequences[0].tokens) == 8
+
+
+def test_a_model_is_unloaded_once_its_requests_are_done(client: Tinker) -> None:
+    model = client.model()
+    one = datum(PROMPT[:-1], target_tokens=PROMPT[1:], weights=[1.0] * 6)
+    seq_id = model.next()["seq_id"]
+    later = client.post("optim_step", **model.next(), adam_params={})
+    promises = [client.post("unload_model", model_id=model.model_id) for _ in range(2)]
+    assert promises[0] == promises[1]
+    model.send_pass([one], "cross_entropy", seq_id)
+    assert client.wait(later)["metrics"]["grad_norm"] > 0
+    gone = [client.wait(promise) for promise in promises]
+    assert gone == [{"type": "unload_model", "model_id": model.model_id}] * 2
+    assert client.send("optim_step", **model.next(), adam_params={}).status_code == 404
+    assert client.post("unload_model", model_id=model.model_id) == promises[0], "it can be asked for again"
 
 
 def test_likeliest_tokens_of_prompt_and_samples(client: Tinker) -> None:
@@ -158,7 +238,7 @@ def test_a_sample_request_counts_once(client: Tinker) -> None:
     assert promises[0]["sample_sequence_ids"] == [f"{sampler}:5:0", f"{sampler}:5:1"]
     one, again = (client.wait(promise, "SampleResponse") for promise in promises)
     assert one == again
-    assert client.send("asample", **body | {"num_samples": 1}).status_code == 409
+    assert client.send("asample", **body | {"num_samples": 1}).status_code == 400
 
 
 def test_cancelled_samples(client: Tinker) -> None:
@@ -182,7 +262,6 @@ def test_cancelled_samples(client: Tinker) -> None:
         ({"max_tokens": 0}, "max_tokens = 0"),
         ({"temperature": -1.0}, "temperature = -1"),
         ({"stop": [""]}, "sampling_params.stop"),
-        ({"num_samples": 0}, "num_samples = 0"),
         ({"prompt_alt_tokens_k": 2}, "does not compute them"),
     ],
 )
@@ -190,6 +269,23 @@ def test_bad_requests_for_samples(fields: dict[str, object], why: str, client: T
     failed = client.sample(client.model().sampler(), PROMPT, **{"max_tokens": 2, **fields})
     assert why in failed["error"]
     assert failed["category"] == "user"
+
+
+@pytest.mark.parametrize("count", [0, 1025, 2**31])
+def test_too_many_samples_are_refused_at_once(count: int, client: Tinker) -> None:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}
+    asked = {"sampling_session_id": base_sampler(client), "seq_id": 0, "prompt": prompt, "sampling_params": {}}
+    refused = client.send("asample", **asked, num_samples=count)
+    assert (refused.status_code, refused.json()["error"]) == (400, f"num_samples = {count}: must be 1 to 1024")
+
+
+def test_a_prompt_of_one_token_has_no_log_probability(client: Tinker) -> None:
+    asked = {"topk_prompt_logprobs": 2, "prompt_logprobs": True}
+    for number, last in enumerate(({}, {"prompt_logprobs_last_n": 1})):
+        reply = client.sample(base_sampler(client), PROMPT[:1], number, max_tokens=1, **asked, **last)
+        assert np.isnan(np.frombuffer(reply.prompt_logprobs, "<f4")).tolist() == [True]
+        top = reply.topk_prompt_logprobs
+        assert (top.k, top.length, np.frombuffer(top.logprobs, "<f4").tolist()) == (2, 1, [-99999, -99999])
 
 
 def test_sessions_end(client: Tinker) -> None:

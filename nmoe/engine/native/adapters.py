@@ -43,6 +43,8 @@ class AdapterEngines:
         self._prefill_tokens = beside_tokens or PREFILL_TOKENS
         self._shares = 1 + len(adapters) + slots
         self._turns = deque[str | None]()
+        self.adapter: str | None = None
+        """The adapter of the last step; None: the base."""
         for name in (None, *adapters):
             self._begin(name)
 
@@ -105,6 +107,7 @@ class AdapterEngines:
             name = self._turns[0]
             self._turns.rotate(-1)
             if not self._engines[name].idle:
+                self.adapter = name
                 with self._attached(name):
                     return self._engines[name].step()
         return []

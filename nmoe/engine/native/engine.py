@@ -48,7 +48,7 @@ class NativeEngine:
         [5, 5]
 
     An engine that `survives` ends only the requests of a step in which the model computes NaN or infinity, with a DivergenceError;
-    `diverged` has its message until a step goes well.
+    `diverged` has its message, by the adapter's name (None: the base), until a step of the same weights goes well.
 
     There is room for as many more adapters as `slots`, which come and go between two steps (`put_adapter`).
 
@@ -75,7 +75,7 @@ class NativeEngine:
     ) -> None:
         self.adapters = tuple(adapters or ())
         """The names of the adapters."""
-        self.diverged: str | None = None
+        self.diverged: dict[str | None, str] = {}
         self._survives, self._settles_s = survives, settles_s
         self._engine: LLMEngine | AdapterEngines
         if adapters or slots:
@@ -384,12 +384,12 @@ class NativeEngine:
         except DivergenceError as error:
             if not self._survives:
                 raise
-            self.diverged = str(error)
+            self.diverged[self._engine.adapter] = str(error)
             self._finish(())
             for group in [group for group in self._futures if group.aborted]:
                 self._settle(self._futures.pop(group), _fail, error)
         else:
-            self.diverged = None
+            self.diverged.pop(self._engine.adapter, None)
             self._finish(finished)
 
     @property

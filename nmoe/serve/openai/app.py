@@ -90,7 +90,7 @@ class Server:
         return ApiError(refusal.message, code=refusal.code, status=refusal.status, headers=refusal.headers).reply()
 
     async def health(self, asking: Asking) -> Response:
-        if (fault := self._served.engine.diverged) is not None:
+        if (fault := next(iter(self._served.engine.diverged.values()), None)) is not None:
             return json_reply({"status": "diverged", "message": fault}, 503)
         return json_reply({"status": "ok"})
 

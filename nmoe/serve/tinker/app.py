@@ -13,18 +13,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nmoe.engine.server.http import TooLargeError, bytes_of, json_reply, status_of
-from nmoe.errors import UserError
+from nmoe.errors import UserError, cut
 from nmoe.parsing import json_of
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.fields import Fields
 from nmoe.serve.tinker.listing import listing_routes
-from nmoe.serve.tinker.service import Service
+from nmoe.serve.tinker.service import Service, metadata_of
 
 Endpoint = Callable[[Asking], Awaitable[Response]]
 
 # Versions of the SDK that this server has been tried with, from the first to the last.
 OLDEST, NEWEST = Version("0.25"), Version("0.38")
-_MOST_BYTES = 256 * 2**20
+_MOST_BYTES, _MOST_PASS_BYTES = 16 * 2**20, 256 * 2**20
 _PREFIX = "/api/v1"
 
 
@@ -82,7 +82,8 @@ class Server:
         return answered
 
     async def health(self, asking: Asking) -> Response:
-        if (fault := self._service.engine.diverged) is not None:
+        # An adapter's fault is its client's.
+        if (fault := self._service.engine.diverged.get(None)) is not None:
             return json_reply({"status": "diverged", "message": fault}, 503)
         return json_reply({"status": "ok"})
 
@@ -105,7 +106,11 @@ class Server:
         _, fields = await self._fields(asking)
         warning = _check_version(fields.text("sdk_version", None))
         self._service.sweep()
-        about = {"user_metadata": fields.raw("user_metadata"), "display_name": fields.text("display_name", None)}
+        self._service.store.expire()
+        about = {
+            "user_metadata": metadata_of(fields),
+            "display_name": cut(fields.text("display_name", None) or "") or None,
+        }
         session = self._service.sessions.begin(about)
         reply = {"type": "create_session", "session_id": session.session_id}
         return json_reply(reply | ({"warning_message": warning} if warning else {}))
@@ -113,6 +118,7 @@ class Server:
     async def heartbeat(self, asking: Asking) -> Response:
         _, fields = await self._fields(asking)
         self._service.sessions.live(fields.text("session_id"))
+        self._service.sweep()
         return json_reply({"type": "session_heartbeat"})
 
     async def finish(self, asking: Asking) -> Response:
@@ -150,7 +156,7 @@ class Server:
         return json_reply(await self._service.create_sampling_session(fields))
 
     async def forward_backward(self, asking: Asking) -> Response:
-        return json_reply(self._service.forward_backward(await bytes_of(asking, _MOST_BYTES)))
+        return json_reply(await self._service.forward_backward(await bytes_of(asking, _MOST_PASS_BYTES)))
 
     async def asample(self, asking: Asking) -> Response:
         return json_reply(await self._service.asample(*await self._fields(asking)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,10 @@ from numpy.typing import NDArray
 
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.messages import message
-from nmoe.serve.tinker.tensors import read_tensor
+from nmoe.serve.tinker.tensors import MOST_COLUMNS, read_tensor
+
+# Numbers of a pass's sparse tensors once they are dense: about as many as a body has room for.
+_MOST_DENSE = 2**25
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,26 @@ class PassRequest:
     forward_only: bool
 
 
-def read_pass(body: bytes, vocab_size: int, context_tokens: int) -> PassRequest:
-    """Reads the body of `/forward_backward`. Raises TinkerError for another message, and for data that no model of this
-    vocabulary and context takes."""
+def parsed(body: bytes) -> Any:
+    """Returns the message in the body of `/forward_backward`. Raises TinkerError for another message."""
     try:
-        sent = message("ForwardBackwardRequest").FromString(body)
+        return message("ForwardBackwardRequest").FromString(body)
     except Exception as error:  # protobuf's DecodeError, of the implementation in use
         raise TinkerError(f"the body is no ForwardBackwardRequest: {error}") from None
+
+
+def read_pass(sent: Any, vocab_size: int, context_tokens: int) -> PassRequest:
+    """Reads a ForwardBackwardRequest. Raises TinkerError for data that no model of this vocabulary and context takes."""
     if not sent.data:
         raise TinkerError("data: is empty")
+    dense = sum(
+        abs(math.prod(tensor.shape))
+        for datum in sent.data
+        for tensor in datum.loss_fn_inputs.values()
+        if tensor.HasField("sparse_csr")
+    )
+    if dense > _MOST_DENSE:
+        raise TinkerError(f"data: have {dense:,} numbers where sparse tensors are dense; at most {_MOST_DENSE:,}")
     settings: dict[str, float | str] = dict(sent.loss_fn_config)
     for name, value in sent.loss_fn_config_v2.items():
         settings[name] = value.text if value.HasField("text") else value.number
@@ -84,6 +99,10 @@ def _datum(sent: Any, where: str, vocab_size: int, context_tokens: int) -> Datum
     targets = inputs.get("target_tokens")
     if targets is None or targets.dtype.kind != "i" or targets.ndim not in (1, 2) or not targets.size:
         raise TinkerError(f"{where}.loss_fn_inputs.target_tokens: must be whole numbers, [tokens] or [tokens, K]")
+    if targets.ndim == 2 and targets.shape[1] > MOST_COLUMNS:
+        raise TinkerError(
+            f"{where}.loss_fn_inputs.target_tokens: has {targets.shape[1]} targets a token; at most {MOST_COLUMNS}"
+        )
     for name, array in inputs.items():
         if array.shape[:1] != token_ids.shape:
             raise TinkerError(

@@ -13,7 +13,7 @@ Category = Literal["user", "server"]
 
 class TinkerError(Exception):
     """A request that is refused, or a future that fails: `TinkerError("rank = -1: must be 1 or more")`. `category` says to
-    the SDK whose fault it is."""
+    the SDK whose fault it is. What fails again is no 409, which the SDK sends for five minutes."""
 
     def __init__(self, message: str, status: int = 400, category: Category = "user") -> None:
         super().__init__(message)
@@ -23,6 +23,4 @@ class TinkerError(Exception):
         return {"error": self.message, "category": self.category, "detail": self.message}
 
     def reply(self) -> Response:
-        # Without the header the SDK would send a conflicting request ten times more.
-        headers = {"x-should-retry": "false"} if self.status == 409 else {}
-        return json_reply(self.body(), self.status, headers)
+        return json_reply(self.body(), self.status)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 
-from nmoe.engine.server.http import json_reply
+from nmoe.engine.server.http import json_reply, status_of
 from nmoe.errors import UserError
-from nmoe.serve.tinker.errors import TinkerError
+from nmoe.serve.tinker.errors import Category, TinkerError
 
 # The SDK gives up a poll after 45 s.
 POLL_S = 30.0
-# Results that were fetched are kept, for clients whose connection broke off meanwhile.
-_KEPT = 4096
+# Results that were fetched are kept, for clients whose connection broke off meanwhile: so many bytes of them, each counted as at
+# least a thousand.
+_KEPT_BYTES, _LEAST_BYTES = 64 * 2**20, 1000
+# Results that are not fetched are kept for so long.
+_UNFETCHED_S = 3600.0
 
 PROTOBUF = "application/x-protobuf"
 
@@ -24,11 +30,24 @@ Result = dict[str, Any] | bytes
 """Bytes are a message of protobuf."""
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """A reply, without the exception that it may come from, whose traceback would hold all that the request was made of."""
+
+    content: bytes
+    media_type: str = "application/json"
+
+    @property
+    def size(self) -> int:
+        return max(_LEAST_BYTES, len(self.content))
+
+
 @dataclass
 class _Entry:
-    task: asyncio.Task[Result]
+    task: asyncio.Task[_Outcome]
     session_id: str
     digest: bytes
+    ended: float = math.inf
     fetched: bool = False
 
 
@@ -37,21 +56,27 @@ class Futures:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._fetched = dict[str, int]()  # the sizes of results that were fetched, the oldest first
+        self._size = 0
 
     def known(self, request_id: str, digest: bytes) -> bool:
-        """Returns whether a request of this id came before. Raises TinkerError (409) if it had another body."""
+        """Returns whether a request of this id came before. Raises TinkerError if it had another body."""
         if (entry := self._entries.get(request_id)) is None:
             return False
         if entry.digest != digest:
-            raise TinkerError(f"request {request_id}: came before, with another body", 409)
+            raise TinkerError(f"request {request_id}: came before, with another body")
         return True
 
     def start(self, request_id: str, session_id: str, digest: bytes, work: Coroutine[Any, Any, Result]) -> None:
         """Begins a request. Its digest is of its body."""
-        task = asyncio.get_running_loop().create_task(work)
-        # Counts as seen: the client of a request that fails may never ask for it.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._entries[request_id] = _Entry(task, session_id, digest)
+        task = asyncio.get_running_loop().create_task(_outcome(work))
+        entry = self._entries[request_id] = _Entry(task, session_id, digest)
+
+        def ends(_: object) -> None:
+            entry.ended = time.monotonic()
+            work.close()  # has not begun if it was cancelled at once
+
+        task.add_done_callback(ends)
 
     async def retrieve(self, request_id: str) -> Response:
         """Returns the reply to a poll: the result or the failure if it comes in time, else that the client should ask again.
@@ -61,27 +86,21 @@ class Futures:
         await asyncio.wait([entry.task], timeout=POLL_S)
         if not entry.task.done():
             return json_reply({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
-        self._fetched(request_id, entry)
-        try:
-            result = entry.task.result()
-        except asyncio.CancelledError:
-            return json_reply(TinkerError(f"request {request_id} was cancelled").body())
-        except TinkerError as error:
-            return json_reply(error.body())
-        except UserError as error:
-            return json_reply(TinkerError(str(error)).body())
-        except Exception as error:
-            return json_reply(TinkerError(f"{type(error).__name__}: {error}", category="server").body())
-        return json_reply(result) if isinstance(result, dict) else Response(result, media_type=PROTOBUF)
-
-    def _fetched(self, request_id: str, entry: _Entry) -> None:
-        if not entry.fetched:
+        if entry.task.cancelled():
+            outcome = _Outcome(_json(TinkerError(f"request {request_id} was cancelled").body()))
+        else:
+            outcome = entry.task.result()
+        if not entry.fetched and self._entries.get(request_id) is entry:
             entry.fetched = True
-            # The oldest go first: a dict keeps the order in which its entries came.
-            self._entries[request_id] = self._entries.pop(request_id)
-            fetched = [one for one, other in self._entries.items() if other.fetched]
-            for one in fetched[: max(0, len(fetched) - _KEPT)]:
-                del self._entries[one]
+            self._fetched[request_id] = outcome.size
+            self._size += outcome.size
+            while self._size > _KEPT_BYTES:
+                self._forget(next(iter(self._fetched)))
+        return Response(outcome.content, media_type=outcome.media_type)
+
+    def _forget(self, request_id: str) -> None:
+        del self._entries[request_id]
+        self._size -= self._fetched.pop(request_id, 0)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request, if it still runs."""
@@ -93,4 +112,27 @@ class Futures:
         for request_id, entry in list(self._entries.items()):
             if entry.session_id == session_id:
                 entry.task.cancel()
-                del self._entries[request_id]
+                self._forget(request_id)
+
+    def forget(self) -> None:
+        """Drops the results that were not fetched for a long time."""
+        before = time.monotonic() - _UNFETCHED_S
+        for request_id in [one for one, entry in self._entries.items() if not entry.fetched and entry.ended < before]:
+            self._forget(request_id)
+
+
+async def _outcome(work: Coroutine[Any, Any, Result]) -> _Outcome:
+    try:
+        result = await work
+    except TinkerError as error:
+        return _Outcome(_json(error.body()))
+    except UserError as error:
+        category: Category = "server" if status_of(error) >= 500 else "user"
+        return _Outcome(_json(TinkerError(str(error), category=category).body()))
+    except Exception as error:
+        return _Outcome(_json(TinkerError(f"{type(error).__name__}: {error}", category="server").body()))
+    return _Outcome(_json(result)) if isinstance(result, dict) else _Outcome(result, PROTOBUF)
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()

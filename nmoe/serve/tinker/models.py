@@ -138,8 +138,8 @@ class TrainedModel:
         return {"type": "optim_step", "metrics": result.metrics()}
 
     def values(self) -> list[Tensor]:
-        """Returns a copy of the adapter's present values."""
-        return [parameter.detach().clone() for parameter in self.lora.parameters()]
+        """Returns the adapter's present values, which the next step changes."""
+        return [parameter.detach() for parameter in self.lora.parameters()]
 
     def save(self, directory: Path) -> None:
         """Writes weights and optimizer into an existing directory."""

@@ -21,11 +21,11 @@ class Order:
         self._moved = asyncio.Condition()
 
     def check(self, seq_id: int) -> None:
-        """Raises TinkerError (409) for a request whose turn is over."""
+        """Raises TinkerError for a request whose turn is over."""
         if seq_id < 1:
             raise TinkerError(f"seq_id = {seq_id}: counts from 1")
         if seq_id < self.next:
-            raise TinkerError(f"seq_id = {seq_id}: was there already; the next is {self.next}", 409)
+            raise TinkerError(f"seq_id = {seq_id}: was there already; the next is {self.next}")
 
     async def turn(self, seq_id: int) -> None:
         """Returns once all earlier requests are done. Raises TinkerError if one of them does not come; one that runs may take any
@@ -40,6 +40,11 @@ class Order:
                         await self._moved.wait()
                 except TimeoutError:
                     raise TinkerError(f"seq_id = {seq_id}: the request {self.next} before it never came") from None
+
+    async def idle(self) -> None:
+        """Returns once no request waits or runs."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: not self._here)
 
     async def done(self, seq_id: int) -> None:
         """Lets the next request follow."""

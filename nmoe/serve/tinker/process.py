@@ -15,6 +15,7 @@ from nmoe.model.checkpoint import fingerprint, refuse_packed
 from nmoe.model.device import choose_device, dtype_for, kind_of
 from nmoe.model.policy import load_policy, sampling_precision
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.serve.openai.limits import Limits
 from nmoe.serve.openai.process import BESIDE, BESIDE_ON_HOST, KEY, SETTLES_S, Options, live
 from nmoe.serve.tinker.app import Server, application
 from nmoe.serve.tinker.errors import TinkerError
@@ -36,7 +37,19 @@ def serve(options: Options, saved: Path) -> None:
     check_key(options.host, key, KEY, "train and use the model")
     if key and not key.startswith(_KEYS):
         raise UserError(f"{KEY}: the SDK of Tinker sends keys that begin with tml- alone; choose such a key")
-    for option, given in (("--adapter", options.adapters), ("--strict", options.strict)):
+    mine, plain = options.limits, Limits()
+    for option, given in (
+        ("--adapter", options.adapters),
+        ("--strict", options.strict),
+        ("--format", options.form != "auto"),
+        ("--max-body-mb", mine.body_bytes != plain.body_bytes),
+        ("--max-prompt-tokens", mine.prompt_tokens != plain.prompt_tokens),
+        ("--max-n", mine.samples != plain.samples),
+        ("--max-stop", mine.stops != plain.stops),
+        ("--max-requests", mine.requests != plain.requests),
+        ("--deadline", mine.request_s != plain.request_s),
+        ("--stalled", mine.stalled_s != plain.stalled_s),
+    ):
         if given:
             raise UserError(f"{option}: is for clients of OpenAI's API; leave it out with --tinker")
     bound = listening(options.host, options.port)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nmoe.engine.native.engine import NativeEngine
@@ -17,40 +21,57 @@ from nmoe.serve.tinker.models import Base, Shape, new_lora
 SLOTS = 4
 
 
+class Held:
+    """Values of an adapter in a file, which goes with this object: a client may keep a sampler of every step, more than memory has
+    room for."""
+
+    def __init__(self, values: Sequence[Tensor], directory: Path) -> None:
+        self._file = NamedTemporaryFile(dir=directory, prefix="values-")  # noqa: SIM115 - lives as long as this object
+        save_file({str(index): value.detach().cpu() for index, value in enumerate(values)}, self._file.name)
+
+    def read(self) -> list[Tensor]:
+        """Returns the values, in host memory."""
+        found = load_file(self._file.name)
+        return [found[str(index)] for index in range(len(found))]
+
+
 @dataclass(eq=False)
 class Sampler:
     """Values of an adapter to sample from; without a shape the base. `path` names saved weights. The values of an in-flight sampler
-    are replaced by later saves, and `changes` counts them."""
+    are replaced by later saves."""
 
     shape: Shape | None = None
-    values: Sequence[Tensor] = ()
+    held: Held | None = None
     path: str | None = None
-    changes: int = 0
-
-    def replace(self, values: Sequence[Tensor]) -> None:
-        self.values, self.changes = values, self.changes + 1
 
 
 @dataclass(eq=False)
 class _Slot:
+    """An adapter of the engine. `held` has the values that it holds, or gets from the task `loaded`."""
+
     name: str
     shape: Shape | None = None
     lora: Lora | None = None
     sampler: Sampler | None = None
-    changes: int = 0  # of the sampler, when its values were copied
+    held: Held | None = None
+    loaded: asyncio.Future[None] | None = None
     running: int = 0
-    loading: bool = False
-    used: int = field(default=0)
+    used: int = 0
+
+    @property
+    def loading(self) -> bool:
+        return self.loaded is not None and not self.loaded.done()
 
 
 class Slots:
-    """Copies the values of samplers into the engine's adapters when they are sampled from. A slot that is idle is given to the
-    sampler that waits for one, the least recently used first. Used on the event loop's thread only."""
+    """Copies the values of samplers into the engine's adapters when they are sampled from. Requests get one in the order in which
+    they come: none enters a busy slot while an older one waits for a free one, which goes to the slot that was used the longest
+    time ago. Used on the event loop's thread only."""
 
     def __init__(self, engine: NativeEngine, base: Base) -> None:
         self._engine, self._base = engine, base
         self._slots = [_Slot(f"slot {number}") for number in range(SLOTS)]
-        self._freed = asyncio.Condition()
+        self._waiting = deque[tuple[Sampler, asyncio.Future[_Slot]]]()
         self._clock = self._version = 0
 
     @asynccontextmanager
@@ -61,46 +82,75 @@ class Slots:
             return
         slot = await self._taken(sampler)
         try:
+            assert slot.loaded is not None, "a slot that is taken gets its values"
+            # Others may wait for the same values.
+            await asyncio.shield(slot.loaded)
             yield slot.name
         finally:
-            async with self._freed:
-                slot.running -= 1
-                self._freed.notify_all()
+            self._release(slot)
 
     async def _taken(self, sampler: Sampler) -> _Slot:
-        async with self._freed:
-            while (slot := self._choose(sampler)) is None or slot.loading:
-                await self._freed.wait()
-            self._clock += 1
-            slot.running, slot.used = slot.running + 1, self._clock
-            if slot.sampler is sampler and slot.changes == sampler.changes:
-                return slot
-            slot.loading, slot.sampler, slot.changes = True, sampler, sampler.changes
+        future: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sampler, future))
+        self._serve()
         try:
-            values, shape = sampler.values, sampler.shape
-            await self._engine.between_steps(lambda: self._load(slot, shape, values))
-        except BaseException:
-            slot.sampler = None
-            slot.running -= 1
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # a slot came just before
+                self._release(future.result())
             raise
-        finally:
-            async with self._freed:
-                slot.loading = False
-                self._freed.notify_all()
-        return slot
+
+    def _release(self, slot: _Slot) -> None:
+        slot.running -= 1
+        self._serve()
+
+    def _serve(self, *_: object) -> None:
+        """Gives slots to those that wait, the first ones first."""
+        while self._waiting:
+            sampler, future = self._waiting[0]
+            if not future.done():
+                if (slot := self._choose(sampler)) is None:
+                    return
+                self._clock += 1
+                slot.running, slot.used = slot.running + 1, self._clock
+                if slot.held is not sampler.held:
+                    self._fill(slot, sampler)
+                future.set_result(slot)
+            self._waiting.popleft()
+
+    def moved(self, sampler: Sampler) -> None:
+        """Has the running sequences of a sampler go on with its new values. If none runs, they are copied with the next request."""
+        for slot in self._slots:
+            if slot.sampler is sampler and slot.running and not slot.loading:
+                self._fill(slot, sampler)
+
+    def _fill(self, slot: _Slot, sampler: Sampler) -> None:
+        slot.sampler, slot.held = sampler, sampler.held
+        slot.loaded = asyncio.ensure_future(self._load(slot, sampler))
+        slot.loaded.add_done_callback(self._serve)
 
     def _choose(self, sampler: Sampler) -> _Slot | None:
-        """Returns the sampler's own slot, else the best idle one."""
+        """Returns the sampler's own slot, else the best idle one; None while there is neither."""
         for slot in self._slots:
             if slot.sampler is sampler:
-                return slot
+                return None if slot.loading and slot.held is not sampler.held else slot
         idle = [slot for slot in self._slots if not (slot.running or slot.loading)]
         return min(idle, key=lambda slot: (slot.shape != sampler.shape, slot.used), default=None)
 
-    @torch.no_grad()
-    def _load(self, slot: _Slot, shape: Shape | None, values: Sequence[Tensor]) -> None:
-        """Copies values into a slot, on the engine's thread. Its running sequences, of an in-flight sampler, go on with them."""
+    async def _load(self, slot: _Slot, sampler: Sampler) -> None:
+        held, shape = slot.held, sampler.shape
+        assert held is not None, "the base has no values"
         assert shape is not None, "the base has no values"
+        try:
+            values = await asyncio.to_thread(held.read)
+            await self._engine.between_steps(lambda: self._put(slot, shape, values))
+        except BaseException:
+            slot.sampler = slot.held = None
+            raise
+
+    @torch.no_grad()
+    def _put(self, slot: _Slot, shape: Shape, values: Sequence[Tensor]) -> None:
+        """Copies values into a slot, on the engine's thread. Its running sequences, of an in-flight sampler, go on with them."""
         self._version += 1
         if slot.lora is None or slot.shape != shape:
             slot.shape, slot.lora = shape, new_lora(self._base, shape)

@@ -18,7 +18,7 @@ from nmoe.serve.tinker.messages import LENGTH, STOP, message
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Sample, Sampling
 
-_MOST_SAMPLES = 1024
+MOST_SAMPLES = 1024
 _MOST_TOP = 128
 # Of a position without log-probabilities, as the SDK knows it.
 _NO_TOP = (0, -99999.0)
@@ -58,7 +58,7 @@ def read_sample_request(fields: Fields, tokenizer: Tokenizer, context_tokens: in
     seed = given.whole("seed", None, least=-(2**63))
     return SampleRequest(
         prompt,
-        fields.whole("num_samples", 1, least=1, most=_MOST_SAMPLES),
+        fields.whole("num_samples", 1, least=1, most=MOST_SAMPLES),
         Sampling(
             limit or room,
             temperature=given.number("temperature", 1.0),
@@ -132,10 +132,10 @@ async def sample(
 
 async def _score_prompt(engine: NativeEngine, asked: SampleRequest, adapter: str | None, reply: Any) -> None:
     tokens = len(asked.prompt_ids)
-    first = 1 if asked.last is None else tokens - asked.last
+    first = 1 if asked.last is None else max(1, tokens - asked.last)
     logprobs = np.full(tokens, np.nan, "<f4")
     if asked.top_of_prompt:
-        raw = (await engine.likelihoods(asked.prompt_ids, asked.top_of_prompt, first, adapter))[-(tokens - first) :]
+        raw = await engine.likelihoods(asked.prompt_ids, asked.top_of_prompt, first, adapter)
         found = [each for each in raw if each is not None]
         logprobs[first:] = [each.logprob for each in found]
         rows = [(_NO_TOP,) * asked.top_of_prompt] * first + [each.top for each in found]

@@ -4,33 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
+from weakref import WeakValueDictionary
 
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.serve.tinker.data import read_pass
+from nmoe.learner.objectives import Objective
+from nmoe.serve.tinker.data import PassRequest, parsed, read_pass
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.fields import Fields
 from nmoe.serve.tinker.futures import Futures, Result
 from nmoe.serve.tinker.losses import check_inputs, read_loss
-from nmoe.serve.tinker.messages import message
 from nmoe.serve.tinker.models import Base, Shape, TrainedModel, read_values, shape_of
 from nmoe.serve.tinker.order import Order
-from nmoe.serve.tinker.samplers import Sampler, Slots
-from nmoe.serve.tinker.sampling import read_sample_request, sample
+from nmoe.serve.tinker.samplers import Held, Sampler, Slots
+from nmoe.serve.tinker.sampling import MOST_SAMPLES, read_sample_request, sample
 from nmoe.serve.tinker.sessions import Run, Session, Sessions
-from nmoe.serve.tinker.store import Kind, Saved, Store, now
+from nmoe.serve.tinker.store import Kind, Saved, Store, expiry, now
 from nmoe.text.tokenizer import Tokenizer
 
 Asked = dict[str, Any]
 
+_MOST_TTL_S = 10 * 365 * 24 * 3600
+_MOST_METADATA = 64 * 2**10
+
 
 def digest(body: bytes) -> bytes:
     return hashlib.sha256(body).digest()
+
+
+def metadata_of(fields: Fields) -> Any:
+    """Returns what a client says about a session, a model or weights. Raises TinkerError for more than is kept."""
+    given = fields.raw("user_metadata")
+    if (size := len(json.dumps(given))) > _MOST_METADATA:
+        raise TinkerError(f"user_metadata: has {size:,} bytes as JSON; at most {_MOST_METADATA:,} are kept")
+    return given
 
 
 @dataclass
@@ -48,6 +59,9 @@ class Service:
     def __post_init__(self) -> None:
         self.sessions, self.futures = Sessions(), Futures()
         self._slots = Slots(self.engine, self.base)
+        # Samplers of saved weights, by their path and the time of saving, since weights of one path can be replaced.
+        self._of_saved = WeakValueDictionary[tuple[str, str], Sampler]()
+        self._held = self.store.own_directory()
 
     def end(self, session: Session, reason: str) -> None:
         """Ends a session, and its requests."""
@@ -55,9 +69,11 @@ class Service:
         self.futures.end(session.session_id)
 
     def sweep(self) -> None:
-        """Ends the sessions of clients that have died."""
+        """Ends the sessions of clients that have died, and drops old sessions and results."""
         for session in self.sessions.silent():
             self.end(session, "its client has been silent for too long")
+        self.sessions.forget()
+        self.futures.forget()
 
     def check_base(self, name: str) -> None:
         """Raises TinkerError (404) for another model than the one that is served."""
@@ -83,7 +99,7 @@ class Service:
             lora.flag("train_mlp", True),
             int.from_bytes(digest(model_id.encode())[:4]) if seed is None else seed % 2**31,
         )
-        metadata = fields.raw("user_metadata")
+        metadata = metadata_of(fields)
         return self._new_run(
             session, model_id, shape, body, metadata, lambda: TrainedModel(self.base, shape), "create_model"
         )
@@ -132,37 +148,44 @@ class Service:
         self,
         run: Run,
         seq_id: int,
-        body: bytes,
+        key: bytes,
         act: Callable[[], Result],
         then: Callable[[Result], None] | None = None,
     ) -> Asked:
-        """Begins a request of a model, or finds it if it came before."""
+        """Begins a request of a model, or finds it if it came before. `key` is the digest of its body."""
         request_id = f"{run.model_id}:{seq_id}"
-        if not self.futures.known(request_id, digest(body)):
+        if not self.futures.known(request_id, key):
             run.order.check(seq_id)
             self.sessions.live(run.session_id)
-            self.futures.start(request_id, run.session_id, digest(body), self._in_turn(run, seq_id, act, then))
+            self.futures.start(request_id, run.session_id, key, self._in_turn(run, seq_id, act, then))
         return self._promise(request_id, run.model_id)
 
     @staticmethod
     def _promise(request_id: str, model_id: str) -> Asked:
         return {"request_id": request_id, "model_id": model_id}
 
-    def forward_backward(self, body: bytes) -> Asked:
+    async def forward_backward(self, body: bytes) -> Asked:
         """Begins a pass. Data that no model takes fail in their turn, since the client counts on."""
-        try:
-            addressed = message("ForwardBackwardRequest").FromString(body)
-        except Exception as error:  # protobuf's DecodeError, of the implementation in use
-            raise TinkerError(f"the body is no ForwardBackwardRequest: {error}") from None
+        addressed, key = await asyncio.to_thread(lambda: (parsed(body), digest(body)))
         run = self.sessions.run(addressed.model_id)
+        checked = await asyncio.to_thread(self._checked, addressed)
 
         def act() -> bytes:
-            request = read_pass(body, self.base.model.config.vocab_size, self.context_tokens)
+            if isinstance(checked, TinkerError):
+                raise checked
+            return run.model().run(*checked)
+
+        return self._ordered(run, addressed.seq_id, key, act)
+
+    def _checked(self, sent: Any) -> tuple[PassRequest, Objective] | TinkerError:
+        """Returns what a message asks for, or why no model takes it."""
+        try:
+            request = read_pass(sent, self.base.model.config.vocab_size, self.context_tokens)
             objective = read_loss(request.loss, request.settings)
             check_inputs(request.data, request.loss)
-            return run.model().run(request, objective)
-
-        return self._ordered(run, addressed.seq_id, body, act)
+        except TinkerError as error:
+            return error.with_traceback(None)
+        return request, objective
 
     def optim_step(self, body: bytes, fields: Fields) -> Asked:
         run = self.sessions.run(fields.text("model_id"))
@@ -182,7 +205,7 @@ class Service:
             }
             return run.model().step(params)
 
-        return self._ordered(run, fields.whole("seq_id"), body, act)
+        return self._ordered(run, fields.whole("seq_id"), digest(body), act)
 
     def save_weights(self, body: bytes, fields: Fields) -> Asked:
         run, seq_id = self.sessions.run(fields.text("model_id")), fields.whole("seq_id")
@@ -192,11 +215,14 @@ class Service:
             saved = self._save(run, "weights", name, run.model().save, fields)
             return {"type": "save_weights", "path": saved.path}
 
-        return self._ordered(run, seq_id, body, act)
+        return self._ordered(run, seq_id, digest(body), act)
 
     def _save(self, run: Run, kind: Kind, name: str, write: Callable[[Path], None], fields: Fields) -> Saved:
-        about = {"user_metadata": fields.raw("user_metadata"), "ttl_seconds": fields.raw("ttl_seconds")}
-        return self.store.save(run.model_id, kind, name, write, about)
+        ttl = fields.whole("ttl_seconds", None, least=1, most=_MOST_TTL_S)
+        about = {"user_metadata": metadata_of(fields), "expires": expiry(ttl)}
+        # Weights to sample from are replaced: their request has no such flag.
+        overwrite = kind == "sampler_weights" or fields.flag("overwrite")
+        return self.store.save(run.model_id, kind, name, write, about, overwrite)
 
     def save_weights_for_sampler(self, body: bytes, fields: Fields) -> Asked:
         """Saves weights to sample from: under a name on disk, or for a sampling session in memory."""
@@ -205,7 +231,7 @@ class Service:
         name = fields.text("path", None)
         number = fields.whole("sampling_session_seq_id", None)
         in_flight = fields.text("kind", "snapshot") == "inflight"
-        values = list[Tensor]()
+        held = list[Held]()
 
         def act() -> Asked:
             if name is not None or number is None:
@@ -213,16 +239,17 @@ class Service:
                     run, "sampler_weights", name or f"{seq_id:08}", run.model().save_for_sampling, fields
                 )
                 return {"type": "save_weights_for_sampler", "path": saved.path}
-            values.extend(run.model().values())
+            held.append(Held(run.model().values(), self._held))
             return {"type": "save_weights_for_sampler", "sampling_session_id": f"{session.session_id}:sample:{number}"}
 
         def then(reply: Result) -> None:
             if isinstance(reply, dict) and "sampling_session_id" in reply:
                 sampler = run.sampler(in_flight)
-                sampler.replace(values)
+                (sampler.held,) = held
+                self._slots.moved(sampler)
                 self.sessions.add_sampler(session, reply["sampling_session_id"], sampler)
 
-        return self._ordered(run, seq_id, body, act, then)
+        return self._ordered(run, seq_id, digest(body), act, then)
 
     def load_weights(self, body: bytes, fields: Fields) -> Asked:
         """Loads saved weights into a model, or makes the model that they are of."""
@@ -237,7 +264,7 @@ class Service:
                 )
                 return {"type": "load_weights", "path": path, "model_id": run.model_id}
 
-            return self._ordered(run, fields.whole("seq_id"), body, act)
+            return self._ordered(run, fields.whole("seq_id"), digest(body), act)
         session = self.sessions.live(fields.text("session_id"))
         model_id = f"{session.session_id}:train:{fields.whole('model_seq_id')}"
         if self.futures.known(f"{model_id}:0", digest(body)):
@@ -245,7 +272,7 @@ class Service:
         if fields.has("base_model"):
             self.check_base(fields.text("base_model"))
         directory = self.store.find(path, "weights").directory
-        shape, metadata = shape_of(directory), fields.raw("user_metadata")
+        shape, metadata = shape_of(directory), metadata_of(fields)
 
         def make() -> TrainedModel:
             return TrainedModel(self.base, shape, directory, optimizer)
@@ -254,22 +281,25 @@ class Service:
 
     def unload_model(self, body: bytes, fields: Fields) -> Asked:
         model_id = fields.text("model_id")
-        run = self.sessions.run(model_id)
-        del self.sessions.runs[model_id]
         request_id = f"{model_id}:unload"
-
-        async def done() -> Result:
-            return {"type": "unload_model", "model_id": model_id}
-
-        self.futures.start(request_id, run.session_id, digest(body), done())
+        if not self.futures.known(request_id, digest(body)):
+            run = self.sessions.run(model_id)
+            self.futures.start(request_id, run.session_id, digest(body), self._unload(run))
         return self._promise(request_id, model_id)
+
+    async def _unload(self, run: Run) -> Result:
+        """Frees a model once the requests that have come are done."""
+        await run.order.idle()
+        self.sessions.runs.pop(run.model_id, None)
+        return {"type": "unload_model", "model_id": run.model_id}
 
     async def create_sampling_session(self, fields: Fields) -> Asked:
         session = self.sessions.live(fields.text("session_id"))
         sampler_id = f"{session.session_id}:sample:{fields.whole('sampling_session_seq_id')}"
         if sampler_id not in self.sessions.samplers:
             sampler = await self._sampler_of(fields)
-            self.sessions.add_sampler(session, sampler_id, sampler)
+            # The session may have ended meanwhile.
+            self.sessions.add_sampler(self.sessions.live(session.session_id), sampler_id, sampler)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     async def _sampler_of(self, fields: Fields) -> Sampler:
@@ -278,23 +308,27 @@ class Service:
         if path is None:
             self.check_base(fields.text("base_model"))
             return Sampler()
-        for one in self.sessions.samplers.values():
-            if one.path == path:
-                return one
         saved = self.store.find(path)
-        shape, values = await self.engine.between_steps(lambda: read_values(self.base, saved.directory))
-        return Sampler(shape, values, saved.path)
+        key = saved.path, str(saved.about["time"])
+        if (known := self._of_saved.get(key)) is not None:
+            return known
+
+        def read() -> Sampler:
+            shape, values = read_values(self.base, saved.directory)
+            return Sampler(shape, Held(values, self._held), saved.path)
+
+        self._of_saved[key] = sampler = await self.engine.between_steps(read)
+        return sampler
 
     async def asample(self, body: bytes, fields: Fields) -> Asked:
         """Begins a request for samples."""
-        self.sweep()
         if fields.has("sampling_session_id"):
             sampler_id = fields.text("sampling_session_id")
             sampler = self.sessions.sampler(sampler_id)
         else:
             sampler_id, sampler = f"alone-{digest(body).hex()[:24]}", await self._sampler_of(fields)
         request_id = f"{sampler_id}:{fields.whole('seq_id', 0)}"
-        count = fields.whole("num_samples", 1)
+        count = fields.whole("num_samples", 1, least=1, most=MOST_SAMPLES)
         if not self.futures.known(request_id, digest(body)):
             self.futures.start(
                 request_id, sampler_id.partition(":")[0], digest(body), self._sampled(sampler, fields, request_id)

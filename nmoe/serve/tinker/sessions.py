@@ -15,6 +15,8 @@ from nmoe.serve.tinker.samplers import Sampler
 
 # The SDK sends a heartbeat every 10 s.
 _SILENT_S = 600.0
+# After its last request a client can ask for so long why its session ended.
+_REMEMBERED_S = 3600.0
 
 
 @dataclass(eq=False)
@@ -96,8 +98,9 @@ class Sessions:
         self.runs[run.model_id] = run
 
     def add_sampler(self, session: Session, sampler_id: str, sampler: Sampler) -> None:
-        session.samplers.append(sampler_id)
-        self.samplers[sampler_id] = sampler
+        if sampler_id not in self.samplers:
+            session.samplers.append(sampler_id)
+            self.samplers[sampler_id] = sampler
 
     def end(self, session: Session, reason: str) -> None:
         """Ends a session and frees its models and samplers; the first reason counts."""
@@ -108,7 +111,13 @@ class Sessions:
             for sampler_id in session.samplers:
                 self.samplers.pop(sampler_id, None)
 
+    def forget(self) -> None:
+        """Drops the sessions that ended long ago."""
+        before = time.monotonic() - _REMEMBERED_S
+        for session in [one for one in self.all.values() if one.finished is not None and one.seen < before]:
+            del self.all[session.session_id]
+
     def silent(self) -> list[Session]:
-        """Returns the sessions whose clients have not been heard for so long that they must be dead."""
+        """Returns the running sessions whose clients have not been heard for so long that they must be dead."""
         before = time.monotonic() - _SILENT_S
         return [one for one in self.all.values() if one.finished is None and one.seen < before]

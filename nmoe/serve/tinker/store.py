@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,21 +10,42 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from nmoe.parsing import json_of
+from nmoe.runs.storage import sync, write_atomically
 from nmoe.serve.tinker.errors import TinkerError
 
 Kind = Literal["weights", "sampler_weights"]
 _KINDS: dict[Kind, str] = {"weights": "training", "sampler_weights": "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 _ABOUT, _RUN = "tinker.json", "run.json"
+_OWN = ".samplers-"
 
 
 def now() -> str:
-    return datetime.now(UTC).isoformat()
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def expiry(ttl_seconds: int | None) -> str | None:
+    """Returns the time so many seconds from now; without them None."""
+    return None if ttl_seconds is None else (datetime.now(UTC) + timedelta(seconds=ttl_seconds)).isoformat()
+
+
+def _expired(about: Mapping[str, Any]) -> bool:
+    # Times of one zone in one form sort as texts.
+    return about.get("expires") is not None and str(about["expires"]) <= now()
+
+
+def _record(file: Path) -> dict[str, Any] | None:
+    """Reads a record; None if there is none, or it is damaged."""
+    try:
+        record = json_of(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return record if isinstance(record, dict) and "time" in record else None
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,7 @@ class Saved:
             "size_bytes": sum(file.stat().st_size for file in self.directory.iterdir()),
             "public": False,
             "user_metadata": self.about.get("user_metadata"),
+            "expires_at": self.about.get("expires"),
         }
 
 
@@ -59,44 +82,74 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def own_directory(self) -> Path:
+        """Returns a directory for files of this process, and removes what ended processes left."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=_OWN, dir=self.root))
+        # Held until the process ends, however it does.
+        fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX)
+        for other in self.root.glob(f"{_OWN}*"):
+            descriptor = os.open(other, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other)
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(descriptor)
+        return directory
+
     def note_run(self, model_id: str, about: Mapping[str, Any]) -> None:
         """Records a model when it is made."""
         directory = self._of(model_id)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _RUN).write_text(json.dumps(about) + "\n")
+        write_atomically(directory / _RUN, (json.dumps(about) + "\n").encode())
 
     def runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the ids and records of all models, the newest first."""
+        """Yields the ids and records of all models, the newest first; not of one whose record is damaged."""
         found = list(self.root.glob(f"*/{_RUN}"))
         for file in sorted(found, key=lambda one: one.stat().st_mtime, reverse=True):
-            yield file.parent.name, json_of(file.read_bytes())
+            if (record := _record(file)) is not None:
+                yield file.parent.name, record
 
     def run(self, model_id: str) -> dict[str, Any]:
         """Returns a model's record. Raises TinkerError (404)."""
-        try:
-            record: dict[str, Any] = json_of((self._of(model_id) / _RUN).read_bytes())
-        except FileNotFoundError:
-            raise TinkerError(f"there is no training run {model_id!r}", 404) from None
+        if (record := _record(self._of(model_id) / _RUN)) is None:
+            raise TinkerError(f"there is no training run {model_id!r}", 404)
         return record
 
     def save(
-        self, model_id: str, kind: Kind, name: str, write: Callable[[Path], None], about: Mapping[str, Any]
+        self,
+        model_id: str,
+        kind: Kind,
+        name: str,
+        write: Callable[[Path], None],
+        about: Mapping[str, Any],
+        overwrite: bool,
     ) -> Saved:
-        """Has `write` fill a directory, which gets its name once it is whole. Raises TinkerError for a name that is none."""
+        """Has `write` fill a directory, which gets its name once it is whole and on the disk. Raises TinkerError for a name that is
+        none, and without `overwrite` for one in use."""
         directory = self._of(model_id) / kind / self._checked(name)
+        if not overwrite and self._saved(model_id, kind, directory) is not None:
+            path = f"tinker://{model_id}/{kind}/{name}"
+            raise TinkerError(f"path = {name!r}: there are weights at {path}; choose another name, or set overwrite")
         directory.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=directory.parent))
         try:
             write(fresh)
-            (fresh / _ABOUT).write_text(json.dumps({**about, "time": now()}) + "\n")
+            record = {**about, "time": now()}
+            (fresh / _ABOUT).write_text(json.dumps(record) + "\n")
+            for file in (*fresh.iterdir(), fresh):
+                sync(file)
             old = directory.parent / f".old-{fresh.name}"
             if directory.exists():
                 directory.rename(old)
             fresh.rename(directory)
+            sync(directory.parent)
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-        return self._saved(model_id, kind, directory)
+        return Saved(model_id, kind, name, directory, record)
 
     def find(self, path: str, *kinds: Kind) -> Saved:
         """Returns the weights of a path. Raises TinkerError for a path that is none, and 404 where nothing lies."""
@@ -106,9 +159,9 @@ class Store:
             raise TinkerError(f"path = {path!r}: must be tinker://MODEL/{' or '.join(wanted)}/NAME")
         kind: Kind = "weights" if parts[1] == "weights" else "sampler_weights"
         directory = self._of(parts[0]) / kind / self._checked(parts[2])
-        if not (directory / _ABOUT).exists():
+        if (found := self._saved(parts[0], kind, directory)) is None:
             raise TinkerError(f"there are no weights at {path}", 404)
-        return self._saved(parts[0], kind, directory)
+        return found
 
     def saved(self, model_id: str) -> list[Saved]:
         """Returns all weights of a model, the newest first."""
@@ -117,13 +170,23 @@ class Store:
             for kind in _KINDS
             for file in (self._of(model_id) / kind).glob(f"[!.]*/{_ABOUT}")
         ]
-        return sorted(found, key=lambda one: str(one.about["time"]), reverse=True)
+        there = [one for one in found if one is not None]
+        return sorted(there, key=lambda one: str(one.about["time"]), reverse=True)
+
+    def expire(self) -> None:
+        """Removes the weights whose time is over."""
+        for file in self.root.glob(f"*/*/[!.]*/{_ABOUT}"):
+            if _expired(_record(file) or {}):
+                shutil.rmtree(file.parent, ignore_errors=True)
 
     def delete(self, path: str) -> None:
         shutil.rmtree(self.find(path).directory)
 
-    def _saved(self, model_id: str, kind: Kind, directory: Path) -> Saved:
-        return Saved(model_id, kind, directory.name, directory, json_of((directory / _ABOUT).read_bytes()))
+    @staticmethod
+    def _saved(model_id: str, kind: Kind, directory: Path) -> Saved | None:
+        """Returns the weights in a directory; None if there are none, or their time is over."""
+        about = _record(directory / _ABOUT)
+        return None if about is None or _expired(about) else Saved(model_id, kind, directory.name, directory, about)
 
     def _of(self, model_id: str) -> Path:
         return self.root / self._checked(model_id)

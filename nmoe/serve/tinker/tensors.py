@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.messages import FLOAT32, INT32, INT64, message
 
+# Of a sparse tensor, which takes memory for all of them: as many targets as a position of a sample has likeliest tokens.
+MOST_COLUMNS = 128
+
 _NUMPY: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
 
@@ -34,6 +37,8 @@ def read_tensor(sent: Any, where: str) -> NDArray[Any]:
 
 def _dense(sent: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     rows, columns = sent.shape
+    if columns > MOST_COLUMNS:
+        raise ValueError(f"at most {MOST_COLUMNS} columns")
     csr = sent.sparse_csr
     values = np.frombuffer(csr.values, dtype)
     begins, of_column = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
