@@ -5,7 +5,8 @@ bounds for half precision come from:
 
 The servers are nmoe's, of four small models. "own routers" is without the routes that the server gives, as of a server without any;
 "in float32" is the same weights' forward pass in float32 beside the one in half precision, by the same routes: as far as another
-kernel's rounding can be off.
+kernel's rounding can be off. It counts false alarms, also of publications, and the samples that are noticed when all their tokens
+are said to be of the weights of another publication.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ import torch
 from referee_servers import MODELS, SHARED_S, drawn_checkpoint, serving
 from torch import Tensor
 
+from nmoe.referee.client import Client
 from nmoe.referee.command import judge_of
-from nmoe.referee.diagnosis import LEAST_TOKENS, Diagnosis, differences
+from nmoe.referee.diagnosis import LEAST_TOKENS, ROUGH, Diagnosis, differences
 from nmoe.referee.judge import Judge, Seen
+from nmoe.referee.publishing import moved
 from nmoe.referee.rounds import hold
+from nmoe.referee.target import Asked, look, with_model
 
 _CHECKS = ("tokens", "logprobs", "ends", "seeds", "prefixes", "lengths", "concurrency")
+# Samples that are said to be of other weights.
+_LONG = 20
 
 
 def kept(url: str, judge: Judge, seeds: Sequence[int]) -> tuple[list[Seen], list[str]]:
@@ -49,6 +55,31 @@ def kept(url: str, judge: Judge, seeds: Sequence[int]) -> tuple[list[Seen], list
             for one in asyncio.run(hold(url, judge, seed=seed, only=_CHECKS, deadline_s=SHARED_S)).outcomes:
                 alarms += [f"seed {seed}, {one.check.name}: {it.fault}: {it.seen}" for it in one.findings]
     return found, alarms
+
+
+async def sampled(url: str, judge: Judge, precision: str) -> list[Seen]:
+    """Returns samples as long as those that a publication meets."""
+    async with Client(url, "", SHARED_S) as client:
+        route = with_model(await look(client), judge.model.config, precision).route
+        asked = Asked((5, 6, 7), n=_LONG, max_tokens=80, seed=1, request_id="long")
+        reply = route.read(asked, await client.call("POST", route.path, route.body(asked)))
+    return [Seen(asked, choice) for choice in reply.choices]
+
+
+def noticed(name: str, judge: Judge, seen: Sequence[Seen]) -> str:
+    """Returns in words how many samples are noticed that are said to be of other weights, each of others."""
+    diagnosis = Diagnosis(judge, ROUGH)
+    off = [
+        differences([one], diagnosis.right([one], weights=moved(judge, seed)))[part]
+        for seed, one in enumerate(seen)
+        for part in (slice(None), slice(20))
+    ]
+    by_all = [not diagnosis.rounding(seen[0]).explains(off_n) for off_n in off]
+    by_largest = [bool((off_n > ROUGH).any()) for off_n in off]
+    return (
+        f"{name:<26} of other weights: noticed {sum(by_all[::2])} of {len(seen)}, by one token {sum(by_largest[::2])}; "
+        f"of their first 20 tokens {sum(by_all[1::2])}, by one token {sum(by_largest[1::2])}"
+    )
 
 
 def line(name: str, judge: Judge, seen: Sequence[Seen]) -> str:
@@ -75,14 +106,22 @@ def main() -> None:
         for number, model in enumerate(MODELS):
             checkpoint = drawn_checkpoint(Path(scratch) / model, model, seed=number)
             judge, _ = judge_of(checkpoint, options.precision)
+            in_float32 = Diagnosis(Judge(copy.deepcopy(judge.model).float(), judge.lora), 1.0)
             with serving(checkpoint, precision=options.precision) as url:
                 seen, of_model = kept(url, judge, range(options.rounds))
+                for seed in range(options.rounds):
+                    round_ = hold(url, judge, seed=seed, publish=True, only=("publishes",), deadline_s=SHARED_S)
+                    for one in asyncio.run(round_).outcomes:
+                        of_model += [f"seed {seed}, {one.check.name}: {it.fault}: {it.seen}" for it in one.findings]
+                long = asyncio.run(sampled(url, judge, options.precision))
             alarms += [f"{model}, {one}" for one in of_model]
             print(line(model, judge, seen), flush=True)
+            print(noticed(model, judge, long), flush=True)
             if judge.model.config.moe_layers:
                 free = [replace(one, choice=replace(one.choice, routes=None)) for one in seen]
                 print(line(f"{model}, own routers", judge, free), flush=True)
-            in_float32 = Diagnosis(Judge(copy.deepcopy(judge.model).float(), judge.lora), 1.0)
+                free = [replace(one, choice=replace(one.choice, routes=None)) for one in long]
+                print(noticed(f"{model}, own routers", judge, free), flush=True)
             wide = [
                 replace(one, choice=replace(one.choice, logprobs=in_float32.right([one])[0].tolist())) for one in seen
             ]

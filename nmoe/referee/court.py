@@ -293,7 +293,7 @@ class Court:
             Finding(
                 fault,
                 what,
-                f"{right[worst][token]:.5f}, by the checkpoint's own forward pass, within {diagnosis.tolerance:g}",
+                f"{right[worst][token]:.5f}, by the checkpoint's own forward pass; differences of {diagnosis.rounding(one)}",
                 explanation is not None,
                 [reply.exchange],
                 right[worst].tolist(),

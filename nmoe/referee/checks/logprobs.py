@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nmoe.referee.court import Court, Family
-from nmoe.referee.diagnosis import ROUGH, TOLERANCE
+from nmoe.referee.diagnosis import ROUGH, TOLERANCE, Rounding
 from nmoe.referee.judge import ROUGH_STEPS, Seen, kept_counts
 
 # Of a normal deviate: chance exceeds it once in 500 million rounds.
@@ -170,21 +170,21 @@ async def stream(court: Court) -> None:
         # Rounding can change a token now and then, and those after it.
         if one.tokens[:4] != two.tokens[:4]:
             court.note("seed_ignored", f"the stream begins with {two.tokens[:4]}", f"{one.tokens[:4]}", streamed)
-        bound = (
-            (TOLERANCE if court.served.precision == "float32" else ROUGH)
+        rounding = (
+            Rounding.of(TOLERANCE if court.served.precision == "float32" else ROUGH, steady=False)
             if court.diagnosis is None
-            else court.diagnosis.tolerance
+            else court.diagnosis.rounding(Seen(other, two))
         )
         same = itertools.takewhile(
             lambda pairs: pairs[0][0] == pairs[1][0],
             zip(zip(one.tokens, one.logprobs, strict=False), zip(two.tokens, two.logprobs, strict=False), strict=False),
         )
         off = [abs(first[1] - second[1]) for first, second in same]
-        if off and not max(off) <= bound:
+        if not rounding.explains(torch.tensor(off, dtype=torch.float64)):
             court.note(
                 "unexplained",
                 f"log-probabilities of the stream differ from the whole reply's by up to {max(off):.3g}",
-                f"at most {bound:g}",
+                str(rounding),
                 streamed,
             )
         if one.finish != two.finish:

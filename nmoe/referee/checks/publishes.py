@@ -10,7 +10,7 @@ import torch
 from nmoe.engine.remote.weights import Update
 from nmoe.referee.client import Exchange, shown_bytes
 from nmoe.referee.court import Court, Family, together
-from nmoe.referee.diagnosis import differences, theirs
+from nmoe.referee.diagnosis import differences
 from nmoe.referee.judge import Seen, Stale, Weights, right_logprobs
 from nmoe.referee.publishing import Press
 from nmoe.referee.target import Reply
@@ -271,12 +271,23 @@ def _judge_span(court: Court, got: Reply, one: Seen, old: str, new: str) -> bool
     said = next((at for at, version in enumerate(versions) if version != old), len(versions))
     before_n = right_logprobs(one, judge.logits([one], judge.before)[0])
     again_n = right_logprobs(one, judge.logits([one])[0])
-    given_n, tolerance = theirs(one), diagnosis.tolerance
-    layers = range(judge.attention_layers)
+    rounding, layers = diagnosis.rounding(one), range(judge.attention_layers)
+    old_n = differences([one], [before_n])
 
-    def off(at: int, after_n: torch.Tensor) -> float:
-        parts = torch.cat([(given_n - before_n).abs()[:at], (given_n - after_n).abs()[at:]])
-        return float(parts.max())
+    def best(after_n: torch.Tensor) -> int:
+        """Returns the number of old tokens by which all differ least."""
+        old_1n, new_1n = (
+            torch.cat([off_n.new_zeros(1), off_n.clamp_max(5.0).cumsum(0)])
+            for off_n in (old_n, differences([one], [after_n]))
+        )
+        return int((old_1n - new_1n).argmin())
+
+    def apart(at: int, after_n: torch.Tensor) -> bool:
+        """Returns whether the first `at` tokens are of the old weights, and no others."""
+        off_n, other = torch.cat([old_n[:at], differences([one], [after_n])[at:]]), best(after_n)
+        # The mean of a whole part hides that a few of its tokens belong to the other one.
+        parts = (off_n[:at], off_n[at:], off_n[min(at, other) : max(at, other)])
+        return all(rounding.explains(part) for part in parts)
 
     def kept(at: int, keys: bool = True, values: bool = True) -> torch.Tensor:
         """Returns the log-probabilities of a server whose running requests keep their keys."""
@@ -285,9 +296,7 @@ def _judge_span(court: Court, got: Reply, one: Seen, old: str, new: str) -> bool
         return right_logprobs(held, judge.logits([held], stale=stale)[0])
 
     def fits(at: int) -> bool:
-        if off(at, again_n) <= tolerance:
-            return True
-        return judge.takes_stale and 0 < at < len(versions) and off(at, kept(at)) <= tolerance
+        return apart(at, again_n) or (judge.takes_stale and 0 < at < len(versions) and apart(at, kept(at)))
 
     has_spans = one.choice.spans is not None
     if has_spans and fits(said):
@@ -296,8 +305,10 @@ def _judge_span(court: Court, got: Reply, one: Seen, old: str, new: str) -> bool
                 "wrong_version_span", f"the versions {sorted(set(versions))}", f"{old}, then {new}", got, exact=True
             )
         return 0 < said < len(versions)
-    nearest = sorted(range(len(versions) + 1), key=lambda at: abs(at - said))
-    true = next((at for at in nearest if off(at, again_n) <= tolerance), None)
+    # Where rounding is large, more than one number fits.
+    first = said if diagnosis.exact else best(again_n)
+    nearest = sorted(range(len(versions) + 1), key=lambda at: abs(at - first))
+    true = next((at for at in nearest if apart(at, again_n)), None)
     if true is None and judge.takes_stale:
         true = next((at for at in nearest[:17] if fits(at)), None)
     if true is not None:
@@ -305,13 +316,13 @@ def _judge_span(court: Court, got: Reply, one: Seen, old: str, new: str) -> bool
             court.note(
                 "wrong_version_span",
                 f"the first {said} of {len(versions)} tokens are said to be of version {old}, then {sorted(set(versions[said:]))}",
-                f"the first {true}: they are of the old weights, and no others",
+                f"{'' if diagnosis.exact else 'about '}the first {true}: they are of the old weights, and no others",
                 got,
                 exact=True,
             )
         return True
     for keys, values, fault in ((True, False, "stale_keys"), (False, True, "stale_values")):
-        if judge.takes_stale and 0 < said < len(versions) and off(said, kept(said, keys, values)) <= tolerance:
+        if judge.takes_stale and 0 < said < len(versions) and apart(said, kept(said, keys, values)):
             court.note(
                 fault, "the tokens after the publication fit it", "keys and values of one version", got, exact=True
             )
@@ -322,7 +333,7 @@ def _judge_span(court: Court, got: Reply, one: Seen, old: str, new: str) -> bool
     court.note(
         "unexplained",
         f"log-probabilities differ by up to {worst:.3g} from the old weights' and then the new ones', at any token",
-        f"at most {tolerance:g}",
+        str(rounding),
         got,
     )
     return True
