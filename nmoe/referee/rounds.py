@@ -44,6 +44,15 @@ class Outcome:
 
 
 @dataclass
+class Memory:
+    """What checks know of those before them in a round: their last samples, and faults and repetitions that were found."""
+
+    diagnosis: Diagnosis | None
+    history: deque[Seen] = field(default_factory=lambda: deque(maxlen=48))
+    repeats: Repeats = field(default_factory=Repeats)
+
+
+@dataclass
 class Round:
     """A round's outcomes. `served` is None for a server that did not answer; `left` says why the server may have other weights
     than its first or be paused, or is empty."""
@@ -53,6 +62,7 @@ class Round:
     served: Served | None
     outcomes: list[Outcome]
     left: str = ""
+    memory: Memory | None = None
 
     def faults(self) -> list[tuple[str, list[str]]]:
         """Returns the faults found with the names of their checks, the likeliest cause of the others first."""
@@ -98,9 +108,11 @@ async def hold(
     deadline_s: float = 30.0,
     keep: Path | None = None,
     precision: str = "float32",
+    follows: Round | None = None,
     note: Callable[[Outcome], None] = lambda _: None,
 ) -> Round:
-    """Makes the checks and returns their outcomes. The server has its first weights again at the end, if any were published."""
+    """Makes the checks and returns their outcomes. The server has its first weights again at the end, if any were published.
+    `follows` has been a round of other checks with the same judge, whose checks come before these."""
     checks = chosen(only)
     async with Client(url, key, deadline_s) as client:
         try:
@@ -115,8 +127,9 @@ async def hold(
             diagnosis = Diagnosis(judge, TOLERANCE if served.precision == "float32" else ROUGH)
             if publish:
                 press = Press(judge, client, served, keep)
-        bench = _Bench(client, served, diagnosis, press, seed, secrets.token_hex(4))
-        round_ = Round(url, seed, served, [])
+        memory = Memory(diagnosis) if follows is None or follows.memory is None else follows.memory
+        bench = _Bench(client, served, memory, press, seed, secrets.token_hex(4))
+        round_ = Round(url, seed, served, [], memory=memory)
         try:
             await bench.keep_pace()
         except UnansweredError as error:
@@ -167,16 +180,14 @@ class _Bench:
         self,
         client: Client,
         served: Served,
-        diagnosis: Diagnosis | None,
+        memory: Memory,
         press: Press | None,
         seed: int,
         round_id: str,
     ) -> None:
-        self._client, self._served, self._diagnosis, self._press = client, served, diagnosis, press
+        self._client, self._served, self._memory, self._press = client, served, memory, press
         self._seed, self._round, self._gone = seed, round_id, False
         self._base_s, self._slowness = client.deadline_s, 1.0
-        self._history: deque[Seen] = deque(maxlen=48)
-        self._repeats = Repeats()
 
     async def keep_pace(self) -> bool:
         """Measures how fast the server is, and returns whether it is slower by half than it was. Raises UnansweredError."""
@@ -219,15 +230,15 @@ class _Bench:
         court = Court(
             self._client,
             self._served,
-            self._diagnosis,
+            self._memory.diagnosis,
             self._press,
             random.Random(f"{self._seed}/{check.name}"),
             f"{self._round}-{check.name}",
-            history=self._history,
-            repeats=self._repeats,
+            history=self._memory.history,
+            repeats=self._memory.repeats,
         )
         skipped = ""
-        past, limit = list(self._history), check.factor * self._client.deadline_s
+        past, limit = list(self._memory.history), check.factor * self._client.deadline_s
         late: UnansweredError | None = None
         try:
             async with asyncio.timeout(limit) as until, self._extending(until):
@@ -265,7 +276,7 @@ class _Bench:
     @asynccontextmanager
     async def _extending(self, until: asyncio.Timeout) -> AsyncIterator[None]:
         """Moves a deadline by the time that the judge takes."""
-        judge = None if self._diagnosis is None else self._diagnosis.judge
+        judge = None if self._memory.diagnosis is None else self._memory.diagnosis.judge
 
         def worked(seconds: float) -> None:
             when = until.when()

@@ -79,6 +79,13 @@ def test_a_sample_that_repeats_another_under_an_index_of_its_own_is_named(faulty
     assert "are the same 16 tokens" in outcome.findings[0].seen
 
 
+def test_checks_that_follow_a_round_know_what_it_found(faulty: tuple[str, Judge, Path]) -> None:
+    first = round_of(faulty, "expert_stale", 3, ["publishes.full"])
+    later = hold(faulty[0], faulty[1], seed=3, publish=True, only=["publishes.flight"], deadline_s=120, follows=first)
+    (outcome,) = asyncio.run(later).outcomes
+    assert (outcome.state, outcome.why) == ("skipped", "an earlier check found that publications do not arrive whole")
+
+
 def test_another_checkpoint_of_the_same_shape_is_another_model(faulty: tuple[str, Judge, Path], tmp_path: Path) -> None:
     choose(faulty[0], "", 0)
     judge, _ = judge_of(drawn_checkpoint(tmp_path / "other", "moe_tied", seed=4), "float32")
