@@ -302,7 +302,7 @@ def on_own_pages(count: int, device: torch.device) -> Tensor:
     For a large buffer that is freed while others live: on the host it leaves no gap for smaller allocations to take parts of
     (`keep_freed_memory` keeps even blocks of half a gigabyte in glibc's heap).
     """
-    if not count or not kind_of(device).on_host:
+    if not count or device.type == "meta" or not kind_of(device).on_host:
         return torch.empty(count, device=device)
     return torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32)
 

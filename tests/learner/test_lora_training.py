@@ -212,7 +212,7 @@ def test_an_adapter_in_low_precision_is_trained_by_masters_in_fp32(tiny_model: M
     alone = batch_logprobs(cast(tiny_model(), torch.bfloat16), batch(), 64, 1.0)
     before = low.forward_backward(batch(), cross_entropy).result().loss
     assert before == pytest.approx(-float(alone.double().mean()), rel=1e-6), "B is 0: the loss is the base's"
-    low.optimizer._clear()
+    low.optimizer.forget_gradient()
     optimizer = low.optimizer
     copies = [master.detach().clone().requires_grad_() for master in optimizer.masters]
     # The adapter's matrices decay as all matrices do.
@@ -234,7 +234,7 @@ def test_an_adapter_in_low_precision_is_trained_by_masters_in_fp32(tiny_model: M
             torch.testing.assert_close(master, copy, rtol=1e-6, atol=1e-8)
             assert torch.equal(parameter, master.bfloat16())
     assert low.forward_backward(batch(), cross_entropy).result().loss < before - 0.05
-    low.optimizer._clear()
+    low.optimizer.forget_gradient()
     low.save(tmp_path)
     resumed = learner(cast(tiny_model(), torch.bfloat16))
     resumed.load(tmp_path)
