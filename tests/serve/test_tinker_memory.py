@@ -21,11 +21,12 @@ from nmoe.serve.tinker import futures as futures_module
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.fields import Fields
 from nmoe.serve.tinker.futures import Futures
-from nmoe.serve.tinker.models import Base, Shape, new_lora
+from nmoe.serve.tinker.models import Base, Shape, TrainedModel, new_lora
 from nmoe.serve.tinker.process import serve
 from nmoe.serve.tinker.samplers import SLOTS, Held, Sampler, Slots
-from nmoe.serve.tinker.service import metadata_of
+from nmoe.serve.tinker.service import Service, metadata_of
 from nmoe.serve.tinker.sessions import Sessions
+from nmoe.serve.tinker.store import Store
 
 
 class Payload:
@@ -240,6 +241,38 @@ def test_cancelled_requests_give_their_slots_back(base: Base, tmp_path: Path) ->
         for number, sampler in enumerate(samplers):
             async with asyncio.timeout(5), slots.of(sampler) as name:
                 assert held_by(engine, name) == number
+
+    asyncio.run(run())
+
+
+def test_a_session_that_ends_meanwhile_gets_no_sampler(base: Base, tmp_path: Path) -> None:
+    """The sampler of a path is one for all sessions, until other weights are saved there."""
+
+    async def run() -> None:
+        store, model = Store(tmp_path), TrainedModel(base, Shape(2))
+        service = Service(Engine(), base, None, tmp_path, ("tiny",), 4096, store)  # type: ignore[arg-type]
+
+        def begun(number: int) -> Coroutine[Any, Any, Any]:
+            asked = {"session_id": session.session_id, "sampling_session_seq_id": number, "model_path": path}
+            return service.create_sampling_session(Fields(asked))
+
+        def save() -> str:
+            return store.save("model", "sampler_weights", "latest", model.save_for_sampling, {}, True).path
+
+        session, path = service.sessions.begin({}), save()
+        await begun(0)
+        await begun(1)
+        save()
+        await begun(2)
+        one, same, other = service.sessions.samplers.values()
+        assert one is same is not other
+        save()
+        late = asyncio.ensure_future(begun(3))
+        await asyncio.sleep(0)
+        service.end(session, "its client is done")
+        with pytest.raises(TinkerError, match="has ended: its client is done"):
+            await late
+        assert not service.sessions.samplers
 
     asyncio.run(run())
 

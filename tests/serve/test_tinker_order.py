@@ -50,3 +50,36 @@ def test_after_a_missing_request_the_model_goes_on() -> None:
         return done
 
     assert asyncio.run(run()) == [3]
+
+
+def test_requests_that_come_meanwhile_do_not_prolong_the_wait() -> None:
+    async def run() -> list[int]:
+        order, done = Order(patience_s=0.2), list[int]()
+        waits = asyncio.ensure_future(take(order, 2, done))
+        others = []
+        for seq_id in range(3, 20):
+            others.append(asyncio.ensure_future(take(order, seq_id, done)))
+            await asyncio.sleep(0.05)
+        with pytest.raises(TinkerError, match="seq_id = 2: the request 1 before it never came"):
+            await waits
+        assert done, "the others went on as soon as it had failed"
+        await asyncio.gather(*others, return_exceptions=True)
+        return done
+
+    assert asyncio.run(run()) == list(range(3, 20))
+
+
+def test_a_cancelled_request_lets_none_overtake_those_before_it() -> None:
+    async def run() -> list[int]:
+        order, done = Order(patience_s=5), list[int]()
+        others = [asyncio.ensure_future(take(order, seq_id, done)) for seq_id in (2, 4)]
+        cancelled = asyncio.ensure_future(take(order, 3, done))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await asyncio.sleep(0.05)
+        assert done == []
+        await take(order, 1, done)
+        await asyncio.gather(*others)
+        return done
+
+    assert asyncio.run(run()) == [1, 2, 4]

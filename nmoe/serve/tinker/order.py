@@ -17,7 +17,7 @@ class Order:
     def __init__(self, first: int = 1, patience_s: float = _PATIENCE_S) -> None:
         self.next = first
         self._patience_s = patience_s
-        self._here = set[int]()
+        self._here, self._over = set[int](), set[int]()
         self._moved = asyncio.Condition()
 
     def check(self, seq_id: int) -> None:
@@ -33,13 +33,18 @@ class Order:
         async with self._moved:
             self._here.add(seq_id)
             self._moved.notify_all()
+            now, missing, until = asyncio.get_running_loop().time, -1, 0.0
             while self.next < seq_id:
-                patience = None if self.next in self._here else self._patience_s
+                if missing != self.next:
+                    missing, until = self.next, now() + self._patience_s
                 try:
-                    async with asyncio.timeout(patience):
+                    async with asyncio.timeout_at(None if missing in self._here else until):
                         await self._moved.wait()
                 except TimeoutError:
-                    raise TinkerError(f"seq_id = {seq_id}: the request {self.next} before it never came") from None
+                    if self.next != missing:  # another one has just failed of it
+                        continue
+                    self.next = min(self._here | self._over)
+                    raise TinkerError(f"seq_id = {seq_id}: the request {missing} before it never came") from None
 
     async def idle(self) -> None:
         """Returns once no request waits or runs."""
@@ -47,8 +52,11 @@ class Order:
             await self._moved.wait_for(lambda: not self._here)
 
     async def done(self, seq_id: int) -> None:
-        """Lets the next request follow."""
+        """Lets the next request follow, once all before it are done: one that waits for its turn can be cancelled."""
         async with self._moved:
             self._here.discard(seq_id)
-            self.next = max(self.next, seq_id + 1)
+            self._over.add(seq_id)
+            while self.next in self._over:
+                self._over.remove(self.next)
+                self.next += 1
             self._moved.notify_all()
