@@ -15,7 +15,6 @@ from referee_servers import drawn_checkpoint
 from nmoe.referee.checks.logprobs import stream
 from nmoe.referee.checks.publishes import _judge_span
 from nmoe.referee.command import judge_of
-from nmoe.referee.court import Court
 from nmoe.referee.diagnosis import ROUGH, TOLERANCE, Diagnosis, Rounding
 from nmoe.referee.judge import Judge, Seen
 from nmoe.referee.publishing import moved
@@ -101,6 +100,9 @@ def test_a_stream_is_compared_by_its_mean_too(judge: Judge, off: float, faults: 
         diagnosis=Diagnosis(judge, ROUGH),
         note=lambda fault, *_: notes.append(fault),
     )
-    found: Court = court
-    asyncio.run(stream(found))
+
+    async def check() -> None:
+        await stream(court)
+
+    asyncio.run(check())
     assert notes == faults
