@@ -83,7 +83,7 @@ def test_results_that_nobody_fetches_are_dropped_in_the_end(monkeypatch: pytest.
     async def run() -> None:
         futures = Futures()
         futures.start("alone", "nobody", b"", giving(b"x"))
-        futures.start("runs", "nobody", b"", asyncio.sleep(60))
+        futures.start("runs", "nobody", b"", asyncio.sleep(60, b"x"))
         await asyncio.sleep(0.01)
         futures.forget()
         assert futures.known("alone", b"")
@@ -143,7 +143,7 @@ class Engine:
     """Holds adapters as an engine does."""
 
     def __init__(self) -> None:
-        self.adapters: dict[str, Any] = {}
+        self.adapters: dict[str | None, Any] = {}
         self.loads = 0
 
     async def between_steps(self, action: Callable[[], Any]) -> Any:

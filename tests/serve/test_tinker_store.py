@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.store import Store, expiry
 
 
-def write(text: str) -> object:
-    return lambda directory: (directory / "values").write_text(text)
+def write(text: str) -> Callable[[Path], None]:
+    def act(directory: Path) -> None:
+        (directory / "values").write_text(text)
+
+    return act
 
 
 def save(store: Store, name: str, text: str, overwrite: bool = False, ttl: int | None = None) -> str:
