@@ -72,6 +72,8 @@ KINDS: Mapping[str, Kind] = {
 }
 QUICK = ("training killed", "engine killed in a transfer")
 HUNG_S, SLACK_S, LIMIT_S = 6.0, 10.0, 900.0
+# A run whose parent is gone is asked to end, and killed after this time (`_GRACE_S` of nmoe/engine/remote/keeper.py).
+GRACE_S = 10.0
 PROMPTS, GROUP = 4, 4
 CONFIG = f"""
 [run]
@@ -259,7 +261,7 @@ def strike(kind: str, run: Run, draw: random.Random, after: int) -> Moment | Non
     if kind == "parent killed":
         run.process.kill()
         run.process.wait()
-        while (still := run.processes("train") + run.processes("server")) and since() < SLACK_S:
+        while (still := run.processes("train") + run.processes("server")) and since() < GRACE_S + SLACK_S:
             time.sleep(0.1)
         moment.noticed_s = since()
         moment.wrong += [f"processes outlive their parent: {still}"] if still else []
