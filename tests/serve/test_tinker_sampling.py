@@ -138,6 +138,17 @@ def test_weights_saved_again_under_a_name_are_sampled_from(client: Tinker) -> No
 
 
 def test_running_samples_go_on_while_their_sampler_moves(client: Tinker) -> None:
+    for _ in range(4):  # on a busy machine a sample may end before the weights come, or begin after them
+        same = moved_while_sampling(client)
+        if same[0] and not same[-100:].all():
+            return
+    raise AssertionError(
+        f"it began with the weights of before: {same[0]}, it ended with others: {not same[-100:].all()}"
+    )
+
+
+def moved_while_sampling(client: Tinker) -> np.ndarray:
+    """Which log-probabilities of a sample are those of the weights that its sampler had when it was asked."""
     model, frozen = client.model(), client.model()
     trained(model), trained(frozen)
     moving = model.sampler("inflight")
@@ -153,12 +164,11 @@ def test_running_samples_go_on_while_their_sampler_moves(client: Tinker) -> None
     (moved,) = client.wait(promise, "SampleResponse").sequences
     whole = [*PROMPT, *np.frombuffer(moved.tokens, "<i4")]
     assert len(whole) == 1207
+    assert scores(client, moving, 2) == scores(client, model.sampler())
     one = datum(whole[:-1], target_tokens=whole[1:], weights=[0.0] * 1206)
     (before,) = arrays(frozen.run([one], "cross_entropy", forward_only=True).loss_fn_outputs[0], "logprobs")
-    same = np.frombuffer(moved.logprobs, "<f4") == before[6:]
-    assert same[0], "it began with the weights of before"
-    assert not same[-100:].all(), "it ended with others"
-    assert scores(client, moving, 2) == scores(client, model.sampler())
+    same: np.ndarray = np.frombuffer(moved.logprobs, "<f4") == before[6:]
+    return same
 
 
 def test_an_adapter_that_diverged_is_its_clients_alone(client: Tinker) -> None:
