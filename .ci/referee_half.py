@@ -58,7 +58,7 @@ def kept(url: str, judge: Judge, seeds: Sequence[int]) -> tuple[list[Seen], list
 
 
 async def sampled(url: str, judge: Judge, precision: str) -> list[Seen]:
-    """Returns samples as long as those that a publication meets."""
+    """Returns samples of the length that a publication meets."""
     async with Client(url, "", SHARED_S) as client:
         route = with_model(await look(client), judge.model.config, precision).route
         asked = Asked((5, 6, 7), n=_LONG, max_tokens=80, seed=1, request_id="long")

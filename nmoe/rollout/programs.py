@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
+from nmoe.engine.remote.process import KEY
 from nmoe.envs.tasks.live import EnvironmentLostError
 from nmoe.errors import UserError
 from nmoe.extras import needed_by
@@ -177,6 +178,8 @@ async def run_program(
     program that cannot be started, never asks for a turn, or ends with the code of a temporary failure, and what failed in the run
     while it sampled.
     """
+    # Not the key of the engines, to which a run with [placement] gives one: the policy's words may choose what the program prints.
+    inherited = {name: value for name, value in os.environ.items() if name != KEY}
     known = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": "policy", "NMOE_SEED": str(seed)}
     # Files, because another process may hold the end of a pipe open for longer than the program runs.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as words:
@@ -188,7 +191,7 @@ async def run_program(
                 stdin=given,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=words,
-                env={**os.environ, **known},
+                env={**inherited, **known},
                 start_new_session=True,
             )
         except OSError as error:

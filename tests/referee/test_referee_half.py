@@ -20,7 +20,7 @@ from nmoe.referee.judge import Judge, Seen
 from nmoe.referee.publishing import moved
 from nmoe.referee.target import Asked, Choice
 
-# Of 60 tokens, those that are of the weights before the publication.
+# How many of 60 tokens are of the weights before the publication.
 TOKENS, OLD = 60, 25
 
 
@@ -77,7 +77,7 @@ def test_parts_of_the_right_weights_are_no_fault(judge: Judge) -> None:
 
 @pytest.mark.parametrize("said", [0, 12, 40, TOKENS])
 def test_a_part_of_other_weights_is_a_wrong_span(judge: Judge, said: int) -> None:
-    """Also where it is a small part of those that are said to be of these weights."""
+    """Also where it is a small part of the tokens that are said to be of these weights."""
     ((fault, right),) = noted(judge, said)
     assert fault == "wrong_version_span"
     assert right == f"about the first {OLD}: they are of the old weights, and no others"

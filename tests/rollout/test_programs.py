@@ -104,6 +104,18 @@ said([{"role": "user", "content": "Sum up: " + second}])
     assert (played.grade.failure, played.grade.answer, played.grade.components["correctness"]) == ("ok", "42", 1.0)
 
 
+def test_a_program_does_not_get_the_key_of_the_engines(
+    environment: Any, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NMOE_ENGINE_KEY", "secret")
+    monkeypatch.setenv("NMOE_KEPT", "kept")
+    program = """
+said([{"role": "user", "content": " ".join(os.environ.get(one, "none") for one in ("NMOE_ENGINE_KEY", "NMOE_KEPT"))}])
+"""
+    _, engine = play(environment, tokenizer, tmp_path, program, ["42"])
+    assert [tokenizer.decode(list(one.prompt_ids)) for one in engine.requests] == ["none kept\n"]
+
+
 @pytest.mark.parametrize(
     ("program", "more", "reason"),
     [

@@ -23,8 +23,8 @@ from nmoe.types import Sample
 class AdapterEngines:
     """An `LLMEngine` for requests of several adapters, by name; requests of no adapter are the base's. The adapters are detached
     from the model, except while a step of theirs runs. Each decodes up to `max_sequences` sequences, and has an equal part of the
-    cache; there are parts for `slots` more, which are put in later. A step is one of the engine whose turn it is, among those that
-    have work, so that none starves."""
+    cache; there are parts for `slots` more, which are put in later. Engines that have work take steps in turn, so that none
+    starves."""
 
     def __init__(
         self,

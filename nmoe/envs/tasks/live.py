@@ -9,8 +9,8 @@ with every turn, and a replay takes them from the record.
 
 Who is at fault decides what becomes of a sample. A call that takes too long, a lost connection and an InfrastructureError lose the
 sample: it is masked, because they say nothing about the policy. Once an episode has ended, its grade stands, and a `close` that is
-lost is only reported. Any other exception, a reward that is not a finite number and a
-message by an unknown role are mistakes of the environment: the run stops.
+lost is only reported. Any other exception, a reward that is not a finite number and a message by an unknown role are mistakes of
+the environment: the run stops.
 """
 
 from __future__ import annotations

@@ -125,9 +125,9 @@ def of_the_user(who: str) -> Iterator[None]:
     """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
-        if isinstance(error, UserError):
-            raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise TaskError(f"{who} raised {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}") from error
 

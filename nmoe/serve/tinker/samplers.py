@@ -105,7 +105,7 @@ class Slots:
         self._serve()
 
     def _serve(self, *_: object) -> None:
-        """Gives slots to those that wait, the first ones first."""
+        """Gives slots to waiting requests, the oldest first."""
         while self._waiting:
             sampler, future = self._waiting[0]
             if not future.done():
