@@ -124,6 +124,6 @@ def test_a_device_that_is_not_there_is_refused(
 
 
 def test_on_a_cpu_work_is_counted_in_cpu_seconds() -> None:
-    began = work_clock(torch.device("cpu"))
-    time.sleep(0.2)
-    assert work_clock(torch.device("cpu")) - began < 0.1
+    # Between two readings of the process's clock: how much it runs on meanwhile is a matter of its other threads.
+    before = time.process_time()
+    assert before <= work_clock(torch.device("cpu")) <= time.process_time()
