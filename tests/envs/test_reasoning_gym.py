@@ -242,9 +242,9 @@ def test_the_form_of_a_whole_answer(dataset: str, gold: str, right: list[str], w
     ],
 )
 def test_the_form_of_a_hostile_answer_takes_no_time(dataset: str, answer: str) -> None:
-    started = time.process_time()
+    started = time.thread_time()
     assert not has_form(dataset, answer, "")
-    assert time.process_time() - started < 0.2
+    assert time.thread_time() - started < 0.2
 
 
 @needs_package

@@ -224,13 +224,13 @@ def test_settle_is_total_on_what_looks_like_mathematics(answer: str) -> None:
     ids=lambda text: ascii(text[:12]),
 )
 def test_hostile_answers_are_wrong_at_once(answer: str) -> None:
-    start = time.process_time()
+    start = time.thread_time()
     for gold in ("42", r"\sqrt{2}", "(1, 2)"):
         verdict = settle(gold, answer)
         # What is left to the workers there has a deadline.
         assert verdict is None or verdict.outcome == "incorrect"
     assert settle("42", answer) is not None or answer == "-oo"
-    assert time.process_time() - start < 2
+    assert time.thread_time() - start < 2
 
 
 TURNED = {"=": "=", "<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\lt": r"\gt", r"\gt": r"\lt", r"\ne": r"\ne"}

@@ -151,7 +151,7 @@ def test_any_balanced_content_comes_back(content: str) -> None:
     ids=lambda text: text[:8],
 )
 def test_hostile_texts_take_linear_time(text: str) -> None:
-    start = time.process_time()
+    start = time.thread_time()
     from_response(text)
     from_final(text, bare_final=False)
-    assert time.process_time() - start < 2  # quadratic time would be minutes
+    assert time.thread_time() - start < 2  # quadratic time would be minutes

@@ -115,13 +115,13 @@ def test_first_groups_alone_leave_the_batch_open(reinforce: Reinforce) -> None:
 def test_a_token_costs_little_once_its_step_is_derived(reinforce: Reinforce) -> None:
     run = reinforce(*EXACT, "--run.steps=1")
     explainer, (line, token) = Explainer(run), sampled_token(run, 1)
-    began = time.process_time()
+    began = time.thread_time()
     explainer.explain(1, line, token)
-    first = time.process_time() - began
-    began = time.process_time()
+    first = time.thread_time() - began
+    began = time.thread_time()
     for _ in range(10):
         explainer.explain(1, line, token)
-    assert (time.process_time() - began) / 10 < max(0.2, first)
+    assert (time.thread_time() - began) / 10 < max(0.2, first)
 
 
 def test_advantages_of_a_teacher_are_not_derived_and_all_else_is(reinforce: Reinforce, base: Path) -> None:

@@ -245,9 +245,9 @@ def test_pairs_are_found_however_their_text_arrives(parts: list[str], cuts: list
 def test_many_tags_of_no_pair_are_read_in_a_moment(formats: dict[str, tuple[Tokenizer, ChatFormat]]) -> None:
     tokenizer, form = formats["glm"]
     text = "<tool_call>add\n<arg_key>" + "</arg_key><arg_value>" * 20_000
-    before = time.process_time()
+    before = time.thread_time()
     _, content, calls = joined(read(form, tokenizer.encode(text)))
-    assert time.process_time() - before < 5  # the square of their number takes more than a minute
+    assert time.thread_time() - before < 5  # the square of their number takes more than a minute
     value = text.removeprefix("<tool_call>add\n<arg_key></arg_key><arg_value>")
     assert (content, calls) == ("", [("add", json.dumps({"": value})[:-1])])
 
