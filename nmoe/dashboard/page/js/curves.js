@@ -108,7 +108,7 @@ export async function curves(main, { runs, settings }) {
       }
       chart.show(lines.filter((line) => line.steps.length), marks);
     }
-    spread.replaceChildren(...(runs.length > 2 ? [overRuns(names, runs, state.data)] : []));
+    spread.replaceChildren(...several.filter((same) => same.length > 2).map((same) => overRuns(names, same, state.data)));
     return Object.values(found).some((run) => run.status === "running");
   }
   await update();
@@ -147,7 +147,7 @@ function stagesOf(column) {
 // Of Student's t with n - 1 degrees of freedom, at 95%.
 const T = [0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131, 2.12, 2.11, 2.101, 2.093];
 
-/** The mean of the last values over several runs, with its interval. */
+/** The mean of the last values over the runs of a recipe, with its interval. */
 function overRuns(names, runs, data) {
   const rows = names.flatMap((metric) => {
     const values = runs.map((name) => data[name].raw[metric]?.[1].at(-1)).filter((value) => value !== undefined);
@@ -157,5 +157,5 @@ function overRuns(names, runs, data) {
     const half = ((T[values.length - 1] ?? 2.09) * deviation) / Math.sqrt(values.length);
     return [h("li", {}, `${metric}: ${figure(mean)}, 95% interval ${figure(mean - half)} to ${figure(mean + half)} over ${values.length} runs`)];
   });
-  return h("section", {}, h("h2", {}, "Last values, over the runs"), h("ul", {}, ...rows));
+  return h("section", {}, h("h2", {}, `Last values, over ${runs.join(", ")}`), h("ul", {}, ...rows));
 }
