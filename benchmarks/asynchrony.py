@@ -3,7 +3,7 @@
     python benchmarks/asynchrony.py                    speed and cost in full: a quarter of an hour on a quiet machine
     python benchmarks/asynchrony.py --quick            the same with few and small steps
     python benchmarks/asynchrony.py --kind async       one of synchronous, async, single, async_awake, for the full sizes
-    python benchmarks/asynchrony.py --held-out runs/speedrun/base [--seeds 0 1 2] [--staleness 0 1 4 8]
+    python benchmarks/asynchrony.py --held-out runs/speedrun/base [--seeds 0 1 2] [--staleness 0 1 4 8] [--steps 50]
 
 Speed: a model calls a tool twice before it answers, so that a sample has three turns; 32 x 8 samples a step. A call sleeps for a
 lognormal time (median 0.3 s, sigma 1, at most 5 s, drawn from a seed). The idle share I of the synchronous run is the share of its
@@ -195,11 +195,11 @@ def verdicts(speed: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def held_out(base: Path, directory: Path, seed: int, staleness: int) -> dict[str, Any]:
+def held_out(base: Path, directory: Path, seed: int, staleness: int, steps: int) -> dict[str, Any]:
     """Trains `sort_grpo` over two servers, and returns the shares of right answers of its base and of its end, by problem."""
     name = f"seed_{seed}_k_{staleness}"
     command = [sys.executable, "-m", "nmoe", "rl", "train", "sort_grpo", f"--model.path={base.absolute()}"]
-    settings = [f"--run.directory={directory}", f"--run.name={name}", f"--run.seed={seed}"]
+    settings = [f"--run.directory={directory}", f"--run.name={name}", f"--run.seed={seed}", f"--run.steps={steps}"]
     servers = ["--engine.kind=server", "--engine.servers=2", f"--async.max_staleness={staleness}"]
     done = subprocess.run([*command, *settings, *servers], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -248,6 +248,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 8])
+    parser.add_argument("--steps", type=int, default=50, help="of each run; the synchronous one has learned most by 50")
     parser.add_argument("--directory", type=Path, default=Path("runs/asynchrony"))
     arguments = parser.parse_args()
     directory: Path = arguments.directory
@@ -261,11 +262,12 @@ def main() -> None:
     result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {}
     result |= {"benchmark": "asynchrony", "date": time.strftime("%Y-%m-%d"), **machine()}
     if arguments.held_out is not None:
-        records = {(one["seed"], one["staleness"]): one for one in result.get("held_out", [])}
+        known = [one for one in result.get("held_out", []) if one["steps"] == arguments.steps]
+        records = {(one["seed"], one["staleness"]): one for one in known}
         for seed in arguments.seeds:
             for staleness in arguments.staleness:
                 if (seed, staleness) not in records:
-                    records[seed, staleness] = held_out(arguments.held_out, directory, seed, staleness)
+                    records[seed, staleness] = held_out(arguments.held_out, directory, seed, staleness, arguments.steps)
                     result |= {"held_out": [*records.values()], "paired": paired([*records.values()])}
                     write_results(RESULTS, result)
                     print(

@@ -36,15 +36,8 @@ from nmoe.engine.native.sampler import SamplingColumns, sample
 from nmoe.learner.objectives import Objective, Outputs, Scored, cispo, clip, dppo, gspo, reference_divergence
 from nmoe.learner.objectives.divergence import KLEstimator
 from nmoe.model.logprobs import head_logprobs
-from nmoe.rl.advantages import (
-    Correction,
-    DrGrpo,
-    Grpo,
-    MaxRL,
-    Rloo,
-    correction_weights,
-    process_supervision,
-)
+from nmoe.rl.advantages import DrGrpo, Grpo, MaxRL, Rloo, process_supervision
+from nmoe.rl.correction import Correction, correction_weights
 
 EVERYTHING = math.inf
 UNCLIPPED = clip(1.0, EVERYTHING)
@@ -101,8 +94,8 @@ def gradients(
     old_N = None
     if method.correction is not None:
         old_N = outputs.logprobs_N.detach()
-        weights_N, _ = correction_weights(method.correction, old_N, behaviour_N, sequence_N, method.cap)
-        advantages_N = advantages_N * weights_N
+        weights = correction_weights(method.correction, old_N, behaviour_N, sequence_N, method.cap)
+        advantages_N = weights.weigh(advantages_N)
     scored = Scored(
         weights_N=torch.ones_like(behaviour_N),
         advantages_N=advantages_N,

@@ -2,8 +2,8 @@
 
 Each estimator is one class, whose docstring is its formula. Estimators over samples give all tokens of a sample the same advantage,
 to which the advantages of the sample's steps are added. Estimators over tokens (REINFORCE++, GAE) take the rewards of steps, and
-the sample's reward at its end, as rewards of tokens. The teacher's advantages, the mask of truncated samples, and the correction
-for a sampler that differs from the learner are applied afterwards.
+the sample's reward at its end, as rewards of tokens. The teacher's advantages and the mask of truncated samples are applied
+afterwards; the correction for a sampler that differs from the learner is part of the update (correction.py).
 
 The steps of the decision process are the scored positions, at which the policy sampled: position t reads x[t] and chooses x[t + 1].
 Tokens between them, such as a tool's answer, take no time and earn nothing: discounts count scored positions only. Advantages per
@@ -21,7 +21,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from nmoe.config.registry import ADVANTAGES
 from nmoe.config.tables.algorithm import AlgorithmSection, CriticSection, StepBaseline
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, sequence_of
-from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, need, sequence_means, sequence_sums
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, need, sequence_sums
 from nmoe.learner.objectives.divergence import KLEstimator, kl_estimate
 from nmoe.rl.experience import Experience, selected
 from nmoe.rl.group_rewards import (
@@ -47,8 +46,6 @@ from nmoe.rl.group_rewards import (
     terminal_rewards,
 )
 from nmoe.rl.teacher import Teacher
-
-Correction = Literal["none", "tis", "mask", "sequence_mask"]
 
 
 class Advantages:
@@ -71,7 +68,7 @@ class Advantages:
         masked.
 
         `batch` has one sequence for each branch of the groups' samples, in order. It needs the reference's log-probabilities where
-        the KL penalty is a reward, the learner's own where there is a correction, and the critic's values where there is a critic.
+        the KL penalty is a reward, and the critic's values where there is a critic.
         """
         algorithm, metrics = self._algorithm, dict[str, float]()
         graded = Graded.of(batch, groups, algorithm)
@@ -87,9 +84,6 @@ class Advantages:
             if not ended:
                 return None
             batch, ids_S = selected(batch, ended, algorithm.aggregation, self._constant_length), ids_S[ended]
-        if algorithm.correction != "none":
-            batch, corrected = _corrected(batch, algorithm)
-            metrics |= corrected
         if (divergence_T := _reward_divergence(batch, algorithm)) is not None:
             mean = divergence_T[batch.scored_T].double().mean()
             metrics["reference_kl"] = float(mean) / -algorithm.kl_coef
@@ -380,76 +374,6 @@ def _reward_divergence(batch: Batch, algorithm: AlgorithmSection) -> Tensor | No
     return divergence_rewards(
         behaviour_T, reference_T, batch.scored_T, algorithm.kl_coef, algorithm.kl_estimator or "k1"
     )
-
-
-def correction_weights(
-    correction: Correction,
-    old_logprobs_N: Tensor,
-    behaviour_logprobs_N: Tensor,
-    sequence_N: Tensor,
-    cap: float = 2.0,
-    window: tuple[float, float] | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Computes importance weights that correct for a sampler whose probabilities differ from the learner's, because of numerical
-    differences or of older weights.
-
-    With `rho_t = pi_old(x_t) / mu(x_t)`, where pi_old is the learner before the first update of a batch and mu the sampler, each
-    token's policy loss is multiplied by
-
-        none            1
-        tis             min(rho, cap), cap 2: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly
-                        brings you off-policy RL training")
-        mask            rho where low <= rho <= high, else 0; 0.5 to 2: IcePop (Ling team 2025, arXiv:2510.18855)
-        sequence_mask   min(rho, cap) where low <= exp(mean over the sequence of log rho) <= high, else 0: the geometric mean
-                        (Liu et al. 2025, "When speed kills stability"; 0.99 to 1.01), whole sequences at a time
-
-    Weights are fixed once per batch and carry no gradient. Every policy loss here is linear in its advantage for factors >= 0
-    (`max(-r A, -clip(r) A)` times w is the same of w A), so the weights go into the advantages, `advantages * weights`, and leave
-    penalties for entropy and divergence unchanged. The denominator does not change: a masked token counts as a token.
-    `benchmarks/unbiasedness.py` measures how much bias each of them leaves.
-
-    Returns the weights, `[N]`, and the metrics whose names begin with `correction_` (docs/reference/metrics.md); `correction_ess`
-    is `(sum rho)^2 / (N sum rho^2)`. `sequence_N` is the sequence of each token. `window` bounds the ratio of `mask` (default 0.5
-    to 2) or the geometric mean of `sequence_mask` (default 0.99 to 1.01).
-    """
-    log_N = (old_logprobs_N.double() - behaviour_logprobs_N.double()).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    rho_N = log_N.exp()
-    kept_N = torch.ones_like(rho_N, dtype=torch.bool)
-    capped_N = torch.zeros_like(kept_N)
-    if correction == "mask":
-        low, high = window or (0.5, 2.0)
-        kept_N = (rho_N >= low) & (rho_N <= high)
-    elif correction == "sequence_mask":
-        low, high = window or (0.99, 1.01)
-        geometric_N = sequence_means(log_N, sequence_N).exp()
-        kept_N = (geometric_N >= low) & (geometric_N <= high)
-    if correction in ("tis", "sequence_mask"):
-        capped_N = rho_N > cap
-    weights_N = torch.ones_like(rho_N) if correction == "none" else rho_N
-    weights_N = torch.where(kept_N, weights_N.masked_fill(capped_N, cap), 0.0)
-    tokens = max(1, rho_N.numel())
-    statistics = {
-        "correction_ess": float(rho_N.sum().square() / (tokens * rho_N.square().sum()).clamp(min=1e-300)),
-        "correction_clipped": float(capped_N.sum()) / tokens,
-        "correction_masked": float((~kept_N).sum()) / tokens,
-        "correction_mean": float(weights_N.sum()) / tokens,
-    }
-    return weights_N.to(old_logprobs_N), statistics
-
-
-def _corrected(batch: Batch, algorithm: AlgorithmSection) -> tuple[Batch, dict[str, float]]:
-    """Multiplies the advantages by `correction_weights`; returns the batch and the metrics of the weights."""
-    scored_T, window = batch.scored_T, algorithm.correction_window
-    weights_N, metrics = correction_weights(
-        algorithm.correction,
-        need(batch.old_logprobs_T, "old_logprobs")[scored_T],
-        need(batch.behaviour_logprobs_T, "behaviour_logprobs")[scored_T],
-        batch.sequence_ids()[scored_T],
-        algorithm.correction_cap,
-        None if window is None else (window[0], window[1]),
-    )
-    advantages_T = need(batch.advantages_T, "advantages") * batch.column(weights_N)
-    return replace(batch, advantages_T=advantages_T), metrics
 
 
 def whiten(values_T: Tensor, scored_T: Tensor) -> Tensor:

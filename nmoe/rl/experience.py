@@ -33,15 +33,6 @@ class Experience:
     advantages: Tensor
     metrics: dict[str, float]
 
-    @property
-    def mismatch(self) -> Tensor | None:
-        """The learner's log-probability less the sampler's, `[N]`, both at the weights before the updates; None if the learner's
-        was not measured."""
-        batch = self.batch
-        if batch.old_logprobs_T is None or batch.behaviour_logprobs_T is None:
-            return None
-        return (batch.old_logprobs_T - batch.behaviour_logprobs_T)[batch.scored_T]
-
     def tokens_by_group(self, groups: int) -> list[int]:
         """Returns the number of scored tokens of each group."""
         ids_N = self.group_ids_S[self.batch.sequence_ids()[self.batch.scored_T]]

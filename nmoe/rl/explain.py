@@ -347,6 +347,7 @@ class Explainer:
             reference=Reference.build(config, learner, self._tokenizer),
             critic=Critic.build(config, learner, self._tokenizer),
             older=config.asynchrony.max_staleness > 0,
+            taught=config.distillation is not None,
         )
 
     def _restore(self, checkpoint: Path) -> None:

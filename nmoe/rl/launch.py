@@ -82,6 +82,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None, parts: 
         reference=everywhere(Reference.build, config, learner, tokenizer),
         critic=Critic.build(config, learner, tokenizer),
         older=config.asynchrony.max_staleness > 0,
+        taught=config.distillation is not None,
     )
     context_tokens = learner.model.config.context_tokens
     environment.leave_out_overlong(context_tokens, config.sampling.max_new_tokens)

@@ -53,8 +53,6 @@ def columns_of(experience: Experience, tokens: Mapping[str, Tensor], experts: in
     (`PolicyUpdate.update`)."""
     batch, positions_N = experience.batch, experience.batch.scored_positions
     found = {"weight": batch.weights_T[positions_N], **tokens}
-    if batch.advantages_T is not None:
-        found["advantage"] = batch.advantages_T[positions_N]
     if batch.routes_TYK is not None:
         found["experts"] = batch.routes_TYK[positions_N].to(torch.uint8 if experts <= 256 else torch.uint16)
     return found

@@ -26,11 +26,12 @@ from nmoe.envs.pools.pool import stable_hash
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs
-from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, need
 from nmoe.learner.objectives.divergence import kl_estimate
 from nmoe.learner.optimizer import StepResult
 from nmoe.learner.passes import PassResult, scored_columns
 from nmoe.parallel.traffic import Traffic
+from nmoe.rl.correction import Weights, weights_by, with_correction
 from nmoe.rl.critic import Critic
 from nmoe.rl.experience import Experience, minibatches, policy_batch
 from nmoe.rl.policy import own_loss, policy_objective
@@ -56,28 +57,33 @@ class PolicyUpdate:
         reference: Reference | None = None,
         critic: Critic | None = None,
         older: bool = False,
+        taught: bool = False,
     ) -> None:
         """Builds the objective of the policy and keeps the settings. `sizes` sets the number of optimizer steps per training step,
         by default 1; `seed` decides how groups are dealt to them. With `older`, samples may be of older weights than the
-        learner's, as their versions say."""
+        learner's, as their versions say. With `taught`, a teacher's advantages compare it with the learner before the updates."""
         self.learner, self.algorithm = learner, algorithm
         self.reference, self.critic = reference, critic
         self._constant_length, self._sizes, self._seed = sampling.max_new_tokens, sizes or BatchSection(), seed
         self._several, self._older = self._sizes.updates > 1, older
-        self._objective, self._loss = policy_objective(algorithm, critic), own_loss(algorithm)
-        self._policy_loss = policy_objective(algorithm)
+        self._corrects = algorithm.correction != "none"
+        self._scores_first = self._several or (taught and self._corrects)
+        self._objective = with_correction(policy_objective(algorithm, critic), algorithm)
+        self._policy_loss = with_correction(policy_objective(algorithm), algorithm)
+        loss = own_loss(algorithm)
+        self._loss = None if loss is None else with_correction(loss, algorithm)
 
     def batch(self, samples: Sequence[Trajectory]) -> Batch:
         """Packs the samples into a batch, with the columns that advantages and losses need: the log-probabilities under the
-        reference, if there is one; under the learner before the updates, if there are several updates or a correction; and the
-        critic's values, if there is a critic."""
+        reference, if there is one; under the learner before the updates, if there are several updates, or a teacher beside a
+        correction; and the critic's values, if there is a critic."""
         algorithm = self.algorithm
         version = self.learner.version if self._older else None
         batch = policy_batch(samples, None, algorithm.aggregation, self._constant_length, version)
         if self.reference is not None:
             batch = batch.with_reference(self.reference.logprobs(batch))
         # After the first of several updates the learner is no longer the sampler; ratios are to the learner before all of them.
-        if self._several or algorithm.correction != "none":
+        if self._scores_first:
             batch = replace(batch, old_logprobs_T=batch.column(self.learner.logprobs(batch).result()))
         return batch if self.critic is None else self.critic.with_values(batch)
 
@@ -105,16 +111,19 @@ class PolicyUpdate:
                     self.critic.observe_policy(minibatch, passes[-1])
         if trains_policy:
             result, last = joined_passes(passes), joined_steps(steps)
-            engines_T = experience.batch.engines_T
-            engines_N = None if engines_T is None else engines_T[experience.batch.scored_positions]
-            metrics |= update_metrics(result, last, experience.advantages, experience.mismatch, engines_N)
-            if experience.batch.versions_T is not None:
-                metrics = {k: v for k, v in metrics.items() if not k.startswith(("mismatch_", "route_"))}
-                mismatch_N = result.tokens["log_ratio"] if experience.mismatch is None else experience.mismatch
-                metrics |= mismatch_of_fresh(experience.batch, mismatch_N, engines_N, self.learner.version)
             # Of a single update its own pass has them.
             batch, before_T = experience.batch, experience.batch.old_logprobs_T
             before_N = result.tokens["logprobs"] if before_T is None else before_T[batch.scored_positions]
+            mismatch_N = result.tokens["log_ratio"]
+            if before_T is not None or self._corrects:
+                mismatch_N = before_N - _behaviour(batch)
+            if self._corrects:
+                metrics |= self._weights(batch, before_N).metrics()
+            engines_N = None if batch.engines_T is None else batch.engines_T[batch.scored_positions]
+            metrics |= update_metrics(result, last, experience.advantages, mismatch_N, engines_N)
+            if batch.versions_T is not None:
+                metrics = {k: v for k, v in metrics.items() if not k.startswith(("mismatch_", "route_"))}
+                metrics |= mismatch_of_fresh(batch, mismatch_N, engines_N, self.learner.version)
             if batch.reference_logprobs_T is not None:
                 metrics |= tails("reference", before_N - batch.reference_logprobs_T[batch.scored_positions])
             metrics |= effect(self.learner, batch, before_N, self._loss, self._seed, step)
@@ -128,11 +137,24 @@ class PolicyUpdate:
         """Returns the columns of scored tokens that a step records, from their log-probabilities before the first update and their
         entropies, if all are of one distribution."""
         entropies_N = torch.zeros_like(logprobs_N) if entropy_N is None else entropy_N
+        batch = experience.batch
+        advantages_N = need(batch.advantages_T, "advantages")[batch.scored_positions]
+        if self._corrects:
+            advantages_N = self._weights(batch, logprobs_N).weigh(advantages_N)
         found = {
             "logprob": logprobs_N,
+            "advantage": advantages_N,
             "gradient": loss_gradient(self._policy_loss, experience, logprobs_N, entropies_N),
         }
         return found if entropy_N is None else found | {"entropy": entropy_N}
+
+    def _weights(self, batch: Batch, before_N: Tensor) -> Weights:
+        sequence_N = batch.sequence_ids()[batch.scored_positions]
+        return weights_by(self.algorithm, before_N, _behaviour(batch), sequence_N)
+
+
+def _behaviour(batch: Batch) -> Tensor:
+    return need(batch.behaviour_logprobs_T, "behaviour_logprobs")[batch.scored_positions]
 
 
 def loss_gradient(objective: Objective, experience: Experience, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
@@ -176,9 +198,9 @@ def update_metrics(
     mismatch_N: Tensor | None = None,
     engines_N: Tensor | None = None,
 ) -> dict[str, float]:
-    """Computes the metrics of a training step's updates. `mismatch_N` is the log ratio of learner to sampler at the same weights,
-    measured before the updates; None for a single update on fresh samples, where it equals the update's own log ratio. `engines_N`
-    is the number of the engine server that sampled each token, of several."""
+    """Computes the metrics of a training step's updates. `mismatch_N` is the log ratio of the learner before the updates to the
+    sampler; if it is not given, the update's own log ratio is. `engines_N` is the number of the engine server that sampled each
+    token, of several."""
     log_ratio_N = result.tokens["log_ratio"].double()
     advantages = advantages.double()
     clamped_N = log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)

@@ -21,7 +21,7 @@ from nmoe.learner.objectives import (
     total,
 )
 from nmoe.model.logprobs import head_logprobs
-from nmoe.rl.advantages import Correction, correction_weights
+from nmoe.rl.correction import Correction, correction_weights
 
 SEQUENCES, LENGTH, VOCABULARY = 5, 6, 7
 LONGEST = 10  # what TRL calls max_completion_length
@@ -184,7 +184,7 @@ def test_a_weighed_divergence_is_that_of_trl(samples: dict[str, Tensor]) -> None
 @pytest.mark.parametrize("correction", ["tis", "mask", "sequence_mask"])
 def test_a_corrected_advantage_is_trl_s_corrected_loss(samples: dict[str, Tensor], correction: Correction) -> None:
     mask = samples["mask"]
-    weights_N, statistics = correction_weights(
+    weights = correction_weights(
         correction,
         samples["old"][mask],
         samples["behaviour"][mask],
@@ -192,6 +192,7 @@ def test_a_corrected_advantage_is_trl_s_corrected_loss(samples: dict[str, Tensor
         cap=1.2,
         window=(0.8, 1.2),
     )
+    weights_N, statistics = weights.weights_N.to(samples["old"]), weights.metrics()
     assert 0 < statistics["correction_clipped" if correction == "tis" else "correction_masked"] < 1
     weights_BT = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, weights_N)
     # Neither the divergence nor the denominator sees the weights, there as here.

@@ -16,6 +16,7 @@ from torch import Tensor
 from nmoe.config.commands import RLConfig
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
+from nmoe.learner.objectives.base import need
 from nmoe.learner.passes import PassResult
 from nmoe.model.head import Head
 from nmoe.model.transformer import Transformer
@@ -85,7 +86,8 @@ class Run:
         )
 
     def update(self, step: int, groups: list[Group]) -> dict[str, float]:
-        return self.policy.update(step, experience_of(self.policy, groups, self.config))
+        self.tokens: dict[str, Tensor] = {}
+        return self.policy.update(step, experience_of(self.policy, groups, self.config), self.tokens)
 
     def __call__(self, groups: list[Group], steps: int = 1) -> dict[str, float]:
         for step in range(1, steps + 1):
@@ -245,15 +247,16 @@ def test_corrections_weigh_the_advantages(run: Callable[..., Run]) -> None:
     metrics = capped(GROUPS)
     (before,), (after,) = plain.learner.batches, capped.learner.batches
     assert before.advantages_T is not None
-    assert after.advantages_T is not None
-    assert after.old_logprobs_T is not None
-    assert after.behaviour_logprobs_T is not None
-    rho_T = (after.old_logprobs_T - after.behaviour_logprobs_T).exp()
-    expected = before.advantages_T * rho_T.clamp(max=2)
-    torch.testing.assert_close(after.advantages_T[after.scored_T], expected[after.scored_T])
-    clipped = float((rho_T[after.scored_T] > 2).double().mean())
+    assert after.old_logprobs_T is None, "the update's own pass has them"
+    behaviour_T = need(after.behaviour_logprobs_T, "behaviour_logprobs")
+    rho_N = (capped.tokens["logprob"] - behaviour_T[after.scored_T]).exp()
+    expected_N = before.advantages_T[before.scored_T] * rho_N.clamp(max=2)
+    torch.testing.assert_close(capped.tokens["advantage"], expected_N)
+    # At ratio 1 the derivative of a token's loss is minus its weighed advantage, times its weight.
+    torch.testing.assert_close(capped.tokens["gradient"], -expected_N * after.weights_T[after.scored_T])
+    clipped = float((rho_N > 2).double().mean())
     assert 0 < clipped == metrics["correction_clipped"] < 1
-    rho_N = rho_T[after.scored_T].double()
+    rho_N = rho_N.double()
     assert metrics["correction_ess"] == pytest.approx(
         float(rho_N.sum() ** 2 / (len(rho_N) * (rho_N**2).sum())), rel=1e-5
     )
@@ -261,6 +264,7 @@ def test_corrections_weigh_the_advantages(run: Callable[..., Run]) -> None:
         float(before.advantages_T[starts(before)].std(correction=0)), rel=1e-5
     )
     assert metrics["ppo_kl"] == 0, "the ratio that is clipped is the learner's to itself"
+    assert metrics["mismatch_abs_mean"] == pytest.approx(float(rho_N.log().abs().mean()), rel=1e-5)
 
 
 def starts(batch: Batch) -> Tensor:

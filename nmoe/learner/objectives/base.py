@@ -107,7 +107,7 @@ def log_ratio(outputs: Outputs, scored: Scored) -> Tensor:
     """Returns the log of the importance ratio, `log pi(x_t) - log pi_old(x_t)`, `[N]`, with gradient and not yet clamped.
 
     pi_old is `old_logprobs` (the learner before the first of several updates) if the batch has that column, and otherwise
-    `behaviour_logprobs` (the sampler). With the column, `nmoe.rl.advantages.correction_weights` accounts for the difference between
+    `behaviour_logprobs` (the sampler). With the column, `nmoe.rl.correction.correction_weights` accounts for the difference between
     the two.
     """
     if scored.old_logprobs_N is not None:
