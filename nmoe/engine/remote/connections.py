@@ -10,11 +10,12 @@ import asyncio
 import json as json_text
 import select
 import ssl
+from base64 import b64encode
 from collections import deque
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import unquote_to_bytes, urlencode, urlsplit
 
 # Seconds after which an unused connection is closed: uvicorn closes it after five, and none may be used at that moment.
 _UNUSED_S = 4.0
@@ -32,7 +33,8 @@ class Reply:
 
 
 class Connections:
-    """Connections to servers, kept for later requests. They belong to the event loop that asks, and `key` goes with each request.
+    """Connections to servers, kept for later requests. They belong to the event loop that asks. `key` goes with each request;
+    without one, a user name and password that the URL has (RFC 7617).
 
     A connection has one request at a time. It is kept if its reply was whole, and nothing has come after it: bytes that no request
     waits for, such as a reply that is sent twice, would be the reply to the next one. Once one connection to a server breaks, the
@@ -49,11 +51,12 @@ class Connections:
     ) -> Reply:
         """Returns the server's reply, of any status. Raises OSError where there is none, or not a whole one."""
         parts = urlsplit(url)
-        host, target = (
-            parts.netloc.rpartition("@")[2],
-            (parts.path or "/") + (f"?{urlencode(params)}" if params else ""),
-        )
-        head, body = f"{method} {target} HTTP/1.1\r\nhost: {host}\r\naccept: */*\r\n{self._headers}", b""
+        user, _, host = parts.netloc.rpartition("@")
+        target = (parts.path or "/") + (f"?{urlencode(params)}" if params else "")
+        headers = self._headers
+        if user and not headers:
+            headers = f"authorization: Basic {b64encode(unquote_to_bytes(user)).decode()}\r\n"
+        head, body = f"{method} {target} HTTP/1.1\r\nhost: {host}\r\naccept: */*\r\n{headers}", b""
         if json is not None:
             body = json_text.dumps(json, separators=(",", ":"), allow_nan=False).encode()
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"

@@ -77,6 +77,22 @@ def test_a_request_has_its_parts_and_the_connection_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "header"),
+    [("", b"authorization: Basic YWxhZGRpbjpvcGVuIHNlc2FtZQ=="), ("secret", b"authorization: Bearer secret")],
+)
+def test_a_user_of_the_url_goes_with_a_request_that_has_no_key(key: str, header: bytes) -> None:
+    server = Scripted([OK])
+
+    async def use(client: Connections, url: str) -> Reply:
+        return await client.request("GET", url.replace("://", "://aladdin:open%20sesame@"))
+
+    assert asked(server, use, key).content == b"{}"
+    lines = server.requests[0].split(b"\r\n")
+    assert [line for line in lines if line.startswith(b"authorization")] == [header]
+    assert lines[1].startswith(b"host: 127.0.0.1:")
+
+
+@pytest.mark.parametrize(
     ("pieces", "content", "connections_"),
     [
         ([OK[:9], OK[9:40], OK[40:-1], OK[-1:]], b"{}", 1),
