@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "nmoe"
 LEVELS = [
     {"cli"},
     {"cluster"},
+    {"adapters"},
     {"api"},
     {"referee"},
     {"serve", "dashboard"},

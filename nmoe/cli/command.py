@@ -24,7 +24,16 @@ from nmoe.cli.data import download, export_data, pairs, prepare, show_data, solv
 from nmoe.cli.engines import engines, publish
 from nmoe.cli.evaluate import chat, evaluate, grade
 from nmoe.cli.model import export, harmonize, import_model, train_tokenizer, upcycle
-from nmoe.cli.packaged import check, gc, list_configurations, list_environments, show_configuration, show_environment
+from nmoe.cli.packaged import (
+    check,
+    gc,
+    list_configurations,
+    list_environments,
+    serve_rewards,
+    show_configuration,
+    show_environment,
+    write_records,
+)
 from nmoe.cli.referee import referee
 from nmoe.cli.runs import (
     attempt,
@@ -191,7 +200,7 @@ def datasets() -> None:
 
 @env.callback()
 def environments() -> None:
-    """Check, list and show environments, and remove old workspaces.
+    """Check, list and show environments, offer them to other trainers, and remove old workspaces.
 
     \b
     Example:
@@ -273,6 +282,8 @@ env.command(cls=Verb)(check)
 env.command("list", cls=Verb)(list_environments)
 env.command("show", cls=Verb)(show_environment)
 env.command(cls=Verb)(gc)
+env.command("records", cls=Verb)(write_records)
+env.command("serve", cls=Verb)(serve_rewards)
 config.command("list", cls=Verb)(list_configurations)
 config.command("show", cls=Verb)(show_configuration)
 tokenizer.command("train", cls=Verb)(train_tokenizer)

@@ -1,7 +1,8 @@
-"""The commands `nmoe config ...` and `nmoe env ...`: list and show packaged configurations and environments, and check one."""
+"""The commands `nmoe config ...` and `nmoe env ...`: list and show packaged configurations and environments, check an environment,
+and offer it to other trainers."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -58,6 +59,63 @@ def check(
 
     for line in check_environment(Path(environment), tokenizer):
         typer.echo(line)
+
+
+def write_records(
+    environment: Annotated[str, typer.Argument(metavar="ENVIRONMENT")],
+    out: Annotated[Path, typer.Argument(metavar="FILE.jsonl")],
+    count: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)] = None,
+    split: Literal["train", "validation", "eval"] = "train",
+) -> None:
+    """Write an environment's problems as records for OpenRLHF and SkyRL.
+
+    A record has the prompt as messages, and a label by which the adapters of nmoe find the problem again. docs/ecosystem.md has
+    both trainers' settings.
+
+    \b
+    Example:
+      nmoe env records word_problems train.jsonl --count 10000
+    Example, held-out problems:
+      nmoe env records word_problems validation.jsonl --count 200 --split eval
+
+    Args:
+        environment: A TOML file, a directory with environment.toml, or a packaged name.
+        out: The file to write.
+        count: How many problems; default: all, of an environment that has an end.
+        split: Whether they are problems to train on, or held out.
+    """
+    from nmoe.adapters.records import write_records
+
+    typer.echo(f"{out}: {write_records(environment, out, count, split):,} records")
+
+
+def serve_rewards(
+    environment: Annotated[str, typer.Argument(metavar="ENVIRONMENT")],
+    host: Annotated[str, typer.Option(metavar="ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535)] = 5000,
+    end: Annotated[str | None, typer.Option(metavar="TEXT", show_default=False)] = None,
+    stage: Annotated[str | None, typer.Option(metavar="NAME", show_default=False)] = None,
+) -> None:
+    """Serve an environment's rewards to OpenRLHF, as its --reward.remote_url.
+
+    The route is POST /get_reward, as of OpenRLHF's own server of reward models. Who reaches the address may ask.
+
+    \b
+    Example:
+      nmoe env serve word_problems --port 5000
+    Example, for a Qwen model on other machines, whose cut responses earn nothing:
+      nmoe env serve word_problems --host 0.0.0.0 --end '<|im_end|>'
+
+    Args:
+        environment: A TOML file, a directory with environment.toml, or a packaged name.
+        host: The address to listen on.
+        port: The port to listen on; 0: any free one.
+        end: The text of the policy's last token; a response without it was cut. Default: no response was.
+        stage: The stage of the curriculum whose weights count; default: the last.
+    """
+    from nmoe.adapters.openrlhf import serve
+
+    serve(environment, host, port, stage, end)
 
 
 def list_environments() -> None:

@@ -253,7 +253,7 @@ class Collector:
         """Returns the stream of the running loop. Its rewards are opened for it if groups are `rewarded`."""
         if self._stream is None or not self._stream.lives:
             doors = () if self._environment.command is None else (self._door,)
-            self._stream = Stream(self._group, (*doors, *(self._environment.rewards if rewarded else ())))
+            self._stream = Stream(self.play, (*doors, *(self._environment.rewards if rewarded else ())))
         return self._stream
 
     async def _all(self, tickets: Sequence[Ticket], on_group: Callable[[Group], None] | None) -> list[Group]:
@@ -276,7 +276,8 @@ class Collector:
                 await stream.close()
         return [groups[id(ticket)] for ticket in tickets]
 
-    async def _group(self, ticket: Ticket) -> Group:
+    async def play(self, ticket: Ticket) -> Group:
+        """Samples and grades a group on the running loop. Its rewards have to be open (`stream`)."""
         terms = ticket.terms
         if self._environment.command is not None:
             return await self._of_programs(ticket, self._environment.command)

@@ -338,3 +338,27 @@ def test_what_a_run_refuses_of_tools_of_ones_own_is_refused_by_the_check(
     forgetful = check("sort", "forgetful")
     assert forgetful.code == 2
     assert "own/environment.toml: [tools] the chat template writes earlier messages in another way" in forgetful.err
+
+
+# documented: nmoe env records word_problems train.jsonl --count 10000
+def test_records_for_other_trainers(nmoe: Nmoe, own: Path) -> None:
+    result = nmoe("env", "records", "own", "records.jsonl")
+    assert (result.code, result.out) == (0, "records.jsonl: 1 records\n")
+    record = json.loads(Path("records.jsonl").read_text())
+    label = record.pop("label")
+    assert re.fullmatch(r"train/0/[0-9a-f]{8}", label)
+    assert record == {
+        "prompt": [{"role": "system", "content": "Sort."}, {"role": "user", "content": "Sort: 21"}],
+        "data_source": "digits",
+        "env_class": "nmoe",
+        "environment": str(own),
+        "reward_spec": {"method": "rule", "ground_truth": label},
+    }
+    result = nmoe("env", "records", "word_problems", "records.jsonl")
+    assert result.code == 2
+    assert "environment 'word_problems' has endless problems: say how many" in result.err
+    assert nmoe("env", "records", "word_problems", "records.jsonl", "--count", "2", "--split", "eval").code == 0
+    assert [json.loads(line)["label"][:6] for line in Path("records.jsonl").read_text().splitlines()] == [
+        "eval/0",
+        "eval/1",
+    ]

@@ -1,0 +1,1 @@
+"""nmoe's environments in the forms that other trainers take."""

@@ -1,0 +1,435 @@
+"""An environment of nmoe for a trainer that samples by itself: records to ask, and grades of what its policy said.
+
+Everything else happens as in a run of nmoe: the same collector plays an episode with its tools, its conversation, its sandbox and
+its rewards, and asks an engine for the policy's turns. Here that engine gets them from the other trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from concurrent.futures import Future
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar, cast
+
+from nmoe.adapters.messages import Said, asked_last, message_tokenizer, tools_in_words, turn_ids
+from nmoe.api.environments import Env, environment_table
+from nmoe.config.environment import EnvironmentSettings, SystemByFormat
+from nmoe.config.loader import parse
+from nmoe.config.locate import Locator, Place
+from nmoe.config.tables.rewards import Rubric
+from nmoe.config.tables.rollout import SandboxSettings
+from nmoe.engine.api import Engine, Request
+from nmoe.envs.environment import Environment
+from nmoe.envs.grade import COMPONENTS
+from nmoe.envs.tools.runtime import ToolRuntime
+from nmoe.errors import InfrastructureError, UserError
+from nmoe.rollout.collector import Collector, Stream
+from nmoe.rollout.tickets import Ticket
+from nmoe.runs.waiting import all_or_none
+from nmoe.trajectory import Group
+from nmoe.types import INFRASTRUCTURE, Grade, Message, Problem, Sample, Sampling, TrainerState
+
+R = TypeVar("R")
+
+Split = Literal["train", "validation", "eval"]
+Finish = Literal["stop", "length"]
+
+# Tokens are the trainer's matter, so that no limit in tokens applies here.
+_NO_LIMIT = 2**40
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows a turn of the policy: the messages that it reads next, or its grade, with which the episode is over."""
+
+    messages: list[dict[str, Any]]
+    grade: Grade | None
+
+    @property
+    def done(self) -> bool:
+        return self.grade is not None
+
+
+class SharedEnvironment:
+    """An environment of nmoe whose policy is sampled elsewhere.
+
+        >>> from nmoe.adapters.environment import SharedEnvironment
+        >>> shared = SharedEnvironment("word_problems")
+        >>> [row] = shared.rows(1)
+        >>> row["prompt"][-1]["role"], row["label"].split("/")[:2]
+        ('user', ['train', '0'])
+        >>> [grade] = shared.grade([row["label"]], ["I do not know."])
+        >>> grade.score
+        0.0
+
+    `environment` is what `nmoe.train_rl` takes. The answer is the policy's message without reasoning in think tags, or in an
+    environment of plain text (`format = "boxed"`) all that it said. A curriculum does not move here: the weights are the ones of
+    `stage`, by default the last. Limits in tokens are left to the trainer. Methods may be called from any thread.
+    """
+
+    def __init__(self, environment: Env, *, stage: str | None = None) -> None:
+        """Loads the environment, and grades the gold answers of its records. Raises UserError for an environment that cannot be
+        graded elsewhere, and what loading one in a run raises."""
+        settings = parse(environment_table(environment), EnvironmentSettings, Locator(Place("environment")))
+        self.settings = _for_messages(settings, stage)
+        self.name = self.settings.env_id
+        self._environment = Environment.from_settings(self.settings, message_tokenizer())
+        if self._environment.command is not None:
+            raise UserError(
+                f"environment {self.name!r}: a program asks the policy there, which another trainer cannot run"
+            )
+        weights = self._environment.grader.weights
+        if weights["efficiency"] > 0:
+            raise UserError(
+                f"environment {self.name!r} rewards efficiency, which counts the policy's tokens, and only its trainer knows them; "
+                "set the weight to 0, or name another stage"
+            )
+        self._pools = {"train": self._environment.pool}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"nmoe-{self.name}", daemon=True)
+        self._thread.start()
+        self._runtime = ToolRuntime(self._environment, SandboxSettings())
+        engine = cast(Engine, _Elsewhere())
+        workspaces = self._runtime.workspaces
+        self._collector = Collector(
+            engine, self._environment, 2 * _NO_LIMIT, self._runtime.sandboxes, workspaces=workspaces
+        )
+        stream = self.wait(self._opened())
+        self._end = weakref.finalize(self, _ended, self._loop, self._thread, stream, self._runtime)
+
+    async def _opened(self) -> Stream:
+        stream = self._collector.stream()
+        await stream.opened()
+        return stream
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools that the policy may call, as chat APIs declare them."""
+        return [tool.definition.as_function() for tool in self._environment.tools.values()]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether an episode may have several turns, so that one completion is not all of it."""
+        return bool(self._environment.tools) or self._environment.converses
+
+    @property
+    def turns(self) -> int:
+        """The turns that an episode has at most."""
+        return self._environment.budget.turns if self.takes_turns else 1
+
+    @property
+    def asks_itself(self) -> bool:
+        """Whether an episode makes its prompt only when it is opened."""
+        return self._environment.lives
+
+    @property
+    def components(self) -> list[str]:
+        """The components of a grade that mean something here. Efficiency does not, since it counts the policy's tokens."""
+        of_grade = [
+            name for name in COMPONENTS if name != "efficiency" and (self._environment.tools or name != "tool_use")
+        ]
+        return [*of_grade, *(reward.name for reward in self._environment.rewards)]
+
+    def size(self, split: Split = "train") -> int | None:
+        """Returns the number of problems, None of endless ones."""
+        return self._pool(split).size
+
+    def rows(self, count: int | None = None, *, split: Split = "train") -> list[dict[str, Any]]:
+        """Returns the first `count` problems, by default all, as `{"prompt": [messages], "label": "train/0/1f0c22d9"}`.
+
+        The label names the problem to `grade` and `episode`: its split, its position, and a hash by which another version of the
+        environment is noticed. Raises UserError for all of an endless environment, and for a held-out split that there is not.
+        """
+        size = self.size(split)
+        if count is None and size is None:
+            raise UserError(f"environment {self.name!r} has endless problems: say how many")
+        last = count if size is None else size if count is None else min(count, size)
+        return [self._row(position, split) for position in range(last or 0)]
+
+    def _row(self, position: int, split: Split) -> dict[str, Any]:
+        problem = self._pool(split).order.at(position)
+        return {"prompt": self._messages(problem), "label": f"{split}/{position}/{self._digest(problem)}"}
+
+    def with_tools(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns messages whose system message declares the tools, for trainers whose chat template is not given them."""
+        tools = [tool.definition for tool in self._environment.tools.values()]
+        if not tools:
+            return messages
+        has = messages[0]["role"] == "system"
+        words = "\n\n".join([*([messages[0]["content"]] if has else []), tools_in_words(tools)])
+        return [{"role": "system", "content": words}, *messages[has:]]
+
+    def problem(self, label: str) -> Problem:
+        """Returns the problem of a label. Raises UserError for a label of other records than these."""
+        split, _, rest = label.partition("/")
+        position, _, digest = rest.partition("/")
+        if split not in ("train", "validation", "eval") or not position.isdigit() or not digest:
+            raise UserError(f"{label!r} is no label of a record of nmoe, such as 'train/0/1f0c22d9'")
+        problem = self._pool(split).order.at(int(position))  # type: ignore[arg-type]
+        if self._digest(problem) != digest:
+            raise UserError(
+                f"the label {label!r} is of another environment than {self.name!r} as it is now, or of another version; "
+                "write the records again"
+            )
+        return problem
+
+    def _pool(self, split: Split) -> Any:
+        if split not in self._pools:
+            self._pools[split] = self._environment.held_out(split).pool  # type: ignore[arg-type]
+        return self._pools[split]
+
+    def _messages(self, problem: Problem) -> list[dict[str, Any]]:
+        return [_as_dict(message) for message in self._environment.prompts.messages(problem)]
+
+    def _digest(self, problem: Problem) -> str:
+        said = [problem.id, problem.gold, problem.task_type, self._messages(problem)]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
+
+    def grade(
+        self,
+        labels: Sequence[str],
+        completions: Sequence[Said],
+        finishes: Sequence[Finish] | None = None,
+        step: int = 0,
+    ) -> list[Grade]:
+        """Grades completions of one turn, one for each label. `finishes` says for each whether it ended by itself ("stop", the
+        default) or was cut. `step` is the trainer's, which rewards of your own may read.
+
+        Completions with the same label are a group, as `[[rewards]]` see it. Raises UserError in an environment of several turns,
+        InfrastructureError where a grade was lost, and what a grader raises: none of it is reward 0.
+        """
+        if self.takes_turns:
+            raise UserError(
+                f"environment {self.name!r} has tools or answers the policy, so that one completion is not all of an episode; "
+                "play it turn by turn"
+            )
+        ended = ["stop"] * len(labels) if finishes is None else finishes
+        groups: dict[str, list[int]] = {}
+        for index, label in enumerate(labels):
+            groups.setdefault(label, []).append(index)
+        samples = [_sample(said, end) for said, end in zip(completions, ended, strict=True)]  # type: ignore[arg-type]
+        plays = [self._play(label, _Given([samples[index] for index in of]), step) for label, of in groups.items()]
+        played = self.wait(all_or_none(plays))
+        grades: dict[int, Grade] = {}
+        for group, indices in zip(played, groups.values(), strict=True):
+            grades |= {index: _known(one.grade) for index, one in zip(indices, group.trajectories, strict=True)}
+        return [grades[index] for index in range(len(labels))]
+
+    def episode(self, label: str) -> SharedEpisode:
+        """Returns an episode of a record, to be played turn by turn."""
+        return SharedEpisode(self, label)
+
+    async def _play(self, label: str, turns: _Given | _Asked, step: int = 0) -> Group:
+        problem = self.problem(label)
+        collector, sampling = self._collector, Sampling(_NO_LIMIT)
+        terms = collector.terms(turns.samples, sampling, (label,), TrainerState(step))
+        context = copy_context()
+        context.run(_TURNS.set, turns)
+        play = collector.play(Ticket(int(label.split("/")[1]), problem, terms))
+        return await asyncio.get_running_loop().create_task(play, context=context)
+
+    def wait(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Runs a coroutine on the environment's event loop, and returns its result."""
+        return self.future(coroutine).result()
+
+    def future(self, coroutine: Coroutine[Any, Any, R]) -> Future[R]:
+        """Starts a coroutine on the environment's event loop. `asyncio.wrap_future` awaits it on another."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Closes connections and sandboxes. It also happens where nothing refers to the environment any more."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SharedEpisode:
+    """An episode that another trainer plays: `begin`, then `step` with each turn of its policy until the step is done.
+
+        >>> from nmoe.adapters.environment import SharedEnvironment
+        >>> episode = SharedEnvironment("guess").episode(label)
+        >>> [asked] = episode.begin()
+        >>> episode.step("50").messages
+        [{'role': 'user', 'content': 'lower'}]
+        >>> episode.close()
+
+    The methods that begin with `a` are for event loops.
+    """
+
+    def __init__(self, shared: SharedEnvironment, label: str) -> None:
+        self._shared, self._label = shared, label
+        self._turns = _Asked()
+        self._playing: asyncio.Task[Group] | None = None
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Opens the episode, and returns the messages of its prompt."""
+        return self._shared.wait(self._begin())
+
+    async def abegin(self) -> list[dict[str, Any]]:
+        return await asyncio.wrap_future(self._shared.future(self._begin()))
+
+    def step(self, said: Said, finish: Finish = "stop") -> Step:
+        """Answers a turn of the policy. Raises InfrastructureError if the grade was lost, and what a task or a grader raises."""
+        return self._shared.wait(self._step(said, finish))
+
+    async def astep(self, said: Said, finish: Finish = "stop") -> Step:
+        return await asyncio.wrap_future(self._shared.future(self._step(said, finish)))
+
+    def close(self) -> None:
+        """Ends the episode where it is."""
+        self._shared.wait(self._close())
+
+    async def aclose(self) -> None:
+        await asyncio.wrap_future(self._shared.future(self._close()))
+
+    async def _begin(self) -> list[dict[str, Any]]:
+        if self._playing is not None:
+            raise UserError("the episode has begun already; take another one")
+        self._playing = asyncio.ensure_future(self._shared._play(self._label, self._turns))
+        return (await self._next()).messages
+
+    async def _step(self, said: Said, finish: Finish) -> Step:
+        if self._playing is None or self._playing.done():
+            raise UserError("the episode is over, or has not begun; take another one")
+        self._turns.said.put_nowait(_sample(said, finish))
+        return await self._next()
+
+    async def _next(self) -> Step:
+        assert self._playing is not None, "an episode is played from its begin on"
+        asking = asyncio.ensure_future(self._turns.asked.get())
+        await asyncio.wait([asking, self._playing], return_when=asyncio.FIRST_COMPLETED)
+        if asking.done():
+            return Step(asked_last(asking.result().prompt_ids), None)
+        asking.cancel()
+        (trajectory,) = self._playing.result().trajectories
+        return Step([], _known(trajectory.grade))
+
+    async def _close(self) -> None:
+        if self._playing is not None:
+            self._playing.cancel()
+            await asyncio.wait([self._playing])
+
+
+@dataclass
+class _Given:
+    """The samples of a group of one turn each."""
+
+    given: list[Sample]
+
+    @property
+    def samples(self) -> int:
+        return len(self.given)
+
+    async def take(self, request: Request) -> list[Sample]:
+        return self.given
+
+
+@dataclass
+class _Asked:
+    """The turns of one sample, each asked for and then said."""
+
+    asked: asyncio.Queue[Request] = field(default_factory=asyncio.Queue)
+    said: asyncio.Queue[Sample] = field(default_factory=asyncio.Queue)
+    samples: int = 1
+
+    async def take(self, request: Request) -> list[Sample]:
+        await self.asked.put(request)
+        return [await self.said.get()]
+
+
+_TURNS: ContextVar[_Given | _Asked] = ContextVar("turns")
+"""Where the turns of the group come from that the task plays."""
+
+
+class _Elsewhere:
+    """The part of an engine that a collector calls, for turns that are sampled elsewhere."""
+
+    async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
+        for index, sample in enumerate(await self.generate(request)):
+            yield index, sample
+
+    async def generate(self, request: Request) -> list[Sample]:
+        return await _TURNS.get().take(request)
+
+
+def _ended(loop: asyncio.AbstractEventLoop, thread: threading.Thread, stream: Stream, runtime: ToolRuntime) -> None:
+    """Closes what an environment holds, and ends its thread."""
+    if threading.current_thread() is thread:  # as the garbage collector may have it
+        threading.Thread(target=_ended, args=(loop, thread, stream, runtime)).start()
+        return
+    asyncio.run_coroutine_threadsafe(stream.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    # After the main thread no other can begin, and sandboxes end with this process.
+    if threading.main_thread().is_alive():
+        runtime.close()
+
+
+def _for_messages(settings: EnvironmentSettings, stage: str | None) -> EnvironmentSettings:
+    """Returns the settings for policies of any chat template: without what only tokens have, and with a stage's weights."""
+    plain = settings.format == "boxed"
+    systems = settings.system_by_format
+    system = systems.boxed if plain else systems.chat
+    changed: dict[str, Any] = {
+        "format": "boxed" if plain else "chat",
+        "system": settings.system if system is None else system,
+        "system_by_format": SystemByFormat(),
+        "reasoning_effort": None,
+        "chat_template_kwargs": {},
+        "budget": settings.budget.model_copy(update={"prompt_tokens": None, "completion_tokens": None}),
+    }
+    stages = () if settings.curriculum is None else settings.curriculum.stages
+    names = [one.name for one in stages]
+    if stage is not None and stage not in names:
+        raise UserError(
+            f"environment {settings.env_id!r} has no stage {stage!r}: "
+            + (f"it has {', '.join(names)}" if names else "it has no curriculum")
+        )
+    if stages:
+        chosen = stages[-1] if stage is None else stages[names.index(stage)]
+        changed |= {"curriculum": None, "rubric": Rubric(**chosen.weights.model_dump())}
+    return settings.model_copy(update=changed)
+
+
+def _sample(said: Said, finish: Finish) -> Sample:
+    ids = turn_ids(said, finish == "stop")
+    return Sample(ids, [0.0] * len(ids), [0] * len(ids), finish)
+
+
+def _known(grade: Grade) -> Grade:
+    """Returns a grade that is one. Raises InfrastructureError for a sample that nmoe would mask."""
+    if grade.failure in INFRASTRUCTURE:
+        said = grade.reason or (grade.verdict.reason if grade.verdict is not None else "")
+        raise InfrastructureError(
+            f"the completion has no grade, because of {grade.failure}" + (f": {said}" if said else "")
+        )
+    return grade
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    return {"role": message.role, "content": message.content}
+
+
+def shared_by_name(environment: str, stage: str | None = None) -> SharedEnvironment:
+    """Returns the environment of a file or a packaged name, loaded once in a process."""
+    key = (environment, stage)
+    with _LOADING:
+        if key not in _LOADED:
+            _LOADED[key] = SharedEnvironment(Path(environment), stage=stage)
+    return _LOADED[key]
+
+
+_LOADED: dict[tuple[str, str | None], SharedEnvironment] = {}
+_LOADING = threading.Lock()

@@ -1,0 +1,91 @@
+"""Environments of nmoe as environments of SkyRL-Gym, with tools and turns of the user. In the training entry point:
+
+    from skyrl_gym.envs import register
+    register(id="nmoe", entry_point="nmoe.adapters.skyrl_gym:NmoeEnv")
+
+`nmoe env records ENVIRONMENT train.jsonl` writes the dataset. Tested with skyrl-gym 0.4.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+
+from nmoe.adapters.environment import SharedEpisode, shared_by_name
+from nmoe.errors import UserError
+from nmoe.types import Grade
+
+
+class NmoeEnv(BaseTextEnv):
+    """Plays the environment of nmoe that a record names (`environment`), or `register(..., kwargs={"environment": NAME})` does.
+
+    `reward_spec.ground_truth` is the label of the record. All of the reward is paid at the end. What tools answer comes as the
+    user's message, as Qwen's templates write it. SkyRL does not say whether a turn was cut: `generator.zero_reward_on_non_stop`.
+    """
+
+    def __init__(
+        self,
+        env_config: Any = None,
+        extras: Mapping[str, Any] | None = None,
+        environment: str | None = None,
+        stage: str | None = None,
+    ) -> None:
+        """Reads the record `extras`. Raises UserError for a record that `nmoe env records` did not write."""
+        super().__init__()
+        record = extras or {}
+        named = record.get("environment", environment)
+        spec = record.get("reward_spec")
+        label = spec.get("ground_truth") if isinstance(spec, Mapping) else None
+        if not isinstance(named, str) or not isinstance(label, str):
+            raise UserError(
+                "a record for the environment nmoe has `environment`, a name or path, and `reward_spec.ground_truth`, a label; "
+                "write records by `nmoe env records ENVIRONMENT train.jsonl`"
+            )
+        self._named, self._stage, self._label = named, stage, label
+        self._most = record.get("max_turns")
+        self._episode: SharedEpisode | None = None
+        self._grade: Grade | None = None
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        shared = shared_by_name(self._named, self._stage)
+        self.max_turns = shared.turns
+        if isinstance(self._most, int) and self._most < self.max_turns:
+            raise UserError(
+                f"generator.max_turns is {self._most}, and an episode of {self._named} has up to {self.max_turns} turns "
+                "(budget.turns); set it to that"
+            )
+        self._episode = shared.episode(self._label)
+        asked = self._episode.begin()
+        return (shared.with_tools(asked) if shared.asks_itself else prompt), {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        if self._episode is None:
+            raise UserError("step() before init(prompt)")
+        self.turns += 1
+        step = self._episode.step(action)
+        self._grade = step.grade
+        return BaseTextEnvStepOutput(
+            observations=_as_users(step.messages),
+            reward=0.0 if step.grade is None else step.grade.score,
+            done=step.done,
+            metadata={} if step.grade is None else {"failure": step.grade.failure, **step.grade.components},
+        )
+
+    def close(self) -> None:
+        if self._episode is not None:
+            self._episode.close()
+            self._episode = None
+
+    def get_metrics(self) -> dict[str, Any]:
+        graded = {} if self._grade is None else self._grade.components
+        return {"turns": self.turns, **graded}
+
+
+def _as_users(messages: list[dict[str, Any]]) -> ConversationType:
+    """Returns messages by the user alone, since not every chat template knows the role of a tool."""
+    answers = [one["content"] for one in messages if one["role"] == "tool"]
+    if not answers:
+        return [{"role": one["role"], "content": one["content"]} for one in messages]
+    return [{"role": "user", "content": "\n".join(f"<tool_response>\n{one}\n</tool_response>" for one in answers)}]
