@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
 from nmoe.adapters.messages import Said, asked_last, message_tokenizer, tools_in_words, turn_ids
-from nmoe.api.environments import Env, environment_table
+from nmoe.api.environments import Env, environment_settings
 from nmoe.config.environment import EnvironmentSettings, SystemByFormat
-from nmoe.config.loader import parse
-from nmoe.config.locate import Locator, Place
 from nmoe.config.tables.rewards import Rubric
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Engine, Request
@@ -77,7 +75,7 @@ class SharedEnvironment:
     def __init__(self, environment: Env, *, stage: str | None = None) -> None:
         """Loads the environment, and grades the gold answers of its records. Raises UserError for an environment that cannot be
         graded elsewhere, and what loading one in a run raises."""
-        settings = parse(environment_table(environment), EnvironmentSettings, Locator(Place("environment")))
+        settings = environment_settings(environment, "environment")
         self.settings = _for_messages(settings, stage)
         self.name = self.settings.env_id
         self._environment = Environment.from_settings(self.settings, message_tokenizer())

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.api.given import rows_of, settings
-from nmoe.config.loader import load_environment
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.loader import load_environment, parse
+from nmoe.config.locate import Locator, Place
 from nmoe.config.registry import hand_over, load_object
 from nmoe.config.tables.pools import DatasetKeys
 from nmoe.data.rows import read_rows
@@ -64,6 +66,12 @@ def environment_table(
         # Rewards are added to the grade where there is a right answer, as [[rewards]] are.
         table["task"] = "open" if rewards and not _has_gold(pool) else "math"
     return table
+
+
+def environment_settings(env: Env, named: str, data: Data | None = None) -> EnvironmentSettings:
+    """Returns the checked settings of an environment. `named` begins the messages. Raises UserError as `environment_table`, and
+    ConfigError with every mistake."""
+    return parse(environment_table(env, data=data), EnvironmentSettings, Locator(Place(named)))
 
 
 # The keys of a task pool that say which problems there are.

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from nmoe.api.environments import Data, Env, environment_table
+from nmoe.api.environments import Data, Env, environment_settings
 from nmoe.api.given import explained, model_path
-from nmoe.config.environment import EnvironmentSettings, held_out
-from nmoe.config.loader import parse
-from nmoe.config.locate import Locator, Place
+from nmoe.config.environment import held_out
 from nmoe.config.registry import names_of_one_call
 from nmoe.config.tables.rollout import EngineSection, SandboxSettings
 from nmoe.engine.api import Request
@@ -194,7 +192,7 @@ def evaluate(
         )
     path, directory, loaded = _opened(model, device, expert_weights, precision)
     tokenizer = Tokenizer.load(directory)
-    settings = parse(environment_table(env, data=data), EnvironmentSettings, Locator(Place("evaluate")))
+    settings = environment_settings(env, "evaluate", data)
     environment = Environment.from_settings(settings, tokenizer)
     # The records of a dataset have no held-out split: the caller asked for these.
     if held_out(settings) is not None:
