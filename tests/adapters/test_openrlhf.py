@@ -31,7 +31,7 @@ def row() -> tuple[str, str]:
         return label, shared.problem(label).gold
 
 
-# documented: nmoe env serve word_problems --port 5000
+# documented: nmoe env serve word_problems --port 5000 --end '<|im_end|>'
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     command = [sys.executable, "-m", "nmoe", "env", "serve", "word_problems", "--port", "0", "--end", "<|im_end|>"]
