@@ -260,6 +260,7 @@ TASKS = Registry(
         **DATASET_TASKS,
         # Only the pools of these names have their problems.
         "reasoning_gym": f"{_TASKS}.reasoning_gym:ReasoningGymTask",
+        "verifiers": f"{_TASKS}.outside:OutsideTask",
         "proof_generation": f"{_TASKS}.proofs:ProofGenerationTask",
     },
 )

@@ -17,6 +17,7 @@ from nmoe.config.tables.pools import ProgramPool, task_types
 from nmoe.envs.curriculum import Curriculum
 from nmoe.envs.grade import Grader
 from nmoe.envs.pools import build_pool
+from nmoe.envs.pools.outside import OutsideOrder
 from nmoe.envs.pools.pool import fingerprint_of, stable_hash
 from nmoe.envs.prompts import PromptBuilder
 from nmoe.envs.rewards.reward import Reward
@@ -69,10 +70,16 @@ class Environment:
         pool = settings.task_pool
         self.command = pool.command if isinstance(pool, ProgramPool) else None
         """The program that asks the policy, if one does."""
-        if self.command is not None and (self.converses or settings.tools is not None):
+        self.host = self.pool.order.host if isinstance(self.pool.order, OutsideOrder) else None
+        """The process whose environment asks the policy, if one does."""
+        if (self.command or self.host) and (self.converses or settings.tools is not None):
             raise UserError(
                 f"environment {settings.env_id!r}: a program asks the policy and has its tools, so leave out [tools] "
                 "and tasks that converse"
+            )
+        if self.host is not None and settings.system:
+            raise UserError(
+                f"environment {settings.env_id!r}: its own messages are all that the policy is asked; leave out `system`"
             )
         self.lives = any(isinstance(task, LiveTask) for task in self._tasks)
         self.tools = (
@@ -118,6 +125,11 @@ class Environment:
                 'split = "train" do; name another environment in [[eval]]'
             )
         return Environment(settings, self.tokenizer)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the policy is asked by a program or an environment in another process, which has the conversation."""
+        return self.command is not None or self.host is not None
 
     @property
     def wants_sandbox(self) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.commands import RLConfig
-from nmoe.config.tables.pools import ProgramPool, task_types
+from nmoe.config.tables.pools import ProgramPool, VerifiersPool, task_types
 from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.native.held import HeldEngine, OtherTokensError
 from nmoe.envs.tasks import TASKS
@@ -164,9 +164,10 @@ def refuse_other_numbers(path: Path, config: RLConfig, *, allow_user_code: bool)
     environments = [config.environment, *(one.environment for one in config.eval if one.environment is not None)]
     if any(one.workspace is not None for one in environments):
         raise UserError(f"{cannot}: graders read files that tools changed ([workspace]), and tools do not run again")
-    if any(isinstance(one.task_pool, ProgramPool) for one in environments):
+    if asked := [one.task_pool for one in environments if isinstance(one.task_pool, ProgramPool | VerifiersPool)]:
+        who = "programs" if isinstance(asked[0], ProgramPool) else "environments in other processes"
         raise UserError(
-            f'{cannot}: programs asked the policy ([task_pool] type = "program"), and they do not run again'
+            f'{cannot}: {who} asked the policy ([task_pool] type = "{asked[0].type}"), and they do not run again'
         )
     of_environments = chain.from_iterable(code_of(one, config.sandbox.python) for one in environments)
     code = list(dict.fromkeys([*of_environments, *code_of_training(config)]))

@@ -16,11 +16,13 @@ from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import Reward, RewardError
 from nmoe.envs.rewards.rewards import rated
 from nmoe.envs.tasks.live import EnvironmentLostError
+from nmoe.envs.tasks.own import TaskError
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError
 from nmoe.rollout.episode import ConversationError, Episode, Player, request_seed
 from nmoe.rollout.opening import Opened, opened
+from nmoe.rollout.outside import play_outside
 from nmoe.rollout.programs import Door, Session, run_program
 from nmoe.rollout.tickets import Terms, Ticket
 from nmoe.runs.waiting import all_or_none
@@ -252,7 +254,7 @@ class Collector:
     def stream(self, rewarded: bool = True) -> Stream:
         """Returns the stream of the running loop. Its rewards are opened for it if groups are `rewarded`."""
         if self._stream is None or not self._stream.lives:
-            doors = () if self._environment.command is None else (self._door,)
+            doors = (self._door,) if self._environment.asks else ()
             self._stream = Stream(self.play, (*doors, *(self._environment.rewards if rewarded else ())))
         return self._stream
 
@@ -279,8 +281,8 @@ class Collector:
     async def play(self, ticket: Ticket) -> Group:
         """Samples and grades a group on the running loop. Its rewards have to be open (`stream`)."""
         terms = ticket.terms
-        if self._environment.command is not None:
-            return await self._of_programs(ticket, self._environment.command)
+        if self._environment.asks:
+            return await self._that_asked(ticket)
         if not self._environment.lives:
             return await self._played(ticket, [None] * terms.samples)
         seed = request_seed(*terms.key, ticket.position, "open")
@@ -318,7 +320,7 @@ class Collector:
         _, *trajectories = await all_or_none([sample_first_turns(), *map(trajectory, range(terms.samples))])
         return Group(problem, await self._rewarded(trajectories, terms.state))
 
-    async def _of_programs(self, ticket: Ticket, command: Sequence[str]) -> Group:
+    async def _that_asked(self, ticket: Ticket) -> Group:
         problem, terms = ticket.problem, ticket.terms
         sampling = replace(
             terms.sampling,
@@ -327,26 +329,29 @@ class Collector:
         )
         key = (*terms.key, ticket.position)
         episodes = [Episode(problem, index, key, (), sampling, [], ticket.position) for index in range(terms.samples)]
-        trajectories = await all_or_none([self._of_program(one, command, terms.weights) for one in episodes])
+        trajectories = await all_or_none([self._asking(one, terms.weights) for one in episodes])
         return Group(problem, await self._rewarded(trajectories, terms.state))
 
-    async def _of_program(self, episode: Episode, command: Sequence[str], weights: Mapping[str, float]) -> Trajectory:
+    async def _asking(self, episode: Episode, weights: Mapping[str, float]) -> Trajectory:
+        """Plays an episode whose other side asks the policy for turns: a program, or an environment in another process."""
         environment, problem = self._environment, episode.problem
-        budget, seed = environment.budget, request_seed(*episode.key, episode.index)
-        episode.sampling = replace(episode.sampling, seed=seed)
-        session = Session(episode, self._player, environment.renderer, budget.turns)
-        messages = [{"role": one.role, "content": one.content} for one in environment.prompts.messages(problem)]
-        given = {"id": problem.id, "question": problem.question, "messages": messages}
+        episode.sampling = replace(episode.sampling, seed=request_seed(*episode.key, episode.index))
+        session = Session(episode, self._player, environment.renderer, environment.budget.turns)
         ended: Failure | None
+        broken: UserError | None = None
         try:
-            with self._door.session(session) as url:
-                ended = await run_program(command, given, url, seed, session, budget.wall_s)
+            with self._door.session(session) as name:
+                ended = await self._other_side(episode, session, name)
         except EnvironmentLostError as error:
             ended, episode.lost = "environment_error", str(error)
+        except TaskError as error:
+            ended, broken = "environment_error", error
         if not episode.turns:
             episode.prompt_ids = tuple(environment.prompts.ids(problem))
             episode.turns.append(Turn((), Sample([], [], [], "abort")))
         async with ToolSession(self._sandboxes, None, {}, None) as tools:
+            if broken is not None:
+                raise _failed(self._ungraded(episode, tools, weights), broken, "playing") from broken
             try:
                 # The program has the conversation: its last turn is the answer.
                 grade = await environment.grader.grade(
@@ -356,10 +361,21 @@ class Collector:
                     weights=weights,
                     ended=ended,
                     session=tools,
+                    exchanges=episode.exchanges,
                 )
             except Exception as error:
                 raise _failed(self._ungraded(episode, tools, weights), error, "grading") from error
         return self._done(episode, replace(grade, reason=episode.lost), None)
+
+    async def _other_side(self, episode: Episode, session: Session, name: str) -> Failure | None:
+        environment, problem = self._environment, episode.problem
+        seconds, seed = environment.budget.wall_s, episode.sampling.seed
+        if environment.host is not None:
+            return await play_outside(environment.host, f"{self._door.url}/v1", name, session, seconds)
+        assert environment.command is not None, "an environment that asks has either"
+        messages = [{"role": one.role, "content": one.content} for one in environment.prompts.messages(problem)]
+        given = {"id": problem.id, "question": problem.question, "messages": messages}
+        return await run_program(environment.command, given, f"{self._door.url}/{name}/v1", seed, session, seconds)
 
     async def _rewarded(self, trajectories: list[Trajectory], state: TrainerState | None) -> list[Trajectory]:
         """Returns the trajectories with the ratings of `[[rewards]]` added to their grades, except after infrastructure failures.

@@ -51,6 +51,7 @@ class Session:
         self.episode, self._player, self._renderer, self._most = episode, player, renderer, turns
         self._lock = asyncio.Lock()
         self.waiting = 0  # requests whose turns are being sampled
+        self.said: list[str] = []  # of each turn, as it was answered
         self.ended: Failure | None = None
         self.over = False  # whether the program has ended
         self.error: Exception | None = None
@@ -72,6 +73,7 @@ class Session:
                     sample = await self._sampled(prompt_ids, most)
                     reader = self._renderer.reader(prompt_ids, tuple(tools))
                     pieces = [*reader.feed(sample.token_ids), *reader.end(sample.finish_reason)]
+                    self.said.append("".join(one.text for one in pieces if one.kind == "content"))
         finally:
             self.waiting -= 1
         return pieces, sample, len(prompt_ids)
@@ -122,16 +124,17 @@ class Session:
 
 
 class Door:
-    """Listens for programs on this machine, one session for each, under a name that nothing else knows."""
+    """Listens for programs on this machine, one session for each, under a name that nothing else knows. `url` is its address: a
+    session has the part `/NAME/v1` of it, or `/v1` for requests with the name as X-Session-ID."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        self._url = ""
+        self.url = ""
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
         """Listens on the running loop until the block ends."""
-        with needed_by("a task pool of programs", "serve"):
+        with needed_by("an environment that asks the policy", "serve"):
             import uvicorn
 
             from nmoe.engine.server.listening import listening
@@ -143,7 +146,7 @@ class Door:
                 yield  # signals belong to the run
 
         with listening("127.0.0.1", 0) as socket:
-            self._url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+            self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
             config = uvicorn.Config(
                 application(self._sessions), log_config=None, lifespan="off", timeout_graceful_shutdown=1
             )
@@ -157,14 +160,26 @@ class Door:
 
     @contextmanager
     def session(self, session: Session) -> Iterator[str]:
-        """Yields the base URL of a session, which answers until the block ends."""
+        """Yields the name of a session, which answers until the block ends."""
         name = secrets.token_urlsafe(16)
         self._sessions[name] = session
         try:
-            yield f"{self._url}/{name}/v1"
+            yield name
         finally:
             session.over = True
             del self._sessions[name]
+
+
+async def ended_in_time(running: asyncio.Future[Any], session: Session, seconds: float) -> bool:
+    """Waits for the other side of a session to end. Returns whether it has, and False if it took more than so many seconds in which
+    it waited for no turn, or if the session failed."""
+    left = seconds
+    while not running.done() and left > 0 and session.error is None:
+        began = time.monotonic()
+        await asyncio.wait([running], timeout=min(left, 0.5))
+        if not session.waiting:
+            left -= time.monotonic() - began
+    return running.done()
 
 
 async def run_program(
@@ -196,14 +211,9 @@ async def run_program(
             )
         except OSError as error:
             raise EnvironmentLostError(f"the program {command[0]} cannot be started: {error}") from None
-        running, left = asyncio.ensure_future(process.wait()), seconds
+        running = asyncio.ensure_future(process.wait())
         try:
-            while not running.done() and left > 0 and session.error is None:
-                began = time.monotonic()
-                await asyncio.wait([running], timeout=min(left, 0.5))
-                if not session.waiting:
-                    left -= time.monotonic() - began
-            ended = running.done()
+            ended = await ended_in_time(running, session, seconds)
         finally:
             # With the processes of its group.
             with suppress(ProcessLookupError):

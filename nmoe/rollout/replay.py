@@ -14,7 +14,7 @@ from typing import Any
 
 from nmoe.config import registry
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.tables.pools import GeneratedPool, ProgramPool
+from nmoe.config.tables.pools import GeneratedPool, ProgramPool, VerifiersPool
 from nmoe.config.tables.rewards import FunctionRewardConfig, Rubric
 from nmoe.envs.environment import Environment, identity_of
 from nmoe.envs.grade import COMPONENTS
@@ -89,8 +89,8 @@ async def replay(
         known = ", ".join(registry.TASKS.names())
         raise UserError(f"{bundle.path}: the task {trajectory.problem.task_type!r} is not one of {known}")
     environment = _as_it_was(bundle.settings, trajectory, tokenizer)
-    # A program is not run again: the prompts that it made are in the record alone.
-    asks = isinstance(bundle.settings.task_pool, ProgramPool)
+    # What asked the policy is not run again: the prompts that it made are in the record alone.
+    asks = isinstance(bundle.settings.task_pool, ProgramPool | VerifiersPool)
     if not asks:
         yield _prompt(environment, trajectory)
     yield _text(bundle, tokenizer)

@@ -1,4 +1,5 @@
-"""The routes by which programs ask the policy, as OpenAI's clients call them: `/SESSION/v1/chat/completions` and `/models`.
+"""The routes by which programs ask the policy, as OpenAI's clients call them: `/SESSION/v1/chat/completions` and `/models`, or
+without `/SESSION` by a client that names its session in a header.
 
 The run sets the sampler. A request may only ask for fewer tokens; its other settings change nothing, and the reply's header names
 them.
@@ -38,7 +39,7 @@ def application(sessions: Mapping[str, Session]) -> Starlette:
     """Returns the ASGI application that answers for these sessions."""
 
     def session_of(asking: Asking) -> Session:
-        session = sessions.get(asking.path_params["session"])
+        session = sessions.get(asking.path_params.get("session") or asking.headers.get("x-session-id", ""))
         if session is None:
             raise ApiError("there is no such session; its program has ended", status=404)
         return session
@@ -62,8 +63,8 @@ def application(sessions: Mapping[str, Session]) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/{session}/v1/models", models, methods=["GET"]),
-            Route("/{session}/v1/chat/completions", chat, methods=["POST"]),
+            *(Route(f"{session}/v1/models", models, methods=["GET"]) for session in ("", "/{session}")),
+            *(Route(f"{session}/v1/chat/completions", chat, methods=["POST"]) for session in ("", "/{session}")),
         ],
         exception_handlers=dict.fromkeys((ApiError, ClientDisconnect, SessionEndedError, UserError), refused),
     )

@@ -101,6 +101,22 @@ class ProgramPool(DatasetKeys):
             yield Conflict("command", "names no program")
 
 
+class VerifiersPool(Section):
+    """Tasks of an environment of the package verifiers, which plays their episodes in an interpreter and a process of its own."""
+
+    type: Literal["verifiers"]
+    venv: Annotated[str, DataPath()] = Field(min_length=1)
+    """the virtual environment with verifiers 0.4.0 (v1) or 0.3.1 (v0) and the environment's package"""
+    environment: dict[str, Any]
+    """v1: the table `[env]` of `vf-eval`, such as `{ taskset = { id = "gsm8k" } }`; v0: `id`, and `args` of `load_environment`"""
+    split: Literal["train", "eval"] | None = None
+    """v0: which of the environment's datasets; default: train"""
+    max_examples: int | None = Field(default=None, ge=1)
+    """number of tasks; default: all"""
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    """seed of the order of tasks"""
+
+
 class CsvPool(DatasetKeys):
     """A local CSV file; all its fields are read as strings."""
 
@@ -268,6 +284,7 @@ TaskPool = (
     GeneratedPool
     | JsonlPool
     | ProgramPool
+    | VerifiersPool
     | CsvPool
     | ParquetPool
     | HubPool
@@ -280,7 +297,7 @@ TaskPool = (
 
 
 def task_types(pool: TaskPool) -> set[str]:
-    """Returns the task types of a pool's problems, as far as its settings name them: none for pools of reasoning-gym and of
+    """Returns the task types of a pool's problems, as far as its settings name them: none for pools of reasoning-gym, verifiers and
     self-play."""
     sources = pool.sources if isinstance(pool, MixturePool) else (pool,)
     return {source.task_type for source in sources if isinstance(source, (GeneratedPool, DatasetKeys, PrmPool))}

@@ -15,9 +15,11 @@ from nmoe.config.tables.pools import (
     ReasoningGymPool,
     SelfplayPool,
     TaskPool,
+    VerifiersPool,
 )
 from nmoe.data.rows import read_rows
 from nmoe.envs.pools.generated import generated_order
+from nmoe.envs.pools.outside import OutsideOrder
 from nmoe.envs.pools.pool import Mixture, Order, Pool
 from nmoe.envs.pools.prm import prm_order
 from nmoe.envs.pools.reasoning_gym import reasoning_gym_order
@@ -43,6 +45,8 @@ def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Orde
             return generated_order(name, settings)
         case JsonlPool() | ProgramPool():
             return record_order(name, settings, read_rows(settings.path, form="jsonl"), settings.path, columns=columns)
+        case VerifiersPool():
+            return OutsideOrder(name, settings)
         case CsvPool():
             return record_order(name, settings, read_rows(settings.path, form="csv"), settings.path, columns=columns)
         case ParquetPool():

@@ -1,0 +1,28 @@
+"""A taskset for verifiers 0.4 (v1): write a text backwards. It knows nothing of nmoe."""
+
+import random
+from collections.abc import Iterator
+from typing import Literal
+
+import verifiers.v1 as vf
+
+
+class ReverseTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def reversed(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.prompt_text.split()[-1][::-1])
+
+
+class ReverseConfig(vf.TasksetConfig):
+    split: Literal["train", "eval"] = "train"
+
+
+class ReverseTaskset(vf.Taskset[ReverseTask, ReverseConfig]):
+    def load(self) -> Iterator[ReverseTask]:
+        rng = random.Random(0)
+        texts = list(dict.fromkeys("".join(rng.choices("abcdefgh", k=4)) for _ in range(1600)))
+        for text in texts[200:] if self.config.split == "train" else texts[:200]:
+            yield ReverseTask(vf.TaskData(prompt=f"Write backwards: {text}"), self.config.task)
+
+
+__all__ = ["ReverseTaskset"]

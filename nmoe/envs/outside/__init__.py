@@ -1,0 +1,2 @@
+"""Environments of other packages, each in an interpreter and a process of its own: `process.py` is nmoe's side, and the other files are
+run by that interpreter and import nothing of nmoe."""

@@ -1,0 +1,120 @@
+"""Plays environments of verifiers 0.3.1 (v0: `load_environment`). Imported by host.py."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import openai
+import verifiers as vf
+from host import failed, text_of
+from verifiers.legacy.clients import OpenAIChatCompletionsClient
+from verifiers.legacy.errors import InfraError, OverlongPromptError
+
+_session: ContextVar[str] = ContextVar("session")
+_raised: ContextVar[list[Exception]] = ContextVar("raised")
+
+
+class PolicyClient(OpenAIChatCompletionsClient):
+    """Asks the policy for the session of the running episode."""
+
+    async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
+        headers = {**(kwargs.pop("extra_headers", None) or {}), "X-Session-ID": _session.get()}
+        try:
+            return await super().get_native_response(*args, extra_headers=headers, **kwargs)
+        except openai.PermissionDeniedError as error:
+            # The episode may have no further turn: it is over, and what was said is scored.
+            raise OverlongPromptError(str(error)) from error
+
+    async def raise_from_native_response(self, response: Any) -> None:
+        """Takes a turn without words, too, which verifiers calls an error of the model: the policy has said nothing."""
+
+    async def from_native_response(self, response: Any) -> Any:
+        found = await super().from_native_response(response)
+        if found.message.content is None and not found.message.tool_calls:
+            found.message.content = ""
+        return found
+
+
+class Adapter:
+    """The environment that the settings describe: {"environment": {"id": ..., "args": {...}}, "split": ...}."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        logging.getLogger("verifiers").setLevel(logging.WARNING)
+        given = dict(settings["environment"])
+        name, args = given.pop("id", None), given.pop("args", {})
+        if not isinstance(name, str) or given:
+            raise ValueError(
+                'name the environment: environment = { id = "...", args = { ... } }'
+                + (f", not {sorted(given)}" if given else "")
+            )
+        self._env = env = vf.load_environment(name, **args)
+        if env.requires_group_rollouts:
+            raise ValueError(f"{name} has rewards of a whole group, which nmoe does not ask for")
+        rows = env.get_eval_dataset() if settings.get("split") == "eval" else env.get_dataset()
+        self._rows: list[dict[str, Any]] = rows.to_list()
+        _watch(env.rubric)
+        self._client: PolicyClient | None = None
+
+    def tasks(self, most: int) -> tuple[list[dict[str, Any]], bool]:
+        """Returns the first tasks, and whether there are more."""
+        shown = [{"key": self.key(index), "prompt": _messages(row)} for index, row in enumerate(self._rows[:most])]
+        return shown, len(self._rows) > most
+
+    def key(self, index: int) -> str:
+        return hashlib.sha256(json.dumps(self._rows[index], sort_keys=True, default=repr).encode()).hexdigest()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        yield
+
+    async def play(self, index: int, url: str, session: str) -> dict[str, Any]:
+        if self._client is None or str(self._client.client.base_url).rstrip("/") != url:
+            self._client = PolicyClient(openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=None))
+        _session.set(session)
+        _raised.set([])
+        # None for a missing column of another row is no value.
+        row = {name: value for name, value in self._rows[index].items() if value is not None}
+        state = await self._env.rollout(row, self._client, "policy", {})
+        if (error := state.get("error")) is not None:
+            return failed(error, (InfraError,))
+        await self._env.rubric.score_rollout(state)
+        await self._env.rubric.cleanup(state)
+        if _raised.get():
+            return failed(_raised.get()[0])
+        said = [text_of(step["response"].message.content) for step in state["trajectory"]]
+        return {"reward": state["reward"], "rewards": {}, "metrics": dict(state["metrics"] or {}), "said": said}
+
+
+def _watch(rubric: Any) -> None:
+    """Has each reward function report what it raises: a rubric only logs it, and takes the reward 0."""
+    for inner in getattr(rubric, "rubrics", ()):
+        _watch(inner)
+    rubric.funcs = [_watched(one) for one in rubric.funcs]
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            found = function(*args, **kwargs)
+            return await found if inspect.isawaitable(found) else found
+        except Exception as error:
+            _raised.get().append(error)
+            raise
+
+    return call
+
+
+def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    prompt = row.get("prompt") or []
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [{"role": one["role"], "content": text_of(one.get("content"))} for one in prompt]
