@@ -1,5 +1,6 @@
 """A taskset for verifiers 0.4 (v1): write a text backwards. It knows nothing of nmoe."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Literal
@@ -9,7 +10,7 @@ import verifiers.v1 as vf
 
 class ReverseTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
-    async def reversed(self, trace: vf.Trace) -> float:
+    async def backwards(self, trace: vf.Trace) -> float:
         return float(trace.last_reply == self.data.prompt_text.split()[-1][::-1])
 
 
@@ -19,8 +20,8 @@ class ReverseConfig(vf.TasksetConfig):
 
 class ReverseTaskset(vf.Taskset[ReverseTask, ReverseConfig]):
     def load(self) -> Iterator[ReverseTask]:
-        rng = random.Random(0)
-        texts = list(dict.fromkeys("".join(rng.choices("abcdefgh", k=4)) for _ in range(1600)))
+        texts = ["".join(letters) for letters in itertools.product("abcdefghij", repeat=3)]
+        random.Random(0).shuffle(texts)
         for text in texts[200:] if self.config.split == "train" else texts[:200]:
             yield ReverseTask(vf.TaskData(prompt=f"Write backwards: {text}"), self.config.task)
 

@@ -29,9 +29,11 @@ from typing import Any
 
 ADAPTERS = {"0.3.1": "verifiers_v0", "0.4.0": "verifiers_v1"}
 # How the names of exceptions begin or end by which libraries report that a connection was lost or that no reply came.
-_LOST = ("Timeout", "TimeoutError", "TimeoutException", "ConnectionError", "ConnectError", "ReadError", "WriteError", "CloseError",
-         "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError", "gaierror",
-         "IncompleteReadError", "RemoteProtocolError", "ServerDisconnectedError", "ConnectionClosed", "ConnectionClosedError")  # fmt: skip
+_LOST = (
+    "Timeout", "TimeoutError", "TimeoutException", "ConnectionError", "ConnectError", "ReadError", "WriteError", "CloseError",
+    "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError", "gaierror",
+    "IncompleteReadError", "RemoteProtocolError", "ServerDisconnectedError", "ConnectionClosed", "ConnectionClosedError",
+)  # fmt: skip
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

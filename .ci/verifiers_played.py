@@ -1,0 +1,246 @@
+"""Trains a tiny model on environments of the unmodified package verifiers: python .ci/verifiers_played.py V1_VENV V0_VENV
+
+A base that writes 15% of texts backwards and copies the others plays the taskset of examples/verifiers, once through verifiers
+0.4.0 and once through 0.3.1, and has to know the taskset's own evaluation split afterwards. Every trajectory of training and
+evaluation is compared with what the engine was asked and drew. TextArena's GuessTheNumber is played, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from check import hold
+from served import ROOT
+
+sys.path.append(str(ROOT / "tests"))
+
+from chat_templates import qwen
+from scripted_engine import ScriptedEngine
+
+from nmoe.config.commands import PretrainConfig, RLConfig
+from nmoe.config.loader import load_run
+from nmoe.engine.api import Request
+from nmoe.envs.environment import Environment
+from nmoe.recipes.pretrain import pretrain
+from nmoe.rl.launch import train
+from nmoe.rollout.collector import Collected, Collector
+from nmoe.rollout.episode import Episode, Player
+from nmoe.text.conversation import ChatMessage
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.text.turns import chat_format
+from nmoe.trajectory import Trajectory
+from nmoe.types import Sample, Sampling
+
+RIGHT = 0.15
+BASE = """
+[run]
+name = "base"
+directory = "HERE"
+steps = 600
+threads = 1
+[model]
+tokenizer = "HERE/tokenizer"
+[model.shape]
+hidden_size = 64
+layers = 2
+heads = 4
+kv_heads = 2
+head_dim = 16
+intermediate_size = 128
+rope_theta = 1000.0
+context_tokens = 256
+[data]
+documents = "HERE/corpus.jsonl"
+held_out_documents = 50
+tokens_per_step = 512
+[optimizer]
+learning_rate = 2e-3
+warmup_steps = 5
+beta2 = 0.98
+[checkpoint]
+every_steps = 600
+keep = 1
+"""
+RL = """
+[run]
+name = "NAME"
+directory = "HERE"
+steps = 30
+threads = 1
+[model]
+path = "HERE/base"
+[environment]
+env_id = "backwards"
+format = "chat"
+task_pool = { type = "verifiers", venv = "VENV", TRAIN }
+[sampling]
+max_new_tokens = 12
+[batch]
+prompts_per_step = 16
+group_size = 8
+[optimizer]
+learning_rate = 2.5e-3
+eps = 1e-2
+[[eval]]
+every_steps = 30
+problems = 200
+samples = 2
+temperature = 1.0
+[eval.environment]
+env_id = "held_out"
+format = "chat"
+task_pool = { type = "verifiers", venv = "VENV", EVAL }
+[checkpoint]
+keep = 1
+"""
+V1 = 'environment = { taskset = { id = "reverse_text_v1", split = "SPLIT" } }'
+V0 = 'environment = { id = "reverse_text_v0" }, split = "SPLIT"'
+
+
+def corpus(directory: Path) -> Tokenizer:
+    """Writes what the base learns: to write a few texts backwards, and to copy the others. None is of the evaluation split."""
+    tokenizer = qwen(directory / "tokenizer", text="Write backwards: user assistant")
+    form, end = chat_format(tokenizer), [tokenizer.special_id("<|im_end|>")]
+    texts = ["".join(letters) for letters in itertools.product("abcdefghij", repeat=3)]
+    random.Random(0).shuffle(texts)
+    rng = random.Random(1)
+    with (directory / "corpus.jsonl").open("w") as file:
+        for _ in range(8000):
+            text = rng.choice(texts[200:])
+            answer = text[::-1] if rng.random() < RIGHT else text
+            asked = [ChatMessage("user", f"Write backwards: {text}")]
+            ids = form.prompt_ids(asked, []) + tokenizer.encode(answer) + end
+            file.write(json.dumps({"token_ids": ids}) + "\n")
+    return tokenizer
+
+
+class Seen:
+    """Compares every trajectory with what the engine was asked and drew for it."""
+
+    def __init__(self) -> None:
+        self.turns = self.trajectories = 0
+        self._drawn: dict[tuple[object, ...], tuple[tuple[int, ...], Sample]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches all collectors inside the context."""
+        drawn, sampled, collected = self._drawn, Player._sample, Collector.sample
+
+        async def sample(player: Player, episode: Episode, prompt_ids: tuple[int, ...], tokens: int) -> Sample:
+            found = await sampled(player, episode, prompt_ids, tokens)
+            drawn[*episode.key, episode.index, len(episode.turns)] = (prompt_ids, found)
+            return found
+
+        def collect(collector: Collector, tickets: Sequence[Any], *more: Any) -> Collected:
+            found = collected(collector, tickets, *more)
+            for ticket, group in zip(tickets, found.groups, strict=True):
+                for one in group.trajectories:
+                    self.compare(one, (*ticket.terms.key, ticket.position))
+            drawn.clear()
+            return found
+
+        Player._sample, Collector.sample = sample, collect  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Player._sample, Collector.sample = sampled, collected  # type: ignore[method-assign]
+
+    def compare(self, one: Trajectory, key: tuple[object, ...]) -> None:
+        """Fails if the trajectory has other tokens, log-probabilities or versions than the engine gave."""
+        assert one.grade.failure in ("ok", "truncated"), (one.grade.failure, one.grade.reason)
+        place = 0
+        for branch in one.branches:
+            ids = list(branch.prompt_ids)
+            for turn in branch.turns:
+                ids += turn.given_ids
+                asked, drawn = self._drawn[*key, one.index, place]
+                assert tuple(ids) == tuple(asked), "the prompt is what the engine was asked"
+                assert turn.sample is drawn, "the sample is what the engine drew"
+                ids += turn.sample.token_ids
+                place += 1
+        self.turns += place
+        self.trajectories += 1
+
+
+def games(tokenizer: Tokenizer, venv: str, place: Path) -> tuple[int, int]:
+    """Plays GuessTheNumber by halving, and returns how many of the games were won and how many turns they had in one branch."""
+    path = place / "guess.toml"
+    pool = f'type = "verifiers"\nvenv = "{venv}"\nenvironment = {{ taskset = {{ id = "guess_number_v1", seeds = 8 }} }}'
+    path.write_text(f'env_id = "guess"\nformat = "chat"\n[task_pool]\n{pool}\n')
+    environment = Environment.from_toml(path, tokenizer)
+
+    def halve(request: Request, index: int) -> list[int]:
+        low, high, last = 1, 20, 0
+        for number, hint in re.findall(r"\[(\d+)\]|(higher|lower)", tokenizer.decode(list(request.prompt_ids)[asked:])):
+            last = int(number) if number else last
+            low, high = (last + 1, high) if hint == "higher" else (low, last - 1) if hint else (low, high)
+        return [*tokenizer.encode(f"[{(low + high) // 2}]"), *environment.renderer.stop_ids]
+
+    engine = ScriptedEngine(halve)
+    problems = environment.pool.take(8)
+    asked = len(environment.prompts.ids(problems[0]))
+    found = Collector(engine, environment, 4000).collect(problems, 1, Sampling(400), (0, "games"))  # type: ignore[arg-type]
+    played = [one for group in found.groups for one in group.trajectories]
+    won = sum(one.grade.components["correctness"] == 1 for one in played)
+    print(f"GuessTheNumber: {won} of {len(played)} won, in {[len(one.turns) for one in played]} turns", flush=True)
+    return won, sum(len(one.branches) == 1 for one in played)
+
+
+def held_out(run: Path) -> list[float]:
+    """Returns the mean rewards of the evaluations of a run."""
+    records = [json.loads(path.read_text()) for path in sorted((run / "eval").glob("step_*.json"))]
+    return [record["results"][0]["value"] for record in records]
+
+
+def cpu_s(who: int) -> float:
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
+def main(v1: str, v0: str) -> None:
+    venvs = {"v1": str(Path(v1).resolve()), "v0": str(Path(v0).resolve())}
+    checks: dict[str, tuple[float, float, float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        tokenizer = corpus(place)
+        os.chdir(ROOT / "examples/verifiers")  # where the environments' modules are found
+        won, whole = games(tokenizer, venvs["v1"], place)
+        checks["GuessTheNumber: games won"] = (won, 8, 8)
+        checks["GuessTheNumber: games in one branch"] = (whole, 8, 8)
+        (place / "base.toml").write_text(BASE.replace("HERE", scratch))
+        began = cpu_s(resource.RUSAGE_SELF)
+        pretrain(load_run(place / "base.toml", PretrainConfig))
+        print(f"base: {cpu_s(resource.RUSAGE_SELF) - began:.0f} CPU s", flush=True)
+        for name, pool in (("v1", V1), ("v0", V0)):
+            text = RL.replace("TRAIN", pool.replace("SPLIT", "train")).replace("EVAL", pool.replace("SPLIT", "eval"))
+            (place / "rl.toml").write_text(
+                text.replace("HERE", scratch).replace("NAME", name).replace("VENV", venvs[name])
+            )
+            began, wall = cpu_s(resource.RUSAGE_SELF), time.monotonic()
+            seen = Seen()
+            with seen.watching():
+                run = train(load_run(place / "rl.toml", RLConfig))
+            first, *_, last = held_out(run)
+            used = cpu_s(resource.RUSAGE_SELF) - began
+            seconds = f"{used:.0f} CPU s of this process, {time.monotonic() - wall:.0f} s"
+            print(f"{name}: held out {first:.3f} -> {last:.3f}, {seen.trajectories} episodes, {seconds}", flush=True)
+            checks[f"{name}: solve rate before"] = (first, 0.0, 0.3)
+            checks[f"{name}: solve rate after"] = (last, 0.6, 1.0)
+            checks[f"{name}: turns as the engine drew them"] = (seen.turns, seen.trajectories, seen.trajectories)
+    hold(checks, [])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
