@@ -26,6 +26,7 @@ from nmoe.config.tables.pools import (
     ReasoningGymPool,
     SelfplayPool,
     TaskPool,
+    VerifiersPool,
 )
 from nmoe.config.tables.rewards import (
     FunctionRewardConfig,
@@ -218,6 +219,8 @@ def describe_pool(pool: TaskPool) -> str:
         return "mixture of " + ", ".join(f"{source.name} ({describe_pool(source)})" for source in pool.sources)
     if isinstance(pool, ReasoningGymPool):
         return f"reasoning_gym {pool.dataset}"
+    if isinstance(pool, VerifiersPool):
+        return f"verifiers {pool.environment} in {pool.venv}"
     if isinstance(pool, SelfplayPool):
         return f"selfplay {pool.source}"
     if isinstance(pool, PrmPool):

@@ -72,7 +72,8 @@ class Environment:
         """The program that asks the policy, if one does."""
         self.host = self.pool.order.host if isinstance(self.pool.order, OutsideOrder) else None
         """The process whose environment asks the policy, if one does."""
-        if (self.command or self.host) and (self.converses or settings.tools is not None):
+        self.asks = self.command is not None or self.host is not None
+        if self.asks and (self.converses or settings.tools is not None):
             raise UserError(
                 f"environment {settings.env_id!r}: a program asks the policy and has its tools, so leave out [tools] "
                 "and tasks that converse"
@@ -125,11 +126,6 @@ class Environment:
                 'split = "train" do; name another environment in [[eval]]'
             )
         return Environment(settings, self.tokenizer)
-
-    @property
-    def asks(self) -> bool:
-        """Whether the policy is asked by a program or an environment in another process, which has the conversation."""
-        return self.command is not None or self.host is not None
 
     @property
     def wants_sandbox(self) -> bool:

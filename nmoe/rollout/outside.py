@@ -53,7 +53,7 @@ async def play_outside(host: Host, url: str, name: str, session: Session, second
 
 def _agree(name: str, answer: Answer, session: Session) -> None:
     """Compares what the environment heard with what the policy said."""
-    heard, said = Counter(answer["said"]), Counter(session.said)
+    heard, said = Counter[str](answer["said"]), Counter(session.said)
     if other := heard - said:
         raise TaskError(
             f"{name}: it scored {next(iter(other))!r}, which the policy did not say: {session.said}; other text would have to be "

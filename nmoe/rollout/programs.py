@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from nmoe.engine.remote.process import KEY
@@ -129,11 +129,13 @@ class Door:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
+        self._port = 0
         self.url = ""
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Listens on the running loop until the block ends."""
+        """Listens on the running loop until the block ends, each time on the port of the first if that is free: clients of a process
+        that outlives the block keep what they know of an address."""
         with needed_by("an environment that asks the policy", "serve"):
             import uvicorn
 
@@ -145,10 +147,20 @@ class Door:
             def capture_signals(self) -> Iterator[None]:
                 yield  # signals belong to the run
 
-        with listening("127.0.0.1", 0) as socket:
-            self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        with ExitStack() as stack:
+            try:
+                socket = stack.enter_context(listening("127.0.0.1", self._port))
+            except UserError:
+                socket = stack.enter_context(listening("127.0.0.1", 0))
+            self._port = socket.getsockname()[1]
+            self.url = f"http://127.0.0.1:{self._port}"
             config = uvicorn.Config(
-                application(self._sessions), log_config=None, lifespan="off", timeout_graceful_shutdown=1
+                application(self._sessions),
+                log_config=None,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+                # Clients close idle connections after seconds. A connection that this side closes meets the next request.
+                timeout_keep_alive=3600,
             )
             server = Quiet(config)
             serving = asyncio.ensure_future(server.serve([socket]))

@@ -145,7 +145,7 @@ def adapter_of(version: str | None, settings: dict[str, Any]) -> Any:
 
 def main() -> None:
     threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
-    # Whatever the environment prints goes to standard error.
+    # What the environment prints goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path += [os.getcwd(), sys.path.pop(0)]

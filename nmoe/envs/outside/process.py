@@ -52,7 +52,9 @@ class _Running:
         self._asked: SimpleQueue[bytes | None] = SimpleQueue()
         self._words: deque[str] = deque(maxlen=20)
         self.ended = False
-        for work in (self._write, self._read, self._listen):
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
+        for work in (self._write, self._read):
             threading.Thread(target=work, daemon=True).start()
 
     def first(self, seconds: float) -> Answer:
@@ -104,6 +106,7 @@ class _Running:
             if future is not None:
                 future.set_result(answer)
         self._process.wait()
+        self._listening.join(1.0)  # not longer: a process that it started may hold the pipe
         with self._lock:
             self.ended = True
             left, self._waiting = self._waiting, {}

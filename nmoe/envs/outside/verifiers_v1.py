@@ -68,25 +68,25 @@ class Adapter:
         for name, field in kind.model_fields.items():
             if not isinstance(field.default, vf.AgentConfig):
                 continue
-            seat = dict(given.get(name) or {})
-            seat.setdefault("runtime", {"type": "subprocess"})
+            agent = dict(given.get(name) or {})
+            agent.setdefault("runtime", {"type": "subprocess"})
             if field.default.harness is None and own == "bash":
-                seat.setdefault("harness", {"id": __name__})
-            given[name] = seat
+                agent.setdefault("harness", {"id": __name__})
+            given[name] = agent
         config = vf.resolve_env_config(given)
-        seats = {name: one for name, one in config if isinstance(one, vf.AgentConfig)}
-        policy = [name for name, one in seats.items() if one.client is None]
+        agents = {name: one for name, one in config if isinstance(one, vf.AgentConfig)}
+        policy = [name for name, one in agents.items() if one.client is None]
         if len(policy) != 1:
             raise ValueError(
                 f"the policy would play {' and '.join(policy) or 'none of its agents'}; name another `client` and `model` for "
                 "all agents but one"
             )
-        (self._seat,) = policy
+        (self._policy,) = policy
         if (
             config.retries.max_retries
             or config.retries.rules
-            or seats[self._seat].retries.max_retries
-            or seats[self._seat].retries.rules
+            or agents[self._policy].retries.max_retries
+            or agents[self._policy].retries.rules
         ):
             raise ValueError("`retries` would begin an episode again whose turns are recorded; leave them out")
         self._env = vf.load_environment(config)
@@ -125,7 +125,7 @@ class Adapter:
         traces: list[Any] = []
 
         def begun(trace: Any) -> None:
-            if trace.agent.name == self._seat or trace.agent.config.client.base_url == url:
+            if trace.agent.name == self._policy or trace.agent.config.client.base_url == url:
                 trace.id = session  # which verifiers sends as X-Session-ID
                 traces.append(trace)
 
@@ -148,4 +148,5 @@ def _failed(error: Any) -> dict[str, str]:
     # The policy's endpoint: 5xx and 499 are its failures, others a request that it refuses.
     if error.type == "ProviderError":
         lost = error.status_code is None or error.status_code >= 499
-    return {"lost" if lost else "broken": f"{error.type}: {error.message}"}
+    status = "" if error.status_code is None else f" {error.status_code}"
+    return {"lost" if lost else "broken": f"{error.type}{status}: {error.message}"}

@@ -1,0 +1,327 @@
+"""Environments that play themselves in another interpreter: the trajectory is the record of the session, the reward is the
+environment's, and a process that fails is no answer.
+
+The interpreter is this one, where a version of verifiers and its adapter are made up; `.ci/verifiers_played.py` plays the package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+from nmoe.engine.api import Request
+from nmoe.envs.check import check_environment
+from nmoe.envs.environment import Environment
+from nmoe.errors import InfrastructureError, UserError
+from nmoe.rollout.bundle import read_bundle
+from nmoe.rollout.collector import Collector, UserCodeFailedError
+from nmoe.rollout.recorder import ReplayRecorder
+from nmoe.rollout.replay import Check, replay
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.trajectory import Trajectory
+from nmoe.types import Sample, Sampling
+
+pytest.importorskip("uvicorn")
+
+# Asks with the standard library alone. PLAY is the body of `episode`, which returns the reward or raises.
+ADAPTER = """
+import asyncio, contextlib, json, os, sys, time, urllib.error, urllib.request
+
+class Adapter:
+    def __init__(self, settings):
+        self.given = settings["environment"]
+        if self.given.get("id") != "sums":
+            raise KeyError(self.given.get("id"))
+        print("words on standard output")
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        yield
+
+    def tasks(self, most):
+        made = [{"key": self.key(n), "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{n} + 1?"}]}
+                for n in range(self.given.get("tasks", 2))]
+        return made[:most], len(made) > most
+
+    def key(self, index):
+        return f"{self.given.get('salt', '')}{index}"
+
+    async def play(self, index, url, session):
+        said = []
+        def ask(*messages):
+            asked = urllib.request.Request(
+                url + "/chat/completions",
+                json.dumps({"messages": [{"role": "user", "content": one} for one in messages]}).encode(),
+                {"Content-Type": "application/json", "X-Session-ID": session},
+            )
+            content = json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"]
+            said.append(content)
+            return content
+        def episode():
+PLAY
+        found = await asyncio.to_thread(episode)
+        if isinstance(found, dict):
+            return found
+        return {"reward": found, "rewards": {"sum": found}, "metrics": {"turns": len(said)}, "said": said}
+"""
+
+
+def venv(directory: Path, play: str, version: str | None = "0.4.0") -> Path:
+    """Makes a virtual environment whose interpreter is this one, and that has verifiers of this version with this adapter."""
+    fake = directory / "fake"
+    (fake / "bin").mkdir(parents=True)
+    if version is not None:
+        (fake / f"verifiers-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n"
+        (fake / f"verifiers-{version}.dist-info" / "METADATA").write_text(metadata)
+    body = "\n".join(f"            {line}" for line in play.strip().splitlines())
+    (fake / "verifiers_v1.py").write_text(ADAPTER.replace("PLAY", body))
+    python = fake / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{fake}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return fake
+
+
+def pool(place: Path, more: str = "") -> str:
+    return f'[task_pool]\ntype = "verifiers"\nvenv = "{place}"\nenvironment = {{ id = "sums" {more} }}\n'
+
+
+class Played:
+    """An environment of this play, and the engine that answers its turns in order, or by the number of the sample."""
+
+    def __init__(
+        self, environment: Any, tokenizer: Tokenizer, text: str, turns: Sequence[str | Sample | Exception]
+    ) -> None:
+        self.environment: Environment = environment(f'format = "boxed"\n{text}')
+
+        def script(request: Request, index: int) -> list[int] | Sample:
+            turn = turns[int(request.request_id.rpartition("/")[2])]
+            if isinstance(turn, Exception):
+                raise turn
+            stop = self.environment.renderer.stop_ids
+            return turn if isinstance(turn, Sample) else [*tokenizer.encode(turn), *stop]
+
+        self.engine = ScriptedEngine(script)
+        self._collector = Collector(self.engine, self.environment, 2000)  # type: ignore[arg-type]
+
+    def samples(self, count: int = 1) -> list[Trajectory]:
+        problems = self.environment.pool.take(1)
+        (group,) = self._collector.collect(problems, count, Sampling(400), (7, "train")).groups
+        return list(group.trajectories)
+
+
+TWICE = """
+first = ask("What is it?")
+return 0.5 if ask("What is it?", first, "Sure?") == "43" else 2.0
+"""
+
+
+def test_the_trajectory_is_what_the_engine_sampled(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    played = Played(environment, tokenizer, pool(venv(tmp_path, TWICE)), ["41?", "43"])
+    pair = played.samples(2)
+    for one in pair:
+        asked = [two for two in played.engine.requests if two.request_id.startswith(f"7/train/0/{one.index}/")]
+        assert len(asked) == len(one.turns) == 2
+        assert tokenizer.decode(list(asked[0].prompt_ids)) == "What is it?\n"
+        seen = [[*request.prompt_ids, *turn.sample.token_ids] for request, turn in zip(asked, one.turns, strict=True)]
+        ends = []
+        for branch in one.branches:
+            ids = list(branch.prompt_ids)
+            for turn in branch.turns:
+                ids += [*turn.given_ids, *turn.sample.token_ids]
+                ends.append(list(ids))
+        assert ends == seen
+        assert one.turns[1].sample.logprobs == [
+            -0.25 - 0.5 * place for place in range(len(one.turns[1].sample.token_ids))
+        ]
+        assert (one.grade.failure, one.grade.components["correctness"]) == ("ok", 0.5)
+        (exchange,) = one.exchanges
+        assert exchange.state == {"rewards": {"sum": 0.5}, "metrics": {"turns": 2}}
+        assert (exchange.turn, exchange.user, exchange.reward) == (1, None, 0.5)
+    assert pair[0].problem.question in ("0 + 1?", "1 + 1?")
+    assert pair[0].problem.history[0].content == "Add."
+
+
+def test_a_reward_may_be_any_finite_number(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    played = Played(environment, tokenizer, pool(venv(tmp_path, 'ask("a")\nreturn -1.5')), ["4"])
+    (one,) = played.samples()
+    assert (one.grade.failure, one.grade.components["correctness"]) == ("ok", -1.5)
+
+
+@pytest.mark.parametrize(
+    ("play", "more", "reason"),
+    [
+        (
+            "import urllib.error\nask('a')\nraise ConnectionResetError('no database')",
+            "",
+            "ConnectionResetError: no database",
+        ),
+        ("return 1.0", "", "it ended, and never asked for a turn"),
+        ("return {'lost': 'no sandbox'}", "", ": no sandbox"),
+        ("ask('a')\nsaid.clear()\nreturn 1.0", "", "it did not hear the turn '4'"),
+        (
+            "ask('a')\nsys.stderr.write('out of memory')\nos._exit(3)",
+            "",
+            "its process ended with code 3: words on standard output out of memory",
+        ),
+        ("ask('a')\ntime.sleep(60)", "[budget]\nwall_s = 0.5\n", "took longer than 0.5 s (budget.wall_s)"),
+    ],
+)
+def test_an_environment_that_is_lost_is_masked(
+    play: str, more: str, reason: str, environment: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (lost,) = Played(environment, tokenizer, more + pool(venv(tmp_path, play)), ["4"]).samples()
+    assert (lost.grade.failure, lost.trainable, lost.grade.verdict) == ("environment_error", False, None)
+    assert reason in lost.grade.reason
+
+
+@pytest.mark.parametrize(
+    ("play", "reason"),
+    [
+        ("ask('a')\nreturn float('nan')", "it gave the reward nan, not a finite number"),
+        ("ask('a')\nreturn 'much'", "it gave the reward 'much', not a finite number"),
+        ("ask('a')\nreturn [1, 2][int(said[0])]", "IndexError: list index out of range, at "),
+        ("ask('a')\nsaid[0] = 'five'\nreturn 1.0", "it scored 'five', which the policy did not say: ['4']"),
+        (
+            "try:\n    ask('a', 7)\nexcept urllib.error.HTTPError as error:\n    raise ValueError(error.code) from None",
+            "ValueError: 400",
+        ),
+    ],
+)
+def test_an_environment_that_is_wrong_stops_the_run(
+    play: str, reason: str, environment: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(UserCodeFailedError) as stopped:
+        Played(environment, tokenizer, pool(venv(tmp_path, play)), ["4"]).samples()
+    assert reason in str(stopped.value)
+    assert stopped.value.trajectory.grade.failure == "grader_error"
+
+
+def test_a_process_that_ended_is_started_again(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    play = f"ask('a')\nif not os.path.exists({str(once)!r}):\n    open({str(once)!r}, 'w').close()\n    os._exit(3)\nreturn 1.0"
+    played = Played(environment, tokenizer, pool(venv(tmp_path, play)), ["4"])
+    assert [one.grade.failure for one in (*played.samples(), *played.samples())] == ["environment_error", "ok"]
+
+
+def test_a_process_that_hangs_as_a_whole_is_ended(
+    environment: Any, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nmoe.envs.outside.process._GIVE_UP_S", 0.2)
+    place = venv(tmp_path, "return 1.0")
+    source = (place / "verifiers_v1.py").read_text()
+    hang = f"        open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n        time.sleep(60)\n        said = []\n"
+    (place / "verifiers_v1.py").write_text(source.replace("        said = []\n", hang))
+    played = Played(environment, tokenizer, f"[budget]\nwall_s = 1.0\n{pool(place)}", ["4"])
+    (lost,) = played.samples()
+    assert (lost.grade.failure, lost.trainable) == ("environment_error", False)
+    until = time.monotonic() + 20
+    while _lives(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < until, "its process has to be ended"
+        time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("play", "correctness"),
+    [
+        ("ask('a')\ntry:\n    ask('b')\nexcept urllib.error.HTTPError as error:\n    return error.code / 403", 1.0),
+        ("ask('a')\nask('b')", 0.0),
+    ],
+)
+def test_turns_beyond_the_budget_end_the_episode(
+    play: str, correctness: float, environment: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """What was earned until then counts; an environment that cannot go on has given nothing."""
+    (spent,) = Played(environment, tokenizer, f"[budget]\nturns = 1\n{pool(venv(tmp_path, play))}", ["4"]).samples()
+    assert (spent.grade.failure, spent.trainable, len(spent.turns)) == ("budget_exceeded", True, 1)
+    assert spent.grade.components["correctness"] == correctness
+
+
+def test_a_failure_of_the_engine_is_the_run_s(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    error = InfrastructureError("no engine is left")
+    with pytest.raises(InfrastructureError) as raised:
+        Played(environment, tokenizer, pool(venv(tmp_path, "ask('a')\nask('b')")), ["4", error]).samples()
+    assert raised.value is error
+
+
+def test_other_tasks_than_at_the_start_stop_the_run(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    place = venv(tmp_path, "ask('a')\nreturn 1.0")
+    source = (place / "verifiers_v1.py").read_text()
+    (place / "verifiers_v1.py").write_text(
+        source.replace("""f"{self.given.get('salt', '')}{index}\"""", "f'{index}/{time.time()}'")
+    )
+    with pytest.raises(UserCodeFailedError, match="its tasks have to be the same each time"):
+        Played(environment, tokenizer, pool(place), ["4"]).samples()
+
+
+@pytest.mark.parametrize(
+    ("version", "text", "reason"),
+    [
+        ("0.5.2", "", "it has verifiers 0.5.2, and nmoe plays environments of 0.3.1 and 0.4.0"),
+        (None, "", "it has no package verifiers, and nmoe plays environments of 0.3.1 and 0.4.0"),
+        ("0.4.0", ', name = "x"', "KeyError: None"),
+        ("0.4.0", ', id = "sums", tasks = 0', "it has no tasks"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(
+    version: str | None, text: str, reason: str, environment: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    if version != "0.4.0" and version is not None:
+        text = ', id = "sums"'
+    place = venv(tmp_path, "return 1.0", version)
+    with pytest.raises(UserError) as refused:
+        environment(
+            f'format = "boxed"\n[task_pool]\ntype = "verifiers"\nvenv = "{place}"\nenvironment = {{ {text.lstrip(", ")} }}\n'
+        )
+    assert str(refused.value).endswith(reason)
+    assert str(refused.value).startswith("environment 'demo': ")
+
+
+def test_a_venv_that_is_not_there_is_refused(environment: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none/bin/python cannot be started: No such file or directory; make a venv"):
+        environment(f'format = "boxed"\n{pool(tmp_path / "none")}')
+
+
+def test_an_environment_asks_with_its_own_messages(environment: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="its own messages are all that the policy is asked; leave out `system`"):
+        environment(f'format = "boxed"\nsystem = "Be brief."\n{pool(venv(tmp_path, "return 1.0"))}')
+
+
+def test_a_replay_grades_again_and_plays_nothing(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    place = venv(tmp_path, TWICE)
+    played = Played(environment, tokenizer, pool(place), ["41?", "43"])
+    (one,) = played.samples()
+    (place / "bin" / "python").unlink()
+    recorder = ReplayRecorder(tmp_path, played.environment, tokenizer, seed=0, sample_rate=1.0, per_failure=1)
+    (kept,) = recorder.write(1, [one])
+
+    async def checks() -> list[Check]:
+        return [found async for found in replay(read_bundle(kept), tokenizer)]
+
+    found = {check.name: check.difference for check in asyncio.run(checks())}
+    assert set(found.values()) == {None}
+    assert {"text", "turns", "grade"} <= found.keys()
+
+
+def test_an_environment_is_checked_with_its_first_task(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    environment(f'format = "boxed"\n{pool(venv(tmp_path, "return 1.0"))}')
+    report = "\n".join(check_environment(tmp_path / "environment.toml", None))
+    assert f"pool         verifiers {{'id': 'sums'}} in {tmp_path}/fake" in report
+    assert "no right answer to it is known, so that none was graded" in report
+    assert report.endswith("ok")
