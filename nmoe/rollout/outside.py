@@ -1,4 +1,4 @@
-"""Episodes that an environment plays in a process of its own, asking the policy by OpenAI's API (`nmoe.envs.outside`).
+"""Episodes that an environment plays in a separate process, asking the policy by OpenAI's API (`nmoe.envs.outside`).
 
 The process gets a task, the address and the name of a session, and answers with the reward. The session's turns are the trajectory,
 and have to be the ones that the environment says it heard: a reward for other words would teach the wrong ones.
@@ -24,8 +24,8 @@ async def play_outside(host: Host, url: str, name: str, session: Session, second
     which the environment waits for no turn.
 
     Returns how the episode ended, None if the environment ended it. Raises EnvironmentLostError if the environment or its process
-    is lost or takes too long, TaskError for an environment that raises or gives what is no reward, and what failed in the run while
-    it sampled.
+    is lost or takes too long, TaskError for an environment that raises or gives no reward, and a failure of the
+    run while it sampled.
     """
     episode = session.episode
     record = episode.problem.metadata

@@ -102,7 +102,7 @@ class ProgramPool(DatasetKeys):
 
 
 class VerifiersPool(Section):
-    """Tasks of an environment of the package verifiers, which plays their episodes in an interpreter and a process of its own."""
+    """Tasks of an environment of the package verifiers, which plays their episodes in its own interpreter and process."""
 
     type: Literal["verifiers"]
     venv: Annotated[str, DataPath()] = Field(min_length=1)

@@ -1,6 +1,6 @@
 """Plays episodes of the package verifiers for nmoe, in the interpreter that has it: VENV/bin/python host.py SETTINGS
 
-A line of JSON on standard input asks, and lines on standard output answer. It imports nothing of nmoe, and says first what it is:
+A line of JSON on standard input asks, and lines on standard output answer. It imports nothing of nmoe, and names its version first:
 
     -> {"version": "0.4.0"}                                      or {"refused": "why"}
     <- {"id": 1, "list": 100}

@@ -30,7 +30,7 @@ class PolicyClient(OpenAIChatCompletionsClient):
         try:
             return await super().get_native_response(*args, extra_headers=headers, **kwargs)
         except openai.PermissionDeniedError as error:
-            # The episode may have no further turn: it is over, and what was said is scored.
+            # The episode may have no further turn: it is over, and scored as it is.
             raise OverlongPromptError(str(error)) from error
 
     async def raise_from_native_response(self, response: Any) -> None:
@@ -94,7 +94,7 @@ class Adapter:
 
 
 def _watch(rubric: Any) -> None:
-    """Has each reward function report what it raises: a rubric only logs it, and takes the reward 0."""
+    """Has each reward function report its exceptions: a rubric only logs it, and takes the reward 0."""
     for inner in getattr(rubric, "rubrics", ()):
         _watch(inner)
     rubric.funcs = [_watched(one) for one in rubric.funcs]

@@ -45,7 +45,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
             json={"model": ctx.model, "messages": messages},
             headers={"Authorization": f"Bearer {secret}"},
         )
-        # The episode may have no further turn: it is over, and what was said is scored.
+        # The episode may have no further turn: it is over, and scored as it is.
         if reply.status_code == 403 or (reply.is_error and trace.stop_condition is not None):
             return ProgramResult(0, "", "")
         return ProgramResult(1, "", reply.text) if reply.is_error else ProgramResult(0, "", "")

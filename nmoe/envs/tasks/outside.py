@@ -1,4 +1,4 @@
-"""The task of environments that play themselves in a process of their own (`nmoe.envs.outside`): they have given the reward."""
+"""The task of environments that play themselves in a separate process (`nmoe.envs.outside`): they have given the reward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nmoe.types import Problem, Verdict
 
 
 class OutsideTask(QuestionTask):
-    """Has no verdict of its own: the reward came with the episode, as its only exchange."""
+    """Judges nothing: the reward came with the episode, as its only exchange."""
 
     answer_form: AnswerForm = "whole"
 
