@@ -96,7 +96,7 @@ eps = 1e-2
 [[eval]]
 every_steps = 30
 problems = 200
-samples = 2
+samples = 1
 temperature = 1.0
 [eval.environment]
 env_id = "held_out"

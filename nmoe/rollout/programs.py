@@ -134,8 +134,8 @@ class Door:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Listens on the running loop until the block ends, each time on the port of the first if that is free: clients of a process
-        that outlives the block keep what they know of an address."""
+        """Listens on the running loop until the block ends, each time on the same port if it is free: the clients of a process that
+        outlives the block keep a pool of connections for each address."""
         with needed_by("an environment that asks the policy", "serve"):
             import uvicorn
 
