@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable, Coroutine
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ async def giving(result: bytes | Exception, payload: object = None) -> bytes:
 
 def test_failed_requests_hold_nothing_but_their_reply() -> None:
     async def run() -> None:
-        futures, payload = Futures(), Payload()
+        futures, payload = Futures(lambda _: None), Payload()
         seen = weakref.ref(payload)
         failed = await started(futures, "one", giving(ValueError("bad"), payload))
         assert failed.body == b'{"error":"ValueError: bad","category":"server","detail":"ValueError: bad"}'
@@ -63,7 +64,7 @@ def test_fetched_results_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.Mo
     monkeypatch.setattr(futures_module, "_KEPT_BYTES", 10_000)
 
     async def run() -> None:
-        futures = Futures()
+        futures = Futures(lambda _: None)
         for name in "abc":
             assert (await started(futures, name, giving(bytes(4000)))).body == bytes(4000)
         assert [futures.known(name, b"") for name in "abc"] == [False, True, True]
@@ -81,7 +82,7 @@ def test_fetched_results_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.Mo
 
 def test_results_that_nobody_fetches_are_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        futures = Futures()
+        futures = Futures(lambda _: None)
         futures.start("alone", "nobody", b"", giving(b"x"))
         futures.start("runs", "nobody", b"", asyncio.sleep(60, b"x"))
         await asyncio.sleep(0.01)
@@ -166,7 +167,7 @@ def sampler_of(base: Base, number: int, directory: Path) -> Sampler:
     lora = new_lora(base, Shape(2))
     lora.detach()
     values = [torch.full_like(one, number) for one in lora.parameters()]
-    return Sampler(Shape(2), Held(values, directory))
+    return Sampler(Shape(2), Held.written(values, directory))
 
 
 def held_by(engine: Engine, name: str | None) -> float:
@@ -249,7 +250,7 @@ def test_a_session_that_ends_meanwhile_gets_no_sampler(base: Base, tmp_path: Pat
     """The sampler of a path is one for all sessions, until other weights are saved there."""
 
     async def run() -> None:
-        store, model = Store(tmp_path), TrainedModel(base, Shape(2))
+        store, model, numbers = Store(tmp_path), TrainedModel(base, Shape(2)), count()
         service = Service(Engine(), base, None, tmp_path, ("tiny",), 4096, store)  # type: ignore[arg-type]
 
         def begun(number: int) -> Coroutine[Any, Any, Any]:
@@ -257,7 +258,8 @@ def test_a_session_that_ends_meanwhile_gets_no_sampler(base: Base, tmp_path: Pat
             return service.create_sampling_session(Fields(asked))
 
         def save() -> str:
-            return store.save("model", "sampler_weights", "latest", model.save_for_sampling, {}, True).path
+            about = {"request": f"model:{next(numbers)}"}
+            return store.save("model", "sampler_weights", "latest", model.save_for_sampling, about, True).path
 
         session, path = service.sessions.begin({}), save()
         await begun(0)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from nmoe.serve.tinker import store as store_module
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.store import Store, expiry
 
@@ -19,7 +22,8 @@ def write(text: str) -> Callable[[Path], None]:
 
 
 def save(store: Store, name: str, text: str, overwrite: bool = False, ttl: int | None = None) -> str:
-    saved = store.save("model", "weights", name, write(text), {"expires": expiry(ttl)}, overwrite)
+    about = {"expires": expiry(ttl), "request": f"model:{text}"}
+    saved = store.save("model", "weights", name, write(text), about, overwrite)
     return (saved.directory / "values").read_text()
 
 
@@ -66,11 +70,45 @@ def test_damaged_records_are_left_out(tmp_path: Path) -> None:
     assert save(store, "one", "second") == "second"
 
 
-def test_values_of_processes_that_ended_are_removed(tmp_path: Path) -> None:
-    left = tmp_path / ".samplers-killed"
-    left.mkdir()
-    (left / "values-1").write_text("many bytes")
-    one, other = Store(tmp_path).own_directory(), Store(tmp_path).own_directory()
-    assert not left.exists()
-    assert one.exists(), "its process runs"
-    assert other != one
+def test_a_request_that_comes_again_finds_what_it_saved(tmp_path: Path) -> None:
+    """A server that was killed had saved the weights, and not noted that it had."""
+    store = Store(tmp_path)
+    save(store, "one", "first")
+    (tmp_path / "model" / "weights" / "one" / "values").write_text("as it was saved")
+    assert save(store, "one", "first") == "as it was saved"
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_save_that_was_killed_leaves_weights_of_its_name_alone(
+    renames: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It renames the weights that it replaces, and then its own: before, between and after."""
+    store, rename, done = Store(tmp_path), Path.rename, count()
+    save(store, "one", "first")
+
+    def killed(self: Path, target: Path) -> Path:
+        if next(done) == renames:
+            raise SystemExit
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        patched.setattr(store_module.shutil, "rmtree", lambda *_, **__: None)  # the killed process removes nothing
+        with pytest.raises(SystemExit) if renames < 2 else nullcontext():
+            save(store, "one", "second", overwrite=True)
+    again = Store(tmp_path)
+    again.mend()
+    assert [file.name for file in (tmp_path / "model" / "weights").iterdir()] == ["one"]
+    whole = (again.find("tinker://model/weights/one").directory / "values").read_text()
+    assert whole == ("second" if renames == 2 else "first")
+
+
+def test_weights_that_were_being_removed_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    save(store, "one", "first")
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module.shutil, "rmtree", lambda *_, **__: None)
+        store.delete("tinker://model/weights/one")
+    assert store.saved("model") == []
+    Store(tmp_path).mend()
+    assert list((tmp_path / "model" / "weights").iterdir()) == []

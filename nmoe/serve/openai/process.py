@@ -84,10 +84,16 @@ def serve(options: Options) -> None:
 
 
 def live(
-    engine: NativeEngine, app: ASGIApp, bound: socket.socket, name: str, end_all: Callable[[], None], drain_s: float
+    engine: NativeEngine,
+    app: ASGIApp,
+    bound: socket.socket,
+    name: str,
+    end_all: Callable[[], None],
+    drain_s: float,
+    begin: Callable[[], None] = lambda: None,
 ) -> None:
-    """Answers requests until a signal ends the server; prints its address once it can be reached. Requests that still run after
-    `drain_s` seconds are ended by `end_all`."""
+    """Answers requests until a signal ends the server; prints its address once it can be reached, after `begin` on the event loop.
+    Requests that still run after `drain_s` seconds are ended by `end_all`."""
     config = uvicorn.Config(
         app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False,
         timeout_keep_alive=_KEEP_ALIVE_S, server_header=False, timeout_graceful_shutdown=int(drain_s) + 2,
@@ -98,6 +104,7 @@ def live(
 
     async def answer() -> None:
         drain.loop = asyncio.get_running_loop()
+        begin()
         print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         await server.serve([bound])
 

@@ -14,9 +14,8 @@ from starlette.routing import Route
 
 from nmoe.engine.server.http import TooLargeError, bytes_of, json_reply, status_of
 from nmoe.errors import UserError, cut
-from nmoe.parsing import json_of
 from nmoe.serve.tinker.errors import TinkerError
-from nmoe.serve.tinker.fields import Fields
+from nmoe.serve.tinker.fields import Fields, fields_of
 from nmoe.serve.tinker.listing import listing_routes
 from nmoe.serve.tinker.service import Service, metadata_of
 
@@ -67,17 +66,16 @@ class Server:
 
     async def _fields(self, asking: Asking) -> tuple[bytes, Fields]:
         body = await bytes_of(asking, _MOST_BYTES)
-        try:
-            parsed = json_of(body)
-        except ValueError as error:
-            raise TinkerError(f"the body is not JSON: {error}") from None
-        if not isinstance(parsed, dict):
-            raise TinkerError("the body is not a JSON object")
-        return body, Fields(parsed)
+        return body, fields_of(body)
+
+    async def _promised(self, reply: dict[str, Any]) -> Response:
+        """Returns a reply once what it promises is on the disk."""
+        await self._service.journal.flush()
+        return json_reply(reply)
 
     def _started(self, begin: Callable[[bytes, Fields], dict[str, Any]]) -> Endpoint:
         async def answered(asking: Asking) -> Response:
-            return json_reply(begin(*await self._fields(asking)))
+            return await self._promised(begin(*await self._fields(asking)))
 
         return answered
 
@@ -111,15 +109,15 @@ class Server:
             "user_metadata": metadata_of(fields),
             "display_name": cut(fields.text("display_name", None) or "") or None,
         }
-        session = self._service.sessions.begin(about)
+        session = self._service.begin(about)
         reply = {"type": "create_session", "session_id": session.session_id}
-        return json_reply(reply | ({"warning_message": warning} if warning else {}))
+        return await self._promised(reply | ({"warning_message": warning} if warning else {}))
 
     async def heartbeat(self, asking: Asking) -> Response:
         _, fields = await self._fields(asking)
-        self._service.sessions.live(fields.text("session_id"))
+        self._service.heard(fields.text("session_id"))
         self._service.sweep()
-        return json_reply({"type": "session_heartbeat"})
+        return await self._promised({"type": "session_heartbeat"})
 
     async def finish(self, asking: Asking) -> Response:
         _, fields = await self._fields(asking)
@@ -127,7 +125,7 @@ class Server:
         if session is None:
             raise TinkerError(f"there is no session {asking.path_params['session_id']!r}", 404)
         self._service.end(session, fields.table("reason", None).text("type", "success"))
-        return json_reply({})
+        return await self._promised({})
 
     async def info(self, asking: Asking) -> Response:
         _, fields = await self._fields(asking)
@@ -153,10 +151,10 @@ class Server:
 
     async def create_sampling_session(self, asking: Asking) -> Response:
         _, fields = await self._fields(asking)
-        return json_reply(await self._service.create_sampling_session(fields))
+        return await self._promised(await self._service.create_sampling_session(fields))
 
     async def forward_backward(self, asking: Asking) -> Response:
-        return json_reply(await self._service.forward_backward(await bytes_of(asking, _MOST_PASS_BYTES)))
+        return await self._promised(await self._service.forward_backward(await bytes_of(asking, _MOST_PASS_BYTES)))
 
     async def asample(self, asking: Asking) -> Response:
         return json_reply(await self._service.asample(*await self._fields(asking)))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nmoe.errors import shown
+from nmoe.parsing import json_of
 from nmoe.serve.tinker.errors import TinkerError
 
 _MOST = 2**63 - 1
@@ -61,3 +62,14 @@ class Fields:
 
     def raw(self, name: str) -> Any:
         return self._body.get(name)
+
+
+def fields_of(body: bytes) -> Fields:
+    """Returns the fields of a body. Raises TinkerError if it is no JSON object."""
+    try:
+        parsed = json_of(body)
+    except ValueError as error:
+        raise TinkerError(f"the body is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise TinkerError("the body is not a JSON object")
+    return Fields(parsed)

@@ -6,14 +6,15 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 
 from nmoe.engine.server.http import json_reply, status_of
-from nmoe.errors import UserError
+from nmoe.errors import StorageError, UserError
 from nmoe.serve.tinker.errors import Category, TinkerError
 
 # The SDK gives up a poll after 45 s.
@@ -28,6 +29,9 @@ PROTOBUF = "application/x-protobuf"
 
 Result = dict[str, Any] | bytes
 """Bytes are a message of protobuf."""
+
+Record = Callable[[bytes, str], Awaitable[None]]
+"""Notes a reply and its media type on the disk."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,10 @@ class _Outcome:
 
 @dataclass
 class _Entry:
-    task: asyncio.Task[_Outcome]
+    task: asyncio.Future[_Outcome]
     session_id: str
     digest: bytes
+    ordered: bool
     ended: float = math.inf
     fetched: bool = False
 
@@ -54,7 +59,9 @@ class _Entry:
 class Futures:
     """The requests of all sessions. Used on the event loop's thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, forget: Callable[[str], None]) -> None:
+        """`forget` is called with the id of each training request whose result is dropped."""
+        self._forgotten = forget
         self._entries: dict[str, _Entry] = {}
         self._fetched = dict[str, int]()  # the sizes of results that were fetched, the oldest first
         self._size = 0
@@ -67,16 +74,30 @@ class Futures:
             raise TinkerError(f"request {request_id}: came before, with another body")
         return True
 
-    def start(self, request_id: str, session_id: str, digest: bytes, work: Coroutine[Any, Any, Result]) -> None:
-        """Begins a request. Its digest is of its body."""
-        task = asyncio.get_running_loop().create_task(_outcome(work))
-        entry = self._entries[request_id] = _Entry(task, session_id, digest)
+    def start(
+        self,
+        request_id: str,
+        session_id: str,
+        digest: bytes,
+        work: Coroutine[Any, Any, Result],
+        record: Record | None = None,
+    ) -> None:
+        """Begins a request. Its digest is of its body. The result of a training request is handed out once `record` has it on the
+        disk."""
+        task = asyncio.get_running_loop().create_task(_outcome(work, record))
+        entry = self._entries[request_id] = _Entry(task, session_id, digest, record is not None)
 
         def ends(_: object) -> None:
             entry.ended = time.monotonic()
             work.close()  # has not begun if it was cancelled at once
 
         task.add_done_callback(ends)
+
+    def put_back(self, request_id: str, session_id: str, digest: bytes, content: bytes, media_type: str) -> None:
+        """Takes the result of a training request that ended before this process."""
+        done: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
+        done.set_result(_Outcome(content, media_type))
+        self._entries[request_id] = _Entry(done, session_id, digest, True, time.monotonic())
 
     async def retrieve(self, request_id: str) -> Response:
         """Returns the reply to a poll: the result or the failure if it comes in time, else that the client should ask again.
@@ -99,12 +120,13 @@ class Futures:
         return Response(outcome.content, media_type=outcome.media_type)
 
     def _forget(self, request_id: str) -> None:
-        del self._entries[request_id]
+        if self._entries.pop(request_id).ordered:
+            self._forgotten(request_id)
         self._size -= self._fetched.pop(request_id, 0)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request, if it still runs."""
-        if (entry := self._entries.get(request_id)) is not None:
+        """Ends a request for samples, if it still runs. One of training keeps its turn."""
+        if (entry := self._entries.get(request_id)) is not None and not entry.ordered:
             entry.task.cancel()
 
     def end(self, session_id: str) -> None:
@@ -121,17 +143,31 @@ class Futures:
             self._forget(request_id)
 
 
-async def _outcome(work: Coroutine[Any, Any, Result]) -> _Outcome:
+async def _outcome(work: Coroutine[Any, Any, Result], record: Record | None) -> _Outcome:
     try:
-        result = await work
-    except TinkerError as error:
+        outcome = _reply(await work)
+        if record is not None:
+            await record(outcome.content, outcome.media_type)
+        return outcome
+    except Exception as error:
+        outcome = _failure(error)
+    if record is not None:
+        with suppress(StorageError):  # the request runs again after a kill, and fails again
+            await record(outcome.content, outcome.media_type)
+    return outcome
+
+
+def _reply(result: Result) -> _Outcome:
+    return _Outcome(_json(result)) if isinstance(result, dict) else _Outcome(result, PROTOBUF)
+
+
+def _failure(error: Exception) -> _Outcome:
+    if isinstance(error, TinkerError):
         return _Outcome(_json(error.body()))
-    except UserError as error:
+    if isinstance(error, UserError):
         category: Category = "server" if status_of(error) >= 500 else "user"
         return _Outcome(_json(TinkerError(str(error), category=category).body()))
-    except Exception as error:
-        return _Outcome(_json(TinkerError(f"{type(error).__name__}: {error}", category="server").body()))
-    return _Outcome(_json(result)) if isinstance(result, dict) else _Outcome(result, PROTOBUF)
+    return _Outcome(_json(TinkerError(f"{type(error).__name__}: {error}", category="server").body()))
 
 
 def _json(body: dict[str, Any]) -> bytes:

@@ -20,6 +20,7 @@ from nmoe.serve.openai.process import BESIDE, BESIDE_ON_HOST, KEY, SETTLES_S, Op
 from nmoe.serve.tinker.app import Server, application
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.models import Base
+from nmoe.serve.tinker.resume import resume
 from nmoe.serve.tinker.samplers import SLOTS
 from nmoe.serve.tinker.service import Service
 from nmoe.serve.tinker.store import Store
@@ -62,7 +63,8 @@ def serve(options: Options, saved: Path) -> None:
         lambda refusal: TinkerError(refusal.message, refusal.status).reply(),
         sent=("X-API-Key", ""),
     )
-    live(service.engine, app, bound, service.names[0], lambda: None, options.limits.drain_s)
+    name = service.names[0]
+    live(service.engine, app, bound, name, lambda: None, options.limits.drain_s, lambda: resume(service))
 
 
 def _load(options: Options, saved: Path) -> Service:

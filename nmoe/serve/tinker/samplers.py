@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,22 +17,31 @@ from torch import Tensor
 
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.model.lora import Lora
+from nmoe.runs.storage import storage_errors, sync
 from nmoe.serve.tinker.models import Base, Shape, new_lora
 
 SLOTS = 4
 
 
 class Held:
-    """Values of an adapter in a file, which goes with this object: a client may keep a sampler of every step, more than memory has
-    room for."""
+    """Values of an adapter in a file, which goes with this object, though not with the process: a client may keep a sampler of
+    every step, more than memory has room for, and samples from it after the server has been killed."""
 
-    def __init__(self, values: Sequence[Tensor], directory: Path) -> None:
-        self._file = NamedTemporaryFile(dir=directory, prefix="values-")  # noqa: SIM115 - lives as long as this object
-        save_file({str(index): value.detach().cpu() for index, value in enumerate(values)}, self._file.name)
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        weakref.finalize(self, file.unlink, missing_ok=True).atexit = False
+
+    @classmethod
+    def written(cls, values: Sequence[Tensor], directory: Path) -> Held:
+        file = directory / f"values-{secrets.token_hex(8)}"
+        with storage_errors(file):
+            save_file({str(index): value.detach().cpu() for index, value in enumerate(values)}, file)
+            sync(file)
+        return cls(file)
 
     def read(self) -> list[Tensor]:
         """Returns the values, in host memory."""
-        found = load_file(self._file.name)
+        found = load_file(self.file)
         return [found[str(index)] for index in range(len(found))]
 
 

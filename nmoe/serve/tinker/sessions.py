@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from nmoe.serve.tinker.errors import TinkerError
@@ -21,7 +23,9 @@ _REMEMBERED_S = 3600.0
 
 @dataclass(eq=False)
 class Run:
-    """A model that a client trains. `trained` is there once it has been made."""
+    """A model that a client trains. `trained` is there once it has been made, and, after a kill, `restoring` is done.
+
+    It lies in `kept` as it was some requests ago, which have taken `since_s` seconds; to write it took `keeping_s`."""
 
     model_id: str
     session_id: str
@@ -30,6 +34,10 @@ class Run:
     trained: TrainedModel | None = None
     in_flight: Sampler | None = None
     last_request: str = ""
+    restoring: asyncio.Task[None] | None = None
+    kept: Path | None = None
+    since_s: float = 0.0
+    keeping_s: float = 0.0
 
     def model(self) -> TrainedModel:
         """Raises TinkerError for a model that could not be made."""
@@ -49,13 +57,15 @@ class Run:
 
 @dataclass(eq=False)
 class Session:
-    """One client's program. `finished` is the reason that it gave at its end."""
+    """One client's program. It was heard at the time `seen`, and the journal has `noted`. `finished` is the reason that it gave at
+    its end."""
 
     session_id: str
     about: Mapping[str, Any]
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     seen: float = field(default_factory=time.monotonic)
+    noted: float = field(default_factory=time.monotonic)
     finished: str | None = None
 
 

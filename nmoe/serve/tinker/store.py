@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -22,7 +21,8 @@ Kind = Literal["weights", "sampler_weights"]
 _KINDS: dict[Kind, str] = {"weights": "training", "sampler_weights": "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 _ABOUT, _RUN = "tinker.json", "run.json"
-_OWN = ".samplers-"
+# Hidden directories: weights that others replace, that are being written, and that are being removed.
+_OLD, _NEW, _GONE = ".old-", ".new-", ".gone-"
 
 
 def now() -> str:
@@ -81,23 +81,18 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.state = root / ".state"
 
-    def own_directory(self) -> Path:
-        """Returns a directory for files of this process, and removes what ended processes left."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        directory = Path(tempfile.mkdtemp(prefix=_OWN, dir=self.root))
-        # Held until the process ends, however it does.
-        fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX)
-        for other in self.root.glob(f"{_OWN}*"):
-            descriptor = os.open(other, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(other)
-            except BlockingIOError:
-                pass
-            finally:
-                os.close(descriptor)
-        return directory
+    def mend(self) -> None:
+        """Puts back, or removes, what a killed server left hidden. For the one server that writes below this directory."""
+        for old in self.root.glob(f"*/*/{_OLD}*"):
+            named = old.with_name(old.name.removeprefix(_OLD))
+            if named.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(named)
+        for left in [*self.root.glob(f"*/*/{_NEW}*"), *self.root.glob(f"*/*/{_GONE}*")]:
+            shutil.rmtree(left)
 
     def note_run(self, model_id: str, about: Mapping[str, Any]) -> None:
         """Records a model when it is made."""
@@ -128,20 +123,24 @@ class Store:
         overwrite: bool,
     ) -> Saved:
         """Has `write` fill a directory, which gets its name once it is whole and on the disk. Raises TinkerError for a name that is
-        none, and without `overwrite` for one in use."""
+        none, and without `overwrite` for one in use. Weights that the same `request` of `about` has saved before are they."""
         directory = self._of(model_id) / kind / self._checked(name)
-        if not overwrite and self._saved(model_id, kind, directory) is not None:
+        there = self._saved(model_id, kind, directory)
+        if there is not None and there.about.get("request") == about["request"]:
+            return there
+        if not overwrite and there is not None:
             path = f"tinker://{model_id}/{kind}/{name}"
             raise TinkerError(f"path = {name!r}: there are weights at {path}; choose another name, or set overwrite")
         directory.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=directory.parent))
+        fresh = Path(tempfile.mkdtemp(prefix=_NEW, dir=directory.parent))
         try:
             write(fresh)
             record = {**about, "time": now()}
             (fresh / _ABOUT).write_text(json.dumps(record) + "\n")
             for file in (*fresh.iterdir(), fresh):
                 sync(file)
-            old = directory.parent / f".old-{fresh.name}"
+            old = directory.with_name(_OLD + name)
+            shutil.rmtree(old, ignore_errors=True)
             if directory.exists():
                 directory.rename(old)
             fresh.rename(directory)
@@ -177,10 +176,17 @@ class Store:
         """Removes the weights whose time is over."""
         for file in self.root.glob(f"*/*/[!.]*/{_ABOUT}"):
             if _expired(_record(file) or {}):
-                shutil.rmtree(file.parent, ignore_errors=True)
+                self._remove(file.parent)
 
     def delete(self, path: str) -> None:
-        shutil.rmtree(self.find(path).directory)
+        self._remove(self.find(path).directory)
+
+    @staticmethod
+    def _remove(directory: Path) -> None:
+        """Removes weights, so that a part of them never has their name."""
+        gone = Path(tempfile.mkdtemp(prefix=_GONE, dir=directory.parent))
+        directory.rename(gone / directory.name)
+        shutil.rmtree(gone, ignore_errors=True)
 
     @staticmethod
     def _saved(model_id: str, kind: Kind, directory: Path) -> Saved | None:
