@@ -1,8 +1,9 @@
 """Trains with the unmodified cookbook of Tinker against `nmoe serve --tinker`: python benchmarks/tinker_recipe.py CLIENT_PYTHON
 
 CLIENT_PYTHON is an interpreter that has tinker and tinker_cookbook (`prepare_tinker` of benchmarks/environments.sh). The recipe is
-`math_rl` with its own arithmetic, 32 problems of 16 samples a step. Its base is made here: it knows sums, and says a wrong one as
-often as a right one. Prints the reward before and after, and the CPU seconds of client and server.
+`math_rl` with its own arithmetic, 32 problems of 16 samples a step. Its base is made here by supervised training on generated sums:
+at first on right ones, then on answers of which half are wrong by 1, 2 or 10, so that it has something to unlearn. Prints the
+reward before and after, and the CPU seconds of client and server.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ def answered(rng: random.Random, right: float) -> list[str]:
 
 
 def make_tokenizer(directory: Path, texts: list[str]) -> Tokenizer:
-    """Trains a tokenizer in which each number is one token, so that a small model learns sums soon."""
+    """Trains a tokenizer in which a number is two tokens, its last digit and what is before it, with the space: so a small model
+    learns sums soon. With a token for each number, or for each digit, it does not."""
     backend = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(r" ?\d+| ?[A-Za-z]+|\s+|[^\sA-Za-z\d]"), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(r" ?\d*(?=\d(?!\d))|\d| ?[A-Za-z]+|\s+|[^\sA-Za-z\d]"), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     backend.decoder = decoders.ByteLevel()
@@ -71,7 +73,7 @@ def make_tokenizer(directory: Path, texts: list[str]) -> Tokenizer:
 
 
 def make_base(directory: Path, seed: int, steps: int) -> None:
-    """Trains a small model on sums, of which half are wrong at the end, and writes it."""
+    """Trains a small model on sums, of which half are wrong in the last third of the steps, and writes it."""
     rng = random.Random(seed)
     texts = ["".join(answered(rng, 1.0)) for _ in range(20_000)]
     tokenizer = make_tokenizer(directory, texts)
@@ -80,16 +82,16 @@ def make_base(directory: Path, seed: int, steps: int) -> None:
         experts=0, experts_per_token=0, context_tokens=128, qk_norm=True, tie_embeddings=True,
     )  # fmt: skip
     model = Transformer(config).initialize(seed)
-    optimizer = OptimizerSection(learning_rate=2e-3, warmup_steps=50, min_lr_ratio=0.05, weight_decay=0.01)
+    optimizer = OptimizerSection(learning_rate=3e-3, warmup_steps=50, min_lr_ratio=0.05, weight_decay=0.01)
     learner = Learner(model, optimizer, steps, 16_384)
     shared = sum(len(tokenizer.encode(piece)) for piece in pieces(0, 0, 0)[:5])
     known = {piece: tokenizer.encode(piece) for piece in pieces(0, 0, 0)}
     for step in range(steps):
         rows, begins = [], []
-        for _ in range(256):
+        for _ in range(64):
             parts = [
                 known.get(piece) or tokenizer.encode(piece)
-                for piece in answered(rng, 1.0 if step < steps // 2 else RIGHT)
+                for piece in answered(rng, 1.0 if step < steps * 2 // 3 else RIGHT)
             ]
             rows.append([token for part in parts for token in part])
             begins.append(sum(map(len, parts[:-2])) - 1)
@@ -121,10 +123,10 @@ def main() -> None:
     parser.add_argument("client", help="an interpreter with the cookbook")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", type=Path, help="a base that was made before; default: a new one")
-    parser.add_argument("--base-steps", type=int, default=1200)
+    parser.add_argument("--base-steps", type=int, default=1500)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--loss", default="importance_sampling")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from served_client import serving
 from tinker_client import Model, Tinker, arrays, datum
-
-from nmoe.errors import UserError
-from nmoe.serve.tinker.journal import Journal
 
 IDS = [40, 41, 42, 50, 51, 7, 8]
 

@@ -1,0 +1,214 @@
+"""Where Tinker's server does its work and what it asks of the disk: threads, forced writes, devices, packed experts."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tinker_client import datum
+
+from nmoe.errors import StorageError, UserError
+from nmoe.model.checkpoint import fingerprint, load_model
+from nmoe.serve.openai.process import Options
+from nmoe.serve.tinker import journal as journal_module
+from nmoe.serve.tinker import process, store
+from nmoe.serve.tinker import service as service_module
+from nmoe.serve.tinker.fields import Fields
+from nmoe.serve.tinker.journal import Journal, Request
+from nmoe.serve.tinker.messages import message
+from nmoe.serve.tinker.models import Base
+from nmoe.serve.tinker.process import serve
+from nmoe.serve.tinker.samplers import Held
+from nmoe.serve.tinker.service import Service
+from nmoe.serve.tinker.store import Store
+
+
+class Engine:
+    """Does at once what comes between steps."""
+
+    def __init__(self) -> None:
+        self.diverged: dict[str | None, str] = {}
+
+    async def between_steps(self, action: Callable[[], Any]) -> Any:
+        return action()
+
+
+@pytest.fixture
+def service(checkpoint: Path, tmp_path: Path) -> Service:
+    model = load_model(checkpoint).requires_grad_(False)
+    base = Base(model, "tiny", checkpoint, fingerprint(checkpoint))
+    return Service(Engine(), base, None, checkpoint, ("tiny",), 4096, Store(tmp_path))  # type: ignore[arg-type]
+
+
+async def made(service: Service) -> str:
+    """Makes a model, and returns its id."""
+    session = service.begin({})
+    about = {"session_id": session.session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+    promise = service.create_model(b"create", Fields(about))
+    await service.futures.retrieve(promise["request_id"])
+    model_id: str = promise["model_id"]
+    return model_id
+
+
+def test_packed_experts_are_refused(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = load_model(checkpoint)
+    next(iter(packed.moe_layers())).gate_up_packed = torch.zeros(1)  # type: ignore[assignment]
+    monkeypatch.setattr(process, "load_policy", lambda *_: (packed, None))
+    with pytest.raises(UserError, match="whose experts are in MXFP4 cannot be trained"):
+        serve(Options(checkpoint, port=0), tmp_path)
+
+
+def test_passes_are_read_beside_the_event_loop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bodies have megabytes; meanwhile other clients are answered."""
+    read_on = dict[str, int]()
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*given: Any) -> Any:
+            read_on[name] = threading.get_ident()
+            return call(*given)
+
+        return act
+
+    for name in ("parsed", "digest", "read_pass"):
+        monkeypatch.setattr(service_module, name, noted(name, getattr(service_module, name)))
+
+    async def run() -> dict[str, Any]:
+        model_id = await made(service)
+        one = datum([40, 41], target_tokens=[41, 42], weights=[1.0, 1.0])
+        body = message("ForwardBackwardRequest")(model_id=model_id, seq_id=1, data=[one], loss_fn="cross_entropy")
+        read_on.clear()
+        promise = await service.forward_backward(body.SerializeToString())
+        reply = await service.futures.retrieve(promise["request_id"])
+        found = message("ForwardBackwardOutput").FromString(bytes(reply.body))
+        assert found.metrics["loss:sum"] > 0
+        return dict(read_on)
+
+    found = asyncio.run(run())
+    assert set(found) == {"parsed", "digest", "read_pass"}
+    assert threading.get_ident() not in found.values()
+
+
+def test_saved_weights_are_forced_to_disk_before_they_get_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[tuple[str, str]]()
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(("renamed", target.name))
+        return rename(self, target)
+
+    monkeypatch.setattr(store, "sync", lambda path: done.append(("forced", path.name)))
+    monkeypatch.setattr(Path, "rename", renamed)
+
+    def write(directory: Path) -> None:
+        (directory / "values").write_text("1")
+
+    Store(tmp_path).save("model", "weights", "one", write, {"request": "model:1"}, overwrite=False)
+    *before, (_, fresh), named, last = done
+    assert sorted(before) == [("forced", "tinker.json"), ("forced", "values")]
+    assert fresh.startswith(".new-")
+    assert (named, last) == (("renamed", "one"), ("forced", "weights"))
+
+
+class OnDevice:
+    """Values that lie on an accelerator: they can be copied to the host, and nothing else."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def cpu(self) -> torch.Tensor:
+        return self._values
+
+
+def test_a_samplers_values_are_copied_from_their_device(tmp_path: Path) -> None:
+    values = [torch.arange(6.0).view(2, 3), torch.tensor([-1.5])]
+    held = Held.written([OnDevice(value) for value in values], tmp_path)  # type: ignore[misc]
+    assert all(torch.equal(one, other) for one, other in zip(held.read(), values, strict=True))
+    assert load_file(held.file)["1"].item() == -1.5
+
+
+def test_a_reply_waits_for_the_disk(tmp_path: Path) -> None:
+    """A full disk refuses the rows; they are written once it has room, in their order."""
+
+    async def run() -> list[Request]:
+        journal = Journal(tmp_path / "state")
+        journal.begin_session("session", "base", {"a": 1})
+        await journal.flush()
+        journal.post("PRAGMA max_page_count = 1")  # not below what there is: no page more
+        await journal.flush()
+        journal.take(Request("model:1", "model", 1, "optim_step", b"", bytes(2**20), None, None), "session")
+        with pytest.raises(StorageError, match="cannot be written: database or disk is full"):
+            await journal.flush()
+        with pytest.raises(StorageError):
+            await journal.flush()
+        journal._waiting.insert(0, ("PRAGMA max_page_count = 100000", ()))
+        journal.done("model:1", b"result", "application/json", again=False)
+        await journal.flush()
+        return journal.requests("session")
+
+    (found,) = asyncio.run(run())
+    assert (found.outcome, found.body, found.media) == (b"result", None, "application/json")
+
+
+def test_two_servers_do_not_share_a_journal(tmp_path: Path) -> None:
+    first = Journal(tmp_path / "state")
+    with pytest.raises(UserError, match="another server keeps its clients' models there; choose another directory"):
+        Journal(tmp_path / "state")
+    assert first.sessions("base") == []
+
+
+def test_the_journal_of_a_killed_process_is_read(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, os, signal, sys; from pathlib import Path\n"
+        "from nmoe.serve.tinker.journal import Journal, Request\n"
+        "async def run():\n"
+        "    journal = Journal(Path(sys.argv[1]))\n"
+        "    journal.begin_session('session', 'base', {'display_name': 'mine'})\n"
+        "    journal.begin_session('other', 'of another base', {})\n"
+        "    for number in range(5):\n"
+        "        journal.take(Request(f'model:{number}', 'model', number, 'optim_step', b'd', b'b', None, None), 'session')\n"
+        "    for number in range(3):\n"
+        "        journal.done(f'model:{number}', b'result', 'application/json', again=number > 0)\n"
+        "    journal.forget('model:1'), journal.forget('model:3')\n"
+        "    journal.keep_model('model', 'session', 'model-one', 1)\n"
+        "    journal.add_sampler('flying', 'session', 'model', 4, True, False, 'values-two', None)\n"
+        "    journal.move_samplers('values-two', 'values-three')\n"
+        "    await journal.flush()\n"
+        "    journal.end_session('session')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(run())"
+    )
+    state = tmp_path / "state"
+    assert subprocess.run([sys.executable, "-c", script, str(state)]).returncode == -9
+    for name in ("model-one", "model-two"):
+        (state / name).mkdir()
+    for name in ("values-two", "values-three"):
+        (state / name).touch()
+    journal = Journal(state)
+    journal.tidy()
+    assert journal.sessions("base") == [("session", {"display_name": "mine"})], "its end was not written"
+    found = [(one.seq_id, one.body, one.outcome, one.media) for one in journal.requests("session")]
+    done = "application/json"
+    assert found == [
+        (0, None, b"result", done),
+        (1, None, None, journal_module.FORGOTTEN),
+        (2, b"b", b"result", done),
+        (3, b"b", None, None),
+        (4, b"b", None, None),
+    ]
+    assert journal.models("session") == {"model": ("model-one", 1)}
+    assert journal.samplers("session") == [("flying", "model", 4, 1, 0, "values-three", None)]
+    assert {file.name for file in state.iterdir()} >= {"model-one", "values-three"}
+    assert not {file.name for file in state.iterdir()} & {"model-two", "values-two"}
