@@ -55,7 +55,7 @@ def main() -> None:
 
     chunked = [datum(whole, **loss_of)] * 1100  # more than the SDK sends in one request
     losses = []
-    for _ in range(2):
+    for _ in range(10):
         passed, step = (
             model.forward_backward(chunked[:2], "cross_entropy"),
             model.optim_step(types.AdamParams(learning_rate=1e-2)),
@@ -63,9 +63,12 @@ def main() -> None:
         losses.append(passed.result().metrics["loss:sum"])
         step.result()
     assert losses[1] < losses[0]
+    assert losses[-1] < losses[1]
     many = model.forward(chunked, "cross_entropy").result()
     assert len(many.loss_fn_outputs) == 1100
-    assert sampler.compute_logprobs(prompt).result() == scores, "a snapshot stays"
+    assert sampler.compute_logprobs(prompt).result() == scores, "a snapshot stays, to the bit"
+    later = sampler.sample(prompt, 4, params).result().sequences
+    assert [(one.tokens, one.logprobs) for one in later] == [(one.tokens, one.logprobs) for one in sampled.sequences]
     advantages = [*zeros, *np.linspace(-1, 1, len(tokens))]
     names = [name for name in ("importance_sampling", "ppo", "cispo", "gspo", "dro") if name in str(types.LossFnType)]
     for name in names:

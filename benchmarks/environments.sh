@@ -12,7 +12,8 @@ CLIENTS=(openai==3.57.0 pytest==9.2.0 pytest-asyncio==1.5.0 dirty-equals==0.11 t
 # The cookbook without its dependencies: it asks for a tml-renderers that this platform has no wheel of, and needs it for none of its
 # text renderers.
 COOKBOOK=tinker-cookbook==0.6.1
-COOKBOOK_NEEDS=(tinker==0.38.0 chz blobfile termcolor cloudpickle pylatexenc lxml pycryptodomex tml-renderers datasets sympy rich tqdm pillow)
+COOKBOOK_NEEDS=(tinker==0.38.0 chz blobfile termcolor cloudpickle pylatexenc lxml pycryptodomex tml-renderers datasets sympy rich tqdm pillow
+    pandas tabulate)
 OLDER_TINKER=(0.30.0 0.25.0)
 
 require_python() {
@@ -102,6 +103,11 @@ prepare_tinker() { # root
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$UV"
         "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$torch" "${COOKBOOK_NEEDS[@]}"
         "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps "$COOKBOOK"
+        # Its checks of log-probabilities are in its source distribution alone.
+        rm -rf "$venv/source"
+        "$venv/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary tinker-cookbook \
+            --dest "$venv/source" "$COOKBOOK"
+        tar -xzf "$venv/source/"*.tar.gz -C "$venv/source" --strip-components=1
         for version in "${OLDER_TINKER[@]}"; do
             [ -x "$venv-$version/bin/python" ] || "$PYTHON" -m venv --without-pip "$venv-$version"
             "$venv/bin/uv" pip install --quiet --python "$venv-$version/bin/python" "tinker==$version"
