@@ -69,7 +69,7 @@ class Server:
         return body, fields_of(body)
 
     async def _promised(self, reply: dict[str, Any]) -> Response:
-        """Returns a reply once what it promises is on the disk."""
+        """Returns a reply once its promise is on the disk."""
         await self._service.journal.flush()
         return json_reply(reply)
 

@@ -135,7 +135,7 @@ class Journal:
         self.post(f"UPDATE requests SET outcome = ?, media = ?, body = {body} WHERE id = ?", outcome, media, request_id)
 
     def forget(self, request_id: str) -> None:
-        """Drops a result. The row tells for how long that the sequence id is over."""
+        """Drops a result. The row stays until the model is kept, since its sequence id is over."""
         self.post("UPDATE requests SET outcome = NULL, media = ? WHERE id = ? AND media NOTNULL", FORGOTTEN, request_id)
 
     def keep_model(self, model_id: str, session_id: str, directory: str, seq_id: int) -> None:
