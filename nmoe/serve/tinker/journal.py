@@ -155,7 +155,7 @@ class Journal:
         self.post("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", sampler_id, session_id, *about)
 
     def move_samplers(self, before: str, after: str) -> None:
-        """Gives the samplers whose values lie in one file those of another."""
+        """Gives the samplers whose values lie in one file the values of another."""
         self.post("UPDATE samplers SET file = ? WHERE file = ?", after, before)
 
     def sessions(self, base: str) -> list[tuple[str, dict[str, Any]]]:

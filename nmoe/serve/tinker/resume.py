@@ -20,8 +20,8 @@ from nmoe.serve.tinker.store import now
 
 
 def resume(service: Service) -> None:
-    """Takes up the sessions of the journal, on the event loop. Requests without a result begin again; those of a model wait until
-    it is as it was."""
+    """Takes up the sessions of the journal, on the event loop. Requests without a result begin again, once their model is as it
+    was."""
     for session_id, about in service.journal.sessions(service.base.fingerprint):
         session = service.sessions.all[session_id] = Session(session_id, about)
         in_flight = dict[str, Sampler]()
