@@ -276,8 +276,8 @@ class EngineServer:
 
 def salt_of(version: int | None) -> str:
     """Returns the text under which a server may use cached keys and values again. A resumed run counts versions again, with other
-    weights."""
-    return f"{version}/{_PROCESS}"
+    weights. vLLM takes no "/", "@" or backslash in it, and 128 characters at most."""
+    return f"{version}-{_PROCESS}"
 
 
 def _in_order(versions: Sequence[int], first: int, last: int) -> bool:
