@@ -168,7 +168,11 @@ class Door:
                 yield
             finally:
                 server.should_exit = True
-                await serving
+                await asyncio.wait([serving])
+                if serving.cancelled():  # with its loop, which leaves connections open that nothing reads
+                    await server.shutdown([socket])
+                else:
+                    serving.result()
 
     @contextmanager
     def session(self, session: Session) -> Iterator[str]:

@@ -110,11 +110,11 @@ class Played:
             return turn if isinstance(turn, Sample) else [*tokenizer.encode(turn), *stop]
 
         self.engine = ScriptedEngine(script)
-        self._collector = Collector(self.engine, self.environment, 2000)  # type: ignore[arg-type]
+        self.collector = Collector(self.engine, self.environment, 2000)  # type: ignore[arg-type]
 
     def samples(self, count: int = 1) -> list[Trajectory]:
         problems = self.environment.pool.take(1)
-        (group,) = self._collector.collect(problems, count, Sampling(400), (7, "train")).groups
+        (group,) = self.collector.collect(problems, count, Sampling(400), (7, "train")).groups
         return list(group.trajectories)
 
 
@@ -210,6 +210,31 @@ def test_a_process_that_ended_is_started_again(environment: Any, tokenizer: Toke
     play = f"ask('a')\nif not os.path.exists({str(once)!r}):\n    open({str(once)!r}, 'w').close()\n    os._exit(3)\nreturn 1.0"
     played = Played(environment, tokenizer, pool(venv(tmp_path, play)), ["4"])
     assert [one.grade.failure for one in (*played.samples(), *played.samples())] == ["environment_error", "ok"]
+
+
+KEPT = """
+import http.client
+kept = globals().setdefault("kept", http.client.HTTPConnection(url.split("/")[2], timeout=5))
+body = json.dumps({"messages": [{"role": "user", "content": "a"}]})
+for again in (True, False):
+    try:
+        kept.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json", "X-Session-ID": session})
+        said.append(json.load(kept.getresponse())["choices"][0]["message"]["content"])
+        break
+    except ConnectionError:
+        kept.close()
+return 1.0 if globals().setdefault("first", url) == url else 0.5
+"""
+
+
+def test_a_connection_ends_with_the_loop_that_answered_it(
+    environment: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """The process outlives a batch, and a loop that has ended answers nothing. The next one has the same address."""
+    played = Played(environment, tokenizer, pool(venv(tmp_path, KEPT)), ["4"])
+    with played.collector.open():
+        grades = [played.samples()[0].grade for _ in range(3)]
+    assert [(one.failure, one.components["correctness"]) for one in grades] == [("ok", 1.0)] * 3
 
 
 def test_a_process_that_hangs_as_a_whole_is_ended(
