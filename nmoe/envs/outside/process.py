@@ -47,7 +47,8 @@ class _Running:
             env=dict(env),
             start_new_session=True,
         )
-        self._waiting: dict[int, Future[Answer]] = {0: Future()}  # 0: its first line
+        self._first: Future[Answer] = Future()
+        self._waiting = {0: self._first}
         self._lock, self._numbers = threading.Lock(), count(1)
         self._asked: SimpleQueue[bytes | None] = SimpleQueue()
         self._words: deque[str] = deque(maxlen=20)
@@ -58,7 +59,8 @@ class _Running:
             threading.Thread(target=work, daemon=True).start()
 
     def first(self, seconds: float) -> Answer:
-        return self._waiting[0].result(seconds)
+        """Returns its first line. Raises TimeoutError, and EnvironmentLostError if it ended before."""
+        return self._first.result(seconds)
 
     def ask(self, asked: Answer) -> tuple[int, Future[Answer]]:
         number, answer = next(self._numbers), Future[Answer]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from verifiers.v1.runtimes import ProgramResult
 
 __all__ = ["ChatHarness"]
 
+_ATTEMPTS = 4
 # Failures of the infrastructure around an episode; TaskError and EnvError are the environment's own code.
 _INFRASTRUCTURE = {"HarnessError", "InterceptionError", "SandboxError", "ToolsetError", "TunnelError"}
 
@@ -38,17 +40,29 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or ())
         )
         if ChatHarness._client is None:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            # No idle connections: the servers at the other end come and go.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             ChatHarness._client = httpx.AsyncClient(timeout=None, verify=False, trust_env=False, limits=limits)
-        reply = await ChatHarness._client.post(
-            f"{endpoint}/chat/completions",
-            json={"model": ctx.model, "messages": messages},
-            headers={"Authorization": f"Bearer {secret}"},
+        reply = await _posted(
+            ChatHarness._client, f"{endpoint}/chat/completions", secret, {"model": ctx.model, "messages": messages}
         )
         # The episode may have no further turn: it is over, and scored as it is.
         if reply.status_code == 403 or (reply.is_error and trace.stop_condition is not None):
             return ProgramResult(0, "", "")
         return ProgramResult(1, "", reply.text) if reply.is_error else ProgramResult(0, "", "")
+
+
+async def _posted(client: httpx.AsyncClient, url: str, secret: str, body: dict[str, Any]) -> httpx.Response:
+    """Asks again where a connection was lost. By the header verifiers knows the request, and answers it from the first attempt."""
+    for attempt in itertools.count():
+        headers = {"Authorization": f"Bearer {secret}"} | ({"x-stainless-retry-count": str(attempt)} if attempt else {})
+        try:
+            return await client.post(url, json=body, headers=headers)
+        except httpx.TransportError:
+            if attempt == _ATTEMPTS:
+                raise
+            await asyncio.sleep(0.1 * 2**attempt)
+    raise AssertionError("the last attempt returns or raises")
 
 
 class Adapter:
