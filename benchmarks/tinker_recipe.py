@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -25,6 +26,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tests")]
 
+from machine import machine  # noqa: E402
+from result_files import write_results  # noqa: E402
 from served_client import serving  # noqa: E402
 
 from nmoe.config.tables.model import OptimizerSection  # noqa: E402
@@ -124,9 +127,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", type=Path, help="a base that was made before; default: a new one")
     parser.add_argument("--base-steps", type=int, default=1500)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--loss", default="importance_sampling")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -137,10 +140,11 @@ def main() -> None:
             make_base(base, asked.seed, asked.base_steps)
         print(json.dumps(result := train(asked, base, Path(scratch)), indent=2))
     if asked.out is not None:
-        asked.out.write_text(json.dumps(result, indent=2) + "\n")
+        settings = {"seed": asked.seed, "loss": asked.loss, "learning_rate": asked.learning_rate}
+        write_results(asked.out, {"settings": settings, **result, "machine": machine()})
 
 
-def train(asked: argparse.Namespace, base: Path, scratch: Path) -> dict[str, float]:
+def train(asked: argparse.Namespace, base: Path, scratch: Path) -> dict[str, Any]:
     """Runs the recipe, and returns its figures."""
     before = children_s()
     saved = ("--saved", str(scratch / "saved"))
@@ -172,6 +176,7 @@ def train(asked: argparse.Namespace, base: Path, scratch: Path) -> dict[str, flo
         "last_reward": sum(rewards[-3:]) / len(rewards[-3:]),
         "client_cpu_s": client_s,
         "server_cpu_s": children_s() - before - client_s,
+        "rewards": rewards,
     }
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -26,6 +29,7 @@ from nmoe.serve.tinker.journal import Journal, Request
 from nmoe.serve.tinker.messages import message
 from nmoe.serve.tinker.models import Base
 from nmoe.serve.tinker.process import serve
+from nmoe.serve.tinker.resume import resume
 from nmoe.serve.tinker.samplers import Held
 from nmoe.serve.tinker.service import Service
 from nmoe.serve.tinker.store import Store
@@ -41,21 +45,69 @@ class Engine:
         return action()
 
 
-@pytest.fixture
-def service(checkpoint: Path, tmp_path: Path) -> Service:
+def service_in(root: Path, checkpoint: Path) -> Service:
     model = load_model(checkpoint).requires_grad_(False)
     base = Base(model, "tiny", checkpoint, fingerprint(checkpoint))
-    return Service(Engine(), base, None, checkpoint, ("tiny",), 4096, Store(tmp_path))  # type: ignore[arg-type]
+    return Service(Engine(), base, None, checkpoint, ("tiny",), 4096, Store(root))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def service(checkpoint: Path, tmp_path: Path) -> Service:
+    return service_in(tmp_path / "saved", checkpoint)
 
 
 async def made(service: Service) -> str:
     """Makes a model, and returns its id."""
     session = service.begin({})
     about = {"session_id": session.session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
-    promise = service.create_model(b"create", Fields(about))
+    promise = service.create_model(json.dumps(about).encode(), Fields(about))
     await service.futures.retrieve(promise["request_id"])
     model_id: str = promise["model_id"]
     return model_id
+
+
+async def reply(service: Service, promise: dict[str, Any]) -> bytes:
+    return bytes((await service.futures.retrieve(promise["request_id"])).body)
+
+
+async def trained(service: Service, model_id: str, first: int, steps: int) -> list[tuple[float, float]]:
+    """Takes steps from a sequence id on; returns each one's loss and the norm of its gradient."""
+    found = []
+    for seq_id in range(first, first + 2 * steps, 2):
+        one = datum([40, 41, 42], target_tokens=[41, 42, seq_id], weights=[1.0, 1.0, 1.0])
+        body = message("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, data=[one], loss_fn="cross_entropy")
+        passed = await reply(service, await service.forward_backward(body.SerializeToString()))
+        asked = {"model_id": model_id, "seq_id": seq_id + 1, "adam_params": {"learning_rate": 1e-2}}
+        stepped = await reply(service, service.optim_step(json.dumps(asked).encode(), Fields(asked)))
+        loss = message("ForwardBackwardOutput").FromString(passed).metrics["loss:sum"]
+        found.append((loss, json.loads(stepped)["metrics"]["grad_norm"]))
+    return found
+
+
+@pytest.mark.parametrize("times", [0.0, math.inf], ids=["kept after each step", "run again from the first"])
+def test_a_model_goes_on_from_where_it_was_kept(
+    times: float, service: Service, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill leaves the files as they are: here a copy of them."""
+    monkeypatch.setattr(service_module, "_TIMES", times)
+
+    async def run() -> None:
+        model_id = await made(service)
+        (session_id,) = service.sessions.all
+        await trained(service, model_id, 1, 3)
+        shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+        again = service_in(tmp_path / "copy", checkpoint)
+        ((directory, kept_at),) = again.journal.models(session_id).values()
+        assert kept_at == (6 if times == 0 else 0)
+        assert [file.name for file in again.journal.directory.glob("model-*")] == [directory]
+        resume(again)
+        # The request before comes again, whose reply was lost.
+        asked = {"model_id": model_id, "seq_id": 6, "adam_params": {"learning_rate": 1e-2}}
+        last = [await reply(one, one.optim_step(json.dumps(asked).encode(), Fields(asked))) for one in (service, again)]
+        assert last[0] == last[1]
+        assert await trained(again, model_id, 7, 2) == await trained(service, model_id, 7, 2)
+
+    asyncio.run(run())
 
 
 def test_packed_experts_are_refused(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

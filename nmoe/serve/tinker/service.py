@@ -281,7 +281,7 @@ class Service:
         request_id = f"{run.model_id}:{seq_id}"
         if not self.futures.known(request_id, key):
             run.order.check(seq_id)
-            self.sessions.live(run.session_id)
+            self.heard(run.session_id)
             self._start(run, seq_id, kind, key, body, act, then)
         return self._promise(request_id, run.model_id)
 
