@@ -77,8 +77,8 @@ def main() -> int:
         if code or not expected:
             print(f"without a kill the client ends with {code}")
             return 1
-        # Half of the client's time, since a busy machine may be idle the next time.
-        lives_s = [rng.uniform(0.0, whole_s / asked.kills) for _ in range(asked.kills)]
+        # A quarter of the time in all, since a busy machine may be idle the next time.
+        lives_s = [rng.uniform(0.0, 0.5 * whole_s / asked.kills) for _ in range(asked.kills)]
         found, code, kills, _ = killed(asked.client, checkpoint, Path(scratch) / "killed", asked.steps, lives_s)
     differing = [one for one, other in zip(expected, found, strict=False) if one != other]
     print(
