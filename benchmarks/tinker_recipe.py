@@ -2,7 +2,7 @@
 
 CLIENT_PYTHON is an interpreter that has tinker and tinker_cookbook (`prepare_tinker` of benchmarks/environments.sh). The recipe is
 `math_rl` with its own arithmetic, 32 problems of 16 samples a step. Its base is made here by supervised training on generated sums:
-at first on right ones, then on answers of which half are wrong by 1, 2 or 10, so that it has something to unlearn. Prints the
+until it knows them, and then on answers of which half are wrong by 1, 2 or 10, so that it has something to unlearn. Prints the
 reward before and after, and the CPU seconds of client and server.
 """
 
@@ -42,6 +42,9 @@ from nmoe.text.tokenizer import Tokenizer  # noqa: E402
 # The largest number of the cookbook's arithmetic.
 LARGEST = 100
 RIGHT = 0.5
+# Steps until sums are known, as twenty losses below KNOWN in a row show: seeds differ. Then steps with wrong answers.
+MOST_STEPS, WRONG_STEPS = 5000, 400
+KNOWN = 0.03
 END = "<|endoftext|>"
 
 
@@ -75,8 +78,8 @@ def make_tokenizer(directory: Path, texts: list[str]) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-def make_base(directory: Path, seed: int, steps: int) -> None:
-    """Trains a small model on sums, of which half are wrong in the last third of the steps, and writes it."""
+def make_base(directory: Path, seed: int) -> None:
+    """Trains a small model on sums until it knows them, then on answers of which half are wrong, and writes it."""
     rng = random.Random(seed)
     texts = ["".join(answered(rng, 1.0)) for _ in range(20_000)]
     tokenizer = make_tokenizer(directory, texts)
@@ -85,35 +88,40 @@ def make_base(directory: Path, seed: int, steps: int) -> None:
         experts=0, experts_per_token=0, context_tokens=128, qk_norm=True, tie_embeddings=True,
     )  # fmt: skip
     model = Transformer(config).initialize(seed)
-    optimizer = OptimizerSection(learning_rate=3e-3, warmup_steps=50, min_lr_ratio=0.05, weight_decay=0.01)
-    learner = Learner(model, optimizer, steps, 16_384)
-    shared = sum(len(tokenizer.encode(piece)) for piece in pieces(0, 0, 0)[:5])
-    known = {piece: tokenizer.encode(piece) for piece in pieces(0, 0, 0)}
-    for step in range(steps):
-        rows, begins = [], []
-        for _ in range(64):
-            parts = [
-                known.get(piece) or tokenizer.encode(piece)
-                for piece in answered(rng, 1.0 if step < steps * 2 // 3 else RIGHT)
-            ]
-            rows.append([token for part in parts for token in part])
-            begins.append(sum(map(len, parts[:-2])) - 1)
-        inputs = [row[:-1] for row in rows]
-        scored = [[n >= begin for n in range(len(row))] for row, begin in zip(inputs, begins, strict=True)]
-        scored_T = torch.tensor([one for row in scored for one in row])
-        batch = Batch(
-            tuple(map(len, inputs)),
-            torch.tensor([one for row in inputs for one in row]),
-            torch.tensor([one for row in rows for one in row[1:]]),
-            scored_T,
-            scored_T.float() / scored_T.sum(),
-            prefixes=((0, shared),) * len(rows),  # the first question is always the same
-        )
-        loss = learner.forward_backward(batch, cross_entropy).result().loss
-        learner.optim_step()
-        if step % 100 == 0 or step + 1 == steps:
-            print(f"base, step {step}: {loss:.3f}", flush=True)
+    optimizer = OptimizerSection(learning_rate=3e-3, warmup_steps=50, min_lr_ratio=1.0, weight_decay=0.01)
+    for right, most in ((1.0, MOST_STEPS), (RIGHT, WRONG_STEPS)):
+        learner, known = Learner(model, optimizer, most, 16_384), 0
+        for step in range(most):
+            loss = learner.forward_backward(batch_of(tokenizer, rng, right), cross_entropy).result().loss
+            learner.optim_step()
+            known = known + 1 if loss < KNOWN else 0
+            if step % 100 == 0 or step + 1 == most or known == 20:
+                print(f"base, {right:.0%} right, step {step}: {loss:.3f}", flush=True)
+            if right == 1.0 and known == 20:
+                break
+        optimizer = optimizer.model_copy(update={"min_lr_ratio": 0.05})
     export_model(model, directory)
+
+
+def batch_of(tokenizer: Tokenizer, rng: random.Random, right: float) -> Batch:
+    """Returns conversations of which the last answer is scored."""
+    rows, begins, shared = [], [], 0
+    for _ in range(64):
+        parts = [tokenizer.encode(piece) for piece in answered(rng, right)]
+        rows.append([token for part in parts for token in part])
+        begins.append(sum(map(len, parts[:-2])) - 1)
+        shared = sum(map(len, parts[:5]))  # the first question is always the same
+    inputs = [row[:-1] for row in rows]
+    scored = [[n >= begin for n in range(len(row))] for row, begin in zip(inputs, begins, strict=True)]
+    scored_T = torch.tensor([one for row in scored for one in row])
+    return Batch(
+        tuple(map(len, inputs)),
+        torch.tensor([one for row in inputs for one in row]),
+        torch.tensor([one for row in rows for one in row[1:]]),
+        scored_T,
+        scored_T.float() / scored_T.sum(),
+        prefixes=((0, shared),) * len(rows),
+    )
 
 
 def children_s() -> float:
@@ -126,7 +134,6 @@ def main() -> None:
     parser.add_argument("client", help="an interpreter with the cookbook")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", type=Path, help="a base that was made before; default: a new one")
-    parser.add_argument("--base-steps", type=int, default=1500)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--loss", default="importance_sampling")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
@@ -137,7 +144,7 @@ def main() -> None:
         base = asked.base or Path(scratch) / "base"
         if not (base / "config.json").exists():
             base.mkdir(parents=True, exist_ok=True)
-            make_base(base, asked.seed, asked.base_steps)
+            make_base(base, asked.seed)
         print(json.dumps(result := train(asked, base, Path(scratch)), indent=2))
     if asked.out is not None:
         settings = {"seed": asked.seed, "loss": asked.loss, "learning_rate": asked.learning_rate}
