@@ -16,6 +16,10 @@ COOKBOOK_NEEDS=(tinker==0.38.0 chz blobfile termcolor cloudpickle pylatexenc lxm
     pandas tabulate)
 OLDER_TINKER=(0.30.0 0.25.0)
 
+# The last version with v0 of its environments, beside the newest, which has v1 alone.
+VERIFIERS=(verifiers==0.4.0 textarena==0.7.4)
+OLDER_VERIFIERS=verifiers==0.3.1
+
 require_python() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         echo "$(basename "$0"): needs Python 3.11 or newer, found $("$PYTHON" --version); set PYTHON to one" >&2
@@ -112,6 +116,21 @@ prepare_tinker() { # root
             [ -x "$venv-$version/bin/python" ] || "$PYTHON" -m venv --without-pip "$venv-$version"
             "$venv/bin/uv" pip install --quiet --python "$venv-$version/bin/python" "tinker==$version"
         done
+        echo "$wanted" >"$venv/.installed"
+    fi
+}
+
+# Makes .venv-verifiers with the newest verifiers and TextArena, and .venv-verifiers-v0 with the last one that has v0.
+prepare_verifiers() { # root
+    local root="$1" venv="$1/.venv-verifiers" wanted
+    wanted="$(echo "${VERIFIERS[*]} $OLDER_VERIFIERS" | cksum)"
+    if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+        [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
+        [ -x "$venv-v0/bin/python" ] || "$PYTHON" -m venv --without-pip "$venv-v0"
+        echo "installing ${VERIFIERS[*]} and $OLDER_VERIFIERS into .venv-verifiers*"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$UV"
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${VERIFIERS[@]}"
+        "$venv/bin/uv" pip install --quiet --python "$venv-v0/bin/python" "$OLDER_VERIFIERS"
         echo "$wanted" >"$venv/.installed"
     fi
 }

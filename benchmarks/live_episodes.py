@@ -3,8 +3,9 @@
     python benchmarks/live_episodes.py          half a minute on a core; with the package skyrl-gym also its environments
 
 Each episode has three turns in plain text, on an engine that answers at once. The first side is a `MultiTurnEnv`, which is a
-function of its state; the others are a `LiveEpisode` and an environment of skyrl-gym, all of which say "on" twice. Figures are
-medians of rounds of 64 episodes, in milliseconds for an episode. The last line printed is one JSON object.
+function of its state; the others are a `LiveEpisode`, an environment of skyrl-gym and one in another process, which asks by HTTP as
+environments of verifiers do. All say "on" twice. The other process is not counted. Figures are medians of rounds of 64 episodes, in
+milliseconds for an episode. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -12,16 +13,23 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from machine import machine, versions
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from outside_venv import venv
+
 import nmoe
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.registry import hand_over
-from nmoe.config.tables.pools import PythonPool
+from nmoe.config.tables.pools import PythonPool, TaskPool, VerifiersPool
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks.own import MultiTurnEnv
@@ -89,13 +97,24 @@ def register_gym() -> bool:
     return True
 
 
-def milliseconds(task: str) -> float:
-    """Returns the CPU time of this process for an episode."""
-    tokenizer = Tokenizer.train((), SMALLEST_VOCABULARY)
+OUTSIDE = f"""
+messages = ["Say."]
+for _ in range({TURNS}):
+    messages += [ask(*messages), "on"]
+return 0.0
+"""
+
+
+def pool_of(task: str) -> PythonPool:
     records = [
         {"prompt": [{"role": "user", "content": f"Say {number}."}], "env_class": "nothing"} for number in range(GROUPS)
     ]
-    pool = PythonPool(type="python", task_type=task, call=hand_over(records)[0])
+    return PythonPool(type="python", task_type=task, call=hand_over(records)[0])
+
+
+def milliseconds(pool: TaskPool) -> float:
+    """Returns the CPU time of this process for an episode."""
+    tokenizer = Tokenizer.train((), SMALLEST_VOCABULARY)
     settings = EnvironmentSettings(env_id="nothing", format="boxed", task_pool=pool)
     environment = Environment.from_settings(settings, tokenizer)
     engine = InstantEngine([*tokenizer.encode("said"), *environment.renderer.stop_ids])
@@ -111,10 +130,13 @@ def milliseconds(task: str) -> float:
 
 
 def main() -> None:
-    sides = {"alone": hand_over(Alone)[0], "live": hand_over(Live)[0]}
+    sides: dict[str, TaskPool] = {"alone": pool_of(hand_over(Alone)[0]), "live": pool_of(hand_over(Live)[0])}
     if register_gym():
-        sides["skyrl_gym"] = "skyrl_gym"
-    found = {name: round(milliseconds(task), 3) for name, task in sides.items()}
+        sides["skyrl_gym"] = pool_of("skyrl_gym")
+    with tempfile.TemporaryDirectory() as scratch:
+        place = str(venv(Path(scratch), OUTSIDE))
+        sides["outside"] = VerifiersPool(type="verifiers", venv=place, environment={"id": "sums", "tasks": GROUPS})
+        found = {name: round(milliseconds(pool), 3) for name, pool in sides.items()}
     for name, value in found.items():
         beside = f"{value - found['alone']:+.3f} ms beside the same turns alone"
         print(f"{name:<10} {value:.3f} ms of CPU for an episode of {TURNS} turns, {beside}")
