@@ -2,7 +2,7 @@
 
 A base that writes 20% of texts backwards and copies the others plays the taskset of examples/verifiers, once through verifiers
 0.4.0 and once through 0.3.1, and has to know the taskset's own evaluation split afterwards. Every trajectory of training and
-evaluation is compared with what the engine was asked and drew. TextArena's GuessTheNumber is played, too.
+evaluation is compared with what the engine was asked and drew. TextArena's GuessTheNumber is played, and vf-eval asks a server.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import random
 import re
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from check import hold
-from served import ROOT
+from served import ROOT, serving
 
 sys.path.append(str(ROOT / "tests"))
 
@@ -77,7 +78,7 @@ RL = """
 [run]
 name = "NAME"
 directory = "HERE"
-steps = 30
+steps = 12
 threads = 1
 [model]
 path = "HERE/base"
@@ -94,7 +95,7 @@ group_size = 8
 learning_rate = 2.5e-3
 eps = 1e-2
 [[eval]]
-every_steps = 30
+every_steps = 12
 problems = 200
 samples = 1
 temperature = 1.0
@@ -207,6 +208,33 @@ def held_out(run: Path) -> list[float]:
     return [record["results"][0]["value"] for record in records]
 
 
+def evaluated(run: Path, venv: str, place: Path) -> tuple[int, float]:
+    """Has `vf-eval` ask a server of the trained model, and returns how many episodes it has, and their mean reward."""
+    asked = ["--no-push", "--no-rich", "--env.taskset.split", "eval", "--env.agent.harness.id", "null"]
+    asked += ["--env.agent.runtime.type", "subprocess"]
+    # It finds uv on the path, with which the harness makes itself an environment.
+    environment = os.environ | {"PATH": f"{venv}/bin:{os.environ['PATH']}", "PYTHONPATH": ".", "HF_HUB_OFFLINE": "1"}
+    with serving(run, "--served-model-name", "tiny", "--threads", "1") as client:
+        url = f"{str(client.http.base_url).rstrip('/')}/v1"
+        command = [f"{venv}/bin/vf-eval", "reverse_text_v1", "-m", "tiny", "-n", "8", "-r", "1", *asked]
+        command += [
+            "--client.base-url",
+            url,
+            "--client.api-key-var",
+            "NO_KEY",
+            "--output-dir",
+            str(place / "evaluated"),
+        ]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    files = list((place / "evaluated").rglob("traces.jsonl"))
+    if done.returncode or not files:
+        sys.exit(f"vf-eval failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    traces = [trace for line in files[0].read_text().splitlines() for trace in json.loads(line)["traces"]]
+    rewards = [trace["rewards"]["backwards"]["score"] for trace in traces if trace["ok"]]
+    print(f"vf-eval: {rewards}", flush=True)
+    return len(rewards), sum(rewards) / max(1, len(rewards))
+
+
 def cpu_s(who: int) -> float:
     used = resource.getrusage(who)
     return used.ru_utime + used.ru_stime
@@ -243,6 +271,10 @@ def main(v1: str, v0: str) -> None:
             checks[f"{name}: solve rate after"] = (last, 0.6, 1.0)
             played = seen.trajectories - seen.lost
             checks[f"{name}: turns as the engine drew them"] = (seen.turns, played, played)
+            if name == "v1":
+                answered, mean = evaluated(run, venvs[name], place)
+                checks["vf-eval: episodes"] = (answered, 8, 8)
+                checks["vf-eval: mean reward"] = (mean, 0.375, 1.0)
             checks[f"{name}: share of episodes lost"] = (seen.lost / seen.trajectories, 0.0, 0.01)
     hold(checks, [])
 
