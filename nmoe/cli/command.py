@@ -27,6 +27,7 @@ from nmoe.cli.model import export, harmonize, import_model, train_tokenizer, upc
 from nmoe.cli.packaged import (
     check,
     gc,
+    import_launch,
     list_configurations,
     list_environments,
     serve_rewards,
@@ -210,7 +211,7 @@ def environments() -> None:
 
 @config.callback()
 def configurations() -> None:
-    """List and show the packaged configurations.
+    """List and show the packaged configurations, and import launches of other trainers.
 
     \b
     Example:
@@ -286,6 +287,7 @@ env.command("records", cls=Verb)(write_records)
 env.command("serve", cls=Verb)(serve_rewards)
 config.command("list", cls=Verb)(list_configurations)
 config.command("show", cls=Verb)(show_configuration)
+config.command("import", cls=Verb)(import_launch)
 tokenizer.command("train", cls=Verb)(train_tokenizer)
 tokenizer.command(cls=Verb)(harmonize)
 runs.command("list", cls=Verb)(list_runs)

@@ -1,5 +1,5 @@
-"""The commands `nmoe config ...` and `nmoe env ...`: list and show packaged configurations and environments, check an environment,
-and offer it to other trainers."""
+"""The commands `nmoe config ...` and `nmoe env ...`: list and show packaged configurations and environments, import launches of
+other trainers, check an environment, and offer it to other trainers."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,6 +34,46 @@ def show_configuration(name: Annotated[str, typer.Argument()]) -> None:
     from nmoe.config.listing import show_configuration
 
     typer.echo(show_configuration(name), nl=False)
+
+
+def import_launch(
+    launch: Annotated[str, typer.Argument(metavar="LAUNCH")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE")] = None,
+    program: Annotated[str | None, typer.Option("--program", metavar="PROGRAM")] = None,
+) -> None:
+    """Convert a launch of TRL, OpenRLHF, verl or SkyRL to nmoe's TOML.
+
+    Every key of the launch is a value of the TOML, or named in its comments with the reason why it has no counterpart. Where
+    the other trainer has another default than nmoe, its default is written. Nothing is run. Exits with 1 if nmoe refuses
+    the result as it stands.
+
+    \b
+    Example:
+      nmoe config import "trl grpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name train.jsonl --beta 0.01"
+    Example, a script of OpenRLHF:
+      nmoe config import train_grpo.sh --out mine.toml
+      nmoe preflight mine.toml
+
+    Args:
+        launch: The command in quotes, or a shell script or YAML file with it.
+        out: The file to write; default: the TOML is printed.
+        program: The program that the keys are for, such as "trl grpo" or "openrlhf ppo"; default: recognised.
+    """
+    from nmoe.config.launches.command import imported, summary
+    from nmoe.config.launches.write import written
+    from nmoe.errors import UserError
+
+    found = imported(launch, program)
+    if out is None:
+        typer.echo(written(found), nl=False)
+    elif out.exists():
+        raise UserError(f"--out={out}: exists; name another file, or remove it")
+    else:
+        out.write_text(written(found))
+    for line in summary(found):
+        typer.echo(line, err=True)
+    if found.refused:
+        raise typer.Exit(1)
 
 
 def check(

@@ -142,3 +142,20 @@ def paths_of(schema: type[Section], in_arrays: bool = False) -> Iterator[tuple[s
         for section in (*sections_of(known.annotation), *items):
             for path in paths_of(section, in_arrays):
                 yield (key, *path)
+
+
+def default_of(schema: type[Section], key: str) -> Any:
+    """Returns the default of a key with dots, `eval.0.every_steps`; None if it is required, unknown, or of a union of sections."""
+    annotation: Any = schema
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            annotation = item_of(annotation, int(part))
+            continue
+        sections = sections_of(annotation)
+        if len(sections) != 1 or (field := sections[0].model_fields.get(part)) is None:
+            return None
+        if index == len(parts) - 1:
+            return None if field.is_required() else field.default
+        annotation = field.annotation
+    return None

@@ -1,0 +1,204 @@
+"""Converts a launch by the catalogue of its program: nmoe's keys, and the lists of what differs, is to be filled in, has no
+counterpart, or is unknown."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from nmoe.config.commands import COMMANDS
+from nmoe.config.launches.read import Given, Launch
+from nmoe.config.launches.rows import NOTHING, Program, Reading, Row
+from nmoe.config.schema import default_of
+from nmoe.errors import UserError, shown
+
+
+@dataclass
+class Imported:
+    """A launch in nmoe's keys. `values` and `origins` are by nmoe's keys, with dots; the lists are lines for the user."""
+
+    program: Program
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    differs: list[str] = field(default_factory=list)
+    to_fill: dict[str, str] = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+def convert(launch: Launch, program: Program) -> Imported:
+    """Returns the launch in nmoe's keys. Raises UserError for two spellings of one key."""
+    _refuse_two_spellings(launch, program)
+    reading = Reading.of(launch, program)
+    found = Imported(program)
+    for row in program.rows:
+        if row.convert is not None:
+            _apply(row, reading, found)
+    for key, one in reading.given.items():
+        _account(key, one, program, found)
+    for key, one in launch.starter.items():
+        found.without.append(_of_starter(key, one, key in reading.counted))
+    for row in program.rows:
+        _differences(row, reading, found)
+    found.differs = [*reading.notes, *found.differs, *program.always]
+    found.to_fill = reading.to_fill
+    return found
+
+
+def _refuse_two_spellings(launch: Launch, program: Program) -> None:
+    seen: dict[str, Given] = {}
+    for key, one in launch.given.items():
+        if (other := seen.get(name := program.canonical(key))) is not None:
+            raise UserError(f"{one.place}: {key} and {other.key} ({other.place}) are the same key; leave one out")
+        seen[name] = one
+
+
+def _apply(row: Row, reading: Reading, found: Imported) -> None:
+    assert row.convert is not None, "chosen by it"
+    given = [name for name in row.theirs if name in reading.given]
+    for key, value in row.convert(reading).items():
+        if value is None:
+            continue
+        assert key not in found.values, f"{key} has two rows"
+        if not given and key not in _ALWAYS and value == default_of(COMMANDS[found.program.command], key):
+            continue
+        found.values[key] = value
+        found.origins[key] = _origin(row, given, reading)
+
+
+# What the defaults of nmoe's commands depend on other keys for, and what a reader looks for first.
+_ALWAYS = frozenset(
+    {"optimizer.learning_rate", "algorithm.advantage", "algorithm.aggregation", "optimizer.min_lr_ratio"}
+)
+
+
+def _origin(row: Row, given: Sequence[str], reading: Reading) -> str:
+    """Returns from which of the trainer's keys a value comes, for the comment behind it."""
+    if given:
+        return ", ".join(_written(reading.given[name], row.secret) for name in given)
+    defaults = [name for name in row.theirs if reading.program.defaults.get(name) is not None]
+    shown_defaults = ", ".join(f"{name} = {_text(reading.program.defaults[name])}" for name in defaults[:3])
+    return f"default of {reading.program.trainer}" + (f": {shown_defaults}" if shown_defaults else "")
+
+
+def _written(one: Given, secret: bool) -> str:
+    return one.key if one.value is True or secret else f"{one.key} = {_text(one.value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        "null"
+        if value is None
+        else shown(value, 60)
+        if isinstance(value, list | tuple | dict)
+        else str(value).replace("\n", "\\n")[:60]
+    )
+
+
+def _account(key: str, one: Given, program: Program, found: Imported) -> None:
+    """Names a given key that has no counterpart, has no effect here, or is unknown."""
+    row = program.row_of(key)
+    if row is None:
+        found.unknown.append(f"{one.place}: {_written(one, _is_secret(key))}{_closest(key, program)}")
+    elif row.convert is None:
+        found.without.append(f"{_written(one, row.secret)}: {row.text}")
+    elif not any(key in row.theirs for row in program.rows if row.ours and _took_effect(row, found)):
+        found.without.append(f"{_written(one, row.secret)}: has no effect beside the other keys ({row.text})")
+
+
+def _took_effect(row: Row, found: Imported) -> bool:
+    return any(
+        one in found.values or ("*" in one and any(key.startswith(one.rstrip("*")) for key in found.values))
+        for one in row.ours
+    )
+
+
+def _is_secret(key: str) -> bool:
+    return any(part in key.lower() for part in ("token", "api_key", "wandb_key", "password", "secret"))
+
+
+def _closest(key: str, program: Program) -> str:
+    names = [name for row in program.rows for name in row.theirs if "*" not in name] + list(program.aliases)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+    return f" (closest: {near[0]})" if near else ""
+
+
+def _of_starter(key: str, one: Given, is_counted: bool) -> str:
+    """Returns the line for an option of what starts the program, or a variable set in front of it."""
+    if is_counted:
+        return f"{key} {_text(one.value)}: counts in the size of a step, and in [placement]"
+    if "-" not in key:
+        return f"{key}: a variable of the environment; set it in front of nmoe's command if your code reads it"
+    value = "" if one.value is True else f" {_text(one.value)}"
+    return f"{key}{value}: an option of what starts the trainer; nmoe starts its processes by [placement]"
+
+
+def _differences(row: Row, reading: Reading, found: Imported) -> None:
+    """Says that a key without counterpart changes the run, where its value (given, or the trainer's default) is not neutral."""
+    if row.neutral is NOTHING or row.convert is not None:
+        return
+    for name in row.theirs:
+        if name not in reading.given and name not in reading.program.defaults:
+            continue
+        value = reading[name]
+        if value is None or value == row.neutral:
+            continue
+        how = (
+            _written(reading.given[name], row.secret)
+            if name in reading.given
+            else f"{name} = {_text(value)} (default of {reading.program.trainer})"
+        )
+        found.differs.append(f"{how}: {row.text}")
+
+
+def recognised(launch: Launch, programs: Sequence[Program], asked: str | None) -> Program:
+    """Returns the program of a launch: the one that `asked` names, else by its module or script, else by its keys.
+
+    Raises UserError if no program, or more than one, fits.
+    """
+    names = [program.name for program in programs]
+    if asked is not None:
+        if asked not in names:
+            raise UserError(f"--program={asked}: unknown; one of {', '.join(names)}")
+        return programs[names.index(asked)]
+    known = {one.name: sum(one.knows(key) for key in launch.given) for one in programs}
+    dotted = launch.program.removesuffix(".py").replace("/", ".")
+    fitting = [one for one in programs if any(module in dotted for module in one.modules)]
+    fitting = [one for one in fitting if 2 * known[one.name] >= len(launch.given)]
+    if fitting:
+        return max(fitting, key=lambda one: max(len(module) for module in one.modules if module in dotted))
+    best = max(known.values(), default=0)
+    fits = [name for name in names if known[name] == best]
+    started = f" of {launch.program}" if launch.program else ""
+    if best == 0 or 2 * best < len(launch.given):
+        raise UserError(
+            f"{launch.place}: the launch{started} is of no trainer that is known ({best} of its {len(launch.given)} keys "
+            f"are); name it with --program, one of " + ", ".join(names)
+        )
+    if len(fits) > 1:
+        raise UserError(f"{launch.place}: the keys{started} fit {', '.join(fits)}; name one with --program")
+    return programs[names.index(fits[0])]
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keys with dots as nested tables; a number in a key is the index of an array of tables."""
+    root: dict[str, Any] = {}
+    for key, value in values.items():
+        parts, table = key.split("."), root
+        for part, after in pairwise(parts):
+            if part.isdigit():
+                continue
+            below: Any = table.setdefault(part, [] if after.isdigit() else {})
+            if isinstance(below, list):
+                while len(below) <= int(after):
+                    below.append({})
+                below = below[int(after)]
+            table = below
+        table[parts[-1]] = value
+    return root

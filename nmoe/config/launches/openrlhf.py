@@ -1,0 +1,819 @@
+"""OpenRLHF: `openrlhf.cli.train_ppo_ray`, `train_sft`, `train_dpo` and `train_rm`.
+
+Keys are spelled as in 0.11.2 (`--actor.adam.lr`); the aliases are those of 0.9.3 (`--actor_learning_rate`). Defaults are from the
+argument parsers in `openrlhf/cli` of both versions. The batch is counted in samples (`trainer/ppo_trainer.py`: steps are prompts
+times samples divided by train.batch_size), advantages are in `trainer/ppo_utils/experience_maker.py`, losses in `models/loss.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nmoe.config.launches.rows import (
+    Converted,
+    Program,
+    Reading,
+    Row,
+    number,
+    same,
+    switch,
+    together,
+    whole,
+    without,
+)
+from nmoe.config.launches.shared import (
+    EVALUATED,
+    FILL_IN,
+    GROUPS_DROPPED,
+    PRECISIONS,
+    at_home,
+    grader,
+    kl,
+    lora_targets,
+    name_of,
+    pool,
+    probe,
+    records,
+    schedule,
+    updates,
+)
+
+_SHARED_ALIASES = {
+    "save_path": "ckpt.output_dir", "save_steps": "ckpt.save_steps", "save_hf_ckpt": "ckpt.save_hf",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "logging_steps": "logger.logging_steps", "eval_steps": "eval.steps", "ckpt_path": "ckpt.path",
+    "max_ckpt_num": "ckpt.max_num",
+    "max_ckpt_mem": "ckpt.max_mem", "load_checkpoint": "ckpt.load_enable", "use_ds_universal_ckpt": "ds.use_universal_ckpt",
+    "micro_train_batch_size": "train.micro_batch_size", "train_batch_size": "train.batch_size", "seed": "train.seed",
+    "full_determinism": "train.full_determinism_enable", "zero_stage": "ds.zero_stage", "param_dtype": "ds.param_dtype", "flash_attn": "ds.attn_implementation",
+    "zpg": "ds.zpg",
+    "adam_offload": "ds.adam_offload", "attn_implementation": "ds.attn_implementation",
+    "use_liger_kernel": "ds.use_liger_kernel",
+    "grad_accum_dtype": "ds.grad_accum_dtype", "overlap_comm": "ds.overlap_comm", "deepcompile": "ds.deepcompile",
+    "disable_fast_tokenizer": "data.disable_fast_tokenizer", "ds_tensor_parallel_size": "ds.tensor_parallel_size",
+    "max_epochs": "train.max_epochs", "ring_attn_size": "ds.ring_attn_size", "ring_head_stride": "ds.ring_attn_head_stride",
+    "load_in_4bit": "ds.load_in_4bit", "lora_rank": "ds.lora.rank", "lora_alpha": "ds.lora.alpha",
+    "target_modules": "ds.lora.target_modules",
+    "lora_dropout": "ds.lora.dropout", "packing_samples": "ds.packing_samples", "eval_dataset": "eval.dataset",
+    "eval_split": "eval.split",
+    "max_samples": "data.max_samples", "input_key": "data.input_key", "input_template": "data.input_template",
+    "apply_chat_template": "data.apply_chat_template", "max_len": "data.max_len", "use_wandb": "logger.wandb.key",
+    "wandb_org": "logger.wandb.org", "wandb_group": "logger.wandb.group", "wandb_project": "logger.wandb.project",
+    "wandb_run_name": "logger.wandb.run_name", "use_tensorboard": "logger.tensorboard_dir",
+    "value_head_prefix": "ds.value_head_prefix",
+}  # fmt: skip
+
+_PPO_ALIASES = _SHARED_ALIASES | {
+    "ref_num_nodes": "ref.num_nodes", "ref_num_gpus_per_node": "ref.num_gpus_per_node", "reward_num_nodes": "reward.num_nodes",
+    "reward_num_gpus_per_node": "reward.num_gpus_per_node", "colocate_actor_ref": "train.colocate_actor_ref",
+    "actor_num_nodes": "actor.num_nodes", "actor_num_gpus_per_node": "actor.num_gpus_per_node",
+    "critic_num_nodes": "critic.num_nodes",
+    "critic_num_gpus_per_node": "critic.num_gpus_per_node", "colocate_critic_reward": "train.colocate_critic_reward",
+    "colocate_all_models": "train.colocate_all", "vllm_num_engines": "vllm.num_engines",
+    "vllm_tensor_parallel_size": "vllm.tensor_parallel_size", "vllm_sync_backend": "vllm.sync_backend",
+    "vllm_sync_with_ray": "vllm.sync_with_ray", "enable_prefix_caching": "vllm.enable_prefix_caching",
+    "enforce_eager": "vllm.enforce_eager",
+    "vllm_enable_sleep": "vllm.enable_sleep", "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
+    "async_train": "train.async_enable",
+    "async_queue_size": "train.async_queue_size", "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "gradient_checkpointing_use_reentrant": "actor.gradient_checkpointing_reentrant", "enable_ema": "train.enable_ema",
+    "ema_beta": "train.ema_beta", "deepspeed_enable_sleep": "ds.enable_sleep",
+    "use_dynamic_batch": "train.dynamic_batch_enable",
+    "rollout_max_tokens_per_gpu": "rollout.max_tokens_per_gpu", "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
+    "num_episodes": "train.num_episodes", "rollout_batch_size": "rollout.batch_size",
+    "vllm_generate_batch_size": "rollout.vllm_generate_batch_size", "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "max_norm": "actor.max_norm", "l2": "actor.adam.weight_decay", "eps_clip": "actor.eps_clip",
+    "eps_clip_low_high": "actor.eps_clip_low_high",
+    "dual_clip": "actor.dual_clip", "value_clip": "critic.value_clip", "lambd": "algo.advantage.lambd",
+    "gamma": "algo.advantage.gamma",
+    "normalize_reward": "reward.normalize_enable", "top_p": "rollout.top_p", "temperature": "rollout.temperature",
+    "freezing_actor_steps": "critic.freezing_steps", "n_samples_per_prompt": "rollout.n_samples_per_prompt",
+    "save_value_network": "critic.save_value_network", "actor_learning_rate": "actor.adam.lr",
+    "critic_learning_rate": "critic.adam.lr",
+    "lr_warmup_ratio": "actor.lr_warmup_ratio", "lr_scheduler": "actor.lr_scheduler", "kl_target": "algo.kl.target",
+    "kl_horizon": "algo.kl.horizon", "init_kl_coef": "algo.kl.init_coef", "policy_loss_type": "actor.policy_loss_type",
+    "kl_estimator": "algo.kl.estimator", "aux_loss_coef": "actor.aux_loss_coef", "entropy_loss_coef": "actor.entropy_coef",
+    "adam_betas": "actor.adam.betas", "reward_clip_range": "reward.clip_range",
+    "advantage_estimator": "algo.advantage.estimator",
+    "use_kl_loss": "algo.kl.use_loss", "no_advantage_std_norm": "algo.advantage.no_std_norm",
+    "overlong_buffer_len": "reward.overlong_buffer_len",
+    "overlong_penalty_factor": "reward.overlong_penalty_factor",
+    "stop_properly_penalty_coef": "reward.stop_properly_penalty_coef",
+    "pretrain": "actor.model_name_or_path", "reward_pretrain": "reward.model_name_or_path",
+    "remote_rm_url": "reward.remote_url",
+    "critic_pretrain": "critic.model_name_or_path", "ref_reward_offload": "ref.offload",
+    "agent_func_path": "train.agent_func_path",
+    "prompt_data": "data.prompt_dataset", "prompt_data_probs": "data.prompt_probs", "prompt_split": "data.prompt_split",
+    "eval_temperature": "eval.temperature", "eval_n_samples_per_prompt": "eval.n_samples_per_prompt",
+    "label_key": "data.label_key",
+    "dynamic_filtering": "algo.dynamic_filtering_enable", "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
+}  # fmt: skip
+
+_SUPERVISED_ALIASES = _SHARED_ALIASES | {
+    "gradient_checkpointing": "model.gradient_checkpointing_enable", "max_norm": "max_norm", "l2": "adam.weight_decay",
+    "gradient_checkpointing_use_reentrant": "model.gradient_checkpointing_reentrant", "aux_loss_coef": "model.aux_loss_coef",
+    "pretrain": "model.model_name_or_path", "learning_rate": "adam.lr", "lr_warmup_ratio": "lr_warmup_ratio",
+    "lr_scheduler": "lr_scheduler",
+    "pretrain_mode": "model.pretrain_mode_enable", "adam_betas": "adam.betas", "dataset": "data.dataset",
+    "dataset_probs": "data.dataset_probs",
+    "dataset_split": "data.dataset_split", "multiturn": "data.multiturn", "output_key": "data.output_key",
+    "tokenizer_chat_template": "data.tokenizer_chat_template", "beta": "model.beta", "ipo": "model.ipo_enable",
+    "label_smoothing": "model.label_smoothing", "nll_loss_coef": "model.nll_loss_coef",
+    "ref_pretrain": "ref.model_name_or_path",
+    "ref_offload": "ref.offload", "prompt_key": "data.prompt_key", "chosen_key": "data.chosen_key",
+    "rejected_key": "data.rejected_key",
+    "compute_fp32_loss": "model.compute_fp32_loss_enable", "margin_loss": "model.margin_loss_enable", "loss": "model.loss_type",
+}  # fmt: skip
+
+# Keys that 0.9.3 had and 0.11.2 has not: lengths, and how vLLM's probabilities are corrected.
+_OF_0_9 = (
+    "prompt_max_len",
+    "generate_max_len",
+    "enable_vllm_is_correction",
+    "vllm_is_correction_type",
+    "vllm_is_truncated_threshold",
+)
+
+
+def _is_old(reading: Reading) -> bool:
+    """Whether the launch is written for 0.9.3, by its spelling."""
+    return any(one.key in reading.program.aliases or one.key in _OF_0_9 for one in reading.given.values())
+
+
+def _lengths(reading: Reading) -> tuple[int, int]:
+    """Returns the most tokens of a prompt and of a completion."""
+    if _is_old(reading):
+        return reading.whole("prompt_max_len", 1024) or 1024, reading.whole("generate_max_len", 1024) or 1024
+    longest = reading.whole("data.max_len")
+    return 0, reading.whole("rollout.max_new_tokens", longest) or longest
+
+
+def _of_lengths(reading: Reading) -> Converted:
+    prompt, completion = _lengths(reading)
+    if not _is_old(reading):
+        reading.differs(
+            "data.max_len bounds prompt and completion together; nmoe bounds completions by sampling.max_new_tokens, and the "
+            "sum by the model's "
+            "context"
+        )
+    return {"environment.budget.prompt_tokens": prompt or None, "sampling.max_new_tokens": completion}
+
+
+def _batch(reading: Reading) -> Converted:
+    prompts, group = reading.whole("rollout.batch_size"), reading.whole("rollout.n_samples_per_prompt", 1)
+    steps = updates(reading, prompts * group, reading.number("train.batch_size"), prompts, "train_batch_size")
+    return {"batch.prompts_per_step": prompts, "batch.group_size": group, "batch.updates_per_step": steps}
+
+
+def _microbatch(reading: Reading) -> Converted:
+    if reading.yes("train.dynamic_batch_enable"):
+        return {"batch.tokens_per_microbatch": reading.whole("train.max_tokens_per_gpu")}
+    prompt, completion = _lengths(reading)
+    longest = prompt + completion if _is_old(reading) else max(completion, reading.whole("data.max_len"))
+    default = 4 if _is_old(reading) else 1
+    count = reading.whole("train.micro_batch_size", default) if reading.has("train.micro_batch_size") else default
+    return {"batch.tokens_per_microbatch": max(1, count) * longest}
+
+
+_ESTIMATORS = {"gae": "gae", "reinforce": "reinforce_pp", "rloo": "rloo", "group_norm": "grpo", "dr_grpo": "dr_grpo"}
+
+
+def _advantage(reading: Reading) -> Converted:
+    name = str(reading["algo.advantage.estimator"])
+    unscaled = reading.yes("algo.advantage.no_std_norm")
+    if name == "reinforce_baseline":
+        if not unscaled:
+            reading.differs(
+                "reinforce_baseline subtracts the group's mean and then divides by the deviation over the batch's tokens; "
+                "nmoe's dr_grpo does "
+                "not divide"
+            )
+        return {"algorithm.advantage": "dr_grpo"}
+    if name == "flash_reinforce":
+        reading.differs(
+            "flash_reinforce subtracts the mean of the rollout batch; nmoe's reinforce_pp divides by its deviation, too"
+        )
+        return {"algorithm.advantage": "reinforce_pp"}
+    if unscaled and name in ("gae", "reinforce"):
+        reading.differs(
+            f"no_advantage_std_norm: nmoe's {_ESTIMATORS[name]} divides advantages by their deviation over the batch"
+        )
+    return {"algorithm.advantage": _ESTIMATORS.get(name, "grpo")}
+
+
+def _loss(reading: Reading) -> Converted:
+    bounds = reading["actor.eps_clip_low_high"]
+    low, high = bounds if isinstance(bounds, list) and len(bounds) == 2 else (reading["actor.eps_clip"],) * 2
+    found: dict[str, Any] = {"algorithm.clip_low": float(low), "algorithm.clip_high": float(high)}
+    if reading["actor.policy_loss_type"] == "gspo":
+        return {**found, "algorithm.loss": "gspo"}
+    if reading["actor.dual_clip"]:
+        return {**found, "algorithm.loss": "dual_clip", "algorithm.dual_clip_bound": float(reading["actor.dual_clip"])}
+    return {**found, "algorithm.loss": "clip"}
+
+
+def _aggregation(reading: Reading) -> Converted:
+    if reading["actor.policy_loss_type"] == "gspo" or reading["actor.loss_agg_mode"] == "seq-mean-token-mean":
+        return {"algorithm.aggregation": "sequence"}
+    if not _is_old(reading):
+        return {"algorithm.aggregation": "token"}
+    # 0.9.3 takes the mean over a micro-batch's tokens, and then over micro-batches: with one sequence each, over sequences.
+    if not reading.yes("train.dynamic_batch_enable") and reading.whole("train.micro_batch_size", 4) == 1:
+        return {"algorithm.aggregation": "sequence"}
+    reading.differs(
+        "OpenRLHF 0.9.3 takes the mean of the loss over the tokens of each micro-batch; nmoe over those of the "
+        "whole update"
+    )
+    return {"algorithm.aggregation": "token"}
+
+
+def _kl(reading: Reading) -> Converted:
+    in_loss = reading.yes("algo.kl.use_loss")
+    coef = reading["algo.kl.init_coef"]
+    estimator = str(reading["algo.kl.estimator"])
+    if coef and not in_loss and str(reading["algo.advantage.estimator"]) not in ("gae", "reinforce"):
+        reading.differs(
+            "the KL penalty of each token is added behind the group's baseline; nmoe subtracts a sample's sum from its "
+            "reward before the baseline"
+        )
+    return kl(coef, "loss" if in_loss else "reward", estimator, reading.yes("algo.kl.unbiased_gradient"))
+
+
+def _precision(reading: Reading) -> Converted:
+    # Before 0.9 there was a switch, `--bf16`.
+    return {"model.precision": "bfloat16" if reading.yes("bf16") else PRECISIONS[str(reading["ds.param_dtype"])]}
+
+
+def _schedule(prefix: str) -> Row:
+    keys = [f"{prefix}lr_scheduler", f"{prefix}lr_warmup_ratio", f"{prefix}min_lr_ratio"]
+
+    def convert(reading: Reading) -> Converted:
+        name = str(reading[keys[0]])
+        ratio = 0.0 if name == "constant" else float(reading.number(keys[1]))
+        return schedule(reading, name, reading.number(keys[2]) if "min_lr" in name else None, warmup_ratio=ratio)
+
+    text = "linear warm-up, then a half cosine to a share of the peak; constant schedules end at 1"
+    return together(keys, ("optimizer.min_lr_ratio", "optimizer.warmup_ratio"), convert, text)
+
+
+def _betas(key: str) -> Row:
+    def convert(reading: Reading) -> Converted:
+        first, second = reading[key]
+        return {"optimizer.beta1": float(first), "optimizer.beta2": float(second)}
+
+    return together([key], ("optimizer.beta1", "optimizer.beta2"), convert, "the two of them")
+
+
+def _lora(reading: Reading) -> Converted:
+    if (rank := reading.whole("ds.lora.rank")) == 0:
+        return {}
+    alpha = reading.number("ds.lora.alpha", 16)
+    return {
+        "lora.rank": rank,
+        "lora.alpha": float(alpha),
+        "lora.targets": lora_targets(reading, reading["ds.lora.target_modules"]),
+    }
+
+
+_LORA = together(
+    ("ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules"), ("lora.rank", "lora.alpha", "lora.targets"), _lora,
+    "rank 0 trains all weights; the default targets, all-linear, are nmoe's default ones",
+)  # fmt: skip
+
+
+def _correction(reading: Reading) -> Converted:
+    if _is_old(reading):
+        if not reading.yes("enable_vllm_is_correction"):
+            return {"algorithm.correction": "none"} if reading.yes("train.async_enable") else {}
+        low, high = reading["vllm_is_truncated_threshold"] or (0.5, 5.0)
+        kind = str(reading["vllm_is_correction_type"] or "tis")
+    else:
+        level, mode = reading["algo.advantage.is_correction_level"], reading["algo.advantage.is_correction_mode"]
+        if level == "off":
+            return {"algorithm.correction": "none"} if reading.yes("train.async_enable") else {}
+        bounds = reading["algo.advantage.is_correction_threshold"]
+        low, high = (0.0, bounds) if not isinstance(bounds, list) else bounds if len(bounds) == 2 else (0.0, bounds[0])
+        kind = "mis" if level == "seq" else "icepop" if mode == "mask" else "tis"
+        if reading["algo.advantage.is_correction_gating"] not in (None, "ratio"):
+            reading.differs(
+                f"is_correction_gating = {reading['algo.advantage.is_correction_gating']}: nmoe's windows are of "
+                f"the ratio alone"
+            )
+    if kind == "tis":
+        if low:
+            reading.differs(f"the ratio to vLLM is also held above {low}; nmoe's tis caps it from above alone")
+        return {"algorithm.correction": "tis", "algorithm.correction_cap": float(high)}
+    window = [float(low) or 1e-9, float(high)]
+    if kind == "icepop":
+        return {"algorithm.correction": "mask", "algorithm.correction_window": window}
+    reading.differs(
+        "tokens of sequences inside the window keep their ratio uncapped; nmoe caps it at algorithm.correction_cap"
+    )
+    return {"algorithm.correction": "sequence_mask", "algorithm.correction_window": window}
+
+
+def _placement(reading: Reading) -> Converted:
+    engines = reading.whole("vllm.num_engines")
+    if engines <= 0:
+        return {}
+    found: dict[str, Any] = {
+        "engine.kind": "vllm",
+        "placement.engines": engines,
+        "placement.learner_gpus": reading.whole("actor.num_nodes", 1) * reading.whole("actor.num_gpus_per_node", 8),
+        "placement.tensor_parallel": reading.whole("vllm.tensor_parallel_size", 1),
+        "placement.memory_share": float(reading.number("vllm.gpu_memory_utilization", 0.95)),
+    }
+    if reading.yes("train.colocate_all") and not reading.yes("train.async_enable"):
+        reading.differs(
+            "vLLM sleeps while OpenRLHF trains on the same GPUs; nmoe's engines keep placement.memory_share of a GPU: lower "
+            "it to what training "
+            "leaves (`nmoe plan`)"
+        )
+        return {**found, "placement.layout": "colocated"}
+    if reading.whole("actor.num_nodes", 1) > 1:
+        found["placement.launcher"] = "ray"
+    return found
+
+
+def _asynchrony(reading: Reading) -> Converted:
+    if not reading.yes("train.async_enable"):
+        return {}
+    # 0.9.3 has a plain queue: one batch more is sampled while the queue is full.
+    staleness = reading.whole("train.async_queue_size", 1) + _is_old(reading)
+    in_flight = "stale_kv" if reading.yes("train.partial_rollout_enable") else "drain"
+    return {"async.max_staleness": staleness, "async.in_flight": in_flight}
+
+
+def _data(reading: Reading) -> Converted:
+    found = pool(
+        reading,
+        "environment.task_pool",
+        reading["data.prompt_dataset"],
+        reading["data.prompt_split"],
+        None,
+        reading["data.max_samples"],
+    )
+    found["environment.env_id"] = (
+        name_of(str(reading["data.prompt_dataset"] or "problems").split("/")[-1].partition(".")[0]) or "problems"
+    )
+    found["environment.task_pool.problem_field"] = reading["data.input_key"]
+    found["environment.task_pool.answer_field"] = reading["data.label_key"]
+    if reading["data.prompt_probs"]:
+        reading.differs("prompt_data_probs: mix the datasets by the weights of [[environment.task_pool.sources]]")
+    return found
+
+
+def _rewards(reading: Reading) -> Converted:
+    if reading["reward.model_name_or_path"] and not reading["reward.remote_url"]:
+        path = str(reading["reward.model_name_or_path"]).split(",")[0]
+        reading.fill(
+            "environment.rewards.0.path",
+            "a reward model trained by `nmoe reward`; another's checkpoint has another head",
+        )
+        return {
+            "environment.task": "open", "environment.rewards.0.type": "reward_model",
+            "environment.rewards.0.name": "reward_model",
+            "environment.rewards.0.path": path,
+        }  # fmt: skip
+    by = reading["train.agent_func_path"] or reading["reward.remote_url"]
+    return grader(reading, [str(by)] if by else [])
+
+
+def _evaluation(reading: Reading) -> Converted:
+    every, dataset = reading.whole("eval.steps"), reading["eval.dataset"]
+    if not dataset or every <= 0:
+        return {}
+    reading.fill("eval.0.environment.task", "as environment.task")
+    reading.differs(EVALUATED.format(trainer="OpenRLHF"))
+    name = name_of(str(dataset).split("/")[-1].partition(".")[0]) or "evaluation"
+    training = str(reading["data.prompt_dataset"]).split("/")[-1].partition(".")[0]
+    return {
+        "eval.0.every_steps": every,
+        **probe(reading["eval.temperature"], reading["eval.n_samples_per_prompt"]),
+        "eval.0.environment.env_id": f"{name}_eval" if name == name_of(training) else name,
+        "eval.0.environment.task": "math",
+        **pool(reading, "eval.0.environment.task_pool", dataset, reading["eval.split"]),
+        "eval.0.environment.task_pool.problem_field": reading["data.input_key"],
+        "eval.0.environment.task_pool.answer_field": reading["data.label_key"],
+    }
+
+
+def _critic(reading: Reading) -> Converted:
+    if reading["algo.advantage.estimator"] != "gae":
+        return {}
+    return {
+        "critic.learning_rate": float(reading["critic.adam.lr"]),
+        "critic.path": reading["critic.model_name_or_path"],
+        "critic.gamma": float(reading["algo.advantage.gamma"]),
+        "critic.trace_decay": float(reading["algo.advantage.lambd"]),
+        "critic.clip": float(reading["critic.value_clip"]),
+        "critic.warmup_steps": max(0, reading.whole("critic.freezing_steps")),
+    }
+
+
+def _directories(reading: Reading) -> Converted:
+    path, named = reading["ckpt.path"] if reading.has("ckpt.path") else None, reading["logger.wandb.run_name"]
+    out = reading["ckpt.output_dir"] if reading.has("ckpt.output_dir") else None
+    parent, _, last = at_home(path or out or "").rstrip("/").rpartition("/")
+    found: dict[str, Any] = {
+        "run.name": name_of(named) or name_of(last) if named or last else None,
+        "run.directory": parent or None,
+    }
+    if out and path:
+        found["checkpoint.export_directory"] = at_home(out).rstrip("/").rpartition("/")[0] or "."
+    return found
+
+
+def _sinks(reading: Reading) -> Converted:
+    to = ["wandb"] if reading["logger.wandb.key"] else []
+    to += ["tensorboard"] if reading["logger.tensorboard_dir"] else []
+    return {"sinks.to": to or None, "sinks.project": reading["logger.wandb.project"] if "wandb" in to else None}
+
+
+def _overlong(reading: Reading) -> Converted:
+    buffer, factor = reading.whole("reward.overlong_buffer_len"), reading.number("reward.overlong_penalty_factor", 1)
+    if buffer and factor != 1:
+        reading.differs(f"overlong_penalty_factor = {factor}: nmoe's penalty rises to 1")
+    return {"algorithm.overlong_buffer": buffer or None}
+
+
+def _filtering(reading: Reading) -> Converted:
+    if not reading.yes("algo.dynamic_filtering_enable"):
+        return {"batch.max_refills": 0}
+    low, high = reading["algo.dynamic_filtering_range"]
+    if (low, high) != (0, 1):
+        reading.differs(
+            f"dynamic_filtering_reward_range {low} {high}: groups at the bounds are left out; nmoe's "
+            f"batch.solve_rate keeps them"
+        )
+        return {"batch.max_refills": 8, "batch.solve_rate": [float(low), float(high)]}
+    reading.differs("dynamic filtering samples until the batch is full; nmoe refills at most batch.max_refills times")
+    return {"batch.max_refills": 8}
+
+
+_OPERATION = (
+    without("nmoe trains without DeepSpeed: [parallel] shards weights, gradients and optimizer over all ranks; the numbers "
+            "are the same",
+            "ds.zero_stage", "ds.zpg", "ds.overlap_comm", "ds.grad_accum_dtype", "ds.deepcompile", "ds.enable_sleep",
+            "ds.use_universal_ckpt",
+            "local_rank"),
+    without("nmoe chooses its own kernels of attention and of the loss", "ds.attn_implementation", "ds.use_liger_kernel",
+        "ds.packing_samples",
+            "ds.experts_implementation"),
+    without("nmoe's checkpoints have one form, which resumes and exports (`nmoe export`)", "ckpt.save_hf", "ckpt.disable_ds",
+        "ckpt.max_mem"),
+    without("nmoe shards weights over ranks, and divides no layer or sequence", "ds.ring_attn_size", "ds.ring_attn_head_stride",
+        "ds.tensor_parallel_size"),
+    without("nmoe trains adapters on a base in the run's precision", "ds.load_in_4bit", neutral=False),
+    without("nmoe's adapters have no dropout", "ds.lora.dropout", neutral=0),
+    without("nmoe has one form of activation checkpointing", "actor.gradient_checkpointing_reentrant",
+        "model.gradient_checkpointing_reentrant"),
+    without("every step is recorded", "logger.logging_steps"),
+    without("W&B reads entity and group from its own variables, WANDB_ENTITY and WANDB_RUN_GROUP", "logger.wandb.org",
+        "logger.wandb.group"),
+    without("tokenizers of the package tokenizers are always used", "data.disable_fast_tokenizer"),
+    without("a run reads its data in its own process", "data.dataloader_num_workers"),
+    without("models are read from directories and the Hugging Face hub", "use_ms"),
+    without('nmoe\'s runs repeat bit for bit with model.numerics = "exact"', "train.full_determinism_enable"),
+    without("the best checkpoint is chosen by the first probe", "ckpt.best_metric_key"),
+)  # fmt: skip
+
+_MUON = ("AdamW is nmoe's optimizer", "muon.lr", "muon.momentum", "muon.ns_steps", "muon.nesterov", "muon.no_nesterov")
+
+_PPO_ROWS: tuple[Row, ...] = (
+    together(("actor.model_name_or_path",), ("model.path",), lambda r: _model(r, "actor.model_name_or_path"), "the same"),
+    together(("ds.param_dtype", "bf16"), ("model.precision",), _precision, "bf16: bfloat16; fp16: float16"),
+    switch("actor.gradient_checkpointing_enable", "model.checkpoint_activations"),
+    together(("actor.aux_loss_coef",), ("model.router_aux_loss_coef",),
+        lambda r: {"model.router_aux_loss_coef": float(r["actor.aux_loss_coef"]) or None},
+             "the same; 0 is nmoe's default in RL"),
+    _LORA,
+    together(("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size"),
+             ("batch.prompts_per_step", "batch.group_size", "batch.updates_per_step"), _batch,
+             "prompts, samples of each, and prompts x samples / train.batch_size updates: train.batch_size counts samples"),
+    whole("train.max_epochs", "batch.passes_per_step"),
+    together(("train.micro_batch_size", "train.dynamic_batch_enable", "train.max_tokens_per_gpu"),
+        ("batch.tokens_per_microbatch",), _microbatch,
+             "sequences times the longest prompt and completion; with dynamic batches the tokens themselves"),
+    together(("algo.dynamic_filtering_enable", "algo.dynamic_filtering_range"), ("batch.max_refills", "batch.solve_rate"),
+        _filtering,
+             "0 refills without dynamic filtering"),
+    number("train.num_episodes", "run.episodes"),
+    same("train.seed", "run.seed"),
+    together(("prompt_max_len", "generate_max_len", "data.max_len", "rollout.max_new_tokens"),
+             ("environment.budget.prompt_tokens", "sampling.max_new_tokens"), _of_lengths,
+             "the most tokens of a prompt and of a completion"),
+    number("rollout.temperature", "sampling.temperature"),
+    number("rollout.top_p", "sampling.top_p"),
+    together(("algo.advantage.estimator", "algo.advantage.no_std_norm"), ("algorithm.advantage",), _advantage,
+             "gae: gae; reinforce: reinforce_pp; rloo: rloo; reinforce_baseline: dr_grpo; group_norm: grpo; dr_grpo: dr_grpo"),
+    together(("actor.policy_loss_type", "actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip"),
+             ("algorithm.loss", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip_bound"), _loss,
+             "ppo: clip, with a dual_clip: dual_clip; gspo: gspo"),
+    together(("actor.loss_agg_mode",), ("algorithm.aggregation",), _aggregation,
+             "0.11.2: token-mean: token; seq-mean-token-mean: sequence. 0.9.3: sequence for micro-batches of one sequence, "
+             "else token"),
+    together(("algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.unbiased_gradient"),
+             ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_importance_weights"), _kl,
+             "in the reward, or with use_kl_loss in the loss"),
+    together(("actor.entropy_coef",), ("algorithm.entropy_coef",),
+        lambda r: {"algorithm.entropy_coef": float(r["actor.entropy_coef"] or 0)}, "the same"),
+    together((*_OF_0_9[2:], "algo.advantage.is_correction_level", "algo.advantage.is_correction_mode",
+        "algo.advantage.is_correction_gating",
+              "algo.advantage.is_correction_threshold"),
+             ("algorithm.correction", "algorithm.correction_cap", "algorithm.correction_window"), _correction,
+             "tis and clip: tis; icepop and mask of tokens: mask; mis and mask of sequences: sequence_mask"),
+    together(("reward.overlong_buffer_len", "reward.overlong_penalty_factor"), ("algorithm.overlong_buffer",), _overlong,
+        "the same"),
+    together(("critic.adam.lr", "critic.model_name_or_path", "algo.advantage.gamma", "algo.advantage.lambd",
+        "critic.value_clip",
+              "critic.freezing_steps"),
+             ("critic.learning_rate", "critic.path", "critic.gamma", "critic.trace_decay", "critic.clip",
+             "critic.warmup_steps"), _critic,
+             "only with the estimator gae"),
+    number("actor.adam.lr", "optimizer.learning_rate"),
+    _schedule("actor."),
+    _betas("actor.adam.betas"),
+    number("actor.adam.eps", "optimizer.eps"),
+    number("actor.adam.weight_decay", "optimizer.weight_decay"),
+    number("actor.max_norm", "optimizer.max_grad_norm"),
+    together(("data.prompt_dataset", "data.prompt_split", "data.prompt_probs", "data.max_samples", "data.input_key",
+        "data.label_key"),
+             ("environment.env_id", "environment.task_pool.*"), _data, "a file, or a dataset of the hub, and its columns"),
+    together(("reward.remote_url", "train.agent_func_path", "reward.model_name_or_path"), ("environment.task",
+        "environment.rewards.*"), _rewards,
+             "reward code is replaced by a task to be checked; a reward model goes into [[rewards]]"),
+    together(("eval.dataset", "eval.steps", "eval.split", "eval.temperature", "eval.n_samples_per_prompt"), ("eval.0.*",),
+        _evaluation,
+             "[[eval]] on another environment; -1 steps: no evaluation"),
+    together(("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization", "actor.num_nodes",
+        "actor.num_gpus_per_node",
+              "train.colocate_all"),
+             ("engine.kind", "placement.*"), _placement, "vLLM on its own GPUs, or colocated with the ranks that train"),
+    together(("train.async_enable", "train.async_queue_size", "train.partial_rollout_enable"), ("async.max_staleness",
+        "async.in_flight"), _asynchrony,
+             "the queue's size, and one more in 0.9.3"),
+    together(("ds.adam_offload",), ("parallel.offload",),
+        lambda r: {"parallel.offload": "cpu" if r.yes("ds.adam_offload") else None}, "cpu"),
+    together(("offload",), (), lambda r: {},
+        "CPU offload of weights (a patch of 0.9.3): parallel.offload = cpu keeps both weights and optimizer on the host"),
+    whole("ckpt.save_steps", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
+    whole("ckpt.max_num", "checkpoint.keep"),
+    switch("ckpt.load_enable", "run.resume", "true: auto"),
+    together(("ckpt.path", "ckpt.output_dir", "logger.wandb.run_name"), ("run.name", "run.directory",
+        "checkpoint.export_directory"), _directories,
+             "the last part of the path is the run's name"),
+    Row(("logger.wandb.key", "logger.tensorboard_dir", "logger.wandb.project"), ("sinks.to", "sinks.project"),
+        "the sinks; the key of W&B is not written",
+        _sinks, secret=True),
+    without("nmoe's prompts are rendered by the environment's format: the tokenizer's chat template, Harmony, or plain text "
+            "(environment.format)",
+            "data.apply_chat_template"),
+    without("put the words around the question into environment.system, or into the data", "data.input_template",
+        neutral=False),
+    without("nmoe has no EMA of the weights", "train.enable_ema", neutral=False),
+    without("nmoe has no EMA of the weights", "train.ema_beta"),
+    without("the KL coefficient is constant in nmoe", "algo.kl.target", neutral=False),
+    without("the KL coefficient is constant in nmoe", "algo.kl.horizon"),
+    without("nmoe normalises no rewards beside the advantage estimator", "reward.normalize_enable", neutral=False),
+    without("nmoe clips no rewards; tasks pay between 0 and 1", "reward.clip_range"),
+    without("nmoe does not scale the rewards of truncated answers; algorithm.mask_truncated leaves them out of the loss",
+            "reward.stop_properly_penalty_coef", neutral=False),
+    without("nmoe mixes no pretraining loss in", "ptx_coef"),
+    without("the reference and the reward model lie on the ranks that train", "ref.num_nodes", "ref.num_gpus_per_node",
+        "reward.num_nodes",
+            "reward.num_gpus_per_node", "train.colocate_actor_ref", "train.colocate_critic_reward", "ref.offload",
+            "reward.offload",
+            "critic.num_nodes", "critic.num_gpus_per_node"),
+    without("engine.weights chooses how weights are published (docs/guides/engines.md)", "vllm.sync_backend",
+        "vllm.sync_with_ray"),
+    without("an option of vLLM's own; engine.args passes options of its command line on", "vllm.enable_prefix_caching",
+        "vllm.enforce_eager",
+            "vllm.enable_sleep"),
+    without("nmoe's engine batches by itself", "rollout.vllm_generate_batch_size", "rollout.micro_batch_size",
+        "rollout.max_tokens_per_gpu"),
+    without("the critic is saved in every checkpoint", "critic.save_value_network"),
+    without("nmoe's value head has its own name", "ds.value_head_prefix"),
+    without("nmoe trains on text", "data.image_key", "data.max_images_per_prompt", "actor.freeze_visual_encoder"),
+    without("AdamW is nmoe's optimizer", "actor.optim", "critic.optim", neutral="adam"),
+    without("AdamW is nmoe's optimizer", "actor.muon.*", "critic.muon.*"),
+    without("the critic has AdamW's settings from [optimizer], and its own learning rate", "critic.adam.betas",
+        "critic.adam.eps", "critic.adam.weight_decay",
+            "critic.lr_scheduler", "critic.lr_warmup_ratio", "critic.min_lr_ratio", "critic.max_norm"),
+    without("a switch of how OpenRLHF works, not of what is learned", "perf", "actor_init_on_gpu"),
+    *_OPERATION,
+)  # fmt: skip
+
+
+def _model(reading: Reading, key: str) -> Converted:
+    if reading[key] is None or "$" in str(reading[key]):
+        reading.fill("model.path", "the checkpoint to start from")
+    return {"model.path": at_home(reading[key] or f"{FILL_IN}/model")}
+
+
+def _tokens(sequences: int) -> Any:
+    def convert(reading: Reading) -> Converted:
+        longest, count = reading.whole("data.max_len"), reading.whole("train.batch_size")
+        reading.differs(
+            f"nmoe counts a step in tokens: {count} {'pairs' if sequences == 2 else 'sequences'} of at most {longest} tokens "
+            f"fill a step only if all are as "
+            "long; with shorter ones a step has more of them"
+        )
+        return {
+            "records.tokens_per_step": count * longest * sequences,
+            "batch.tokens_per_microbatch": max(1, reading.whole("train.micro_batch_size", 8)) * longest * sequences,
+        }
+
+    return convert
+
+
+def _held_out(reading: Reading) -> Converted:
+    every, dataset = reading.whole("eval.steps"), reading["eval.dataset"]
+    if not dataset or every <= 0:
+        return {}
+    return {
+        "eval.0.every_steps": every,
+        "records.held_out_path": at_home(dataset),
+        "records.held_out_split": reading["eval.split"],
+    }
+
+
+def _columns(**names: str) -> Any:
+    def convert(reading: Reading) -> Converted:
+        found = {
+            ours: str(reading[theirs])
+            for ours, theirs in names.items()
+            if reading[theirs] and str(reading[theirs]) != ours
+        }
+        return {"records.columns": found or None}
+
+    return convert
+
+
+def _supervised(sequences: int) -> tuple[Row, ...]:
+    return (
+        together(("model.model_name_or_path",), ("model.path",), lambda r: _model(r, "model.model_name_or_path"), "the same"),
+        together(("ds.param_dtype", "bf16"), ("model.precision",), _precision, "bf16: bfloat16; fp16: float16"),
+        switch("model.gradient_checkpointing_enable", "model.checkpoint_activations"),
+        number("model.aux_loss_coef", "model.router_aux_loss_coef"),
+        _LORA,
+        together(("train.batch_size", "train.micro_batch_size", "data.max_len"), ("records.tokens_per_step",
+            "batch.tokens_per_microbatch"),
+                 _tokens(sequences), "sequences times their longest length, as nmoe counts tokens"),
+        number("train.max_epochs", "records.epochs"),
+        same("train.seed", "run.seed"),
+        number("adam.lr", "optimizer.learning_rate"),
+        _schedule(""),
+        _betas("adam.betas"),
+        number("adam.eps", "optimizer.eps"),
+        number("adam.weight_decay", "optimizer.weight_decay"),
+        number("max_norm", "optimizer.max_grad_norm"),
+        together(("data.dataset", "data.dataset_split", "data.max_samples"), ("records.path", "records.split",
+            "records.data_files"),
+                 lambda r: records(r, r["data.dataset"], r["data.dataset_split"], None, r["data.max_samples"]),
+                 "a file, or a dataset of the hub"),
+        together(("eval.dataset", "eval.steps", "eval.split"), ("eval.0.every_steps", "records.held_out_path",
+            "records.held_out_split"), _held_out,
+                 "-1 steps: no evaluation"),
+        together(("ds.adam_offload",), ("parallel.offload",),
+            lambda r: {"parallel.offload": "cpu" if r.yes("ds.adam_offload") else None}, "cpu"),
+        whole("ckpt.save_steps", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
+        whole("ckpt.max_num", "checkpoint.keep"),
+        switch("ckpt.load_enable", "run.resume", "true: auto"),
+        together(("ckpt.path", "ckpt.output_dir", "logger.wandb.run_name"), ("run.name", "run.directory",
+            "checkpoint.export_directory"), _directories,
+                 "the last part of the path is the run's name"),
+        Row(("logger.wandb.key", "logger.tensorboard_dir", "logger.wandb.project"), ("sinks.to", "sinks.project"),
+            "the sinks; the key of W&B is not written", _sinks, secret=True),
+        without("mix datasets by the weights of [[records.sources]]", "data.dataset_probs", neutral=False),
+        without("records are rendered by records.format: the tokenizer's chat template, Harmony, or plain text",
+            "data.apply_chat_template",
+                "data.tokenizer_chat_template"),
+        without("put the words around a prompt into the data", "data.input_template"),
+        without("AdamW is nmoe's optimizer", "optim", neutral="adam"),
+        without(*_MUON),
+        *_OPERATION,
+    )  # fmt: skip
+
+
+_SFT_ROWS = (
+    *_supervised(1),
+    together(("data.input_key", "data.output_key"), ("records.columns",), _columns(prompt="data.input_key",
+        completion="data.output_key"),
+             "the columns of prompt and completion"),
+    without("records with messages are read as conversations by their columns", "data.multiturn"),
+    without("plain text is pretraining: `nmoe pretrain`", "model.pretrain_mode_enable", neutral=False),
+    without("part of the data is chosen by records.split", "train_split"),
+)  # fmt: skip
+
+
+def _preference_loss(reading: Reading) -> Converted:
+    found: dict[str, Any] = {
+        "preference.loss": "ipo" if reading.yes("model.ipo_enable") else "sigmoid",
+        "preference.beta": float(reading["model.beta"]),
+    }
+    if not reading.yes("model.ipo_enable"):
+        found["preference.label_smoothing"] = float(reading["model.label_smoothing"])
+    return {**found, "preference.sft_weight": float(reading["model.nll_loss_coef"])}
+
+
+_PAIRS = (
+    *_supervised(2),
+    together(("data.prompt_key", "data.chosen_key", "data.rejected_key"), ("records.columns",),
+             _columns(prompt="data.prompt_key", chosen="data.chosen_key", rejected="data.rejected_key"),
+             "the columns of the pairs"),
+)  # fmt: skip
+
+_DPO_ROWS = (
+    *_PAIRS,
+    together(("model.beta", "model.ipo_enable", "model.label_smoothing", "model.nll_loss_coef"),
+             ("preference.loss", "preference.beta", "preference.label_smoothing", "preference.sft_weight"), _preference_loss,
+             "sigmoid, or ipo"),
+    without("the reference is the model that the run starts from", "ref.model_name_or_path"),
+    without("the reference lies on the ranks that train", "ref.offload"),
+)  # fmt: skip
+
+_RM_ROWS = (
+    *_PAIRS,
+    without("nmoe's reward models learn by the sigmoid loss of Bradley and Terry", "model.loss_type", neutral="sigmoid"),
+    without("a margin for each pair is not read; reward_model.margin is one for all", "model.margin_loss_enable",
+        neutral=False),
+    without("losses are computed in float32", "model.compute_fp32_loss_enable"),
+    without("nmoe's value head has its own name", "ds.value_head_prefix"),
+)  # fmt: skip
+
+_SUPERVISED_DEFAULTS: dict[str, Any] = {
+    "ds.param_dtype": "bf16", "model.gradient_checkpointing_enable": False, "model.aux_loss_coef": 0, "ds.lora.rank": 0,
+    "ds.lora.alpha": 16,
+    "train.batch_size": 128, "train.seed": 42, "adam.betas": [0.9, 0.95], "adam.eps": 1e-8, "adam.weight_decay": 0.0,
+    "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03, "min_lr_ratio": 0.1, "max_norm": 1.0,
+    "data.dataset_split": "train",
+    "eval.steps": -1, "ckpt.max_num": 3, "optim": "adam",
+}  # fmt: skip
+
+_SOURCE = "openrlhf 0.11.2 and 0.9.3, openrlhf/cli/{}.py"
+
+PPO = Program(
+    trainer="OpenRLHF", name="openrlhf ppo", command="rl train", source=_SOURCE.format("train_ppo_ray"),
+    modules=("train_ppo_ray", "openrlhf.cli.train_ppo"), rows=_PPO_ROWS, aliases=_PPO_ALIASES,
+    defaults={
+        "ds.param_dtype": "bf16", "actor.gradient_checkpointing_enable": False, "actor.aux_loss_coef": 0, "ds.lora.rank": 0,
+        "ds.lora.alpha": 16,
+        "rollout.batch_size": 1024, "rollout.n_samples_per_prompt": 1, "train.batch_size": 128, "train.max_epochs": 1,
+        "train.max_tokens_per_gpu": 16192,
+        "algo.dynamic_filtering_enable": False, "algo.dynamic_filtering_range": (0, 1), "train.num_episodes": 1,
+        "train.seed": 42,
+        "data.max_len": 2048, "rollout.temperature": 1.0, "rollout.top_p": 1.0, "algo.advantage.estimator": "gae",
+        "algo.advantage.no_std_norm": False, "actor.policy_loss_type": "ppo", "actor.eps_clip": 0.2,
+        "actor.loss_agg_mode": "token-mean",
+        "algo.kl.init_coef": 0.01, "algo.kl.use_loss": False, "algo.kl.estimator": "k1", "algo.kl.unbiased_gradient": False,
+        "algo.advantage.is_correction_level": "off", "algo.advantage.is_correction_mode": "mask",
+        "algo.advantage.is_correction_gating": "ratio", "algo.advantage.is_correction_threshold": [0.5, 5.0],
+        "critic.adam.lr": 9e-6,
+        "algo.advantage.gamma": 1, "algo.advantage.lambd": 1, "critic.value_clip": 0.5, "critic.freezing_steps": -1,
+        "actor.adam.lr": 1e-6,
+        "actor.lr_scheduler": "cosine_with_min_lr", "actor.lr_warmup_ratio": 0.03, "actor.min_lr_ratio": 0.1,
+        "actor.adam.betas": (0.9, 0.95),
+        "actor.adam.eps": 1e-8, "actor.adam.weight_decay": 0.0, "actor.max_norm": 1.0, "data.prompt_split": "train",
+        "data.input_key": "input",
+        "eval.steps": -1, "eval.split": "train", "eval.temperature": 0.6, "eval.n_samples_per_prompt": 4,
+        "vllm.tensor_parallel_size": 1,
+        "vllm.gpu_memory_utilization": 0.95, "actor.num_nodes": 1, "actor.num_gpus_per_node": 8, "train.async_queue_size": 1,
+        "ckpt.max_num": 3,
+        "logger.wandb.project": "openrlhf_train_ppo", "actor.optim": "adam", "critic.optim": "adam",
+    },
+    always=(GROUPS_DROPPED.format(trainer="OpenRLHF"),),
+)  # fmt: skip
+
+SFT = Program(
+    trainer="OpenRLHF", name="openrlhf sft", command="sft", source=_SOURCE.format("train_sft"),
+        modules=("openrlhf.cli.train_sft", "cli.train_sft"),
+    rows=_SFT_ROWS, aliases=_SUPERVISED_ALIASES,
+    defaults=_SUPERVISED_DEFAULTS | {"adam.lr": 5e-6, "train.max_epochs": 2, "data.max_len": 2048, "data.input_key": "input",
+    "train.micro_batch_size": 8,
+                                     "eval.split": "train", "logger.wandb.project": "openrlhf_train_sft"},
+)  # fmt: skip
+
+DPO = Program(
+    trainer="OpenRLHF", name="openrlhf dpo", command="dpo", source=_SOURCE.format("train_dpo"),
+        modules=("openrlhf.cli.train_dpo", "cli.train_dpo"),
+    rows=_DPO_ROWS, aliases=_SUPERVISED_ALIASES,
+    defaults=_SUPERVISED_DEFAULTS | {"adam.lr": 1e-5, "train.max_epochs": 1, "data.max_len": 512, "model.beta": 0.1,
+    "model.ipo_enable": False,
+                                     "model.label_smoothing": 0.0, "model.nll_loss_coef": 0, "train.micro_batch_size": 8,
+                                     "eval.split": "test",
+                                     "data.chosen_key": "chosen", "data.rejected_key": "rejected",
+                                     "logger.wandb.project": "openrlhf_train_dpo"},
+)  # fmt: skip
+
+RM = Program(
+    trainer="OpenRLHF", name="openrlhf rm", command="reward", source=_SOURCE.format("train_rm"),
+        modules=("openrlhf.cli.train_rm", "cli.train_rm"),
+    rows=_RM_ROWS, aliases=_SUPERVISED_ALIASES,
+    defaults=_SUPERVISED_DEFAULTS | {"adam.lr": 9e-6, "train.max_epochs": 1, "data.max_len": 512, "train.micro_batch_size": 1,
+    "eval.split": "train",
+                                     "model.loss_type": "sigmoid", "data.chosen_key": "chosen", "data.rejected_key": "rejected",
+                                     "logger.wandb.project": "openrlhf_train_rm"},
+)  # fmt: skip
+
+PROGRAMS = (PPO, SFT, DPO, RM)

@@ -1,0 +1,184 @@
+"""The parts of a catalogue: rows, each of which says what some keys of another trainer are in nmoe's configuration, or why there
+is no counterpart. `docs/reference/imports.md` is generated from the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from nmoe.config.launches.read import Given, Launch
+
+NOTHING: Any = object()
+"""No value: the trainer has no default of this key."""
+
+Converted = Mapping[str, Any]
+"""nmoe's keys with dots, each with its value; None leaves a key out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a catalogue.
+
+    `theirs` are the trainer's keys, `ours` the keys of nmoe that `convert` gives from them, with `*` for any. Without `convert` the
+    keys have no counterpart, and `text` is the reason. If their value is not `neutral`, the run learns otherwise in nmoe, and the
+    import says so. `secret` values are never printed.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    text: str
+    convert: Callable[[Reading], Converted] | None = None
+    neutral: Any = NOTHING
+    secret: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of a trainer: how its launches are recognised, and what its keys are in nmoe.
+
+    `defaults` are the trainer's values of keys that a launch leaves out, from its source (`source` names package and files).
+    `aliases` are other spellings of keys, of older versions. `always` are differences between the two programs that no key decides.
+    """
+
+    trainer: str
+    name: str
+    command: str
+    source: str
+    modules: tuple[str, ...]
+    rows: tuple[Row, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    always: tuple[str, ...] = ()
+
+    def canonical(self, key: str) -> str:
+        """Returns the catalogue's spelling of a key."""
+        plain = key if self.row_of(key) is not None else key.replace("-", "_")
+        plain = plain if self._is_listed(plain) else plain.removeprefix("no_")
+        return self.aliases.get(plain, plain)
+
+    def knows(self, key: str) -> bool:
+        """Whether a key, as a launch spells it, is in the catalogue."""
+        return self.row_of(self.canonical(key)) is not None
+
+    def read(self, key: str, one: Given) -> Given:
+        """Returns a given key with its value; `--no_name` and `--no-name` switch a name off."""
+        plain = key.replace("-", "_")
+        is_negation = plain.startswith("no_") and not self._is_listed(plain) and one.value is True
+        return Given(one.key, False, one.place) if is_negation else one
+
+    def _is_listed(self, key: str) -> bool:
+        return key in self.aliases or self.row_of(key) is not None
+
+    def row_of(self, key: str) -> Row | None:
+        """Returns the row that has a key: by its name, else by the longest pattern."""
+        if key in self._by_name:
+            return self._by_name[key]
+        return next((row for name, row in self._patterns if fnmatchcase(key, name)), None)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Row]:
+        return {name: row for row in reversed(self.rows) for name in row.theirs if "*" not in name}
+
+    @cached_property
+    def _patterns(self) -> list[tuple[str, Row]]:
+        found = [(name, row) for row in self.rows for name in row.theirs if "*" in name]
+        return sorted(found, key=lambda one: -len(one[0]))
+
+
+@dataclass
+class Reading:
+    """The values of a launch, given or by the trainer's default, as conversions read them."""
+
+    program: Program
+    given: Mapping[str, Given]
+    starter: Mapping[str, Given] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    to_fill: dict[str, str] = field(default_factory=dict)
+    counted: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, launch: Launch, program: Program) -> Reading:
+        """Reads a launch by a program's spelling of keys."""
+        given = {program.canonical(key): program.read(key, one) for key, one in launch.given.items()}
+        return cls(program, given, launch.starter)
+
+    def __getitem__(self, key: str) -> Any:
+        """Returns the value of a key: given, else the trainer's default, else None."""
+        if key in self.given:
+            return self.given[key].value
+        return self.program.defaults.get(key)
+
+    def has(self, *keys: str) -> bool:
+        """Whether the launch gives one of these keys."""
+        return any(key in self.given for key in keys)
+
+    def number(self, key: str, default: float = 0) -> float:
+        """Returns a key's value as a number; `default` where it is none."""
+        value = self[key]
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+    def whole(self, key: str, default: int = 0) -> int:
+        return int(self.number(key, default))
+
+    def yes(self, key: str) -> bool:
+        """Returns whether a switch is on."""
+        return bool(self[key]) and str(self[key]).lower() not in ("false", "no", "none", "0")
+
+    def option(self, *names: str) -> Any:
+        """Returns an option of what starts the program, by its name at the end of a key: `--num_processes`; None without it."""
+        found = next((key for name in names for key in self.starter if key.split()[-1].lstrip("-") == name), None)
+        if found is None:
+            return None
+        self.counted.add(found)
+        return self.starter[found].value
+
+    def differs(self, text: str) -> None:
+        """Says that the run learns otherwise in nmoe."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def fill(self, key: str, text: str) -> None:
+        """Says that the user has to fill in nmoe's `key`."""
+        self.to_fill.setdefault(key, text)
+
+
+def same(theirs: str, ours: str, text: str = "the same") -> Row:
+    """The value as it is."""
+    return Row((theirs,), (ours,), text, lambda reading: {ours: reading[theirs]})
+
+
+def whole(theirs: str, ours: str, text: str = "the same; -1 and 0 leave it out") -> Row:
+    """A count, which other trainers switch off by -1 or 0."""
+
+    def convert(reading: Reading) -> Converted:
+        number = reading.whole(theirs)
+        return {ours: number if number > 0 else None}
+
+    return Row((theirs,), (ours,), text, convert)
+
+
+def number(theirs: str, ours: str, text: str = "the same") -> Row:
+    """A number with decimals, also where it was written as a whole one."""
+    return Row((theirs,), (ours,), text, lambda reading: {ours: _decimal(reading[theirs])})
+
+
+def _decimal(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def switch(theirs: str, ours: str, text: str = "the same") -> Row:
+    """true or false."""
+    return Row((theirs,), (ours,), text, lambda reading: {ours: reading.yes(theirs)})
+
+
+def together(theirs: Sequence[str], ours: Sequence[str], convert: Callable[[Reading], Converted], text: str) -> Row:
+    """Several keys that decide one or several of nmoe's together."""
+    return Row(tuple(theirs), tuple(ours), text, convert)
+
+
+def without(reason: str, *theirs: str, neutral: Any = NOTHING, secret: bool = False) -> Row:
+    """Keys without a counterpart, and the reason."""
+    return Row(theirs, (), reason, None, neutral, secret)

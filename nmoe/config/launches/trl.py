@@ -1,0 +1,768 @@
+"""TRL: `trl grpo`, `rloo`, `sft`, `dpo` and `reward`, and scripts that take their arguments.
+
+Keys and defaults are those of TRL 1.16.0 (`trl/trainer/*_config.py`, `trl/scripts/utils.py`, `trl/trainer/model_config.py`) over
+transformers' TrainingArguments; keys of older versions are named beside. A step of GRPO is `generation_batch_size` samples
+(`GRPOConfig.__post_init__`); its losses are in `GRPOTrainer._compute_loss`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.launches.read import read_yaml
+from nmoe.config.launches.rows import (
+    Converted,
+    Program,
+    Reading,
+    Row,
+    number,
+    same,
+    switch,
+    together,
+    whole,
+    without,
+)
+from nmoe.config.launches.shared import (
+    EVALUATED,
+    FILL_IN,
+    GROUPS_DROPPED,
+    PRECISIONS,
+    at_home,
+    grader,
+    kl,
+    lora_targets,
+    name_of,
+    pool,
+    probe,
+    records,
+    schedule,
+    updates,
+    wandb_and_others,
+)
+
+
+def _processes(reading: Reading) -> int:
+    """Returns how many processes train; 1, with a note, where the launch does not say it."""
+    given = reading["num_processes"] or reading.option("num_processes")
+    if given is None and (file := reading.option("config_file")) is not None and Path(str(file)).is_file():
+        given = one.value if (one := read_yaml(Path(str(file))).get("num_processes")) else None
+    if given is None and (per_node := reading.option("nproc_per_node", "nproc-per-node")) is not None:
+        nodes = reading.option("nnodes")
+        given = per_node * (nodes if isinstance(nodes, int) else 1) if isinstance(per_node, int) else None
+    if given is None and (gpus := reading.option("num_gpus")) is not None:
+        given = gpus
+    if isinstance(given, int):
+        return max(1, given)
+    reading.differs(
+        "the launch does not say how many processes train: 1 is taken. With N of them TRL's steps are N times as large: raise "
+        "batch.prompts_per_step (records.tokens_per_step) N times"
+    )
+    return 1
+
+
+def _batch(reading: Reading) -> Converted:
+    accumulation, group = max(1, reading.whole("gradient_accumulation_steps", 1)), reading.whole("num_generations", 8)
+    at_once = reading.whole("per_device_train_batch_size", 8) * _processes(reading)
+    samples = reading.whole("generation_batch_size") or at_once * (
+        reading.whole("steps_per_generation") or accumulation
+    )
+    prompts = max(1, samples // max(1, group))
+    if samples % max(1, group):
+        reading.differs(
+            f"{samples} samples of a step are no multiple of num_generations = {group}, which TRL refuses; "
+            f"{prompts} prompts are written"
+        )
+    steps = updates(reading, samples, at_once * accumulation, prompts, "gradient_accumulation_steps")
+    found = {"batch.prompts_per_step": prompts, "batch.group_size": group, "batch.updates_per_step": steps}
+    return {**found, "batch.passes_per_step": reading.whole("num_iterations", 1)}
+
+
+def _microbatch(reading: Reading) -> Converted:
+    longest = reading.whole("max_completion_length") + (reading.whole("max_prompt_length") or 512)
+    return {"batch.tokens_per_microbatch": max(1, reading.whole("per_device_train_batch_size", 8)) * longest}
+
+
+def _length(reading: Reading) -> Converted:
+    if (steps := reading.whole("max_steps", -1)) > 0:
+        of_each = max(1, int(_batch(reading)["batch.updates_per_step"]) * reading.whole("num_iterations", 1))
+        return {"run.steps": math.ceil(steps / of_each)}
+    return {"run.episodes": float(reading.number("num_train_epochs", 3.0))}
+
+
+def _schedule(reading: Reading) -> Converted:
+    extra = reading["lr_scheduler_kwargs"] if isinstance(reading["lr_scheduler_kwargs"], dict) else {}
+    extra = extra | {
+        key.partition(".")[2]: one.value for key, one in reading.given.items() if key.startswith("lr_scheduler_kwargs.")
+    }
+    ratio = extra.get("min_lr_rate")
+    if ratio is None and extra.get("min_lr") is not None:
+        ratio = float(extra["min_lr"]) / float(reading["learning_rate"])
+    warmup, share = reading.number("warmup_steps"), reading.number("warmup_ratio")
+    if 0 < warmup < 1:
+        warmup, share = 0, warmup
+    if str(reading["lr_scheduler_type"]) == "constant":
+        warmup, share = 0, 0
+    return schedule(reading, reading["lr_scheduler_type"], ratio, int(warmup), share)
+
+
+def _precision(reading: Reading) -> Converted:
+    """bf16 is on by default, and weights are kept in float32 beside it, as nmoe's master weights."""
+    if reading.yes("fp16"):
+        return {"model.precision": "float16"}
+    if reading["bf16"] is None or reading.yes("bf16"):
+        return {"model.precision": "bfloat16"}
+    dtype = str(reading["dtype"] or reading["torch_dtype"] or "float32")
+    return {"model.precision": PRECISIONS.get(dtype, "float32")}
+
+
+def _model(reading: Reading) -> Converted:
+    path = reading["model_name_or_path"]
+    if path is None or "$" in str(path):
+        reading.fill("model.path", "the checkpoint to start from; the launch names it in its script")
+    return {"model.path": at_home(path or f"{FILL_IN}/model")}
+
+
+def _lora(reading: Reading) -> Converted:
+    if not reading.yes("use_peft"):
+        return {}
+    targets = reading["lora_target_modules"]
+    if targets is None:
+        reading.differs(
+            "lora_target_modules: PEFT's default for most families is q_proj and v_proj; look it up for this model"
+        )
+        targets = ["q_proj", "v_proj"]
+    if reading.number("lora_dropout", 0.05):
+        reading.differs(f"lora_dropout = {reading.number('lora_dropout', 0.05)}: nmoe's adapters have no dropout")
+    return {
+        "lora.rank": reading.whole("lora_r", 16), "lora.alpha": float(reading.number("lora_alpha", 32)),
+        "lora.rslora": reading.yes("use_rslora"),
+        "lora.targets": lora_targets(reading, targets),
+    }  # fmt: skip
+
+
+_LOSSES = {
+    "grpo": ("clip", "sequence"),
+    "dapo": ("clip", "token"),
+    "bnpo": ("clip", "token"),
+    "dr_grpo": ("clip", "constant"),
+    "cispo": ("cispo", "token"),
+}
+
+
+def _loss(reading: Reading) -> Converted:
+    kind = str(reading["loss_type"])
+    loss, aggregation = _LOSSES.get(kind, ("clip", "sequence"))
+    low, high = (
+        float(reading.number("epsilon", 0.2)),
+        float(reading.number("epsilon_high") or reading.number("epsilon", 0.2)),
+    )
+    if kind not in _LOSSES:
+        reading.differs(f"loss_type = {kind}: nmoe has no such loss; PPO's clipped ratio is written")
+    if kind == "bnpo":
+        reading.differs(
+            "loss_type = bnpo takes the mean over the tokens of each micro-batch; nmoe over those of the whole update"
+        )
+    if loss == "cispo":
+        # TRL's bound is on the ratio, nmoe's on its distance from 1.
+        return {
+            "algorithm.loss": "cispo",
+            "algorithm.aggregation": aggregation,
+            "algorithm.clip_high": max(high - 1, 1e-3),
+        }
+    found: dict[str, Any] = {"algorithm.clip_low": low, "algorithm.clip_high": high}
+    if reading["importance_sampling_level"] == "sequence":
+        if aggregation != "sequence":
+            reading.differs(
+                f"one ratio per sequence with loss_type = {kind}: nmoe's gspo takes the mean of sequences, not "
+                f"of tokens"
+            )
+        return {**found, "algorithm.loss": "gspo", "algorithm.aggregation": "sequence"}
+    if reading["delta"] is not None:
+        return {
+            **found,
+            "algorithm.loss": "dual_clip",
+            "algorithm.dual_clip_bound": float(reading["delta"]),
+            "algorithm.aggregation": aggregation,
+        }
+    return {**found, "algorithm.loss": loss, "algorithm.aggregation": aggregation}
+
+
+def _advantage(reading: Reading) -> Converted:
+    if reading["multi_objective_aggregation"] == "normalize_then_sum":
+        return {"algorithm.advantage": "grpo", "algorithm.multi_reward": "gdpo"}
+    scale = str(reading["scale_rewards"]).lower()
+    if scale == "batch":
+        reading.differs("scale_rewards = batch divides by the deviation over the batch; nmoe's dr_grpo does not divide")
+    return {"algorithm.advantage": "grpo" if scale in ("group", "true") else "dr_grpo"}
+
+
+def _correction(reading: Reading) -> Converted:
+    if not reading.yes("use_vllm") or not reading.yes("vllm_importance_sampling_correction"):
+        return {}
+    mode = str(reading["vllm_importance_sampling_mode"])
+    low, high = reading["vllm_importance_sampling_clip_min"], reading["vllm_importance_sampling_clip_max"]
+    high = reading["vllm_importance_sampling_cap"] or high
+    if mode.endswith("_truncate"):
+        if mode == "sequence_truncate" or low is not None:
+            reading.differs(f"{mode}: nmoe's tis caps the ratio of each token from above")
+        return {"algorithm.correction": "tis", "algorithm.correction_cap": float(high or 2.0)}
+    if mode == "token_mask":
+        return {"algorithm.correction": "mask", "algorithm.correction_window": [float(low or 1e-9), float(high or 1e9)]}
+    reading.differs(
+        f"sequence_mask leaves sequences out whose product of ratios is above {high}, and weighs the others by it; nmoe's "
+        f"looks at the geometric "
+        "mean of a token (algorithm.correction_window), and weighs tokens by their own ratio"
+    )
+    return {"algorithm.correction": "sequence_mask"}
+
+
+def _engine(reading: Reading) -> Converted:
+    if not reading.yes("use_vllm"):
+        return {}
+    if reading["vllm_mode"] == "server":
+        base = reading["vllm_server_base_url"]
+        host = {"0.0.0.0": "127.0.0.1"}.get(str(reading["vllm_server_host"]), reading["vllm_server_host"])
+        reading.fill(
+            "engine.urls",
+            "servers started with nmoe's plugin for vLLM (docs/guides/engines.md); `trl vllm-serve` "
+            "has another protocol",
+        )
+        return {"engine.kind": "vllm", "engine.urls": [str(base or f"http://{host}:{reading['vllm_server_port']}")]}
+    processes, parallel = _processes(reading), reading.whole("vllm_tensor_parallel_size", 1)
+    return {
+        "engine.kind": "vllm",
+        "placement.layout": "colocated",
+        "placement.engines": max(1, processes // max(1, parallel)),
+        "placement.learner_gpus": processes,
+        "placement.tensor_parallel": parallel,
+        "placement.memory_share": float(reading.number("vllm_gpu_memory_utilization", 0.3)),
+    }
+
+
+def _data(reading: Reading) -> Converted:
+    dataset = reading["dataset_name"]
+    if dataset is None:
+        reading.fill("environment.task_pool.path", "the problems to train on; the launch's script loads them")
+        return {
+            "environment.env_id": "problems",
+            "environment.task_pool.type": "jsonl",
+            "environment.task_pool.path": f"{FILL_IN}/train.jsonl",
+        }
+    found = pool(
+        reading, "environment.task_pool", str(dataset), reading["dataset_train_split"], reading["dataset_config"]
+    )
+    found["environment.env_id"] = name_of(str(dataset).split("/")[-1].partition(".")[0]) or "problems"
+    if "accuracy_reward" in _functions(reading):
+        found["environment.task_pool.answer_field"] = "solution"  # the column that accuracy_reward reads
+    return found
+
+
+def _functions(reading: Reading) -> list[str]:
+    given = reading["reward_funcs"]
+    return [str(one) for one in given] if isinstance(given, list) else [] if given is None else [str(given)]
+
+
+def _rewards(reading: Reading) -> Converted:
+    functions, model = _functions(reading), reading["reward_model_name_or_path"]
+    if not functions and model is None:
+        return grader(reading, ["the reward functions of the launch's script"])
+    given = reading["reward_weights"]
+    weights = [float(one) for one in given] if isinstance(given, list) else [] if given is None else [float(given)]
+    named = [*([str(model)] if model else []), *functions]
+    weights += [1.0] * (len(named) - len(weights))
+    found: dict[str, Any] = {"environment.task": "open"}
+    index = 0
+    for place, (name, weight) in enumerate(zip(named, weights, strict=False)):
+        key = f"environment.rewards.{index}"
+        if name == "accuracy_reward":
+            found |= {"environment.task": "math", "environment.rubric.correctness": weight}
+            continue
+        if name == "get_soft_overlong_punishment":
+            found["algorithm.overlong_buffer"] = 256
+            if reading.whole("max_completion_length") != 1280 or weight != 1:
+                reading.differs(
+                    "get_soft_overlong_punishment counts from 1280 tokens; algorithm.overlong_buffer counts from "
+                    "sampling.max_new_tokens"
+                )
+            continue
+        if model and place == 0:
+            reading.fill(
+                f"{key}.path", "a reward model trained by `nmoe reward`; another's checkpoint has another head"
+            )
+            found |= {
+                f"{key}.type": "reward_model",
+                f"{key}.name": "reward_model",
+                f"{key}.path": name,
+                f"{key}.weight": weight,
+            }
+        else:
+            module, _, function = name.rpartition(".")
+            found |= {
+                f"{key}.type": "function",
+                f"{key}.name": function,
+                f"{key}.call": f"{module or 'trl.rewards'}:{function}",
+                f"{key}.weight": weight,
+            }
+        index += 1
+    if index == 0 and "environment.rubric.correctness" not in found:
+        return {**found, **grader(reading, functions)}
+    return found
+
+
+def _probe(reading: Reading) -> Converted:
+    every = reading.whole("eval_steps") or reading.whole("logging_steps", 10)
+    if reading["eval_strategy"] in (None, "no", False) or reading["dataset_name"] is None:
+        return {}
+    if reading["eval_strategy"] == "epoch":
+        reading.differs(
+            "eval_strategy = epoch: nmoe evaluates every eval.every_steps steps; set it to the steps of an epoch"
+        )
+        every = 50
+    reading.differs(EVALUATED.format(trainer="TRL"))
+    prefix = "eval.0.environment"
+    found = pool(
+        reading,
+        f"{prefix}.task_pool",
+        str(reading["dataset_name"]),
+        reading["dataset_test_split"],
+        reading["dataset_config"],
+    )
+    task = "math" if "accuracy_reward" in _functions(reading) or not _functions(reading) else "open"
+    if task == "open":
+        reading.fill(
+            f"{prefix}.task",
+            "a task that grades answers: nmoe's evaluations count right answers, and functions alone have none",
+        )
+    if "accuracy_reward" in _functions(reading):
+        found[f"{prefix}.task_pool.answer_field"] = "solution"
+    name = name_of(str(reading["dataset_name"]).split("/")[-1].partition(".")[0]) or "problems"
+    return {
+        "eval.0.every_steps": every, **probe(reading["temperature"],
+        reading["num_generations_eval"] or reading["num_generations"]),
+        f"{prefix}.env_id": f"{name}_eval", f"{prefix}.task": "math", **found,
+    }  # fmt: skip
+
+
+def _reference(reading: Reading) -> Converted:
+    if not reading.yes("sync_ref_model"):
+        return {}
+    if reading.number("ref_model_mixup_alpha", 0.6) != 1:
+        reading.differs(
+            "sync_ref_model mixes the policy into the reference by ref_model_mixup_alpha; nmoe replaces the reference"
+        )
+    return {
+        "algorithm.reference_every_steps": reading.whole("ref_model_sync_steps", 512)
+        if reading.number("beta")
+        else None
+    }
+
+
+def _run(reading: Reading) -> Converted:
+    out, named = reading["output_dir"], reading["run_name"]
+    parent, _, last = at_home(out or "").rstrip("/").rpartition("/")
+    return {"run.name": name_of(named) or name_of(last) if named or last else None, "run.directory": parent or None}
+
+
+def _saving(reading: Reading) -> Converted:
+    strategy = str(reading["save_strategy"])
+    if strategy == "steps":
+        every = reading.number("save_steps", 500)
+        return {"checkpoint.every_steps": int(every) if every >= 1 else None}
+    reading.differs(f"save_strategy = {strategy}: nmoe saves every checkpoint.every_steps steps, and at the end")
+    return {}
+
+
+def _resume(reading: Reading) -> Converted:
+    given = reading["resume_from_checkpoint"]
+    if given in (None, False):
+        return {}
+    if given is not True:
+        reading.differs(
+            f"resume_from_checkpoint = {given}: nmoe resumes the run of the same name; to start from its "
+            f"weights, name it in model.path"
+        )
+    return {"run.resume": "auto"}
+
+
+_SHARED: tuple[Row, ...] = (
+    together(("model_name_or_path",), ("model.path",), _model, "the same"),
+    together(("bf16", "fp16", "dtype", "torch_dtype"), ("model.precision",), _precision,
+        "bfloat16 unless bf16 = false; master weights are float32"),
+    together(("use_cpu",), ("model.device",), lambda r: {"model.device": "cpu" if r.yes("use_cpu") else None}, "true: cpu"),
+    switch("gradient_checkpointing", "model.checkpoint_activations"),
+    same("router_aux_loss_coef", "model.router_aux_loss_coef"),
+    together(("use_peft", "lora_r", "lora_alpha", "use_rslora", "lora_target_modules", "lora_dropout"),
+             ("lora.rank", "lora.alpha", "lora.rslora", "lora.targets"), _lora, "only with use_peft"),
+    same("seed", "run.seed"),
+    number("learning_rate", "optimizer.learning_rate"),
+    together(("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*", "warmup_steps", "warmup_ratio"),
+             ("optimizer.min_lr_ratio", "optimizer.warmup_steps", "optimizer.warmup_ratio"), _schedule,
+             "linear warm-up, then a half cosine to a share of the peak; constant schedules end at 1; warmup_steps below 1 "
+             "are a share"),
+    number("adam_beta1", "optimizer.beta1"),
+    number("adam_beta2", "optimizer.beta2"),
+    number("adam_epsilon", "optimizer.eps"),
+    number("weight_decay", "optimizer.weight_decay"),
+    number("max_grad_norm", "optimizer.max_grad_norm"),
+    together(("save_steps", "save_strategy"), ("checkpoint.every_steps",), _saving, "the same"),
+    whole("save_total_limit", "checkpoint.keep", "the same; without it TRL keeps all, nmoe its default"),
+    together(("output_dir", "run_name"), ("run.name", "run.directory"), _run, "the last part of the path is the run's name"),
+    together(("resume_from_checkpoint",), ("run.resume",), _resume, "auto"),
+    together(("report_to", "project"), ("sinks.to", "sinks.project"),
+             lambda r: {"sinks.to": (to := wandb_and_others(r["report_to"])) or None,
+             "sinks.project": r["project"] if to and r.has("project") else None},
+             "wandb, tensorboard, trackio"),
+    together(("num_processes",), (), lambda r: {}, "processes that train; enters the size of a step"),
+    without("the launcher's configuration of processes; nmoe's [placement] and [parallel] take its place", "accelerate_config",
+        "config_file", "deepspeed",
+            "fsdp", "fsdp_config", "fsdp_config.*", "ddp_*", "local_rank", "parallelism_config", "parallelism_config.*",
+            "accelerator_config",
+            "accelerator_config.*", "average_tokens_across_devices"),
+    without("every step is recorded", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir", "log_level",
+        "log_level_replica",
+            "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "disable_tqdm", "log_completions",
+            "log_multimodal",
+            "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo", "skip_memory_metrics", "debug",
+            "include_tokens_per_second"),
+    without("`nmoe export` writes a checkpoint, and `hf upload` sends it", "push_to_hub", "hub_model_id", "hub_strategy",
+        "hub_private_repo", "hub_always_push",
+            "hub_revision"),
+    without("`nmoe export` writes a checkpoint, and `hf upload` sends it", "hub_token", secret=True),
+    without("nmoe chooses its own kernels of attention and of the loss", "attn_implementation", "use_liger_kernel",
+        "use_liger_loss", "liger_kernel_config",
+            "padding_free", "pad_to_multiple_of", "activation_offloading", "model_init_kwargs", "model_init_kwargs.*",
+            "cache_implementation", "use_cache",
+            "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "torch_empty_cache_steps",
+            "gradient_checkpointing_kwargs",
+            "gradient_checkpointing_kwargs.*", "activation_checkpointing", "activation_checkpointing_kwargs",
+            "cast_lm_head_to_fp32"),
+    without("a run reads its data in its own process", "dataset_num_proc", "dataloader_*", "dataset_streaming",
+        "preprocessing_num_workers", "ignore_bias_buffers",
+            "remove_unused_columns", "label_names", "length_column_name", "dataset_kwargs", "dataset_kwargs.*",
+            "group_by_length", "train_sampling_strategy"),
+    without("the order of the data is drawn from the run's seed", "data_seed", "shuffle_dataset", "ignore_data_skip"),
+    without("nmoe executes no code that comes with a checkpoint", "trust_remote_code"),
+    without("a model's revision is chosen by `hf download`", "model_revision"),
+    without("AdamW is nmoe's optimizer", "optim", "optim_args", "optim_target_modules"),
+    without("nmoe trains adapters on a base in the run's precision", "load_in_4bit", "load_in_8bit", "use_dora", neutral=False),
+    without("nmoe trains adapters on a base in the run's precision", "bnb_4bit_quant_type", "use_bnb_nested_quant",
+        "bnb_4bit_quant_storage", "lora_task_type"),
+    without("nmoe adapts projections alone", "lora_modules_to_save", "lora_target_parameters", neutral=None),
+    without("the models of nmoe's families have no dropout", "disable_dropout"),
+    without("nmoe smooths no labels", "label_smoothing_factor", neutral=0.0),
+    without("nmoe adds no noise to embeddings", "neftune_noise_alpha", neutral=None),
+    without("the best checkpoint is kept beside the newest ones (docs/guides/evaluation.md)", "load_best_model_at_end",
+        "metric_for_best_model",
+            "greater_is_better", "save_only_model", "save_on_each_node", "save_safetensors", "overwrite_output_dir",
+            "enable_jit_checkpoint",
+            "restore_callback_states_from_checkpoint"),
+    without("nmoe chooses its own batches of evaluation", "per_device_eval_batch_size", "eval_accumulation_steps", "eval_delay",
+        "batch_eval_metrics",
+            "eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics", "prediction_loss_only", "bf16_full_eval",
+            "fp16_full_eval"),
+    without("nmoe evaluates before the first step", "eval_on_start"),
+    without("nmoe always trains; `nmoe eval` evaluates", "do_train", "do_eval", "do_predict"),
+    without("nmoe's runs repeat bit for bit with model.numerics = \"exact\"", "full_determinism"),
+    without("a batch that does not fit is refused by `nmoe preflight`", "auto_find_batch_size"),
+    without("trackio's own variables say where it sends", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    without("TRL's own mixture of datasets; [[records.sources]] and [[environment.task_pool.sources]] mix in nmoe", "datasets",
+        "streaming", "test_split_size",
+            neutral=None),
+)  # fmt: skip
+
+_ONLINE: tuple[Row, ...] = (
+    together(("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+        "num_generations",
+              "num_iterations"),
+             ("batch.prompts_per_step", "batch.group_size", "batch.updates_per_step", "batch.passes_per_step"), _batch,
+             "generation_batch_size / num_generations prompts; one update for each batch of optimization in it"),
+    together(("max_steps", "num_train_epochs"), ("run.steps", "run.episodes"), _length,
+        "TRL counts optimizer steps, nmoe steps of sampling"),
+    together(("max_completion_length", "max_prompt_length"), ("sampling.max_new_tokens", "environment.budget.prompt_tokens"),
+             lambda r: {"sampling.max_new_tokens": r.whole("max_completion_length"),
+             "environment.budget.prompt_tokens": r.whole("max_prompt_length") or None},
+             "the same; prompts that are longer are left out, and were cut by versions of TRL that have the key"),
+    together(("per_device_train_batch_size", "max_completion_length"), ("batch.tokens_per_microbatch",), _microbatch,
+             "sequences of a device times the longest prompt (512 where it is not given) and completion"),
+    number("temperature", "sampling.temperature"),
+    number("top_p", "sampling.top_p"),
+    whole("top_k", "sampling.top_k"),
+    together(("dataset_name", "dataset_config", "dataset_train_split"), ("environment.env_id", "environment.task_pool.*"),
+        _data,
+             "a file, or a dataset of the hub; with accuracy_reward, the column `solution` has the answer"),
+    together(("reward_funcs", "reward_weights", "reward_model_name_or_path"), ("environment.task", "environment.rubric.*",
+        "environment.rewards.*"), _rewards,
+             "accuracy_reward: the task `math`; others are called as functions; a reward model goes into [[rewards]]"),
+    together(("eval_strategy", "eval_steps", "dataset_test_split", "num_generations_eval"), ("eval.0.*",), _probe,
+        "[[eval]] on the test split"),
+    together(("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
+        "vllm_tensor_parallel_size",
+              "vllm_gpu_memory_utilization"),
+             ("engine.kind", "engine.urls", "placement.*"), _engine,
+             "colocate: engines on the GPUs that train; server: running engines"),
+    together(("chat_template_kwargs", "chat_template_kwargs.*"), ("environment.chat_template_kwargs",), lambda r: _template(r),
+        "the same"),
+    switch("mask_truncated_completions", "algorithm.mask_truncated"),
+    together(("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"), ("algorithm.reference_every_steps",),
+        _reference, "the same, without mixing"),
+    without("nmoe samples by temperature, top_p and top_k alone", "min_p", neutral=None),
+    without("nmoe samples by temperature, top_p and top_k alone", "generation_kwargs", neutral=None),
+    without("nmoe samples by temperature, top_p and top_k alone", "repetition_penalty", neutral=1.0),
+    without("nmoe samples with its engine or with vLLM", "use_transformers_paged", "use_transformers_continuous_batching",
+            "transformers_continuous_batching_config", "ds3_gather_for_generation", "vllm_model_impl", "vllm_enable_sleep_mode",
+            "vllm_max_model_length",
+            "vllm_server_timeout", "vllm_group_port", "vllm_guided_decoding_regex"),
+    without("nmoe constrains no answers", "vllm_structured_outputs_regex", neutral=None),
+)  # fmt: skip
+
+
+def _template(reading: Reading) -> Converted:
+    given = reading["chat_template_kwargs"] if isinstance(reading["chat_template_kwargs"], dict) else {}
+    given = given | {
+        key.partition(".")[2]: one.value
+        for key, one in reading.given.items()
+        if key.startswith("chat_template_kwargs.")
+    }
+    return {"environment.chat_template_kwargs": given or None}
+
+
+_NO_REFILLS = together(
+    (), ("batch.max_refills",), lambda r: {"batch.max_refills": 0}, "groups without a signal are not replaced"
+)
+
+_GRPO_ROWS = (
+    *_SHARED,
+    *_ONLINE,
+    _NO_REFILLS,
+    together(("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level"),
+             ("algorithm.loss", "algorithm.aggregation", "algorithm.clip_low", "algorithm.clip_high",
+             "algorithm.dual_clip_bound"), _loss,
+             "grpo: mean of sequences; dapo, bnpo: mean of tokens; dr_grpo: constant; cispo: clip_high = epsilon_high - 1; "
+             "delta: dual_clip; sequence: gspo"),
+    together(("scale_rewards", "multi_objective_aggregation"), ("algorithm.advantage", "algorithm.multi_reward"), _advantage,
+             "group: grpo; none: dr_grpo; normalize_then_sum: gdpo"),
+    together(("beta", "use_bias_correction_kl"),
+             ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_importance_weights"),
+             lambda r: kl(r["beta"], "loss", "k3", r.yes("use_bias_correction_kl")), "k3 in the loss"),
+    number("entropy_coef", "algorithm.entropy_coef"),
+    together(("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min",
+              "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
+             ("algorithm.correction", "algorithm.correction_cap", "algorithm.correction_window"), _correction,
+             "token_truncate: tis; token_mask: mask; sequence_mask: nmoe's, of the geometric mean"),
+    without("nmoe trains on all tokens", "top_entropy_quantile", neutral=1.0),
+    without("the entropy coefficient is constant in nmoe", "use_adaptive_entropy", neutral=False),
+    without("the entropy coefficient is constant in nmoe", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+        "entropy_target"),
+    without("settings of losses that nmoe does not have", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_*"),
+    without("nmoe corrects for stale samples by algorithm.correction", "off_policy_mask_threshold", neutral=None),
+    without("environment.budget.turns bounds the turns", "max_tool_calling_iterations", neutral=None),
+)  # fmt: skip
+
+_RLOO_ROWS = (
+    *_SHARED,
+    *_ONLINE,
+    _NO_REFILLS,
+    together(("epsilon", "epsilon_high"), ("algorithm.loss", "algorithm.aggregation", "algorithm.clip_low",
+        "algorithm.clip_high"),
+             lambda r: {"algorithm.loss": "clip", "algorithm.aggregation": "constant",
+             "algorithm.clip_low": float(r["epsilon"]),
+                        "algorithm.clip_high": float(r["epsilon_high"] or r["epsilon"])}, "sums over sequences: constant"),
+    together(("normalize_advantages",), ("algorithm.advantage",), lambda r: _rloo(r), "rloo"),
+    together(("beta",), ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator"), lambda r: kl(r["beta"], "reward",
+        "k1", False), "k1 in the reward"),
+    without("nmoe clips no rewards", "reward_clip_range", neutral=None),
+)  # fmt: skip
+
+
+def _rloo(reading: Reading) -> Converted:
+    if reading.yes("normalize_advantages"):
+        reading.differs("normalize_advantages: nmoe's rloo does not divide by the deviation over the batch")
+    return {"algorithm.advantage": "rloo"}
+
+
+def _tokens(sequences: int) -> Any:
+    def convert(reading: Reading) -> Converted:
+        at_once, longest = reading.whole("per_device_train_batch_size", 8), reading.whole("max_length", 1024) or 1024
+        count = at_once * max(1, reading.whole("gradient_accumulation_steps", 1)) * _processes(reading)
+        if not reading.yes("packing"):
+            reading.differs(
+                f"nmoe counts a step in tokens: {count} {'pairs' if sequences == 2 else 'sequences'} of at most {longest} "
+                f"tokens fill a step only if all are "
+                "as long; with shorter ones a step has more of them"
+            )
+        return {
+            "records.tokens_per_step": count * longest * sequences,
+            "batch.tokens_per_microbatch": at_once * longest * sequences,
+        }
+
+    return convert
+
+
+def _supervised_length(reading: Reading) -> Converted:
+    if (steps := reading.whole("max_steps", -1)) > 0:
+        return {"run.steps": steps}
+    return {"records.epochs": float(reading.number("num_train_epochs", 3.0))}
+
+
+def _held_out(reading: Reading) -> Converted:
+    if reading["eval_strategy"] in (None, "no", False):
+        return {}
+    every = reading.whole("eval_steps") or reading.whole("logging_steps", 10)
+    if reading["eval_strategy"] == "epoch":
+        reading.differs(
+            "eval_strategy = epoch: nmoe evaluates every eval.every_steps steps; set it to the steps of an epoch"
+        )
+        every = 50
+    return {"eval.0.every_steps": every, "records.held_out_split": reading["dataset_test_split"]}
+
+
+def _supervised(sequences: int) -> tuple[Row, ...]:
+    return (
+        *_SHARED,
+        together(("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "max_seq_length", "packing"),
+                 ("records.tokens_per_step", "batch.tokens_per_microbatch"), _tokens(sequences),
+                 "sequences times their longest length, as nmoe counts tokens"),
+        together(("max_steps", "num_train_epochs"), ("run.steps", "records.epochs"), _supervised_length, "the same"),
+        together(("dataset_name", "dataset_config", "dataset_train_split"), ("records.path", "records.split", "records.subset"),
+                 lambda r: records(r, r["dataset_name"], r["dataset_train_split"], r["dataset_config"]),
+                 "a file, or a dataset of the hub"),
+        together(("eval_strategy", "eval_steps", "dataset_test_split"), ("eval.0.every_steps", "records.held_out_split"),
+            _held_out, "the test split"),
+        without("sequences that are longer are left out and counted; none is cut", "truncation_mode", "max_prompt_length"),
+        without("tokens of the ends of turns come with the checkpoint", "eos_token", "pad_token", "chat_template_path"),
+        without("nmoe packs whole sequences", "packing_strategy", "eval_packing"),
+    )  # fmt: skip
+
+
+_SFT_ROWS = (
+    *_supervised(1),
+    without("the format of records is recognised by their columns (docs/guides/data.md)", "dataset_text_field"),
+    without("nmoe trains on the completion, and on the assistant's turns, alone (docs/guides/sft.md)", "completion_only_loss",
+        "assistant_only_loss"),
+    without("nmoe's loss of SFT is the mean log-likelihood of tokens", "loss_type", neutral="nll"),
+)  # fmt: skip
+
+_PREFERENCES = {
+    "sigmoid": "sigmoid",
+    "hinge": "hinge",
+    "ipo": "ipo",
+    "robust": "robust",
+    "sigmoid_norm": "sigmoid_norm",
+}
+
+
+def _preference(reading: Reading) -> Converted:
+    given = reading["loss_type"]
+    kinds = [str(one) for one in given] if isinstance(given, list) else [str(given)]
+    weights = reading["loss_weights"] if isinstance(reading["loss_weights"], list) else [1.0] * len(kinds)
+    found: dict[str, Any] = {"preference.beta": float(reading["beta"])}
+    for kind, weight in zip(kinds, weights, strict=False):
+        if kind == "sft":
+            found["preference.sft_weight"] = float(weight)
+        elif "preference.loss" in found:
+            reading.differs(
+                f"loss_type = {', '.join(kinds)}: nmoe has one loss of preferences, {found['preference.loss']}"
+            )
+        else:
+            found["preference.loss"] = _PREFERENCES.get(kind, "sigmoid")
+            if kind not in _PREFERENCES:
+                reading.differs(f"loss_type = {kind}: nmoe has {', '.join(_PREFERENCES)}; sigmoid is written")
+    if found.get("preference.loss") not in ("hinge", "ipo"):
+        found["preference.label_smoothing"] = float(reading["label_smoothing"])
+    return found
+
+
+_DPO_ROWS = (
+    *_supervised(2),
+    together(("loss_type", "loss_weights", "beta", "label_smoothing"),
+             ("preference.loss", "preference.beta", "preference.label_smoothing", "preference.sft_weight"), _preference,
+             "sigmoid, hinge, ipo, robust, sigmoid_norm; sft: preference.sft_weight"),
+    without("the divergence of DPO is the reverse KL in nmoe", "f_divergence_type", neutral="reverse_kl"),
+    without("settings of losses that nmoe does not have", "f_alpha_divergence_coef", "discopop_tau"),
+    without("nmoe weighs no pairs and no lengths", "use_weighting", neutral=False),
+    without("nmoe weighs no pairs and no lengths", "ld_alpha", "rpo_alpha", neutral=None),
+    without("the reference stays the model that the run starts from", "sync_ref_model", neutral=False),
+    without("the reference stays the model that the run starts from", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+    without("nmoe computes the reference's log-probabilities in each step", "precompute_ref_log_probs",
+        "precompute_ref_batch_size", "reference_free"),
+    without("nmoe counts tokens of whole sequences", "max_completion_length"),
+)  # fmt: skip
+
+_REWARD_ROWS = (
+    *_supervised(2),
+    together(("center_rewards_coefficient",), ("reward_model.centering",),
+             lambda r: {"reward_model.centering": float(r["center_rewards_coefficient"] or 0)}, "the same"),
+)  # fmt: skip
+
+_SHARED_DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": -1, "num_train_epochs": 3.0,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
+    "gradient_checkpointing": True, "seed": 42, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no",
+    "logging_steps": 10,
+    "report_to": "none", "dataset_train_split": "train", "dataset_test_split": "test", "use_peft": False, "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05, "use_rslora": False, "label_smoothing_factor": 0.0, "dtype": "float32",
+}  # fmt: skip
+
+_ONLINE_DEFAULTS: dict[str, Any] = _SHARED_DEFAULTS | {
+    "learning_rate": 1e-6, "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
+    "repetition_penalty": 1.0, "num_iterations": 1,
+    "epsilon": 0.2, "use_vllm": False, "vllm_mode": "colocate", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
+    "vllm_tensor_parallel_size": 1, "vllm_gpu_memory_utilization": 0.3, "mask_truncated_completions": False,
+    "sync_ref_model": False,
+    "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
+}  # fmt: skip
+
+
+def _program(
+    name: str,
+    command: str,
+    rows: tuple[Row, ...],
+    defaults: dict[str, Any],
+    *modules: str,
+    always: tuple[str, ...] = (),
+) -> Program:
+    source = f"trl 1.16.0, trl/trainer/{name}_config.py, and transformers' TrainingArguments"
+    return Program(
+        "TRL",
+        f"trl {name}",
+        command,
+        source,
+        (f"trl {name}", f"trl.scripts.{name}", *modules),
+        rows,
+        defaults,
+        {},
+        always,
+    )
+
+
+_DROPPED = (GROUPS_DROPPED.format(trainer="TRL"),)
+
+PROGRAMS = (
+    _program("grpo", "rl train", _GRPO_ROWS, _ONLINE_DEFAULTS | {
+        "num_generations": 8, "beta": 0.0, "loss_type": "dapo", "scale_rewards": "group", "importance_sampling_level": "token",
+        "multi_objective_aggregation": "sum_then_normalize", "use_bias_correction_kl": True, "entropy_coef": 0.0,
+        "top_entropy_quantile": 1.0,
+        "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 3.0,
+        "use_adaptive_entropy": False,
+    }, "grpo", "GRPO", always=_DROPPED),
+    _program("rloo", "rl train", _RLOO_ROWS, _ONLINE_DEFAULTS | {"num_generations": 2, "beta": 0.05,
+    "normalize_advantages": False}, "rloo", always=(
+        *_DROPPED,
+        "RLOO's loss has one ratio of a whole sequence, and sums over its tokens; nmoe's has one for each token, and divides "
+        "by sampling.max_new_tokens",
+    )),
+    _program("sft", "sft", _SFT_ROWS, _SHARED_DEFAULTS | {"learning_rate": 2e-5, "max_length": 1024, "packing": False,
+    "loss_type": "nll"}, "sft"),
+    _program("dpo", "dpo", _DPO_ROWS, _SHARED_DEFAULTS | {
+        "learning_rate": 1e-6, "max_length": 1024, "loss_type": ["sigmoid"], "beta": 0.1, "label_smoothing": 0.0,
+        "f_divergence_type": "reverse_kl",
+        "use_weighting": False, "sync_ref_model": False,
+    }, "dpo"),
+    _program("reward", "reward", _REWARD_ROWS, _SHARED_DEFAULTS | {"learning_rate": 1e-4, "max_length": 1024},
+    "reward_modeling", "reward"),
+)  # fmt: skip

@@ -1,0 +1,809 @@
+"""verl: `verl.trainer.main_ppo`, recipes on it such as DAPO, and `verl.trainer.sft_trainer`.
+
+Keys and defaults are those of verl 0.9.1 (`verl/trainer/config`); ALIASES and patterns have keys of older versions. Batches are
+counted in prompts (`data.train_batch_size`, `actor.ppo_mini_batch_size`), advantages and losses are in
+`verl/trainer/ppo/core_algos.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, same, switch, together, whole, without
+from nmoe.config.launches.shared import (
+    EVALUATED,
+    GROUPS_DROPPED,
+    at_home,
+    grader,
+    kl,
+    lora_targets,
+    name_of,
+    pool,
+    probe,
+    records,
+    schedule,
+    updates,
+    wandb_and_others,
+)
+
+_A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def _gpus(reading: Reading) -> int:
+    return max(1, reading.whole("trainer.n_gpus_per_node", 8)) * max(1, reading.whole("trainer.nnodes", 1))
+
+
+def _batch(reading: Reading) -> Converted:
+    prompts, group = reading.whole("data.train_batch_size"), max(1, reading.whole(f"{_R}.n", 1))
+    steps = updates(
+        reading, prompts * group, reading.number(f"{_A}.ppo_mini_batch_size") * group, prompts, "ppo_mini_batch_size"
+    )
+    return {"batch.prompts_per_step": prompts, "batch.group_size": group, "batch.updates_per_step": steps}
+
+
+def _microbatch(reading: Reading) -> Converted:
+    if reading.yes(f"{_A}.use_dynamic_bsz"):
+        return {"batch.tokens_per_microbatch": reading.whole(f"{_A}.ppo_max_token_len_per_gpu", 16384)}
+    count = reading.whole(f"{_A}.ppo_micro_batch_size_per_gpu") or reading.whole(f"{_A}.ppo_micro_batch_size") // _gpus(
+        reading
+    )
+    longest = reading.whole("data.max_prompt_length") + reading.whole("data.max_response_length")
+    return {"batch.tokens_per_microbatch": max(1, count) * longest if count else None}
+
+
+def _length(reading: Reading) -> Converted:
+    if (steps := reading.whole("trainer.total_training_steps")) > 0:
+        return {"run.steps": steps}
+    return {"run.episodes": float(reading.number("trainer.total_epochs", 30))}
+
+
+_ESTIMATORS = {
+    "gae": "gae", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "dr_grpo", "gdpo": "grpo",
+}  # fmt: skip
+
+
+def _advantage(reading: Reading) -> Converted:
+    name = str(reading["algorithm.adv_estimator"]).rpartition(".")[2].lower()
+    if name in ("grpo", "grpo_vectorized") and not reading.yes("algorithm.norm_adv_by_std_in_grpo"):
+        return {"algorithm.advantage": "dr_grpo"}
+    if name == "gdpo":
+        return {"algorithm.advantage": "grpo", "algorithm.multi_reward": "gdpo"}
+    if name == "reinforce_plus_plus_baseline":
+        reading.differs(
+            f"{name} subtracts the group's mean and divides by the deviation over the batch; nmoe's dr_grpo does "
+            f"not divide"
+        )
+    if name == "reinforce_plus_plus" and reading.number("algorithm.gamma", 1) != 1:
+        reading.differs(f"algorithm.gamma = {reading['algorithm.gamma']}: nmoe's reinforce_pp does not discount")
+    if name not in _ESTIMATORS:
+        reading.differs(f"adv_estimator = {name}: nmoe has no such estimator; grpo is written")
+    return {"algorithm.advantage": _ESTIMATORS.get(name, "grpo")}
+
+
+def _loss(reading: Reading) -> Converted:
+    mode = str(reading[f"{_A}.policy_loss.loss_mode"])
+    base = float(reading.number(f"{_A}.clip_ratio", 0.2))
+    given = reading.has(f"{_A}.clip_ratio")
+    low = (
+        base
+        if given and not reading.has(f"{_A}.clip_ratio_low")
+        else float(reading.number(f"{_A}.clip_ratio_low", 0.2))
+    )
+    high = (
+        base
+        if given and not reading.has(f"{_A}.clip_ratio_high")
+        else float(reading.number(f"{_A}.clip_ratio_high", 0.2))
+    )
+    found: dict[str, Any] = {"algorithm.clip_low": low, "algorithm.clip_high": high}
+    if mode == "gspo":
+        return {**found, "algorithm.loss": "gspo"}
+    if mode == "cispo":
+        reading.differs("verl's cispo also bounds the ratio from below")
+        return {"algorithm.loss": "cispo", "algorithm.clip_high": high}
+    if mode == "dppo_tv":
+        return {**found, "algorithm.loss": "dppo"}
+    if mode != "vanilla":
+        reading.differs(f"policy_loss.loss_mode = {mode}: nmoe has no such loss; PPO's clipped ratio is written")
+    # verl's loss is bounded for negative advantages, too, by clip_ratio_c.
+    return {
+        **found,
+        "algorithm.loss": "dual_clip",
+        "algorithm.dual_clip_bound": float(reading.number(f"{_A}.clip_ratio_c", 3.0)),
+    }
+
+
+_AGGREGATIONS = {
+    "token-mean": "token",
+    "seq-mean-token-mean": "sequence",
+    "seq-mean-token-sum-norm": "constant",
+    "seq-mean-token-sum": "constant",
+}
+
+
+def _aggregation(reading: Reading) -> Converted:
+    mode = str(reading[f"{_A}.loss_agg_mode"])
+    if str(reading[f"{_A}.policy_loss.loss_mode"]) == "gspo" and mode != "seq-mean-token-mean":
+        reading.differs(f"gspo with {mode}: nmoe's gspo takes the mean of sequences")
+        return {"algorithm.aggregation": "sequence"}
+    if mode == "seq-mean-token-sum":
+        reading.differs(
+            "seq-mean-token-sum divides sums over tokens by nothing; nmoe divides them by "
+            "sampling.max_new_tokens: the gradient is that much smaller"
+        )
+    elif mode not in _AGGREGATIONS:
+        reading.differs(f"loss_agg_mode = {mode}: nmoe has no such aggregation; token is written")
+    return {"algorithm.aggregation": _AGGREGATIONS.get(mode, "token")}
+
+
+_ESTIMATORS_OF_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def _kl(reading: Reading) -> Converted:
+    in_loss, in_reward = reading.yes(f"{_A}.use_kl_loss"), reading.yes("algorithm.use_kl_in_reward")
+    if in_loss and in_reward:
+        reading.differs("KL in the loss and in the reward: nmoe has one of them; the loss is written")
+    if not in_loss and not in_reward:
+        return {"algorithm.kl_coef": 0.0}
+    kind = str(reading[f"{_A}.kl_loss_type" if in_loss else "algorithm.kl_penalty"]).removesuffix("+")
+    if kind not in _ESTIMATORS_OF_KL:
+        reading.differs(f"KL by {kind}: nmoe has k1, k2 and k3; k1 is written")
+    coef = reading[f"{_A}.kl_loss_coef"] if in_loss else reading["algorithm.kl_ctrl.kl_coef"]
+    return kl(coef, "loss" if in_loss else "reward", _ESTIMATORS_OF_KL.get(kind, "k1"), False)
+
+
+def _correction(reading: Reading) -> Converted:
+    kind = reading["algorithm.rollout_correction.rollout_is"]
+    threshold = reading["algorithm.rollout_correction.rollout_is_threshold"]
+    if (old := reading.number(f"{_A}.tis_imp_ratio_cap", -1)) > 0:
+        return {"algorithm.correction": "tis", "algorithm.correction_cap": float(old)}
+    if kind is None:
+        return {}
+    if reading.yes("algorithm.rollout_correction.bypass_mode"):
+        reading.differs(
+            "bypass_mode takes the sampler's probabilities as the old policy's; nmoe computes the learner's, and "
+            "corrects for the difference"
+        )
+    if str(kind) == "sequence":
+        reading.differs(
+            "rollout_is = sequence weighs by the product of a sequence's ratios; nmoe's tis weighs each token"
+        )
+    bounds = str(threshold).split("_")
+    if len(bounds) == 2:
+        return {"algorithm.correction": "mask", "algorithm.correction_window": [float(bounds[0]), float(bounds[1])]}
+    return {"algorithm.correction": "tis", "algorithm.correction_cap": float(bounds[0])}
+
+
+def _filtering(reading: Reading) -> Converted:
+    if not reading.yes("algorithm.filter_groups.enable"):
+        return {"batch.max_refills": 0}
+    most = reading.whole("algorithm.filter_groups.max_num_gen_batches")
+    if most <= 0:
+        reading.differs(
+            "filter_groups without a bound samples until the batch is full; nmoe refills at most "
+            "batch.max_refills times"
+        )
+    ratio = reading.number("data.gen_batch_size") / max(1, reading.whole("data.train_batch_size"))
+    return {
+        "batch.max_refills": most - 1 if most > 1 else 8 if most <= 0 else 0,
+        "batch.oversampling": float(ratio) if ratio > 1 else None,
+    }
+
+
+def _critic(reading: Reading) -> Converted:
+    if str(reading["algorithm.adv_estimator"]).rpartition(".")[2].lower() != "gae":
+        return {}
+    return {
+        "critic.learning_rate": float(reading["critic.optim.lr"]),
+        "critic.path": reading["critic.model.path"] if reading.has("critic.model.path") else None,
+        "critic.gamma": float(reading["algorithm.gamma"]),
+        "critic.trace_decay": float(reading["algorithm.lam"]),
+        "critic.clip": float(reading["critic.cliprange_value"]),
+        "critic.warmup_steps": reading.whole("trainer.critic_warmup"),
+    }
+
+
+def _schedule(prefix: str) -> Any:
+    def convert(reading: Reading) -> Converted:
+        name = (
+            reading[f"{prefix}.warmup_style"]
+            or reading[f"{prefix}.lr_scheduler_type"]
+            or reading[f"{prefix}.lr_scheduler"]
+        )
+        steps, ratio = (
+            reading.whole(f"{prefix}.lr_warmup_steps", -1),
+            float(reading.number(f"{prefix}.lr_warmup_steps_ratio")),
+        )
+        return schedule(
+            reading, name, float(reading.number(f"{prefix}.min_lr_ratio")), max(0, steps), 0.0 if steps > 0 else ratio
+        )
+
+    return convert
+
+
+def _rows_of_optimizer(prefix: str) -> tuple[Row, ...]:
+    return (
+        number(f"{prefix}.lr", "optimizer.learning_rate"),
+        together((f"{prefix}.lr_scheduler_type", f"{prefix}.warmup_style", f"{prefix}.lr_scheduler",
+            f"{prefix}.lr_warmup_steps",
+                  f"{prefix}.lr_warmup_steps_ratio", f"{prefix}.min_lr_ratio"),
+                 ("optimizer.min_lr_ratio", "optimizer.warmup_steps", "optimizer.warmup_ratio"), _schedule(prefix),
+                 "linear warm-up, then a half cosine to min_lr_ratio; constant: 1"),
+        together((f"{prefix}.betas",), ("optimizer.beta1", "optimizer.beta2"),
+                 lambda r: {"optimizer.beta1": float(r[f"{prefix}.betas"][0]),
+                 "optimizer.beta2": float(r[f"{prefix}.betas"][1])}, "the two of them"),
+        number(f"{prefix}.weight_decay", "optimizer.weight_decay"),
+        without("AdamW is nmoe's optimizer", f"{prefix}.optimizer", neutral="AdamW"),
+        without("AdamW is nmoe's optimizer", f"{prefix}.optimizer_impl", f"{prefix}.override_optimizer_config",
+            f"{prefix}.zero_indexed_step"),
+        without("the schedule ends with the run, or by optimizer.schedule_steps", f"{prefix}.total_training_steps",
+            f"{prefix}.num_cycles"),
+    )  # fmt: skip
+
+
+def _lora(reading: Reading) -> Converted:
+    old, new = reading.whole(f"{_M}.lora_rank"), reading.whole(f"{_M}.lora.rank")
+    if not (old or new):
+        return {}
+    alpha = reading.number(f"{_M}.lora_alpha", 16) if old else reading.number(f"{_M}.lora.alpha", 32)
+    targets = reading[f"{_M}.target_modules"] if old else None
+    return {"lora.rank": old or new, "lora.alpha": float(alpha), "lora.targets": lora_targets(reading, targets)}
+
+
+def _placement(reading: Reading) -> Converted:
+    kind = {"vllm": "vllm", "sglang": "sglang"}.get(str(reading[f"{_R}.name"]))
+    if kind is None:
+        if reading[f"{_R}.name"] not in (None, "hf", "???"):
+            reading.differs(
+                f"rollout.name = {reading[f'{_R}.name']}: nmoe samples with its own engine, vLLM or SGLang; its "
+                f"own is left"
+            )
+        return {}
+    gpus, parallel = _gpus(reading), max(1, reading.whole(f"{_R}.tensor_model_parallel_size", 2))
+    found: dict[str, Any] = {
+        "engine.kind": kind,
+        "engine.max_sequences": reading.whole(f"{_R}.max_num_seqs", 1024),
+        "placement.learner_gpus": gpus,
+        "placement.tensor_parallel": parallel,
+        "placement.memory_share": float(reading.number(f"{_R}.gpu_memory_utilization", 0.5)),
+    }
+    apart = reading.whole(f"{_R}.nnodes") * max(1, reading.whole(f"{_R}.n_gpus_per_node", 8))
+    apart = apart or reading.whole("rollout.nnodes") * reading.whole("rollout.n_gpus_per_node", 8)
+    if apart:
+        return {**found, "placement.engines": max(1, apart // parallel), "placement.launcher": "ray"}
+    reading.differs(
+        "engines sleep while verl trains on the same GPUs; nmoe's keep placement.memory_share of a GPU: lower it to what "
+        "training leaves "
+        "(`nmoe plan`)"
+    )
+    if reading.whole("trainer.nnodes", 1) > 1:
+        reading.fill("placement.layout",
+            "nmoe's engines share GPUs with training on one machine alone; on several, give them their own: "
+                     "disaggregated, with launcher = \"ray\"")  # fmt: skip
+    return {**found, "placement.engines": max(1, gpus // parallel), "placement.layout": "colocated"}
+
+
+def _asynchrony(reading: Reading) -> Converted:
+    """The threshold counts in shares of the samples between two synchronizations, each of which is one version."""
+    if not reading.has("async_training.staleness_threshold"):
+        return {}
+    threshold = reading.number("async_training.staleness_threshold", 0.1)
+    reading.differs(
+        f"staleness_threshold = {threshold:g} bounds the share of stale samples; nmoe bounds the age of each sample, in "
+        f"versions of the learner"
+    )
+    return {
+        "async.max_staleness": max(1, round(threshold + 0.499)),
+        "async.in_flight": "stale_kv" if reading.yes("async_training.partial_rollout") else "drain",
+    }
+
+
+def _data(reading: Reading) -> Converted:
+    files = reading["data.train_files"]
+    if not reading.has("data.train_files"):
+        reading.fill("environment.task_pool.path", "the problems; the launch names none, and verl's default is written")
+    found = pool(reading, "environment.task_pool", files, None, None, reading["data.train_max_samples"])
+    first = files[0] if isinstance(files, list) and files else files
+    parts = str(first).rstrip("/").split("/")
+    stem = parts[-1].partition(".")[0]
+    found["environment.env_id"] = (
+        name_of(parts[-2] if stem in ("train", "test") and len(parts) > 1 else stem) or "problems"
+    )
+    found["environment.task_pool.problem_field"] = str(reading["data.prompt_key"])
+    found["environment.task_pool.answer_field"] = "reward_model.ground_truth"
+    return found
+
+
+def _rewards(reading: Reading) -> Converted:
+    path, name = reading["reward.custom_reward_function.path"], reading["reward.custom_reward_function.name"]
+    if reading.yes("reward.reward_model.enable") and (model := reading["reward.reward_model.model_path"]):
+        reading.fill(
+            "environment.rewards.0.path",
+            "a reward model trained by `nmoe reward`; another's checkpoint has another head",
+        )
+        return {
+            "environment.task": "open", "environment.rewards.0.type": "reward_model",
+            "environment.rewards.0.name": "reward_model",
+            "environment.rewards.0.path": str(model),
+        }  # fmt: skip
+    if path:
+        return grader(reading, [f"{path}:{name or 'compute_score'}"])
+    return grader(reading, ["verl's scores by data_source (gsm8k and MATH are answers that the task `math` grades)"])
+
+
+def _overlong(reading: Reading) -> Converted:
+    prefix = next(
+        (one for one in ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg",
+            "reward_model.reward_kwargs.overlong_buffer_cfg")
+         if any(key.startswith(one) for key in reading.given)), "reward_model.overlong_buffer",
+    )  # fmt: skip
+    if not reading.yes(f"{prefix}.enable"):
+        return {}
+    if (factor := reading.number(f"{prefix}.penalty_factor", 1)) != 1:
+        reading.differs(f"{prefix}.penalty_factor = {factor}: nmoe's penalty rises to 1")
+    return {"algorithm.overlong_buffer": reading.whole(f"{prefix}.len")}
+
+
+def _evaluation(reading: Reading) -> Converted:
+    every, files = reading.whole("trainer.test_freq", -1), reading["data.val_files"]
+    if every <= 0 or not files:
+        return {}
+    if not reading.has("data.val_files"):
+        reading.fill(
+            "eval.0.environment.task_pool.path", "the problems; the launch names none, and verl's default is written"
+        )
+    reading.fill("eval.0.environment.task", "as environment.task")
+    reading.differs(EVALUATED.format(trainer="verl"))
+    samples = reading.whole(f"{_R}.val_kwargs.n", 1)
+    heat = reading.number(f"{_R}.val_kwargs.temperature") if reading.yes(f"{_R}.val_kwargs.do_sample") else 0
+    if heat == 0:
+        samples = 1
+    first = str(files[0] if isinstance(files, list) else files).rstrip("/").split("/")
+    name = name_of("_".join(first[-2:]).rpartition(".")[0]) or "evaluation"
+    return {
+        "eval.0.every_steps": every, **probe(heat, samples), "eval.0.environment.env_id": name,
+        "eval.0.environment.task": "math",
+        **pool(reading, "eval.0.environment.task_pool", files, None, None, reading["data.val_max_samples"]),
+        "eval.0.environment.task_pool.problem_field": str(reading["data.prompt_key"]),
+        "eval.0.environment.task_pool.answer_field": "reward_model.ground_truth",
+    }  # fmt: skip
+
+
+def _turns(reading: Reading) -> Converted:
+    if not reading.yes(f"{_R}.multi_turn.enable"):
+        return {}
+    if reading[f"{_R}.multi_turn.tool_config_path"]:
+        reading.fill(
+            "environment.tools.use",
+            f"the tools of {reading[f'{_R}.multi_turn.tool_config_path']}, as functions (docs/guides/tools.md)",
+        )
+    most = reading.whole(f"{_R}.multi_turn.max_assistant_turns") or reading.whole(f"{_R}.multi_turn.max_turns")
+    return {"environment.budget.turns": most or None, "environment.budget.tool_output_chars": None}
+
+
+def _run(reading: Reading) -> Converted:
+    directory: str | None = f"checkpoints/{name_of(reading['trainer.project_name']) or 'verl_examples'}"
+    if reading.has("trainer.default_local_dir"):
+        directory = at_home(reading["trainer.default_local_dir"]).rstrip("/").rpartition("/")[0] or None
+    return {"run.name": name_of(reading["trainer.experiment_name"]), "run.directory": directory}
+
+
+def _sinks(reading: Reading) -> Converted:
+    to = wandb_and_others(reading["trainer.logger"])
+    return {
+        "sinks.to": to or None,
+        "sinks.project": str(reading["trainer.project_name"]) if "wandb" in to or "trackio" in to else None,
+    }
+
+
+def _model(reading: Reading) -> Converted:
+    path = reading[f"{_M}.path"]
+    if not reading.has(f"{_M}.path") or "$" in str(path):
+        reading.fill("model.path", "the checkpoint to start from")
+    return {"model.path": at_home(path)}
+
+
+def _templates(key: str) -> Row:
+    def convert(reading: Reading) -> Converted:
+        given = {
+            name.removeprefix(f"{key}."): one.value for name, one in reading.given.items() if name.startswith(f"{key}.")
+        }
+        given |= reading[key] if isinstance(reading[key], dict) else {}
+        return {"environment.chat_template_kwargs": given or None}
+
+    return together((key, f"{key}.*"), ("environment.chat_template_kwargs",), convert, "the same")
+
+
+def _resume(reading: Reading) -> Converted:
+    mode = str(reading["trainer.resume_mode"]).lower()
+    if mode == "resume_path":
+        reading.differs(
+            "resume_mode = resume_path: nmoe resumes the run of the same name; to start from its weights, name "
+            "it in model.path"
+        )
+    return {"run.resume": None if mode in ("disable", "none") else "auto"}
+
+
+def _offload(reading: Reading) -> Converted:
+    keys = (
+        f"{_A}.fsdp_config.param_offload",
+        f"{_A}.fsdp_config.offload_policy",
+        f"{_A}.fsdp_config.optimizer_offload",
+        f"{_A}.megatron.param_offload",
+    )
+    return {"parallel.offload": "cpu" if any(reading.yes(key) for key in keys) else None}
+
+
+_PPO_ROWS: tuple[Row, ...] = (
+    together((f"{_M}.path",), ("model.path",), _model, "the same"),
+    same(f"{_M}.tokenizer_path", "model.tokenizer"),
+    switch(f"{_M}.enable_gradient_checkpointing", "model.checkpoint_activations"),
+    together((f"{_A}.fsdp_config.dtype",), ("model.precision",),
+             lambda r: {"model.precision": {"bfloat16": "bfloat16", "float16": "float16"}.get(str(r[f"{_A}.fsdp_config.dtype"]),
+             "float32")},
+             "the dtype that layers compute in; master weights are float32 in both"),
+    together((f"{_A}.fsdp_config.param_offload", f"{_A}.fsdp_config.offload_policy", f"{_A}.fsdp_config.optimizer_offload",
+        f"{_A}.megatron.param_offload"),
+             ("parallel.offload",), _offload, "true: cpu"),
+    together((f"{_M}.lora_rank", f"{_M}.lora_alpha", f"{_M}.target_modules", f"{_M}.lora.rank", f"{_M}.lora.alpha"),
+             ("lora.rank", "lora.alpha", "lora.targets"), _lora,
+             "rank 0 trains all weights; all-linear: nmoe's default targets"),
+    same(f"{_M}.lora_adapter_path", "lora.path"),
+    together(("data.train_batch_size", f"{_R}.n", f"{_A}.ppo_mini_batch_size"),
+             ("batch.prompts_per_step", "batch.group_size", "batch.updates_per_step"), _batch,
+             "all counted in prompts; train_batch_size / ppo_mini_batch_size updates"),
+    whole(f"{_A}.ppo_epochs", "batch.passes_per_step"),
+    together((f"{_A}.ppo_micro_batch_size_per_gpu", f"{_A}.ppo_micro_batch_size", f"{_A}.use_dynamic_bsz",
+        f"{_A}.ppo_max_token_len_per_gpu"),
+             ("batch.tokens_per_microbatch",), _microbatch,
+             "sequences times the longest prompt and response; with use_dynamic_bsz the tokens themselves"),
+    together(("algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches", "data.gen_batch_size"),
+             ("batch.max_refills", "batch.oversampling"), _filtering,
+             "0 refills without filter_groups; gen_batch_size / train_batch_size: oversampling"),
+    together(("trainer.total_training_steps", "trainer.total_epochs"), ("run.steps", "run.episodes"), _length, "the same"),
+    same("data.seed", "run.seed"),
+    whole("data.max_response_length", "sampling.max_new_tokens"),
+    whole("data.max_prompt_length", "environment.budget.prompt_tokens", "the same; prompts that are longer are left out"),
+    number(f"{_R}.temperature", "sampling.temperature"),
+    number(f"{_R}.top_p", "sampling.top_p"),
+    whole(f"{_R}.top_k", "sampling.top_k"),
+    together(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), ("algorithm.advantage",
+        "algorithm.multi_reward"), _advantage,
+             "grpo: grpo, without norm_adv_by_std_in_grpo: dr_grpo; rloo; gae; reinforce_plus_plus: reinforce_pp; gdpo: grpo "
+             "with gdpo"),
+    together((f"{_A}.policy_loss.loss_mode", f"{_A}.clip_ratio", f"{_A}.clip_ratio_low", f"{_A}.clip_ratio_high",
+        f"{_A}.clip_ratio_c"),
+             ("algorithm.loss", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip_bound"), _loss,
+             "vanilla: dual_clip with clip_ratio_c, as verl's; gspo; cispo; dppo_tv: dppo"),
+    together((f"{_A}.loss_agg_mode",), ("algorithm.aggregation",), _aggregation,
+             "token-mean: token; seq-mean-token-mean: sequence; seq-mean-token-sum-norm: constant"),
+    together((f"{_A}.use_kl_loss", f"{_A}.kl_loss_coef", f"{_A}.kl_loss_type", "algorithm.use_kl_in_reward",
+        "algorithm.kl_penalty",
+              "algorithm.kl_ctrl.kl_coef"),
+             ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_importance_weights"), _kl,
+             "0 unless use_kl_loss or use_kl_in_reward; low_var_kl: k3; kl: k1; mse: k2"),
+    number(f"{_A}.entropy_coeff", "algorithm.entropy_coef"),
+    together(("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold",
+        "algorithm.rollout_correction.bypass_mode",
+              f"{_A}.tis_imp_ratio_cap"),
+             ("algorithm.correction", "algorithm.correction_cap", "algorithm.correction_window"), _correction,
+             "an upper bound: tis; two bounds: mask"),
+    together(("reward_model.overlong_buffer.*", "reward.reward_kwargs.overlong_buffer_cfg.*",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.*"),
+             ("algorithm.overlong_buffer",), _overlong, "its length, if it is enabled"),
+    together(("critic.optim.lr", "critic.model.path", "algorithm.gamma", "algorithm.lam", "critic.cliprange_value",
+        "trainer.critic_warmup"),
+             ("critic.learning_rate", "critic.path", "critic.gamma", "critic.trace_decay", "critic.clip",
+             "critic.warmup_steps"), _critic,
+             "only with the estimator gae"),
+    *_rows_of_optimizer(f"{_A}.optim"),
+    number(f"{_A}.grad_clip", "optimizer.max_grad_norm"),
+    together(("data.train_files", "data.prompt_key", "data.train_max_samples"), ("environment.env_id",
+        "environment.task_pool.*"), _data,
+             "the files; the answer is in reward_model.ground_truth"),
+    together(("reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_model.enable",
+        "reward.reward_model.model_path"),
+             ("environment.task", "environment.rewards.*"), _rewards,
+             "reward code is replaced by a task to be checked; a reward model goes into [[rewards]]"),
+    together(("trainer.test_freq", "data.val_files", "data.val_max_samples", f"{_R}.val_kwargs.n",
+        f"{_R}.val_kwargs.temperature",
+              f"{_R}.val_kwargs.do_sample"),
+             ("eval.0.*",), _evaluation, "[[eval]] on the validation files; -1: no evaluation; greedy unless do_sample"),
+    together((f"{_R}.multi_turn.enable", f"{_R}.multi_turn.max_assistant_turns", f"{_R}.multi_turn.max_turns",
+        f"{_R}.multi_turn.tool_config_path"),
+             ("environment.budget.turns", "environment.tools.use"), _turns, "the turns; tools have to be written as functions"),
+    _templates("data.apply_chat_template_kwargs"),
+    together((f"{_R}.name", "trainer.n_gpus_per_node", "trainer.nnodes", f"{_R}.tensor_model_parallel_size",
+        f"{_R}.gpu_memory_utilization",
+              f"{_R}.max_num_seqs", f"{_R}.nnodes", f"{_R}.n_gpus_per_node", "rollout.nnodes", "rollout.n_gpus_per_node"),
+             ("engine.kind", "engine.max_sequences", "placement.*"), _placement,
+             "GPUs / tensor_model_parallel_size engines on the GPUs that train; on their own where the rollout has nodes"),
+    together(("async_training.staleness_threshold", "async_training.partial_rollout"), ("async.max_staleness",
+        "async.in_flight"), _asynchrony,
+             "the threshold, rounded up to versions"),
+    whole("trainer.save_freq", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
+    whole("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", "the same; without it verl keeps all, nmoe its default"),
+    together(("trainer.experiment_name", "trainer.default_local_dir", "trainer.project_name"), ("run.name", "run.directory"),
+        _run,
+             "the experiment's name; checkpoints/PROJECT"),
+    together(("trainer.logger",), ("sinks.to", "sinks.project"), _sinks,
+        "wandb, tensorboard, trackio; the console is always there"),
+    together(("trainer.resume_mode",), ("run.resume",), _resume, "auto: auto; disable: false"),
+    # Without counterpart.
+    without("one KL coefficient for the whole run", "algorithm.kl_ctrl.type", neutral="fixed"),
+    without("one KL coefficient for the whole run", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+    without("groups are filtered by their rewards", "algorithm.filter_groups.metric",
+        "algorithm.filter_groups.max_inflight_gen_batches"),
+    without("nmoe rejects no samples beside algorithm.correction", "algorithm.rollout_correction.rollout_rs", neutral=None),
+    without("nmoe rejects no samples beside algorithm.correction", "algorithm.rollout_correction.rollout_rs_threshold",
+            "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.rollout_correction.loss_type"),
+    without("nmoe weighs no samples by their rewards", "algorithm.use_pf_ppo", neutral=False),
+    without("nmoe weighs no samples by their rewards", "algorithm.pf_ppo.*"),
+    without("settings of losses that nmoe does not have", f"{_A}.policy_loss.*", f"{_A}.tau_pos", f"{_A}.tau_neg"),
+    without("the constant of aggregation is sampling.max_new_tokens", f"{_A}.loss_scale_factor", neutral=None),
+    without("a step's groups keep their order", f"{_A}.shuffle", f"{_A}.data_loader_seed"),
+    without("every probability of a run is computed by the same ranks in batch.tokens_per_microbatch", f"{_R}.log_prob_*",
+        "actor_rollout_ref.ref.log_prob_*",
+            "critic.forward_*", "critic.ppo_*", "critic.use_dynamic_bsz"),
+    without("nmoe shards weights over all ranks, and divides no layer or sequence; the numbers are the same", f"{_A}.strategy",
+        f"{_A}.fsdp_config.*",
+            f"{_A}.ulysses_sequence_parallel_size", f"{_A}.megatron.*", "actor_rollout_ref.ref.*", "critic.strategy",
+            "critic.fsdp.*", "critic.megatron.*",
+            "critic.model.fsdp_config.*", f"{_A}.use_torch_compile", f"{_A}.entropy_*", f"{_A}.pad_to_length*",
+            f"{_A}.use_remove_padding",
+            "critic.ulysses_sequence_parallel_size", f"{_A}.checkpoint.*", "critic.checkpoint.*", f"{_A}.use_dynamic_mbsz",
+            "model_engine",
+            "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.nccl_timeout", f"{_A}.calculate_*",
+            f"{_A}.use_prefix_grouper", f"{_A}.rollout_n",
+            f"{_A}.freeze_vision_tower", f"{_A}.use_fused_kernels", f"{_A}.profiler.*", f"{_A}._target_",
+            f"{_A}.router_replay.*", f"{_A}.veomni.*"),
+    without("weights trained with quantisation: model.expert_profile, for experts alone", f"{_A}.qat.*", f"{_R}.qat",
+        f"{_R}.quantization*"),
+    without("nmoe chooses its own kernels of attention and of the loss", f"{_M}.use_remove_padding", f"{_M}.use_liger",
+        f"{_M}.use_fused_kernels",
+            f"{_M}.fused_kernel_options.*", f"{_M}.tiled_mlp.*", f"{_M}.enable_activation_offload"),
+    without("nmoe executes no code that comes with a checkpoint, and reads its config.json", f"{_M}.trust_remote_code",
+        "data.trust_remote_code",
+            f"{_M}.external_lib", f"{_M}.hf_config_path", f"{_M}.override_config", f"{_M}.override_config.*", f"{_M}.use_shm",
+            f"{_M}.custom_chat_template",
+            f"{_M}.exclude_modules", f"{_M}.lora.*", f"{_M}.mtp.*", f"{_M}._target_", "critic.model.*"),
+    without("an option of the engine's own; engine.args passes options of its command line on", f"{_R}.enforce_eager",
+        f"{_R}.free_cache_engine",
+            f"{_R}.enable_chunked_prefill", f"{_R}.enable_prefix_caching", f"{_R}.max_num_batched_tokens",
+            f"{_R}.max_model_len", f"{_R}.dtype",
+            f"{_R}.load_format", f"{_R}.layered_summon", f"{_R}.engine_kwargs.*", f"{_R}.disable_log_stats",
+            f"{_R}.cudagraph_capture_sizes",
+            f"{_R}.data_parallel_size", f"{_R}.expert_parallel_size", f"{_R}.pipeline_model_parallel_size",
+            f"{_R}.scheduling_policy", f"{_R}.logprobs_mode",
+            f"{_R}.multi_stage_wake_up", f"{_R}.enable_rollout_routing_replay", f"{_R}.prometheus.*",
+            f"{_R}.router_config_path", f"{_R}.disaggregation.*",
+            f"{_R}.checkpoint_engine.*", f"{_R}.swap_space", f"{_R}.limit_images", f"{_R}.skip_tokenizer_init",
+            f"{_R}.update_weights_bucket_megabytes"),
+    without("nmoe samples from the policy, to the end of a turn", f"{_R}.do_sample", neutral=True),
+    without("nmoe samples from the policy, to the end of a turn", f"{_R}.ignore_eos", neutral=False),
+    without("each rollout is one sample of the policy, and nmoe keeps all", f"{_R}.over_sample_rate", neutral=0),
+    without("nmoe's rollouts are asynchronous, and each sample has its own seed", f"{_R}.mode", f"{_R}.seed",
+        f"{_R}.full_determinism", f"{_R}.agent.*",
+            f"{_R}.trace.*", f"{_R}.calculate_log_probs", f"{_R}.skip_*", f"{_R}.profiler.*", f"{_R}._target_",
+            f"{_R}.prompt_length", f"{_R}.response_length"),
+    without("nmoe's own limits of a tool's output and of turns are in [environment.budget]", f"{_R}.multi_turn.*"),
+    without("greedy evaluations need none", f"{_R}.val_kwargs.top_k", f"{_R}.val_kwargs.top_p"),
+    without("records longer than environment.budget.prompt_tokens are left out, and none is cut",
+        "data.filter_overlong_prompts",
+            "data.filter_overlong_prompts_workers", "data.truncation"),
+    without("a run reads its data in its own process, in an order drawn from its seed", "data.shuffle",
+        "data.dataloader_num_workers", "data.validation_shuffle",
+            "data.use_shm", "data.return_*", "data.tokenizer", "data.val_batch_size", "data.cache_dir",
+            "data.need_tools_kwargs", "data.sampler.*",
+            "data.filter_*", "data.chat_template", "data.tool_config_path", "data.function_tool_path", "data.max_model_len",
+            "data.system_prompt"),
+    without("the task grades every record; a mixture of pools has a task each", "data.reward_fn_key"),
+    without("write a pool or a task of your own (docs/guides/environments.md)", "data.custom_cls.*", "data.datagen.*"),
+    without("nmoe trains on text", "data.image_*", "data.video_key", "data.audio_key", "data.mm_*", "data.image_patch_size"),
+    without("rewards run in the processes of the environment", "reward.num_workers", "reward.reward_manager.*",
+        "reward_model.reward_manager", "reward.reward_model.*",
+            "reward_model.*", "reward.reward_kwargs.*", "sandbox_fusion.*", "reward.sandbox_fusion.*",
+            "custom_reward_function.reward_kwargs.*",
+            "reward.custom_reward_function.reward_kwargs.*", "reward.launch_reward_fn_async"),
+    without("the critic has AdamW's settings from [optimizer], and its own learning rate", "critic.optim.*", "critic.grad_clip",
+        "critic.loss_agg_mode",
+            "critic.loss_scale_factor", "critic.shuffle", "critic.data_loader_seed", "critic.enable", "critic.rollout_n",
+            "critic.profiler.*", "critic._target_"),
+    without("the newest checkpoints hold policy and critic", "trainer.max_critic_ckpt_to_keep",
+        "trainer.del_local_ckpt_after_load",
+            "trainer.default_hdfs_dir", "trainer.resume_from_path", "trainer.esi_redundant_time",
+            "trainer.checkpoint_callback_class"),
+    without("nmoe evaluates before the first step, and shows samples (run.show_sample_every)", "trainer.val_before_train",
+        "trainer.val_only",
+            "trainer.log_val_generations", "trainer.validation_data_dir", "trainer.rollout_data_dir"),
+    without("ranks get about the same number of tokens", "trainer.balance_batch"),
+    without("processes are started by [placement]", "ray_kwargs.*", "ray_init.*", "trainer.ray_wait_register_center_timeout",
+        "trainer.device", "trainer.use_v1",
+            "trainer.v1.*", "trainer.use_legacy_worker_impl", "trainer.npu_profile.*", "trainer.profile_steps",
+            "global_profiler.*", "transfer_queue.*", "skip.*",
+            "trainer.worker_nsight_options.*", "trainer.controller_nsight_options.*", "rollout.*", "async_training.*",
+            "actor_rollout_ref.rollout.rollout_*"),
+    without("a teacher is [distillation] in nmoe: write distillation.teacher", "distillation.enabled", neutral=False),
+    without("a teacher is [distillation] in nmoe: write distillation.teacher", "distillation.*"),
+    without("the configuration that the keys are laid over; verl's own has the defaults of this table", "config-path",
+        "config-name", "config_path", "config_name",
+            "defaults", "hydra.*"),
+)  # fmt: skip
+
+
+def _tokens(reading: Reading) -> Converted:
+    count, longest = reading.whole("data.train_batch_size", 256), reading.whole("data.max_length", 1024)
+    reading.differs(
+        f"nmoe counts a step in tokens: {count} sequences of at most {longest} tokens fill a step only if all are as long; "
+        f"with shorter ones a step has "
+        "more of them"
+    )
+    dynamic = reading.yes("data.use_dynamic_bsz")
+    at_once = (
+        reading.whole("data.max_token_len_per_gpu", 8192)
+        if dynamic
+        else max(1, reading.whole("data.micro_batch_size_per_gpu", 4)) * longest
+    )
+    return {"records.tokens_per_step": count * longest, "batch.tokens_per_microbatch": at_once}
+
+
+def _supervised_length(reading: Reading) -> Converted:
+    if (steps := reading.whole("trainer.total_training_steps")) > 0:
+        return {"run.steps": steps}
+    return {"records.epochs": float(reading.number("trainer.total_epochs", 4))}
+
+
+def _columns(reading: Reading) -> Converted:
+    names = {
+        "messages": "data.messages_key",
+        "tools": "data.tools_key",
+        "prompt": "data.prompt_key",
+        "completion": "data.response_key",
+    }
+    found = {
+        ours: str(reading[theirs]) for ours, theirs in names.items() if reading[theirs] and str(reading[theirs]) != ours
+    }
+    return {"records.columns": found or None}
+
+
+def _held_out(reading: Reading) -> Converted:
+    every, files = reading.whole("trainer.test_freq", -1), reading["data.val_files"]
+    if every <= 0 or not files:
+        return {}
+    return {
+        "eval.0.every_steps": every,
+        "records.held_out_path": at_home(files[0] if isinstance(files, list) else files),
+    }
+
+
+def _supervised_lora(reading: Reading) -> Converted:
+    rank = reading.whole("model.lora_rank")
+    if not rank:
+        return {}
+    return {
+        "lora.rank": rank,
+        "lora.alpha": float(reading.number("model.lora_alpha", 16)),
+        "lora.targets": lora_targets(reading, reading["model.target_modules"]),
+    }
+
+
+_SFT_ROWS: tuple[Row, ...] = (
+    together(("model.path",), ("model.path",), lambda r: {"model.path": at_home(r["model.path"])}, "the same"),
+    together(("engine.dtype",), ("model.precision",), lambda r: {"model.precision": "bfloat16"},
+        "bfloat16, with master weights in float32"),
+    switch("model.enable_gradient_checkpointing", "model.checkpoint_activations"),
+    together(("model.lora_rank", "model.lora_alpha", "model.target_modules"), ("lora.rank", "lora.alpha", "lora.targets"),
+        _supervised_lora,
+             "rank 0 trains all weights"),
+    together(("data.train_batch_size", "data.micro_batch_size_per_gpu", "data.max_length", "data.max_token_len_per_gpu",
+        "data.use_dynamic_bsz"),
+             ("records.tokens_per_step", "batch.tokens_per_microbatch"), _tokens,
+             "sequences times their longest length, as nmoe counts tokens"),
+    together(("trainer.total_training_steps", "trainer.total_epochs"), ("run.steps", "records.epochs"), _supervised_length,
+        "the same"),
+    same("trainer.seed", "run.seed"),
+    *_rows_of_optimizer("optim"),
+    number("optim.clip_grad", "optimizer.max_grad_norm"),
+    together(("data.train_files", "data.train_max_samples"), ("records.path", "records.data_files"),
+             lambda r: records(r, r["data.train_files"], None, None, r["data.train_max_samples"]), "the files"),
+    together(("data.messages_key", "data.tools_key", "data.prompt_key", "data.response_key"), ("records.columns",), _columns,
+        "the columns"),
+    together(("trainer.test_freq", "data.val_files"), ("eval.0.every_steps", "records.held_out_path"), _held_out,
+        "-1: no evaluation"),
+    whole("trainer.save_freq", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
+    whole("trainer.max_ckpt_to_keep", "checkpoint.keep", "the same; without it verl keeps all, nmoe its default"),
+    together(("trainer.experiment_name", "trainer.default_local_dir", "trainer.project_name"), ("run.name", "run.directory"),
+        _run,
+             "the experiment's name; checkpoints/PROJECT"),
+    together(("trainer.logger",), ("sinks.to", "sinks.project"), _sinks,
+        "wandb, tensorboard, trackio; the console is always there"),
+    together(("trainer.resume_mode",), ("run.resume",), _resume, "auto: auto; disable: false"),
+    without("sequences that are longer are left out and counted; none is cut", "data.truncation", "data.pad_mode"),
+    without("a run reads its data in its own process", "data.*"),
+    without("nmoe shards weights over all ranks; the numbers are the same", "engine", "engine.*", "model.*",
+        "use_remove_padding", "ulysses_sequence_parallel_size",
+            "checkpoint.*", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.balance_batch",
+            "trainer.default_hdfs_dir",
+            "trainer.resume_from_path", "trainer.profile_interval", "profiler.*", "trainer.total_steps", "model", "optim",
+            "trainer.checkpoint.*"),
+    without("the configuration that the keys are laid over", "config-path", "config-name", "config_path", "config_name",
+        "defaults", "hydra.*"),
+)  # fmt: skip
+
+_ALIASES = {
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "reward_model.enable": "reward.reward_model.enable", "reward_model.model.path": "reward.reward_model.model_path",
+}  # fmt: skip
+
+PPO = Program(
+    trainer="verl", name="verl ppo", command="rl train", source="verl 0.9.1, verl/trainer/config", rows=_PPO_ROWS,
+        aliases=_ALIASES,
+    modules=("verl.trainer.main_ppo", "main_ppo", "main_dapo", "recipe.dapo", "verl.experimental.fully_async_policy",
+    "one_step_off_policy"),
+    defaults={
+        f"{_M}.path": "~/models/deepseek-llm-7b-chat", f"{_M}.enable_gradient_checkpointing": True,
+            f"{_A}.fsdp_config.dtype": "bfloat16",
+        f"{_M}.lora_rank": 0, f"{_M}.lora_alpha": 16, f"{_M}.target_modules": "all-linear", f"{_M}.lora.alpha": 32,
+        "data.train_batch_size": 1024, f"{_R}.n": 1, f"{_A}.ppo_mini_batch_size": 256, f"{_A}.ppo_epochs": 1,
+        f"{_A}.use_dynamic_bsz": False,
+        f"{_A}.ppo_max_token_len_per_gpu": 16384, "algorithm.filter_groups.enable": False,
+        "algorithm.filter_groups.max_num_gen_batches": 0,
+        "trainer.total_epochs": 30, "data.max_prompt_length": 512, "data.max_response_length": 512, f"{_R}.temperature": 1.0,
+        f"{_R}.top_p": 1,
+        f"{_R}.top_k": -1, "algorithm.adv_estimator": "gae", "algorithm.norm_adv_by_std_in_grpo": True,
+        f"{_A}.policy_loss.loss_mode": "vanilla",
+        f"{_A}.clip_ratio": 0.2, f"{_A}.clip_ratio_low": 0.2, f"{_A}.clip_ratio_high": 0.2, f"{_A}.clip_ratio_c": 3.0,
+        f"{_A}.loss_agg_mode": "token-mean", f"{_A}.use_kl_loss": False, f"{_A}.kl_loss_coef": 0.001,
+        f"{_A}.kl_loss_type": "low_var_kl",
+        "algorithm.use_kl_in_reward": False, "algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": 0.001,
+        "algorithm.kl_ctrl.type": "fixed",
+        f"{_A}.entropy_coeff": 0, "algorithm.rollout_correction.rollout_is_threshold": 2.0, "critic.optim.lr": 1e-5,
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0, "critic.cliprange_value": 0.5, "trainer.critic_warmup": 0, f"{_A}.optim.lr": 1e-6,
+        f"{_A}.optim.lr_scheduler_type": "constant", f"{_A}.optim.lr_warmup_steps": -1,
+        f"{_A}.optim.lr_warmup_steps_ratio": 0.0,
+        f"{_A}.optim.min_lr_ratio": 0.0, f"{_A}.optim.betas": [0.9, 0.999], f"{_A}.optim.weight_decay": 0.01,
+        f"{_A}.grad_clip": 1.0,
+        f"{_A}.optim.optimizer": "AdamW", "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
+        "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
+        "data.prompt_key": "prompt", "data.train_max_samples": -1, "data.val_max_samples": -1, "trainer.test_freq": -1,
+        f"{_R}.val_kwargs.n": 1,
+        f"{_R}.val_kwargs.temperature": 0, f"{_R}.val_kwargs.do_sample": False, f"{_R}.multi_turn.enable": False,
+        "trainer.n_gpus_per_node": 8,
+        "trainer.nnodes": 1, f"{_R}.tensor_model_parallel_size": 2, f"{_R}.gpu_memory_utilization": 0.5,
+        f"{_R}.max_num_seqs": 256,
+        f"{_R}.nnodes": 0, "trainer.save_freq": -1, "trainer.experiment_name": "gsm8k", "trainer.project_name": "verl_examples",
+        "trainer.logger": ["console", "wandb"], "trainer.resume_mode": "auto", f"{_R}.do_sample": True,
+        f"{_R}.ignore_eos": False,
+        f"{_R}.over_sample_rate": 0, "algorithm.use_pf_ppo": False, "distillation.enabled": False,
+        "reward.reward_model.enable": False,
+    },
+    always=(GROUPS_DROPPED.format(trainer="verl"),),
+)  # fmt: skip
+
+SFT = Program(
+    trainer="verl", name="verl sft", command="sft", source="verl 0.9.1, verl/trainer/config/sft_trainer_engine.yaml",
+        rows=_SFT_ROWS,
+    modules=("verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "sft_trainer"),
+    aliases={"model.partial_pretrain": "model.path", "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio"},
+    defaults={
+        "model.path": "~/models/deepseek-llm-7b-chat", "model.enable_gradient_checkpointing": True, "model.lora_rank": 0,
+        "model.lora_alpha": 16,
+        "model.target_modules": "all-linear", "data.train_batch_size": 256, "data.micro_batch_size_per_gpu": 4,
+        "data.max_length": 1024,
+        "data.max_token_len_per_gpu": 8192, "data.use_dynamic_bsz": True, "trainer.total_epochs": 4, "trainer.seed": 1,
+        "optim.lr": 1e-3,
+        "optim.lr_scheduler_type": "constant", "optim.lr_warmup_steps": -1, "optim.lr_warmup_steps_ratio": 0.0,
+        "optim.min_lr_ratio": 0.0,
+        "optim.betas": [0.9, 0.999], "optim.weight_decay": 0.01, "optim.clip_grad": 1.0, "optim.optimizer": "AdamW",
+        "data.train_files": "~/data/gsm8k/train.parquet", "data.messages_key": "messages", "data.tools_key": "tools",
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1, "trainer.experiment_name": "test", "trainer.project_name": "gsm8k-sft",
+        "trainer.logger": ["console", "wandb"],
+        "trainer.resume_mode": "auto",
+    },
+)  # fmt: skip
+
+PROGRAMS = (PPO, SFT)
