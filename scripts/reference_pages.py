@@ -1,7 +1,7 @@
 """Writes the pages of docs/reference that come from the code: python scripts/reference_pages.py
 
-configuration.md has the tables of settings (`python -m nmoe.config.reference`), cli.md typer's tree of commands, and python.md the
-docstrings of the names in `nmoe.__all__`.
+configuration.md has the tables of settings (`python -m nmoe.config.reference`), imports.md the keys of other trainers, cli.md
+typer's tree of commands, and python.md the docstrings of the names in `nmoe.__all__`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typer.main
 
 import nmoe
 from nmoe.cli.command import app
+from nmoe.config.launches import reference as imports
 from nmoe.config.reference import reference
 from nmoe.envs.grade import Grader
 from nmoe.envs.prompts import PromptBuilder
@@ -131,7 +132,12 @@ def _signature(name: str, part: object) -> str:
 
 def pages() -> dict[str, str]:
     """The text of each page by the name of its file."""
-    return {"configuration.md": reference(), "cli.md": cli_page(), "python.md": python_page()}
+    return {
+        "configuration.md": reference(),
+        "imports.md": imports.page(),
+        "cli.md": cli_page(),
+        "python.md": python_page(),
+    }
 
 
 def main() -> int:

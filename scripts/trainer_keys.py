@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -72,7 +73,8 @@ def trl(wheel: zipfile.ZipFile) -> Iterator[tuple[str, dict[str, Any]]]:
         return fields_of(wheel.read(f"trl/{path}").decode(), name)
 
     spec = find_spec("transformers")
-    assert spec is not None and spec.origin is not None, "an installed transformers"
+    assert spec is not None, "an installed transformers"
+    assert spec.origin is not None, "a package with a file"
     shared = fields_of((Path(spec.origin).parent / "training_args.py").read_text(), "TrainingArguments")
     for named in _TRL_SHARED:
         shared |= of(named)
@@ -106,7 +108,9 @@ def leaves(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]
         for key, below in value.items():
             yield from leaves(below, (*above, str(key)))
     else:
-        yield ".".join(above), value
+        # YAML reads 1e-3 as text.
+        is_number = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?e-?\d+", value)
+        yield ".".join(above), float(value) if is_number else value
 
 
 def verl(wheel: zipfile.ZipFile) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -127,18 +131,21 @@ def skyrl(wheel: zipfile.ZipFile) -> Iterator[tuple[str, dict[str, Any]]]:
     source = wheel.read("skyrl/train/config/config.py").decode()
     classes = {one.name: one for one in ast.parse(source).body if isinstance(one, ast.ClassDef)}
 
-    def below(name: str, above: str) -> Iterator[tuple[str, Any]]:
-        defaults = fields_of(source, name)
+    def below(name: str, above: str, own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yields the keys of a class; `own` are the defaults that the class above gives it."""
+        defaults = fields_of(source, name) | own
         for one in classes[name].body:
             if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
                 kind = ast.unparse(one.annotation).removeprefix("Optional[").removesuffix("]")
                 key = f"{above}.{one.target.id}".lstrip(".")
                 if kind in classes and kind != "SearchEnvConfig":
-                    yield from below(kind, key)
+                    calls = (node for node in ast.walk(one) if isinstance(node, ast.Call))
+                    given = [word for call in calls if ast.unparse(call.func) == kind for word in call.keywords]
+                    yield from below(kind, key, {str(word.arg): value_of(word.value) for word in given})
                 else:
                     yield key, defaults[one.target.id]
 
-    yield "skyrl", dict(below("SkyRLTrainConfig", ""))
+    yield "skyrl", dict(below("SkyRLTrainConfig", "", {}))
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
-"""Launches of other trainers: each of the hand-written ones in tests/config/launches becomes a configuration that nmoe takes, with the
-values written beside it."""
+"""Launches of other trainers: each of the hand-written ones in tests/config/launches becomes a configuration that nmoe takes,
+with the values written beside it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from nmoe.config.commands import COMMANDS
+from nmoe.cli.command import app
+from nmoe.config.commands import COMMANDS, RLConfig
 from nmoe.config.launches.command import PROGRAMS, imported, summary
-from nmoe.config.launches.convert import Imported, convert, nested, recognised
+from nmoe.config.launches.convert import Imported, nested
 from nmoe.config.launches.read import read_launch, scalar
 from nmoe.config.launches.shell import statements
 from nmoe.config.launches.write import written
-from nmoe.config.loader import load_run
+from nmoe.config.loader import load_run, load_with
 from nmoe.errors import UserError
+from nmoe.preflight.preflight import preflight
 
 LAUNCHES = Path(__file__).parent / "launches"
 KEYS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "trainer_keys.json").read_text())
@@ -42,7 +45,10 @@ def at_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("command", "expected"), cases())
+CASES = list(cases())
+
+
+@pytest.mark.parametrize(("command", "expected"), CASES)
 def test_a_launch_becomes_a_configuration(command: str, expected: str, at_launches: Path) -> None:
     found = imported(command)
     assert found.unknown == []
@@ -100,3 +106,228 @@ def test_defaults_are_those_of_the_package(name: str) -> None:
 
 def as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+SHAPE = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 32}
+# One launch of each trainer; all of them in `pytest -m long`.
+FIRST = ("openrlhf: GRPO on", "trl: GRPO with two", "verl: GRPO on", "skyrl: GRPO on GSM8K (skyrl 0.4.0)")
+QUICK = [case for case in CASES if str(case.id).startswith(FIRST)]
+REST = [pytest.param(*case.values, id=case.id, marks=pytest.mark.long) for case in CASES if case not in QUICK]
+
+
+@pytest.mark.parametrize(("command", "expected"), [*QUICK, *REST])
+def test_the_configuration_passes_preflight(command: str, expected: str, at_launches: Path) -> None:
+    """With a tiny model in the place of the launch's, and a few problems in the places of its data."""
+    found = imported(command)
+    tables = nested(
+        {key: value for key, value in found.values.items() if not key.startswith(("lora.", "sinks.", "parallel."))}
+    )
+    tables["run"]["directory"] = str(at_launches / "runs")
+    longest = tables.get("sampling", {}).get("max_new_tokens", 200) + 600
+    shape = {**SHAPE, "context_tokens": longest}
+    tables["model"] = {"tokenizer": "bytes", "device": "cpu", "shape": shape}
+    tables["batch"]["tokens_per_microbatch"] = max(longest, tables["batch"].get("tokens_per_microbatch", 16384))
+    if "critic" in tables:
+        tables["critic"] = {"shared": True}
+    if "records" in tables:
+        file_of_examples(tables["records"], at_launches / "examples.jsonl")
+        tables.setdefault("eval", [{"every_steps": 50}])
+    else:
+        tables["optimizer"]["allow_slow_warmup"] = True  # the file has too few problems for a warm-up
+        tables["batch"] |= {"prompts_per_step": 2, "updates_per_step": 1}
+        file_of_problems(tables["environment"], at_launches / "problems.jsonl", 0)
+        for index, probe in enumerate(tables.get("eval", [])):
+            file_of_problems(probe["environment"], at_launches / f"probe{index}.jsonl", 1000)
+    config = load_with(None, COMMANDS[found.program.command], tables, "launch")
+    if isinstance(config, RLConfig):
+        assert config.environment.task_pool is not None
+    assert [str(check) for check in preflight(config) if check.status == "fail"] == []
+
+
+def file_of_problems(environment: dict[str, Any], path: Path, start: int) -> None:
+    """Writes sums with the columns of a pool, and names the file in the pool; rewards that are not here are left out."""
+    pool = environment["task_pool"]
+    question, answer = pool.get("problem_field", "prompt"), pool.get("answer_field", "answer")
+    rewards = [one for one in environment.get("rewards", []) if one.get("call", "").startswith("trl.")]
+    environment["rewards"] = rewards
+    environment.pop("chat_template_kwargs", None)
+    if environment["task"] == "open" and not rewards:
+        environment["task"] = "math"
+    with path.open("w") as file:
+        for number in range(start, start + 40):
+            text, total = f"What is {number} + 1?", str(number + 1)
+            messages = [{"role": "user", "content": text}]
+            record: dict[str, Any] = {"prompt": messages, "env_class": "gsm8k", "reward_spec": {"ground_truth": total}}
+            if environment["task"] != "skyrl_gym":
+                record = {question: messages if question == "prompt" else text}
+                above, _, below = answer.partition(".")
+                record[above] = {below: total} if below else total
+            file.write(json.dumps(record) + "\n")
+    kept = {key: pool[key] for key in ("problem_field", "answer_field") if key in pool}
+    environment["task_pool"] = {"type": "jsonl", "path": str(path), **kept}
+
+
+def file_of_examples(records: dict[str, Any], path: Path) -> None:
+    """Writes examples that serve SFT and preferences, and names the file in [records]."""
+    columns = {name: name for name in ("prompt", "completion", "chosen", "rejected")} | records.get("columns", {})
+    with path.open("w") as file:
+        for number in range(200):
+            texts = {
+                "prompt": f"{number} + 1?",
+                "completion": str(number + 1),
+                "chosen": str(number + 1),
+                "rejected": "no",
+            }
+            kept = ("chosen", "rejected", "prompt") if "better" in columns.values() else ("prompt", "completion")
+            file.write(json.dumps({columns[name]: texts[name] for name in kept}) + "\n")
+    for key in ("subset", "data_files", "held_out_path"):
+        records.pop(key, None)
+    if "held_out_split" in records:
+        records.pop("held_out_split")
+    records |= {"path": str(path), "split": "train", "held_out": 20.0}
+
+
+BAD = {
+    "an empty command": (" ", "empty command"),
+    "no trainer": ("ls -l", "starts no trainer"),
+    "an unknown trainer": ("python train.py --foo 1 --bar 2", "of no trainer that is known"),
+    "an open quote": ("trl grpo --output_dir 'out --beta 0.1", "command:1: the quote ' is not closed"),
+    "an open double quote": ('trl grpo --output_dir "out', "is not closed"),
+    "a key twice": ("trl grpo --beta 0.1 --learning_rate 1e-6 --beta 0.2", "beta is given twice"),
+    "two spellings of a key": (
+        "python -m openrlhf.cli.train_ppo_ray --actor_learning_rate 1e-6 --actor.adam.lr 2e-6", "are the same key",
+    ),
+    "a script that is not there": ("absent.sh", "absent.sh: no such file"),
+    "a script in a command that is not there": ("bash absent.sh --beta 0.1", "absent.sh: no such file"),
+    "a YAML that is not there": ("trl grpo --config absent.yaml", "absent.yaml: no such file (named at command:1)"),
+    "a YAML that is a list": ("list.yaml", "list.yaml: no mapping"),
+    "a YAML with a key twice": ("twice.yaml", "twice.yaml:3: trainer.seed is given twice, first in line 2"),
+    "a YAML that is none": ("broken.yaml", "broken.yaml: "),
+    "two launches": ("two.sh", "two.sh: has 2 launches (two.sh:1 trl sft, two.sh:2 trl dpo)"),
+    "keys of several programs": ("flat.yaml", "name one with --program"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "message"), BAD.values(), ids=list(BAD))
+def test_bad_input_is_one_message(command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.yaml").write_text("- trainer\n- seed\n")
+    (tmp_path / "twice.yaml").write_text("trainer:\n  seed: 1\n  seed: 2\n")
+    (tmp_path / "broken.yaml").write_text("trainer: [1,\n")
+    (tmp_path / "two.sh").write_text("trl sft --seed 1\ntrl dpo --seed 1\n")
+    (tmp_path / "flat.yaml").write_text("learning_rate: 1e-6\nseed: 1\n")
+    with pytest.raises(UserError) as caught:
+        imported(command)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_an_unknown_program_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UserError, match=r"--program=trl ppo: unknown; one of trl grpo, trl rloo"):
+        imported("python train.py --seed 1", "trl ppo")
+
+
+def test_an_unknown_key_is_named_with_its_line_and_the_closest(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("MODEL=m\ntrl grpo --model_name_or_path $MODEL \\\n  --learning_rat 1e-6 \\\n  --api_token abc\n")
+    found = imported(str(script))
+    assert found.values["model.path"] == "m"
+    assert found.unknown == [
+        f"{script}:3: learning_rat = 1e-06 (closest: learning_rate)", f"{script}:4: api_token",
+    ]  # fmt: skip
+    assert "abc" not in written(found)
+    assert any("learning_rat" in line for line in summary(found))
+
+
+def test_keys_of_wandb_are_not_written() -> None:
+    found = imported(
+        "python -m openrlhf.cli.train_ppo_ray --pretrain m --use_wandb 0123secret --n_samples_per_prompt 2"
+    )
+    assert found.values["sinks.to"] == ["wandb"]
+    assert "0123secret" not in written(found)
+
+
+def test_a_configuration_that_nmoe_refuses_is_said_to_be() -> None:
+    found = imported(
+        "trl grpo --model_name_or_path m --dataset_name a.jsonl --reward_funcs accuracy_reward --num_generations 1"
+    )
+    (refused,) = found.refused
+    assert "must be at least 2" in refused
+    assert refused in " ".join(written(found).replace("#", " ").split())
+
+
+def test_arguments_behind_a_script_count_over_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.sh").write_text('trl grpo --model_name_or_path $1 --beta 0.1 --seed 1 "$@"\n')
+    found = imported("PYTHONUNBUFFERED=1 bash train.sh mine --beta 0.2 2>&1 | tee log.txt")
+    assert (found.values["algorithm.kl_coef"], found.values["run.seed"]) == (0.2, 1)
+    assert found.values["model.path"] == "mine"
+
+
+# documented: nmoe config import train_grpo.sh --out mine.toml --program "trl grpo"
+def test_the_command_writes_a_file_and_says_what_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_grpo.sh").write_text("python train.py --model_name_or_path m --num_processes 1 --foo 1\n")
+    arguments = ["config", "import", "train_grpo.sh", "--out", "mine.toml", "--program", "trl grpo"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0
+    assert done.stdout == ""
+    assert "unknown: train_grpo.sh:1: foo = 1" in done.stderr
+    assert "to fill in: environment.task: " in done.stderr
+    assert tomllib.loads((tmp_path / "mine.toml").read_text())["batch"]["prompts_per_step"] == 1
+    again = CliRunner().invoke(app, arguments)
+    assert "--out=mine.toml: exists" in str(again.exception)
+
+
+def test_the_command_prints_a_refused_configuration_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = CliRunner().invoke(app, ["config", "import", "trl grpo --model_name_or_path m --num_generations 1"])
+    assert done.exit_code == 1
+    assert tomllib.loads(done.stdout)["batch"]["group_size"] == 1
+    assert "refused: " in done.stderr
+
+
+SCRIPT = r"""
+# a comment with 'a quote
+A=1; B="two words"
+: "${C:="$A-default"}"
+LIST=(x=1
+  y="2 3")
+read -r -d '' HERE <<EOF
+--one 1 \
+--two 2
+EOF
+run $A "$B" $B ${C} ${D:-none} $((A * 3 + 1)) "${LIST[@]}" $HERE 'it is $A' $UNSET   `# between` next > out.txt 2>&1 && echo done
+"""
+
+
+def test_a_script_is_read_as_a_shell_reads_it() -> None:
+    found = [[word.text for word in one.words] for one in statements(SCRIPT, "script")]
+    assert found[2][:12] == [
+        "run",
+        "1",
+        "two words",
+        "two",
+        "words",
+        "1-default",
+        "none",
+        "4",
+        "x=1",
+        "y=2 3",
+        "--one",
+        "1",
+    ]
+    assert found[2][12:] == ["--two", "2", "it is $A", "$UNSET", "next"]
+    assert found[3] == ["echo", "done"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6), ("2.0e-5", 2e-5), ("16", 16), ("True", True), ("null", None), ("'a'", "a"), ("[1, 2e-1]", [1, 0.2]),
+        ("['a.parquet','b.parquet']", ["a.parquet", "b.parquet"]), ("{a: false}", {"a": False}), ("a b", "a b"), ("-1", -1),
+    ],
+)  # fmt: skip
+def test_words_are_values(text: str, value: object) -> None:
+    assert scalar(text) == value
+    assert type(scalar(text)) is type(value)

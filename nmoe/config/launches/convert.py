@@ -169,10 +169,15 @@ def recognised(launch: Launch, programs: Sequence[Program], asked: str | None) -
         return programs[names.index(asked)]
     known = {one.name: sum(one.knows(key) for key in launch.given) for one in programs}
     dotted = launch.program.removesuffix(".py").replace("/", ".")
-    fitting = [one for one in programs if any(module in dotted for module in one.modules)]
-    fitting = [one for one in fitting if 2 * known[one.name] >= len(launch.given)]
+    # The name of a module decides; that of a script only where the keys are the program's.
+    fitting = {
+        module: one
+        for one in programs
+        for module in one.modules
+        if module in dotted and ("." in module or " " in module or 2 * known[one.name] >= len(launch.given))
+    }
     if fitting:
-        return max(fitting, key=lambda one: max(len(module) for module in one.modules if module in dotted))
+        return fitting[max(fitting, key=len)]
     best = max(known.values(), default=0)
     fits = [name for name in names if known[name] == best]
     started = f" of {launch.program}" if launch.program else ""

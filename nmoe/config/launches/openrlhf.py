@@ -45,7 +45,8 @@ _SHARED_ALIASES = {
     "max_ckpt_num": "ckpt.max_num",
     "max_ckpt_mem": "ckpt.max_mem", "load_checkpoint": "ckpt.load_enable", "use_ds_universal_ckpt": "ds.use_universal_ckpt",
     "micro_train_batch_size": "train.micro_batch_size", "train_batch_size": "train.batch_size", "seed": "train.seed",
-    "full_determinism": "train.full_determinism_enable", "zero_stage": "ds.zero_stage", "param_dtype": "ds.param_dtype", "flash_attn": "ds.attn_implementation",
+    "full_determinism": "train.full_determinism_enable", "zero_stage": "ds.zero_stage", "param_dtype": "ds.param_dtype",
+    "flash_attn": "ds.attn_implementation",
     "zpg": "ds.zpg",
     "adam_offload": "ds.adam_offload", "attn_implementation": "ds.attn_implementation",
     "use_liger_kernel": "ds.use_liger_kernel",
@@ -424,6 +425,10 @@ def _directories(reading: Reading) -> Converted:
     return found
 
 
+def _resume(reading: Reading) -> Converted:
+    return {"run.resume": "auto" if reading.yes("ckpt.load_enable") else None}
+
+
 def _sinks(reading: Reading) -> Converted:
     to = ["wandb"] if reading["logger.wandb.key"] else []
     to += ["tensorboard"] if reading["logger.tensorboard_dir"] else []
@@ -559,7 +564,7 @@ _PPO_ROWS: tuple[Row, ...] = (
         "CPU offload of weights (a patch of 0.9.3): parallel.offload = cpu keeps both weights and optimizer on the host"),
     whole("ckpt.save_steps", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
     whole("ckpt.max_num", "checkpoint.keep"),
-    switch("ckpt.load_enable", "run.resume", "true: auto"),
+    together(("ckpt.load_enable",), ("run.resume",), _resume, "true: auto"),
     together(("ckpt.path", "ckpt.output_dir", "logger.wandb.run_name"), ("run.name", "run.directory",
         "checkpoint.export_directory"), _directories,
              "the last part of the path is the run's name"),
@@ -679,7 +684,7 @@ def _supervised(sequences: int) -> tuple[Row, ...]:
             lambda r: {"parallel.offload": "cpu" if r.yes("ds.adam_offload") else None}, "cpu"),
         whole("ckpt.save_steps", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
         whole("ckpt.max_num", "checkpoint.keep"),
-        switch("ckpt.load_enable", "run.resume", "true: auto"),
+        together(("ckpt.load_enable",), ("run.resume",), _resume, "true: auto"),
         together(("ckpt.path", "ckpt.output_dir", "logger.wandb.run_name"), ("run.name", "run.directory",
             "checkpoint.export_directory"), _directories,
                  "the last part of the path is the run's name"),

@@ -55,7 +55,7 @@ def read_launch(text: str) -> Launch:
 
 
 def read_yaml(path: Path, named_at: str = "") -> dict[str, Given]:
-    """Returns the keys of a YAML file, nested ones with dots. Raises UserError for a file without a mapping, or with a key twice."""
+    """Returns the keys of a YAML file, nested ones with dots. Raises UserError if it is no mapping, or has a key twice."""
     text = _text(path, named_at)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -98,12 +98,13 @@ class Reading:
     notes: list[str] = field(default_factory=list)
     to_fill: dict[str, str] = field(default_factory=dict)
     counted: set[str] = field(default_factory=set)
+    module: str = ""
 
     @classmethod
     def of(cls, launch: Launch, program: Program) -> Reading:
         """Reads a launch by a program's spelling of keys."""
         given = {program.canonical(key): program.read(key, one) for key, one in launch.given.items()}
-        return cls(program, given, launch.starter)
+        return cls(program, given, launch.starter, module=launch.program)
 
     def __getitem__(self, key: str) -> Any:
         """Returns the value of a key: given, else the trainer's default, else None."""

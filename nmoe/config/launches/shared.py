@@ -233,7 +233,7 @@ def grader(reading: Reading, named: Sequence[str], task: str = "math") -> dict[s
     by = " and ".join(named)
     reading.fill(
         "environment.task",
-        f"what grades in place of {by or 'the reward code of the launch'}: a task (`nmoe env list`, docs/guides/grading.md), "
+        f"the grader for {by or 'the reward code of the launch'}: a task (`nmoe env list`, docs/guides/grading.md), "
         f"or your function as "
         "[[environment.rewards]] (docs/guides/rewards.md)",
     )

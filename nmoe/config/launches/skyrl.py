@@ -29,8 +29,10 @@ _OPTIMIZER, _OFF = f"{_POLICY}.optimizer_config", f"{_ALGORITHM}.off_policy_corr
 
 
 def _is_old(reading: Reading) -> bool:
-    """Whether the launch is written for skyrl-train, by its spelling."""
-    return any(one.key in reading.program.aliases for one in reading.given.values())
+    """Whether the launch is written for skyrl-train, by its program or its spelling."""
+    return reading.module.startswith("skyrl_train") or any(
+        one.key in reading.program.aliases for one in reading.given.values()
+    )
 
 
 def _batch(reading: Reading) -> Converted:
@@ -461,7 +463,7 @@ _ROWS: tuple[Row, ...] = (
     # Without counterpart.
     without("nmoe has one way of sharding: weights, gradients and optimizer over all ranks; the numbers are the same",
         "trainer.strategy",
-            f"{_POLICY}.fsdp_config.*", f"{_POLICY}.deepspeed_config.*", f"{_POLICY}.megatron_config.*", "trainer.ref.*",
+            f"{_POLICY}.fsdp_config.*", f"{_POLICY}.deepspeed_config*", f"{_POLICY}.megatron_config.*", "trainer.ref.*",
             "trainer.sequence_parallel_backend",
             f"{_POLICY}.sequence_parallel_size", "trainer.critic.fsdp_config.*", "trainer.critic.deepspeed_config.*",
             "trainer.critic.megatron_config.*",
@@ -474,7 +476,7 @@ _ROWS: tuple[Row, ...] = (
             f"{_POLICY}.model_config_kwargs", f"{_POLICY}.model_config_kwargs.*", "trainer.critic.model_config_kwargs",
             "trainer.critic.model_config_kwargs.*",
             "generator.model_name", f"{_POLICY}.language_model_only", f"{_POLICY}.inference_only_init"),
-    without("other settings of nmoe as SkyRL's backend: nmoe's own tables take their place", f"{_POLICY}.nmoe_config.*"),
+    without("other settings of nmoe as SkyRL's backend: nmoe has its own tables", f"{_POLICY}.nmoe_config.*"),
     without("nmoe's adapters have no dropout", f"{_POLICY}.model.lora.dropout", neutral=0),
     without("nmoe's adapters have no dropout", "trainer.critic.model.lora.*"),
     without("engine.weights says how adapters are published", f"{_POLICY}.model.lora.*", "trainer.target_modules",

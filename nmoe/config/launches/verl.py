@@ -533,6 +533,7 @@ _PPO_ROWS: tuple[Row, ...] = (
     # Without counterpart.
     without("one KL coefficient for the whole run", "algorithm.kl_ctrl.type", neutral="fixed"),
     without("one KL coefficient for the whole run", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+    without("gradients are clipped by actor.grad_clip", f"{_A}.optim.clip_grad"),
     without("groups are filtered by their rewards", "algorithm.filter_groups.metric",
         "algorithm.filter_groups.max_inflight_gen_batches"),
     without("nmoe rejects no samples beside algorithm.correction", "algorithm.rollout_correction.rollout_rs", neutral=None),
@@ -573,6 +574,7 @@ _PPO_ROWS: tuple[Row, ...] = (
             f"{_R}.enable_chunked_prefill", f"{_R}.enable_prefix_caching", f"{_R}.max_num_batched_tokens",
             f"{_R}.max_model_len", f"{_R}.dtype",
             f"{_R}.load_format", f"{_R}.layered_summon", f"{_R}.engine_kwargs.*", f"{_R}.disable_log_stats",
+            f"{_R}.mtp*", f"{_R}.moe_*",
             f"{_R}.cudagraph_capture_sizes",
             f"{_R}.data_parallel_size", f"{_R}.expert_parallel_size", f"{_R}.pipeline_model_parallel_size",
             f"{_R}.scheduling_policy", f"{_R}.logprobs_mode",
@@ -778,8 +780,7 @@ PPO = Program(
         "trainer.logger": ["console", "wandb"], "trainer.resume_mode": "auto", f"{_R}.do_sample": True,
         f"{_R}.ignore_eos": False,
         f"{_R}.over_sample_rate": 0, "algorithm.use_pf_ppo": False, "distillation.enabled": False,
-        "reward.reward_model.enable": False,
-    },
+            },
     always=(GROUPS_DROPPED.format(trainer="verl"),),
 )  # fmt: skip
 

@@ -12,12 +12,14 @@ from nmoe.config.loader import parse
 from nmoe.config.locate import Locator, Place
 from nmoe.config.problems import ConfigError
 from nmoe.config.toml import toml_value
-from nmoe.errors import cut
 from nmoe.parsing import toml_of
 
 _WRAPPER = textwrap.TextWrapper(
     130, initial_indent="#   - ", subsequent_indent="#     ", break_long_words=False, break_on_hyphens=False
 )
+
+# The characters of an origin that still fit behind its value.
+_LONGEST_BEHIND = 90
 
 LISTS: Mapping[str, str] = {
     "to_fill": "To fill in: nmoe needs this, and the launch does not say it",
@@ -69,29 +71,24 @@ def _table(title: tuple[str, ...], path: tuple[str, ...], table: Any, imported: 
         for index, one in enumerate(table):
             yield from _table(title, (*path, str(index)), one, imported)
         return
-    own = {key: value for key, value in table.items() if not _is_table(value)}
+    own = {key: one for key, one in table.items() if ".".join((*path, key)) in imported.values}
     if own or not table:
         opened, closed = ("[[", "]]") if path[-1].isdigit() else ("[", "]")
         yield f"\n{opened}{'.'.join(title)}{closed}"
     before = ""
     for key, value in own.items():
         full = ".".join((*path, key))
-        text = f"{key} = {toml_value(value)}"
-        said = imported.origins.get(full, "")
-        if full in imported.to_fill:
-            said = f"TO FILL IN ({said})" if said else "TO FILL IN"
-        shown = said if said != before or said.startswith("TO FILL IN") else ""
-        before = said
-        yield f"{text}  # {cut(shown, 200)}" if shown else text
+        said = imported.origins[full]
+        shown, before = "" if said == before else said, said
+        mark = "TO FILL IN" if full in imported.to_fill else ""
+        if len(shown) > _LONGEST_BEHIND:
+            yield from textwrap.wrap(shown, 126, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+            shown = ""
+        comment = f"{mark} ({shown})" if mark and shown else mark or shown
+        yield f"{key} = {toml_value(value)}" + (f"  # {comment}" if comment else "")
     for key, value in table.items():
-        if _is_table(value):
+        if key not in own:
             yield from _table((*title, key), (*path, key), value, imported)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) or (
-        isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
-    )
 
 
 def check(imported: Imported) -> None:
