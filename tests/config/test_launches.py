@@ -117,7 +117,7 @@ REST = [pytest.param(*case.values, id=case.id, marks=pytest.mark.long) for case 
 
 @pytest.mark.parametrize(("command", "expected"), [*QUICK, *REST])
 def test_the_configuration_passes_preflight(command: str, expected: str, at_launches: Path) -> None:
-    """With a tiny model in the place of the launch's, and a few problems in the places of its data."""
+    """With a tiny model for the launch's own, and a few problems for its data."""
     found = imported(command)
     tables = nested(
         {key: value for key, value in found.values.items() if not key.startswith(("lora.", "sinks.", "parallel."))}

@@ -28,7 +28,7 @@ def imported(text: str, program: str | None = None) -> Imported:
 
 
 def summary(found: Imported) -> Iterator[str]:
-    """Yields what to look at first, for stderr: what is to be filled in, refused or unknown, and how much the other lists have."""
+    """Yields the lines to look at first, for stderr: values to fill in, refusals, unknown keys, the lengths of other lists."""
     lists = lines_of(found)
     for name in ("to_fill", "refused", "unknown"):
         for line in lists.get(name, ()):

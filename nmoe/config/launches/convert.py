@@ -53,7 +53,7 @@ def _refuse_two_spellings(launch: Launch, program: Program) -> None:
     seen: dict[str, Given] = {}
     for key, one in launch.given.items():
         if (other := seen.get(name := program.canonical(key))) is not None:
-            raise UserError(f"{one.place}: {key} and {other.key} ({other.place}) are the same key; leave one out")
+            raise UserError(f"{one.where}: {key} and {other.key} ({other.where}) are the same key; leave one out")
         seen[name] = one
 
 
@@ -105,7 +105,7 @@ def _account(key: str, one: Given, program: Program, found: Imported) -> None:
     """Names a given key that has no counterpart, has no effect here, or is unknown."""
     row = program.row_of(key)
     if row is None:
-        found.unknown.append(f"{one.place}: {_written(one, _is_secret(key))}{_closest(key, program)}")
+        found.unknown.append(f"{one.where}: {_written(one, _is_secret(key))}{_closest(key, program)}")
     elif row.convert is None:
         found.without.append(f"{_written(one, row.secret)}: {row.text}")
     elif not any(key in row.theirs for row in program.rows if row.ours and _took_effect(row, found)):
@@ -169,7 +169,7 @@ def recognised(launch: Launch, programs: Sequence[Program], asked: str | None) -
         return programs[names.index(asked)]
     known = {one.name: sum(one.knows(key) for key in launch.given) for one in programs}
     dotted = launch.program.removesuffix(".py").replace("/", ".")
-    # The name of a module decides; that of a script only where the keys are the program's.
+    # The name of a module decides; a script's name only where the keys are the program's.
     fitting = {
         module: one
         for one in programs
@@ -183,11 +183,11 @@ def recognised(launch: Launch, programs: Sequence[Program], asked: str | None) -
     started = f" of {launch.program}" if launch.program else ""
     if best == 0 or 2 * best < len(launch.given):
         raise UserError(
-            f"{launch.place}: the launch{started} is of no trainer that is known ({best} of its {len(launch.given)} keys "
+            f"{launch.where}: the launch{started} is of no trainer that is known ({best} of its {len(launch.given)} keys "
             f"are); name it with --program, one of " + ", ".join(names)
         )
     if len(fits) > 1:
-        raise UserError(f"{launch.place}: the keys{started} fit {', '.join(fits)}; name one with --program")
+        raise UserError(f"{launch.where}: the keys{started} fit {', '.join(fits)}; name one with --program")
     return programs[names.index(fits[0])]
 
 

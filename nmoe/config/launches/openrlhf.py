@@ -1,6 +1,6 @@
 """OpenRLHF: `openrlhf.cli.train_ppo_ray`, `train_sft`, `train_dpo` and `train_rm`.
 
-Keys are spelled as in 0.11.2 (`--actor.adam.lr`); the aliases are those of 0.9.3 (`--actor_learning_rate`). Defaults are from the
+Keys are spelled as in 0.11.2 (`--actor.adam.lr`); 0.9.3 had the aliases (`--actor_learning_rate`). Defaults are from the
 argument parsers in `openrlhf/cli` of both versions. The batch is counted in samples (`trainer/ppo_trainer.py`: steps are prompts
 times samples divided by train.batch_size), advantages are in `trainer/ppo_utils/experience_maker.py`, losses in `models/loss.py`.
 """
@@ -222,7 +222,7 @@ def _aggregation(reading: Reading) -> Converted:
     if not reading.yes("train.dynamic_batch_enable") and reading.whole("train.micro_batch_size", 4) == 1:
         return {"algorithm.aggregation": "sequence"}
     reading.differs(
-        "OpenRLHF 0.9.3 takes the mean of the loss over the tokens of each micro-batch; nmoe over those of the "
+        "OpenRLHF 0.9.3 takes the mean of the loss over the tokens of each micro-batch; nmoe over all tokens of the "
         "whole update"
     )
     return {"algorithm.aggregation": "token"}
@@ -605,7 +605,7 @@ _PPO_ROWS: tuple[Row, ...] = (
     without("the critic has AdamW's settings from [optimizer], and its own learning rate", "critic.adam.betas",
         "critic.adam.eps", "critic.adam.weight_decay",
             "critic.lr_scheduler", "critic.lr_warmup_ratio", "critic.min_lr_ratio", "critic.max_norm"),
-    without("a switch of how OpenRLHF works, not of what is learned", "perf", "actor_init_on_gpu"),
+    without("a switch of how OpenRLHF works; it changes no number", "perf", "actor_init_on_gpu"),
     *_OPERATION,
 )  # fmt: skip
 

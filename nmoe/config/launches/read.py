@@ -27,7 +27,7 @@ class Given:
 
     key: str
     value: Any
-    place: str
+    where: str
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Launch:
     submit`, variables set in front), which have the starter's name in front of them."""
 
     program: str = ""
-    place: str = ""
+    where: str = ""
     given: dict[str, Given] = field(default_factory=dict)
     starter: dict[str, Given] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ def read_launch(text: str) -> Launch:
     path = Path(named).expanduser()
     if named and not re.search(r"\s", named) and (path.suffix in (*_YAML, *_SHELL) or _is_file(path)):
         if path.suffix in _YAML:
-            return Launch(place=named, given=read_yaml(path))
+            return Launch(where=named, given=read_yaml(path))
         return _of_statements(statements(_text(path), named), named, path.parent)
     if not named:
         raise UserError("an empty command; give a launch of TRL, OpenRLHF, verl or SkyRL, or the file that has it")
@@ -127,13 +127,13 @@ def _resolved(one: Given, found: Mapping[str, Given]) -> Given:
 
     if isinstance(one.value, list) and any(isinstance(item, str) and "${" in item for item in one.value):
         items = [_REFERENCE.sub(value, item) if isinstance(item, str) else item for item in one.value]
-        return Given(one.key, items, one.place)
+        return Given(one.key, items, one.where)
     if not isinstance(one.value, str) or "${" not in one.value:
         return one
     text = one.value
     for _ in range(8):  # references to references
         text = _REFERENCE.sub(value, text)
-    return Given(one.key, scalar(text) if text != one.value else text, one.place)
+    return Given(one.key, scalar(text) if text != one.value else text, one.where)
 
 
 def _text(path: Path, named_at: str = "") -> str:
@@ -165,8 +165,8 @@ def _of_statements(found: list[Statement], source: str, directory: Path) -> Laun
         )
     named = [one for one in launches if one.program]
     if len(named) > 1:
-        places = ", ".join(f"{one.place} {one.program}" for one in named)
-        raise UserError(f"{source}: has {len(named)} launches ({places}); give one of them")
+        found_at = ", ".join(f"{one.where} {one.program}" for one in named)
+        raise UserError(f"{source}: has {len(named)} launches ({found_at}); give one of them")
     return (named or launches)[0]
 
 
@@ -187,7 +187,7 @@ def _of_words(statement: Statement, source: str, directory: Path) -> Launch | No
     words = [one for one in statement.words if one.text not in ("then", "do", "else", "{", "}")]
     if not words:
         return None
-    launch = Launch(place=f"{source}:{words[0].line}")
+    launch = Launch(where=f"{source}:{words[0].line}")
     for name, value, line in statement.environment:
         launch.starter[name] = Given(name, value, f"{source}:{line}")
     if words[0].text.startswith(("-", "+")) or _HYDRA.fullmatch(words[0].text):
@@ -254,11 +254,11 @@ def _of_script(launch: Launch, arguments: Sequence[Word], source: str, directory
     path = Path(launch.program).expanduser()
     path = path if path.is_absolute() else directory / path
     at = next((at for at, one in enumerate(arguments) if _begins_key(one.text)), len(arguments))
-    found = statements(_text(path, launch.place), str(path), [one.text for one in arguments[:at]])
+    found = statements(_text(path, launch.where), str(path), [one.text for one in arguments[:at]])
     inner = _of_statements(found, str(path), path.parent)
-    over = Launch(place=launch.place)
+    over = Launch(where=launch.where)
     _keys(arguments[at:], over, source)
-    return Launch(inner.program, inner.place, {**inner.given, **over.given}, {**inner.starter, **launch.starter})
+    return Launch(inner.program, inner.where, {**inner.given, **over.given}, {**inner.starter, **launch.starter})
 
 
 def _keys(words: Sequence[Word], launch: Launch, source: str) -> None:
@@ -267,7 +267,7 @@ def _keys(words: Sequence[Word], launch: Launch, source: str) -> None:
     while at < len(words):
         word = words[at]
         at += 1
-        place = f"{source}:{word.line}"
+        where = f"{source}:{word.line}"
         if (match := _HYDRA.fullmatch(word.text)) and not word.text.startswith("-"):
             key, value = match[2], None if match[1] == "~" else scalar(match[3])
         elif re.fullmatch(r"--.+|-[a-z]+", word.text, re.DOTALL):
@@ -282,8 +282,8 @@ def _keys(words: Sequence[Word], launch: Launch, source: str) -> None:
         else:
             key, value = word.text, True
         if key in launch.given:
-            raise UserError(f"{place}: {key} is given twice, first at {launch.given[key].place}; leave one out")
-        launch.given[key] = Given(key, value, place)
+            raise UserError(f"{where}: {key} is given twice, first at {launch.given[key].where}; leave one out")
+        launch.given[key] = Given(key, value, where)
 
 
 def _begins_key(text: str) -> bool:
@@ -314,5 +314,5 @@ def _files(launch: Launch, directory: Path) -> None:
         one = name
     if file is None or one is None or (file.stem in _SHIPPED and not _is_file(file)):
         return
-    place = next((path for path in (file, directory / file) if _is_file(path)), file)
-    launch.given = {**read_yaml(place, one.place), **launch.given}
+    where = next((path for path in (file, directory / file) if _is_file(path)), file)
+    launch.given = {**read_yaml(where, one.where), **launch.given}

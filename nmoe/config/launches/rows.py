@@ -67,7 +67,7 @@ class Program:
         """Returns a given key with its value; `--no_name` and `--no-name` switch a name off."""
         plain = key.replace("-", "_")
         is_negation = plain.startswith("no_") and not self._is_listed(plain) and one.value is True
-        return Given(one.key, False, one.place) if is_negation else one
+        return Given(one.key, False, one.where) if is_negation else one
 
     def _is_listed(self, key: str) -> bool:
         return key in self.aliases or self.row_of(key) is not None

@@ -34,7 +34,7 @@ def name_of(value: Any) -> str | None:
 
 
 def at_home(path: Any) -> str:
-    """Returns a path with the home directory in place of a leading `~`, which trainers expand themselves."""
+    """Returns a path with the home directory instead of a leading `~`, which trainers expand themselves."""
     return os.path.expanduser(str(path))
 
 
@@ -229,7 +229,7 @@ PRECISIONS: Mapping[str, str] = {
 
 
 def grader(reading: Reading, named: Sequence[str], task: str = "math") -> dict[str, Any]:
-    """Returns the task that grades in place of a trainer's own reward code, which the user has to look at."""
+    """Returns the task that grades instead of a trainer's own reward code, which the user has to look at."""
     by = " and ".join(named)
     reading.fill(
         "environment.task",

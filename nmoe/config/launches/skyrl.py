@@ -1,6 +1,6 @@
 """SkyRL: `skyrl.train.entrypoints.main_base`, `skyrl_train.entrypoints.main_base`, and examples' programs with the same keys.
 
-Keys are spelled as in skyrl 0.4.0 (`skyrl/train/config/config.py`); ALIASES has those of skyrl-train 0.3.1
+Keys are spelled as in skyrl 0.4.0 (`skyrl/train/config/config.py`); skyrl-train 0.3.1 had the aliases
 (`skyrl_train/config/ppo_base_config.yaml`). Batches are counted in prompts. `trainer.policy.nmoe_config` is of nmoe's integration.
 """
 

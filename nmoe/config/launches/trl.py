@@ -1,6 +1,6 @@
 """TRL: `trl grpo`, `rloo`, `sft`, `dpo` and `reward`, and scripts that take their arguments.
 
-Keys and defaults are those of TRL 1.16.0 (`trl/trainer/*_config.py`, `trl/scripts/utils.py`, `trl/trainer/model_config.py`) over
+Keys and defaults are from TRL 1.16.0 (`trl/trainer/*_config.py`, `trl/scripts/utils.py`, `trl/trainer/model_config.py`) over
 transformers' TrainingArguments; keys of older versions are named beside. A step of GRPO is `generation_batch_size` samples
 (`GRPOConfig.__post_init__`); its losses are in `GRPOTrainer._compute_loss`.
 """
@@ -162,7 +162,7 @@ def _loss(reading: Reading) -> Converted:
         reading.differs(f"loss_type = {kind}: nmoe has no such loss; PPO's clipped ratio is written")
     if kind == "bnpo":
         reading.differs(
-            "loss_type = bnpo takes the mean over the tokens of each micro-batch; nmoe over those of the whole update"
+            "loss_type = bnpo takes the mean over the tokens of each micro-batch; nmoe over all tokens of the update"
         )
     if loss == "cispo":
         # TRL's bound is on the ratio, nmoe's on its distance from 1.
@@ -274,7 +274,7 @@ def _rewards(reading: Reading) -> Converted:
     weights += [1.0] * (len(named) - len(weights))
     found: dict[str, Any] = {"environment.task": "open"}
     index = 0
-    for place, (name, weight) in enumerate(zip(named, weights, strict=False)):
+    for position, (name, weight) in enumerate(zip(named, weights, strict=False)):
         key = f"environment.rewards.{index}"
         if name == "accuracy_reward":
             found |= {"environment.task": "math", "environment.rubric.correctness": weight}
@@ -287,7 +287,7 @@ def _rewards(reading: Reading) -> Converted:
                     "sampling.max_new_tokens"
                 )
             continue
-        if model and place == 0:
+        if model and position == 0:
             reading.fill(
                 f"{key}.path", "a reward model trained by `nmoe reward`; another's checkpoint has another head"
             )

@@ -1,6 +1,6 @@
 """verl: `verl.trainer.main_ppo`, recipes on it such as DAPO, and `verl.trainer.sft_trainer`.
 
-Keys and defaults are those of verl 0.9.1 (`verl/trainer/config`); ALIASES and patterns have keys of older versions. Batches are
+Keys and defaults are from verl 0.9.1 (`verl/trainer/config`); ALIASES and patterns have keys of older versions. Batches are
 counted in prompts (`data.train_batch_size`, `actor.ppo_mini_batch_size`), advantages and losses are in
 `verl/trainer/ppo/core_algos.py`.
 """

@@ -8,8 +8,7 @@ from typing import Any
 
 from nmoe.config.commands import COMMANDS
 from nmoe.config.launches.convert import Imported, nested
-from nmoe.config.loader import parse
-from nmoe.config.locate import Locator, Place
+from nmoe.config.loader import load_with
 from nmoe.config.problems import ConfigError
 from nmoe.config.toml import toml_value
 from nmoe.parsing import toml_of
@@ -95,6 +94,6 @@ def check(imported: Imported) -> None:
     """Checks the configuration by its command's schema; what the schema refuses goes into `imported.refused`."""
     schema = COMMANDS[imported.program.command]
     try:
-        parse(toml_of(written(imported)), schema, Locator(Place("launch")))
+        load_with(None, schema, toml_of(written(imported)), "launch")
     except ConfigError as error:
         imported.refused = [str(problem).removeprefix("launch: ") for problem in error.problems]
