@@ -25,6 +25,7 @@ from nmoe.cli.engines import engines, publish
 from nmoe.cli.evaluate import chat, evaluate, grade
 from nmoe.cli.model import export, harmonize, import_model, train_tokenizer, upcycle
 from nmoe.cli.packaged import (
+    certify,
     check,
     gc,
     import_launch,
@@ -280,6 +281,7 @@ _configured_verb(data, prepare)
 data.command(cls=Verb)(download)
 data.command("export", cls=Verb)(export_data)
 env.command(cls=Verb)(check)
+env.command(cls=Verb)(certify)
 env.command("list", cls=Verb)(list_environments)
 env.command("show", cls=Verb)(show_environment)
 env.command(cls=Verb)(gc)

@@ -158,6 +158,47 @@ def serve_rewards(
     serve(environment, host, port, stage, end)
 
 
+def certify(
+    environments: Annotated[list[str], typer.Argument(metavar="ENVIRONMENT...")],
+    tokenizer: Annotated[Path | None, typer.Option(metavar="DIR_OR_RUN")] = None,
+    attacks: Annotated[int, typer.Option("--attacks", metavar="N", min=1)] = 300,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Examine environments: do golds pay, and do attacks not?
+
+    Writes a passport for each: golds pay, 300 answers that solve nothing do not, verdicts are the same twice, neither the
+    prompt nor the sandbox has the answer, and how long a verdict takes. Exits with 1 if something fails, which is shown with
+    the very answer, and with 2 if the data of all environments is elsewhere. Runs tasks and pools of your own; the network
+    is not used.
+
+    \b
+    Example:
+      nmoe env certify sort compare
+    Example, for a program:
+      nmoe env certify my_environment --json
+
+    Args:
+        environments: TOML files, directories with environment.toml, or packaged names.
+        tokenizer: Whose tokenizer to render with; default: a byte tokenizer.
+        attacks: Answers that must not be paid.
+        as_json: Print one JSON object for each environment, a line each.
+    """
+    import json
+
+    from nmoe.envs.certify import certify
+
+    passports = []
+    for named in environments:
+        passport = certify(Path(named), tokenizer, attacks)
+        passports.append(passport)
+        for line in [json.dumps(passport.record())] if as_json else [*passport.lines(), ""]:
+            typer.echo(line)
+    if any(passport.failed for passport in passports):
+        raise typer.Exit(1)
+    if all(passport.missing for passport in passports):
+        raise typer.Exit(2)
+
+
 def list_environments() -> None:
     """List the named environments of nmoe and of installed packages.
 

@@ -113,7 +113,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         raise UserError(
             f'{path}: format = "chat" is rendered by the template of a tokenizer: name one with --tokenizer'
         )
-    tokenizer, origin = _tokenizer(tokenizer_of)
+    tokenizer, origin = tokenizer_of_directory(tokenizer_of)
     by_tokenizer = ", chosen by the tokenizer" if settings.format == "auto" else ""
     settings = in_format(settings, tokenizer)
     # A byte tokenizer makes the example answers longer than a policy's. The check is about form, so it lifts the budget.
@@ -146,9 +146,9 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             mistakes.append(_placed(path, error))
     problems: list[Problem] = []
     rendered = False
-    for name, pool in _sources(settings):
+    for name, pool in sources_of(settings):
         yield ""
-        here = not isinstance(pool, HubPool) or local_copy(split_path(pool.dataset)[0]) is not None
+        here = is_here(pool)
         try:
             # Without its data, an environment's format, system message and rewards can still be checked.
             its_own = unlimited.model_copy(update={"env_id": name, "task_pool": pool if here else _DATALESS})
@@ -229,7 +229,8 @@ def describe_pool(pool: TaskPool) -> str:
     return f"{pool.type} {pool.task_type}" if data is None else f"{pool.type} {data} as {pool.task_type}"
 
 
-def _tokenizer(of: Path | None) -> tuple[Tokenizer, str]:
+def tokenizer_of_directory(of: Path | None) -> tuple[Tokenizer, str]:
+    """Returns the tokenizer of a directory, or an untrained byte tokenizer with Harmony's control tokens, and its description."""
     if of is None:
         origin = "nmoe's own, untrained: each byte a token (--tokenizer takes a run, checkpoint or tokenizer directory)"
         return Tokenizer.train((), SMALLEST_VOCABULARY), origin
@@ -237,12 +238,18 @@ def _tokenizer(of: Path | None) -> tuple[Tokenizer, str]:
     return Tokenizer.load(directory), str(directory)
 
 
-def _sources(settings: EnvironmentSettings) -> Iterator[tuple[str, TaskPool]]:
+def sources_of(settings: EnvironmentSettings) -> Iterator[tuple[str, TaskPool]]:
+    """Yields the sources of an environment's problems by name."""
     pool = settings.task_pool
     if isinstance(pool, MixturePool):
         yield from ((source.name, source) for source in pool.sources)
     else:
         yield settings.env_id, pool
+
+
+def is_here(pool: TaskPool) -> bool:
+    """Returns whether the records of a pool are on this machine; any but a dataset of the hub are, or do not load."""
+    return not isinstance(pool, HubPool) or local_copy(split_path(pool.dataset)[0]) is not None
 
 
 def _stand_in(name: str, pool: TaskPool) -> Problem | None:
@@ -272,7 +279,7 @@ def _graded(environment: Environment, problem: Problem) -> tuple[_Graded, _Grade
 
 def _grade(environment: Environment, problem: Problem, answer: str, wanted: bool) -> _Graded:
     ids = environment.grader.answer_ids(problem, answer)
-    grade = asyncio.run(_graded_in_session(environment, problem, ids))
+    grade = asyncio.run(graded_in_session(environment, problem, ids))
     if grade.verdict is None:
         said, correct = f"not compared ({grade.failure})", False
     else:
@@ -285,22 +292,22 @@ def _grade(environment: Environment, problem: Problem, answer: str, wanted: bool
 
 def _checked_golds(environment: Environment) -> Iterator[str]:
     notes: list[str] = []
-    sandboxes = _sandboxes(environment) if environment.wants_sandbox else None
+    sandboxes = sandboxes_for(environment) if environment.wants_sandbox else None
     if sandboxes is not None:
         notes.append(f"sandbox: {sandboxes.describe()}")
     check_golds(environment, sandboxes, notes.append)
     yield from notes
 
 
-def _sandboxes(environment: Environment) -> Sandboxes:
+def sandboxes_for(environment: Environment) -> Sandboxes:
     """Returns the factory of sandboxes for solutions and tests, which come with the data and therefore run under the same isolation
     as a policy's code.
     """
     return Sandboxes(SandboxSettings(warm=0), sandbox_limits(environment.budget))
 
 
-async def _graded_in_session(environment: Environment, problem: Problem, ids: list[int]) -> Grade:
-    sandboxes = _sandboxes(environment) if isinstance(TASKS[problem.task_type], SandboxTask) else None
+async def graded_in_session(environment: Environment, problem: Problem, ids: list[int]) -> Grade:
+    sandboxes = sandboxes_for(environment) if isinstance(TASKS[problem.task_type], SandboxTask) else None
     async with ToolSession(sandboxes) as session:
         return await environment.grader.grade(problem, single_turn(ids), len(ids), session=session)
 

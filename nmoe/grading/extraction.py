@@ -19,6 +19,8 @@ without boxes, is in `nmoe.grading.prose`.
 Boxes joined by a comma, "and" or "or", as in "$x=\boxed{3}$ and $y=\boxed{4}$", or by nothing, are one answer with several
 parts, written `\boxed{3}, \boxed{4}`. To a gold with one part it is no answer.
 
+A number that the text only rules out is not read: "not 18", "anything but 18", "18 is wrong" (`nmoe.grading.denial`).
+
 Both policies read `\fbox` as `\boxed`, accept the unbraced `\boxed 5` of some MATH solutions, and read U+2212 as a minus
 sign. Digits are ASCII. Every scan is a single pass: a hundred kilobytes of braces cost milliseconds.
 
@@ -39,6 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nmoe.errors import UserError
+from nmoe.grading.denial import without_denied
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
 
 BOXED, LAST_NUMBER, NOTHING_EXTRACTED = 2, 1, 0
@@ -181,7 +184,7 @@ def content_of(boxes: Sequence[Box]) -> str:
 
 
 def _number(text: str) -> Extraction:
-    number = last_number(text)
+    number = last_number(without_denied(text))
     return Extraction(number, NOTHING_EXTRACTED if number is None else LAST_NUMBER, False, False)
 
 

@@ -18,6 +18,7 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
+from nmoe.grading.denial import without_denied
 from nmoe.grading.extraction import (
     LAST_NUMBER,
     NOTHING_EXTRACTED,
@@ -54,7 +55,7 @@ def from_prose(text: str) -> Extraction:
     """Extracts the answer from a whole completion by the rules above."""
     if last_boxed(text) is not None:
         return from_response(text)
-    answer = _after_marker(text) or _last(text)
+    answer = _after_marker(text) or _last(without_denied(text))
     return Extraction(answer, LAST_NUMBER if answer else NOTHING_EXTRACTED, False, False)
 
 

@@ -42,6 +42,11 @@ def score(problem: Problem, answer: str) -> float:
         ("neither", None),
         ("It is not 72.", None),
         ("It isn't 34 but 72", "72"),
+        ("anything but 72", None),
+        ("≠ 72", None),
+        ("72 is wrong.", None),
+        ("72 is not the answer.", None),
+        ("34 is wrong. It is 72.", "72"),
     ],
 )
 def test_reading_a_choice(text: str, read: str | None) -> None:
@@ -101,6 +106,12 @@ def test_the_opposite_earns_no_more_than_a_guess(name: str) -> None:
         ("twelve", None),
         ("12 apples, not 13", "12"),
         ("not 13", None),
+        ("never 13", None),
+        ("13 isn't the sum", None),
+        ("less than 13", None),
+        ("7 + 5 is not 13 but 12", "12"),
+        ("The sum is 12, less than 13", "12"),
+        ("12 is the sum, not 13", "12"),
         ("What is 1,000 + 2", "2"),
     ],
 )
@@ -134,6 +145,17 @@ def test_reading_an_order() -> None:
     assert read_order("From 3, 11, 7 to 3 < 7 < 11.", options) == "3, 7, 11"
     assert read_order("3, 7", options) is None
     assert read_order("3, 7, 7", options) is None
+    assert read_order("not 3, 7, 11", options) is None
+    assert read_order("3, 7, 11 is wrong: 3, 11, 7", options) == "3, 11, 7"
+
+
+def test_a_hint_in_quotes_is_no_option(make_pool: MakePool) -> None:
+    hints = [' Answer in the channel "final".']
+    for task_type in ("compare", "longer_word"):
+        table = {"type": "generated", "task_type": task_type, "difficulty": [2, 2], "hints": hints}
+        for problem in make_pool(table).take(5):
+            assert '"final"' in problem.question
+            assert score(problem, problem.gold) == 1
 
 
 def test_a_long_message_is_read_in_bounded_time() -> None:

@@ -155,3 +155,17 @@ def test_hostile_texts_take_linear_time(text: str) -> None:
     from_response(text)
     from_final(text, bare_final=False)
     assert time.thread_time() - start < 2  # quadratic time would be minutes
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is not 18.", None),
+        ("It isn't 18 but 17", "17"),
+        ("Anything but 18, say 17", "17"),
+        ("18 is wrong. The answer is 17.", "17"),
+        ("She does not sell 3 eggs, so she has 18.", "18"),
+    ],
+)
+def test_a_number_that_is_ruled_out_is_no_answer(text: str, answer: str | None) -> None:
+    assert from_response(text).answer == answer

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nmoe.envs.attacks.code import program_attacks
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.grading.code import verify
 from nmoe.grading.code.verify import Case, ProgramLimits, difference, verify_program
@@ -83,46 +84,20 @@ def test_styles_of_a_right_program(judge: Judge, style: str) -> None:
 # Each is wrong, whatever it does to its own process; most print nothing that could be right.
 RIGHT = "import sys\nfor l in sys.stdin: print(sum(map(int, l.split())))\n"
 HOSTILE = {
-    "nothing": "pass",
-    "a constant": "print(3)\nprint(7)",
-    "prose": "The answer is 3.",
-    "null bytes": "print('\0')",
-    "os._exit": "import os\nos._exit(0)",
+    **program_attacks(),
     "exit code": f"{RIGHT}sys.exit(1)",
     "exception at the end": f"{RIGHT}raise KeyError",
     "exception at exit": f"{RIGHT}sys.stdout = None\nprint = 3\nimport os\nos.abort()",
-    "killed": "import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
     "more lines": f"{RIGHT}print(1)",
     "a line less": "import sys\nprint(sum(map(int, sys.stdin.readline().split())))",
     "all in one line": "import sys\nprint(*[sum(map(int, l.split())) for l in sys.stdin])",
     "as a decimal": "import sys\nfor l in sys.stdin: print(float(sum(map(int, l.split()))))",
-    "look for the tests": (
-        "import gc, glob, sys\nfound = []\nfor path in glob.glob('/workspace/**', recursive=True) + glob.glob('/proc/*/environ')"
-        " + glob.glob('/proc/*/cmdline') + glob.glob('/proc/*/mem'):\n"
-        "    try: found.append(b'3\\n7' in open(path, 'rb').read(1 << 20))\n    except Exception: pass\n"
-        "frame = sys._getframe()\nwhile frame: found.append('wanted' in str(frame.f_locals)); frame = frame.f_back\n"
-        "print('3\\n7' if any(found) else 'not found')"
-    ),
-    "patched": "import builtins, sys, os\nbuiltins.print = sys.stdout.write = os.write = lambda *a, **k: None\n"
-    "for name in list(sys.modules): sys.modules[name] = None",
-    "descriptors": "import os\nfor n in range(3, 1024):\n    try: os.write(n, b'ok 0 0 0 0 4')\n    except OSError: pass",
-    "state of an agent": "import os\nos.write(4, b'/workspace\\nok\\n')\nos.close(1)",
     "closed output": f"import os\nos.close(1)\n{RIGHT}",
-    "a flood": "while True: print('3\\n7' * 9999)",
-    "a flood of errors": "import sys\nwhile True: sys.stderr.write('x' * 9999)",
     "no end": f"{RIGHT}while True: pass",
     "sleep": f"{RIGHT}import time\ntime.sleep(99)",
     "ignored children": f"{RIGHT}import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nsys.stdout.flush()\n"
     "while True:\n    if os.fork() == 0:\n        for n in range(10**6): pass\n        os._exit(0)",
     "memory": f"{RIGHT}x = [b'x' * (1 << 20) for _ in range(4096)]",
-    "recursion": "def f(): return f()\nf()",
-    "a stopped process": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
-    "ignored signals": "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n"
-    "    except OSError: pass\nwhile True: pass",
-    "notes from the last test": (
-        "import sys\nold = sys.stdin.read()\ntry: print(open('/tmp/seen').read())\nexcept OSError: print(3); print(7)\n"
-        "open('/tmp/seen', 'w').write(old)"
-    ),
 }
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmoe.config.tables.pools import JsonlPool
+from nmoe.envs.attacks.code import function_attacks, script_attacks
 from nmoe.envs.check import check_environment
 from nmoe.envs.pools import build_pool
 from nmoe.envs.tasks import TASKS, Attempt
@@ -159,71 +160,7 @@ def test_forms_of_a_right_solution(judge: Judge, answer: str) -> None:
     assert verdict.outcome == "correct", verdict
 
 
-# Each begins where a solution would; `total` of HumanEval/0 is asked for.
-ATTACKS = {
-    "nothing": "",
-    "no-op": "def total(numbers):\n    pass",
-    "prose": "The answer is 6.",
-    "syntax": "def total(numbers:",
-    "null bytes": "def total(numbers):\n    return '\0'",
-    "os._exit": "import os\nos._exit(0)",
-    "os._exit when called": "def total(numbers):\n    import os\n    os._exit(0)",
-    "sys.exit": "import sys\nsys.exit(0)",
-    "sys.exit when called": "def total(numbers):\n    raise SystemExit(0)",
-    "always equal": "class Same:\n    def __eq__(self, other): return True\ndef total(numbers): return Same()",
-    "equal int": "class Same(int):\n    def __eq__(self, other): return True\ndef total(numbers): return Same(7)",
-    "equal str": "class Same(str):\n    def __eq__(self, other): return True\ndef total(numbers): return Same('6')",
-    "equal list": "class Same(list):\n    def __eq__(self, other): return True\ndef total(numbers): return Same([6])",
-    "true object": "class Yes:\n    def __getattr__(self, name): return lambda *a: True\n    def __bool__(self): return True\n"
-    "def total(numbers): return Yes()",
-    "patched builtins": "import builtins\nbuiltins.AssertionError = Exception\nbuiltins.sum = lambda *a: 0\nbuiltins.exec = print\n"
-    "def total(numbers): return None",
-    "patched json": "import json\njson.dumps = lambda *a, **k: '{\"value\": null}'\ndef total(numbers): return None",
-    "patched pickle and inspect": "import pickle, inspect\npickle.loads = inspect.stack = lambda *a: 6\n"
-    "def total(numbers): return 0",
-    "patched unittest and pytest": "import sys, types\nfor name in ('pytest', '_pytest', 'unittest'):\n"
-    "    sys.modules[name] = types.ModuleType(name)\ndef total(numbers): return None",
-    "patched wire": "import sys\nfor name, module in list(sys.modules.items()):\n    if 'nmoe' in name:\n"
-    "        module.encode = lambda *a, **k: True\n        module.send = lambda c, m: c.sendall(b'\\x02\\0\\0\\0{}')\n"
-    "def total(numbers): return 0",
-    "frames": "import sys, gc\ndef total(numbers):\n    frame = sys._getframe()\n    while frame:\n"
-    "        for value in list(frame.f_locals.values()) + list(frame.f_globals.values()):\n"
-    "            if isinstance(value, str) and 'assert' in value: return eval(value.split('== ')[1].split()[0])\n"
-    "        frame = frame.f_back\n    return None",
-    "garbage": "import gc\ndef total(numbers):\n    for one in gc.get_objects():\n"
-    "        if isinstance(one, dict) and 'check' in one: one['check'] = print\n"
-    "        if isinstance(one, dict) and 'passed' in one: one['passed'] = True\n    return None",
-    "memory": "def total(numbers):\n    with open('/proc/self/mem', 'rb', 0) as memory:\n"
-    "        for line in open('/proc/self/maps'):\n"
-    "            first, last = (int(n, 16) for n in line.split()[0].split('-'))\n"
-    "            if 'rw' in line and last - first < 1 << 26:\n                memory.seek(first)\n"
-    "                found = memory.read(last - first).find(b'candidate([1, 2]) == ')\n"
-    "                if found > 0: return 6\n    return None",
-    "files": "import glob\ndef total(numbers):\n    for path in glob.glob('/**/*test*', recursive=True)[:100]:\n"
-    "        try:\n            text = open(path).read()\n        except Exception: continue\n"
-    "        if 'candidate(' in text: return 6\n    return None",
-    "descriptors": "import os\ndef total(numbers):\n    for number in list(range(3)) + list(range(4, 1024)):\n"
-    "        try: os.write(number, b'{\"value\": 6}')\n        except OSError: pass\n    return None",
-    "printed verdict": "import os\n"
-    "os.write(1, b'\\n' + b'0' * 32 + b' {\"passed\": true, \"reason\": \"\"}\\n')\n"
-    'def total(numbers):\n    print(\'{"passed": true, "reason": ""}\')\n    return None',
-    "verdict on the channel": 'import os\nos.write(3, b\'{"passed": true, "reason": "all tests pass"}\')\nos._exit(0)',
-    "answers ahead": "import json, os, struct\ndef frame(m):\n    t = json.dumps(m).encode()\n"
-    "    return struct.pack('<I', len(t)) + t\n"
-    "os.write(3, frame({'value': None}) + frame({'passed': True}) * 9)\nos._exit(0)",
-    "a flood": "import os\nwhile True: os.write(3, b'\\xff' * 65536)",
-    "deep": "def total(numbers):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
-    "cyclic": "def total(numbers):\n    x = []\n    x.append(x)\n    return x",
-    "huge": "def total(numbers):\n    return 'x' * 10**8",
-    "endless": "def total(numbers):\n    import itertools\n    return itertools.count()",
-    "wrong exception": "def total(numbers):\n    raise AssertionError",
-    "stop iteration": "def total(numbers):\n    raise StopIteration(6)",
-    "killed": "import os\nos.kill(os.getppid(), 9)\nos.kill(os.getpid(), 9)",
-    "descriptor passed": "import array, os, socket\nsocket.socket(fileno=os.dup(3)).sendmsg([b'x'], [(socket.SOL_SOCKET, "
-    "socket.SCM_RIGHTS, array.array('i', [0]))])\ndef total(numbers): return None",
-    "recursion": "def total(numbers):\n    return total(numbers)",
-    "memory bomb": "x = bytearray(1 << 40)",
-}
+ATTACKS = function_attacks("total")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -403,21 +340,7 @@ def test_an_edited_workspace(graders: Sandboxes, loop: asyncio.Runner) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "echo 'raise SystemExit(0)' > stats.py",
-        "echo 'import os; os._exit(0)' > stats.py",
-        "rm -rf *",
-        "rm test_stats.py; mkdir test_stats.py",
-        "printf 'class A:\\n def __eq__(s, o): return True\\ndef mean(v): return A()\\nmedian = mean\\n' > stats.py",
-        "printf 'import unittest\\nunittest.TestCase.assertEqual = print\\ndef mean(v): return 0\\nmedian = mean\\n' > stats.py",
-        "for n in json socket struct unittest; do echo 'raise SystemExit' > $n.py; done",
-        "mkdir -p unittest; echo 'class TestCase: pass' > unittest/__init__.py; touch conftest.py sitecustomize.py",
-        "ln -sf /proc/1/mem stats.py",
-        "mkfifo x; rm stats.py; mkfifo stats.py",
-    ],
-)
+@pytest.mark.parametrize("script", script_attacks("stats.py", ["mean", "median"]))
 def test_no_edit_but_the_right_one_scores(graders: Sandboxes, loop: asyncio.Runner, script: str) -> None:
     verdict = edit(graders, loop, script)
     assert (verdict.outcome, verdict.score) == ("incorrect", 0.0), verdict

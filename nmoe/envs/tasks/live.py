@@ -91,6 +91,11 @@ class LiveEpisode(ABC):
         """Releases what the episode holds. It is called once, also after an open or a step that failed."""
         return
 
+    @classmethod
+    def gold(cls, record: Record) -> str:
+        """Returns a turn that earns the whole reward, "" if none is known; `nmoe env certify` plays it."""
+        return ""
+
 
 class EnvironmentLostError(InfrastructureError):
     """A live environment hung or was lost, so that the sample is masked."""
@@ -98,6 +103,8 @@ class EnvironmentLostError(InfrastructureError):
 
 class LiveTask(OwnTask, AnsweringTask):
     """Adapts a `LiveEpisode` to a task. Before an episode is opened, a problem shows the prompt of its record, if that has one."""
+
+    reads_message = True
 
     def __init__(self, episode: type[LiveEpisode], name: str) -> None:
         self._episode, self._name = episode, name
@@ -108,6 +115,11 @@ class LiveTask(OwnTask, AnsweringTask):
 
     def knows_answer(self, problem: Problem) -> bool:
         return False
+
+    def right_turn(self, problem: Problem) -> str:
+        """Returns a turn that earns the whole reward, "" if none is known."""
+        with of_the_user(f"task {self._name}: gold"):
+            return str(self._episode.gold(json.loads(str(problem.metadata["given"]))))
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         return self.earned(attempt)

@@ -46,7 +46,13 @@ class Task:
     Two more methods are optional. `generate(rng, difficulty)` makes a record, for an environment without a dataset. It depends on
     its arguments alone, so that a problem is the same in every run and belongs to one split. `gold(record)` gives a right answer,
     which is graded before a run starts.
+
+    Two attributes are for `nmoe env certify`. `one_answer = False` says that a problem has several right answers, and
+    `reads_message = True` that `grade` looks for the answer among the words of a message.
     """
+
+    one_answer: bool = True
+    reads_message: bool = False
 
     def prompt(self, record: Record) -> Prompt:
         """Returns the prompt: a text, or messages such as {"role": "user", "content": "..."}. The default is the record's field
@@ -182,6 +188,8 @@ class GradedTask(OwnTask):
     def __init__(self, task: Any, name: str) -> None:
         self._task, self._name = task, name
         self._has_gold = hasattr(task, "gold")
+        self.one_answer = getattr(task, "one_answer", self.one_answer)
+        self.reads_message = getattr(task, "reads_message", self.reads_message)
 
     def read_record(self, record: Record) -> Posed:
         kept = as_json(record, f"task {self._name}")

@@ -10,8 +10,8 @@ the whole message goes to `verify`, and the readers below find the one answer th
 
 A message gets one reading, so that listing candidates earns no more than a guess. Repeating the question earns nothing: a
 choice that names two options without a statement is no answer, and no question lists its options in the right order. What follows
-"not" is no answer either, and "34 is smaller than 72" says 72 where the larger one is asked for. The same reading applies to a
-message that was cut, for an evaluation that separates knowledge from form.
+"not" or "anything but", or stands before "is wrong", is no answer either, and "34 is smaller than 72" says 72 where the larger one
+is asked for. The same reading applies to a message that was cut, for an evaluation that separates knowledge from form.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask
 from nmoe.errors import UserError
+from nmoe.grading.denial import without_denied
 from nmoe.types import Problem, Verdict
 
 # A longer message is not read: no short answer needs it, and a verdict has bounded time.
@@ -36,15 +37,14 @@ _LETTER = r"(?<!\w)(?<!\w['’])([A-Za-z])(?!\w|['’]\w)"
 # An article is no letter: "is a consonant", "I think".
 _STATED_LETTER = re.compile(rf"{_STATED}(?:the letter[\s\"'“‘*_]*)?(?!a [a-z]|I [a-z]){_LETTER}", re.IGNORECASE)
 _ALONE = re.compile(rf"(?!a [a-z]|I [a-z]){_LETTER}")
-_DENIED = r"(?:\bnot\b|n['’]t\b)\W+"
-_DENIED_NUMBER = re.compile(_DENIED + _NUMBER, re.IGNORECASE)
-_DENIED_LETTER = re.compile(_DENIED + _LETTER, re.IGNORECASE)
-_QUOTED = re.compile(r"\"([^\"]+)\"")
+_THAN_NUMBER = re.compile(
+    rf"\b(?:less|more|fewer|greater|larger|smaller|bigger|higher|lower) than\W+{_NUMBER}", re.IGNORECASE
+)
 
 
 def read_number(text: str) -> str | None:
     """Returns the number that a message gives as its answer, without thousands commas and trailing zeros; None if it names none."""
-    text = _DENIED_NUMBER.sub(" ", text[-MAX_CHARS:].replace("−", "-"))
+    text = _THAN_NUMBER.sub(" ", without_denied(text[-MAX_CHARS:].replace("−", "-")))
     found = _STATED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
     if not found:
         return None
@@ -62,9 +62,10 @@ def read_choice(text: str, options: Sequence[str], contrary: str = "") -> str | 
     word = rf"(?<![\w.-])({either})(?![\w-]|[.,]\d)"
     if contrary:
         text = _without_contrary(text, word, options, contrary)
+    text = without_denied(text, word)
     found = re.findall(f"{_STATED}{word}", text, re.IGNORECASE)
     if not found:
-        others = re.sub(rf"(?:\bthan\W+|{_DENIED}){word}", " ", text, flags=re.IGNORECASE)
+        others = re.sub(rf"\bthan\W+{word}", " ", text, flags=re.IGNORECASE)
         named = re.findall(word, others, re.IGNORECASE)
         found = named if len({one.casefold() for one in named}) == 1 else []
     return next((one for one in options if found and one.casefold() == found[-1].casefold()), None)
@@ -91,7 +92,7 @@ def _without_contrary(text: str, word: str, options: Sequence[str], contrary: st
 def read_letter(text: str) -> str | None:
     """Returns the letter that a message gives as its answer, in lower case; None if it names none, or several without a
     statement."""
-    text = _DENIED_LETTER.sub(" ", text[-MAX_CHARS:])
+    text = without_denied(text[-MAX_CHARS:], _LETTER)
     stated = _STATED_LETTER.findall(text)
     letters = {one.lower() for one in _ALONE.findall(text)}
     if stated:
@@ -103,8 +104,9 @@ def read_order(text: str, options: Sequence[str]) -> str | None:
     """Returns the options in the order in which a message names them last, in lower case and joined by ", "; None if the last names
     in it are not all of the options.
     """
-    either = "|".join(re.escape(one) for one in options)
-    named = re.findall(rf"(?<![\w-])(?:{either})(?!\w)", text[-MAX_CHARS:], re.IGNORECASE)
+    word = rf"(?<![\w-])(?:{'|'.join(re.escape(one) for one in options)})(?!\w)"
+    text = without_denied(text[-MAX_CHARS:], rf"{word}(?:(?:\W{{1,3}}|, and ){word}){{0,8}}+")
+    named = re.findall(word, text, re.IGNORECASE)
     last = [one.casefold() for one in named[-len(options) :]]
     return ", ".join(last) if sorted(last) == sorted(one.casefold() for one in options) else None
 
@@ -115,6 +117,7 @@ class PlainTask(QuestionTask):
     """
 
     answer_form: AnswerForm = "whole"
+    reads_message = True
 
     def check_gold(self, problem: Problem) -> None:
         if self.read(problem, problem.gold) != problem.gold:
@@ -152,8 +155,8 @@ class ChoiceTask(PlainTask):
     """Words, joined by `|`, that say the opposite of what the question asks for."""
 
     def options(self, problem: Problem) -> list[str]:
-        """Returns the options: by default the words in quotation marks in the question or, without any, the numbers."""
-        return _QUOTED.findall(problem.question) or re.findall(r"\d+", problem.question)
+        """Returns the options: by default the numbers in the question."""
+        return re.findall(r"\d+", problem.question)
 
     def read(self, problem: Problem, text: str) -> str | None:
         return read_choice(text, self.options(problem), self.contrary)

@@ -12,6 +12,7 @@ from pathlib import Path
 from nmoe.envs.tasks.plain import MAX_CHARS, ChoiceTask, LetterTask, NumberTask, OrderTask, PlainTask
 from nmoe.envs.tasks.task import GeneratedTask
 from nmoe.errors import UserError
+from nmoe.grading.denial import without_denied
 from nmoe.types import Problem
 
 _NUMBER = re.compile(r"\d+")
@@ -194,6 +195,10 @@ class OrderWordsTask(OrderTask, GeneratedTask):
 class _PairTask(ChoiceTask):
     """The base of questions about two words in quotation marks."""
 
+    def options(self, problem: Problem) -> list[str]:
+        # A hint that follows the question may have quotation marks, too.
+        return _QUOTED.findall(problem.question)[:2]
+
     def split_key(self, question: str) -> str:
         return " ".join(sorted(_QUOTED.findall(question)))
 
@@ -231,7 +236,8 @@ class CapitalsTask(PlainTask, GeneratedTask):
 
     def read(self, problem: Problem, text: str) -> str | None:
         count = problem.gold.count(" ") + 1
-        found = re.findall(r"\b[A-Z]{2,}\b", text[-MAX_CHARS:])
+        word = r"\b(?-i:[A-Z]{2,})\b"
+        found = re.findall(word, without_denied(text[-MAX_CHARS:], f"{word}(?: {word}){{0,4}}+"))
         return " ".join(found[-count:]) if len(found) >= count else None
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
@@ -250,6 +256,7 @@ class ThreeWordsTask(PlainTask, GeneratedTask):
     """
 
     _GOLD = "known to everyone"
+    one_answer = False
 
     def read(self, problem: Problem, text: str) -> str | None:
         """Returns the gold if the message follows the instruction, else None."""

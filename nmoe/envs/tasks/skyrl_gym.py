@@ -21,6 +21,8 @@ from nmoe.envs.user_code import OneThread
 from nmoe.errors import UserError
 from nmoe.extras import needed_by
 
+_RIGHT = {"gsm8k": "#### {}", "gsm8k_multi_turn": "#### {}", "aime": "Answer: {}"}
+
 
 class SkyrlGymEpisode(LiveEpisode):
     """Plays the environment that a record names. A subclass may set `env_class` for records that name none, and `env_config`, the
@@ -67,6 +69,13 @@ class SkyrlGymEpisode(LiveEpisode):
             await self._thread.run(self._end)
         finally:
             self._thread.end()
+
+    @classmethod
+    def gold(cls, record: Record) -> str:
+        """Returns the ground truth as the package's environments of short answers want it written."""
+        rule: Mapping[str, Any] = record.get("reward_spec") or record.get("reward_model") or {}
+        form = _RIGHT.get(str(record.get("env_class", cls.env_class)))
+        return form.format(rule["ground_truth"]) if form and "ground_truth" in rule else ""
 
     def _end(self) -> None:
         if self._env is not None:

@@ -58,6 +58,11 @@ class QuestionTask(ABC):
     """Optional fields that are read from a record besides question and gold."""
     gold_types: tuple[type, ...] = (str,)
     """Permitted types of a record's gold."""
+    one_answer: bool = True
+    """Whether a problem has one right answer, in one form or another. Where it has several, an answer that differs from the gold
+    may be right."""
+    reads_message: bool = False
+    """Whether the answer is looked for among the words of a message, so that words around it are no part of it."""
 
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> Posed:
         """Returns question, gold and metadata of a dataset's record. Raises UserError for an invalid record."""
@@ -78,6 +83,10 @@ class QuestionTask(ABC):
         """Returns a right answer and a slightly wrong answer, in the form that a policy would write; `nmoe env check` grades
         both.
         """
+
+    def has_one_answer(self, problem: Problem) -> bool:
+        """Returns whether this problem has one right answer."""
+        return self.one_answer
 
     def knows_answer(self, problem: Problem) -> bool:
         """Returns whether the first of `example_answers` is right: some records have tests and no solution."""
