@@ -223,6 +223,7 @@ def test_no_dataset_pays_for_junk_nor_for_its_gold_inside_junk() -> None:
         ("knights_knaves", "Al is a hero, and Bo is a fool.", ["Al is a hero, and Bo is a fool", "Bo is a fool, Al is a hero"], ["Al is a hero, and Bo is a fool, and Al is a fool", "junk. Al is a hero, and Bo is a fool"]),  # noqa: E501
         ("fraction_simplification", r"$\frac{1}{2}$", [r"$\dfrac{1}{2}$", "1/2", "$1/2$"], ["$1/2", "1/2 x"]),
         ("advanced_geometry", "(1.5, -2.0)", ["(1.5,-2)", "16.9°"], ["(1.5, -2.0)0", "1.5, -2.0)"]),
+        ("number_sorting", "['-2.5', '3']", ["['-2.5', '3']", "[-2.5, 3.0]"], ["['-2.49', '3']", "['3', '-2.5']"]),
         ("survo", "1 2\n3 4", ["1 2\n3 4"], ["1 2\n3 4 junk"]),
     ],
 )  # fmt: skip

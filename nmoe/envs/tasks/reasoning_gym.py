@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from nmoe.envs.tasks.task import AnswerForm, Attempt, QuestionTask
+from nmoe.grading.gym import SEVERAL_ANSWERS
 from nmoe.grading.workers.pool import WorkerPool
 from nmoe.types import Problem, Verdict
 
@@ -24,6 +25,9 @@ class ReasoningGymTask(QuestionTask):
 
     def check_gold(self, problem: Problem) -> None:
         """Accepts any gold: every dataset of the package makes golds that its verifier reads."""
+
+    def has_one_answer(self, problem: Problem) -> bool:
+        return problem.metadata["dataset"] not in SEVERAL_ANSWERS
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         return problem.gold, "?"
