@@ -457,8 +457,8 @@ def _positions(text: str, where: str = "") -> dict[str, str]:
 _LOOK = r"""
 cat > /tmp/.needles
 { env; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n'; } | grep -F -f /tmp/.needles
-grep -rlIF -f /tmp/.needles --exclude=.needles /workspace /tmp /home /root /opt /srv /mnt 2>/dev/null
-find / -xdev \( -name '*.jsonl' -o -name '*.parquet' \) -not -path '/proc/*' 2>/dev/null
+grep -rlIF -f /tmp/.needles --exclude=.needles /workspace /tmp 2>/dev/null
+find / -xdev -name '*.jsonl' -not -path '*/site-packages/*' -exec grep -lF -f /tmp/.needles {} + 2>/dev/null
 rm /tmp/.needles
 """
 
