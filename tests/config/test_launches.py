@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from nmoe.cli.command import app
 from nmoe.config.commands import COMMANDS, RLConfig
 from nmoe.config.launches.command import PROGRAMS, imported, summary
-from nmoe.config.launches.convert import Imported, nested
-from nmoe.config.launches.read import read_launch, scalar
+from nmoe.config.launches.convert import Imported, convert, nested
+from nmoe.config.launches.read import Given, Launch, read_launch, scalar
+from nmoe.config.launches.rows import Program
 from nmoe.config.launches.shell import statements
 from nmoe.config.launches.write import written
 from nmoe.config.loader import load_run, load_with
@@ -203,6 +204,10 @@ BAD = {
     "a YAML that is a list": ("list.yaml", "list.yaml: no mapping"),
     "a YAML with a key twice": ("twice.yaml", "twice.yaml:3: trainer.seed is given twice, first in line 2"),
     "a YAML that is none": ("broken.yaml", "broken.yaml: "),
+    "a word for a number": (
+        "python -m openrlhf.cli.train_ppo_ray --actor_learning_rate 1e-6 --eps_clip tight",
+        "command:1: eps_clip = tight: not values",
+    ),
     "two launches": ("two.sh", "two.sh: has 2 launches (two.sh:1 trl sft, two.sh:2 trl dpo)"),
     "keys of several programs": ("flat.yaml", "name one with --program"),
 }  # fmt: skip
@@ -221,6 +226,23 @@ def test_bad_input_is_one_message(command: str, message: str, tmp_path: Path, mo
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("value", ["abc", [], {"a": 1}, 1e300, -1, True], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_values_of_any_kind_are_taken_or_refused(program: Program, value: object) -> None:
+    """With each key in turn: a message, or a configuration that the schema has judged."""
+    taken, refused = 0, list[str]()
+    for name in sorted({name for row in program.rows if row.convert for name in row.theirs if "*" not in name}):
+        launch = Launch(program.name, "launch", {name: Given(name, value, "launch:1")})
+        try:
+            found = convert(launch, program)
+        except UserError as error:
+            refused.append(str(error))
+        else:
+            taken += program.trainer in written(found)
+    assert taken > 0
+    assert [message for message in refused if not message.startswith("launch:1: ")] == []
 
 
 def test_an_unknown_program_is_refused_with_those_there_are() -> None:

@@ -60,7 +60,7 @@ def _refuse_two_spellings(launch: Launch, program: Program) -> None:
 def _apply(row: Row, reading: Reading, found: Imported) -> None:
     assert row.convert is not None, "chosen by it"
     given = [name for name in row.theirs if name in reading.given]
-    for key, value in row.convert(reading).items():
+    for key, value in _converted(row, given, reading).items():
         if value is None:
             continue
         assert key not in found.values, f"{key} has two rows"
@@ -68,6 +68,17 @@ def _apply(row: Row, reading: Reading, found: Imported) -> None:
             continue
         found.values[key] = value
         found.origins[key] = _origin(row, given, reading)
+
+
+def _converted(row: Row, given: Sequence[str], reading: Reading) -> Mapping[str, Any]:
+    """Returns nmoe's keys for a row. Raises UserError for values that the other trainer could not take either."""
+    assert row.convert is not None, "chosen by it"
+    try:
+        return row.convert(reading)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        read = [reading.given[name] for name in given] or list(reading.given.values())
+        values = ", ".join(_written(one, row.secret) for one in read[:6])
+        raise UserError(f"{read[0].where}: {values}: not values of such keys ({error}); correct them") from error
 
 
 # What the defaults of nmoe's commands depend on other keys for, and what a reader looks for first.
