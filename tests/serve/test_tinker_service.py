@@ -27,7 +27,8 @@ from nmoe.serve.tinker import service as service_module
 from nmoe.serve.tinker.fields import Fields
 from nmoe.serve.tinker.journal import Journal, Request
 from nmoe.serve.tinker.messages import message
-from nmoe.serve.tinker.models import Base
+from nmoe.serve.tinker.models import Base, TrainedModel
+from nmoe.serve.tinker.order import Order
 from nmoe.serve.tinker.process import serve
 from nmoe.serve.tinker.resume import resume
 from nmoe.serve.tinker.samplers import Held
@@ -106,6 +107,54 @@ def test_a_model_goes_on_from_where_it_was_kept(
         last = [await reply(one, one.optim_step(json.dumps(asked).encode(), Fields(asked))) for one in (service, again)]
         assert last[0] == last[1]
         assert await trained(again, model_id, 7, 2) == await trained(service, model_id, 7, 2)
+
+    asyncio.run(run())
+
+
+def test_requests_that_did_nothing_do_not_run_again(
+    service: Service, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass whose predecessor never came, and one with bad data: neither is in the gradient, before a kill and after."""
+    monkeypatch.setattr(service_module, "_TIMES", math.inf)
+
+    async def run() -> None:
+        model_id = await made(service)
+        run = service.sessions.runs[model_id]
+        run.order = Order(1, patience_s=0.05)
+        await trained(service, model_id, 1, 1)
+        one = datum([40, 41], target_tokens=[41, 42], weights=[1.0, 1.0])
+        late = message("ForwardBackwardRequest")(model_id=model_id, seq_id=4, data=[one], loss_fn="cross_entropy")
+        bad = message("ForwardBackwardRequest")(model_id=model_id, seq_id=5, data=[one], loss_fn="none")
+        for sent, why in ((late, b"the request 3 before it never came"), (bad, b"is not one of this server's")):
+            assert why in await reply(service, await service.forward_backward(sent.SerializeToString()))
+        shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+        again = service_in(tmp_path / "copy", checkpoint)
+        resume(again)
+        assert await trained(again, model_id, 6, 2) == await trained(service, model_id, 6, 2)
+
+    asyncio.run(run())
+
+
+def test_a_model_that_cannot_be_as_it_was_fails(
+    service: Service, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_TIMES", math.inf)
+
+    async def run() -> None:
+        model_id = await made(service)
+        await trained(service, model_id, 1, 1)
+        shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+        again = service_in(tmp_path / "copy", checkpoint)
+
+        def breaks(*_: Any) -> bytes:
+            raise MemoryError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(TrainedModel, "run", breaks)
+            resume(again)
+            asked = {"model_id": model_id, "seq_id": 3, "adam_params": {}}
+            promise = again.optim_step(json.dumps(asked).encode(), Fields(asked))
+            assert b"MemoryError" in await reply(again, promise)
 
     asyncio.run(run())
 

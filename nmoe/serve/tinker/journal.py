@@ -192,7 +192,9 @@ class Journal:
         return Path(tempfile.mkdtemp(prefix="model-", dir=self.directory))
 
     def tidy(self) -> None:
-        """Removes the files that no row names: what a kill left. At the start."""
+        """Removes the rows of no session and the files of no row: what a kill left. At the start."""
+        for table in ("models", "samplers", "requests"):
+            self._rows.execute(f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM sessions)")
         named = {row[0] for row in self._rows.execute("SELECT directory FROM models UNION SELECT file FROM samplers")}
         for found in [*self.directory.glob("model-*"), *self.directory.glob("values-*")]:
             if found.name not in named:

@@ -49,9 +49,10 @@ _PASSES = ("forward", "forward_backward")
 
 @dataclass
 class _Done:
-    """What a request leaves beside its result: where its model was kept, and values that stay until the rows are written that
-    no longer name them."""
+    """What a request leaves beside its result: whether it has to run again after a kill, where its model was kept, and values that
+    stay until the rows are written that no longer name them."""
 
+    again: bool = False
     kept: Path | None = None
     before: Held | None = None
 
@@ -196,7 +197,7 @@ class Service:
         self.journal.take(Request(request_id, run.model_id, seq_id, kind, key, body, None, None), run.session_id)
         done = _Done()
         work = self._in_turn(run, seq_id, kind, act, then, done)
-        self.futures.start(request_id, run.session_id, key, work, self._record(run, seq_id, kind, done))
+        self.futures.start(request_id, run.session_id, key, work, self._record(run, seq_id, done))
 
     async def _in_turn(
         self,
@@ -233,7 +234,10 @@ class Service:
 
     def _kept(self, run: Run, kind: str, act: Callable[[], Result], done: _Done) -> Result:
         """Does something, and keeps the model if it is time."""
+        # Of those that fail, a step alone may change something: one that diverges forgets the gradient.
+        done.again = kind == "optim_step"
         result = self.timed(run, kind, act)
+        done.again = kind in _CHANGES
         if kind == "create_model" or kind == "load_weights":
             done.kept = self._keep(run)
         elif kind == "optim_step" and run.since_s >= _TIMES * run.keeping_s:
@@ -253,9 +257,9 @@ class Service:
         run.keeping_s, run.since_s = time.perf_counter() - began, 0.0
         return directory
 
-    def _record(self, run: Run, seq_id: int, kind: str, done: _Done) -> Record:
+    def _record(self, run: Run, seq_id: int, done: _Done) -> Record:
         async def record(content: bytes, media_type: str) -> None:
-            again = kind in _CHANGES and done.kept is None
+            again = done.again and done.kept is None
             self.journal.done(f"{run.model_id}:{seq_id}", content, media_type, again)
             before = None
             if done.kept is not None:
