@@ -96,6 +96,6 @@ async def _restore(service: Service, run: Run, directory: Path, again: Sequence[
 
 
 def _repeat(service: Service, run: Run, request: Request) -> None:
-    # A step that was refused is refused again. Else what fails now did not fail before, and the model is not what it was.
+    # A step that was refused is refused again. Every other failure is a new one, and the model would differ from before.
     with suppress(*((TinkerError, UserError) if request.kind == "optim_step" else ())):
         service.timed(run, request.kind, service.act_of(run, request.kind, request.body or b""))
