@@ -149,9 +149,10 @@ class SharedEnvironment:
         if count is None and size is None:
             raise UserError(f"environment {self.name!r} has endless problems: say how many")
         last = count if size is None else size if count is None else min(count, size)
-        return [self._row(position, split) for position in range(last or 0)]
+        return [self.row(position, split) for position in range(last or 0)]
 
-    def _row(self, position: int, split: Split) -> dict[str, Any]:
+    def row(self, position: int, split: Split = "train") -> dict[str, Any]:
+        """Returns the problem at a position, as `rows` does."""
         problem = self._pool(split).order.at(position)
         return {"prompt": self._messages(problem), "label": f"{split}/{position}/{self._digest(problem)}"}
 
@@ -270,6 +271,11 @@ class SharedEpisode:
         self._turns = _Asked()
         self._playing: asyncio.Task[Group] | None = None
 
+    @property
+    def asks(self) -> bool:
+        """Whether the episode waits for a turn of the policy: it has begun, has no grade and raised nothing."""
+        return self._playing is not None and not self._playing.done()
+
     def begin(self) -> list[dict[str, Any]]:
         """Opens the episode, and returns the messages of its prompt."""
         return self._shared.wait(self._begin())
@@ -298,10 +304,16 @@ class SharedEpisode:
         return (await self._next()).messages
 
     async def _step(self, said: Said, finish: Finish) -> Step:
-        if self._playing is None or self._playing.done():
+        if not self.asks:
             raise UserError("the episode is over, or has not begun; take another one")
         self._turns.said.put_nowait(_sample(said, finish))
-        return await self._next()
+        step = await self._next()
+        ids = [] if isinstance(said, str) else [call.get("id") for call in said.get("tool_calls") or ()]
+        for message in step.messages:
+            # The policy's server has named its calls, and here they are counted.
+            if message["role"] == "tool" and ids and (own := ids[int(message["tool_call_id"].partition("/")[2])]):
+                message["tool_call_id"] = own
+        return step
 
     async def _next(self) -> Step:
         assert self._playing is not None, "an episode is played from its begin on"

@@ -90,6 +90,14 @@ def asked_last(prompt_ids: Sequence[int]) -> list[dict[str, Any]]:
     return [message for message in messages if "role" in message]
 
 
+def as_users(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Returns messages by the user alone, as Qwen's templates write the answers of tools: not every template knows their role."""
+    answers = [one["content"] for one in messages if one["role"] == "tool"]
+    if not answers:
+        return [{"role": one["role"], "content": one["content"]} for one in messages]
+    return [{"role": "user", "content": "\n".join(f"<tool_response>\n{one}\n</tool_response>" for one in answers)}]
+
+
 def tools_in_words(tools: Sequence[ToolDefinition]) -> str:
     """Returns the paragraph by which Hermes and Qwen declare tools, for trainers whose chat template is not given any."""
     declared = "\n".join(json.dumps(tool.as_function()) for tool in tools)

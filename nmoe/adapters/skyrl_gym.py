@@ -14,6 +14,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 
 from nmoe.adapters.environment import SharedEpisode, shared_by_name
+from nmoe.adapters.messages import as_users
 from nmoe.errors import UserError
 from nmoe.types import Grade
 
@@ -67,7 +68,7 @@ class NmoeEnv(BaseTextEnv):
         step = self._episode.step(action)
         self._grade = step.grade
         return BaseTextEnvStepOutput(
-            observations=_as_users(step.messages),
+            observations=as_users(step.messages),
             reward=0.0 if step.grade is None else step.grade.score,
             done=step.done,
             metadata={} if step.grade is None else {"failure": step.grade.failure, **step.grade.components},
@@ -81,11 +82,3 @@ class NmoeEnv(BaseTextEnv):
     def get_metrics(self) -> dict[str, Any]:
         graded = {} if self._grade is None else self._grade.components
         return {"turns": self.turns, **graded}
-
-
-def _as_users(messages: list[dict[str, Any]]) -> ConversationType:
-    """Returns messages by the user alone, since not every chat template knows the role of a tool."""
-    answers = [one["content"] for one in messages if one["role"] == "tool"]
-    if not answers:
-        return [{"role": one["role"], "content": one["content"]} for one in messages]
-    return [{"role": "user", "content": "\n".join(f"<tool_response>\n{one}\n</tool_response>" for one in answers)}]
