@@ -19,13 +19,14 @@ import verifiers.v1 as vf
 
 from nmoe.adapters.environment import shared_by_name
 from nmoe.adapters.messages import as_users
+from nmoe.errors import UserError
 from nmoe.types import Grade
 
 
 class NmoeConfig(vf.TasksetConfig):  # type: ignore[misc]
     """What `--env.taskset` takes."""
 
-    environment: str
+    environment: str = ""
     """a TOML file, a directory with environment.toml, or a packaged name"""
     split: Literal["train", "validation", "eval"] = "train"
     """problems to train on, or held-out ones"""
@@ -85,6 +86,8 @@ class NmoeTaskset(vf.Taskset[NmoeTask, NmoeConfig]):  # type: ignore[misc]
 
     def __init__(self, config: NmoeConfig) -> None:
         super().__init__(config)
+        if not config.environment:
+            raise UserError("say which environment of nmoe: --env.taskset.environment NAME")
         self._shared = shared_by_name(config.environment, config.stage)
         self.INFINITE = self._shared.size(config.split) is None
 
