@@ -1,8 +1,8 @@
-"""Has verifiers play nmoe's environments: `PYTHON_OF_VERIFIERS .ci/in_verifiers.py`, for version 0.3.1 and 0.4.0.
+"""Has verifiers play nmoe's environments: `PYTHON .ci/in_verifiers.py`, for version 0.3.1 and 0.4.0.
 
-The Python has verifiers and, behind it, nmoe (benchmarks/environments.sh). A server in this process speaks for the model: it knows
-the answers, gives every second one wrong, guesses once before it is right, and has a tool compute its sums. The rewards that
-verifiers report have to be the ones of the answers, and an environment whose grader has a bug must not be worth 0.
+The Python has verifiers and, behind it, nmoe (`prepare_lent` in benchmarks/environments.sh). A server in this process speaks for
+the model: it knows the answers, gives every second one wrong, guesses once before it is right, and has a tool compute its sums.
+The rewards that verifiers report have to be the ones of the answers, and an environment whose grader has a bug must not be worth 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from nmoe.adapters.environment import SharedEnvironment
 
-COUNT = 4
+COUNT = 2
 BUGGY = """
 import nmoe
 
@@ -170,7 +170,7 @@ def of_v1(url: str, environment: str) -> list[float]:
 
 
 def _paid(reward: Any) -> float:
-    return float(reward["value"] * reward["weight"] if isinstance(reward, dict) else reward)
+    return float(reward["score"] * reward["weight"] if isinstance(reward, dict) else reward)
 
 
 def main() -> None:

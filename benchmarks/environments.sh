@@ -134,3 +134,20 @@ prepare_verifiers() { # root
         echo "$wanted" >"$venv/.installed"
     fi
 }
+
+# Makes .venv-lent-0.4.0 and .venv-lent-0.3.1: verifiers in either version, with nmoe and the packages of .venv behind its own.
+prepare_lent() { # root
+    local root="$1" version venv site
+    site="$("$root/.venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')"
+    for version in 0.4.0 0.3.1; do
+        venv="$root/.venv-lent-$version"
+        if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$version" ]; then
+            [ -x "$venv/bin/python" ] || "$root/.venv/bin/python" -m venv "$venv"
+            echo "installing verifiers $version into .venv-lent-$version"
+            "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$UV"
+            "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "verifiers==$version"
+            printf '%s\n' "$root" "$site" >"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/zz_nmoe.pth"
+            echo "$version" >"$venv/.installed"
+        fi
+    done
+}

@@ -79,7 +79,7 @@ class SharedEnvironment:
         self.settings = _for_messages(settings, stage)
         self.name = self.settings.env_id
         self._environment = Environment.from_settings(self.settings, message_tokenizer())
-        if self._environment.command is not None:
+        if self._environment.asks:
             raise UserError(
                 f"environment {self.name!r}: a program asks the policy there, which another trainer cannot run"
             )

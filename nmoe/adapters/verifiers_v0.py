@@ -31,7 +31,7 @@ def _dataset(shared: SharedEnvironment, count: int | None, split: Any) -> Datase
     return Dataset.from_list([{"prompt": row["prompt"], "answer": "", "info": {"label": row["label"]}} for row in rows])
 
 
-class NmoeEnv(vf.MultiTurnEnv):  # type: ignore[misc]
+class NmoeEnv(vf.MultiTurnEnv):
     """Plays a shared environment. It grades with the last turn, because verifiers take an exception of a reward function as 0; one
     of a grader ends the rollout."""
 
@@ -60,7 +60,7 @@ class NmoeEnv(vf.MultiTurnEnv):  # type: ignore[misc]
             state["final_env_response"] = []
         return step.messages
 
-    @vf.cleanup(priority=200)  # type: ignore[untyped-decorator]
+    @vf.cleanup(priority=200)
     async def grade_the_rest(self, state: Any) -> None:
         """Grades an episode that a limit of verifiers ended, and closes it."""
         episode: SharedEpisode | None = state.get("nmoe")
@@ -90,4 +90,4 @@ def _component(name: str) -> Any:
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
-    return dict(message) if isinstance(message, dict) else message.model_dump(exclude_none=True)  # type: ignore[no-any-return]
+    return dict(message) if isinstance(message, dict) else message.model_dump(exclude_none=True)

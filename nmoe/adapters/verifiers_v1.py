@@ -23,7 +23,7 @@ from nmoe.errors import UserError
 from nmoe.types import Grade
 
 
-class NmoeConfig(vf.TasksetConfig):  # type: ignore[misc]
+class NmoeConfig(vf.TasksetConfig):
     """What `--env.taskset` takes."""
 
     environment: str = ""
@@ -34,21 +34,21 @@ class NmoeConfig(vf.TasksetConfig):  # type: ignore[misc]
     """the stage of the curriculum whose weights count; default: the last"""
 
 
-class NmoeData(vf.TaskData):  # type: ignore[misc]
+class NmoeData(vf.TaskData):
     environment: str
     stage: str | None
     label: str
 
 
-class NmoeTask(vf.Task[NmoeData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
+class NmoeTask(vf.Task[NmoeData, vf.State, vf.TaskConfig]):
     """A problem, which `NmoeEnv` plays and grades."""
 
 
-class NmoeEnvConfig(vf.EnvConfig):  # type: ignore[misc]
+class NmoeEnvConfig(vf.EnvConfig):
     player: vf.AgentConfig = vf.AgentConfig()
 
 
-class NmoeEnv(vf.Env[NmoeEnvConfig]):  # type: ignore[misc]
+class NmoeEnv(vf.Env[NmoeEnvConfig]):
     """Plays an episode with one player. Tools are declared in the system prompt, and answer as the user. A grader that raises fails
     the episode."""
 
@@ -73,15 +73,15 @@ async def _played(episode: Any, interaction: Any) -> Grade | None:
         said = [one for one in segment.messages if one.role == "assistant"][-1].model_dump()
         step = await episode.astep(said, "length" if interaction.trace.is_truncated else "stop")
         if step.grade is not None:
-            return step.grade  # type: ignore[no-any-return]
+            return step.grade
         segment = await interaction.turn(as_users(step.messages))
     if interaction.trace.has_error:
         return None
     # A limit of verifiers has ended it.
-    return (await episode.astep("", "length")).grade  # type: ignore[no-any-return]
+    return (await episode.astep("", "length")).grade
 
 
-class NmoeTaskset(vf.Taskset[NmoeTask, NmoeConfig]):  # type: ignore[misc]
+class NmoeTaskset(vf.Taskset[NmoeTask, NmoeConfig]):
     """The problems of an environment, in the order of its pool."""
 
     def __init__(self, config: NmoeConfig) -> None:
