@@ -21,8 +21,8 @@ from nmoe.model.checkpoint import export_model
 
 ROOT = Path(__file__).parents[2]
 SKYRL = ROOT / "examples" / "skyrl"
-SCHEMA = json.loads(Path(__file__).with_name("skyrl_fields.json").read_text())
-KINDS = {"str": str, "int": int, "float": float, "bool": bool, "List[str]": list}
+# Of its wheel, with their defaults: scripts/trainer_keys.py.
+KEYS = json.loads((ROOT / "tests" / "config" / "trainer_keys.json").read_text())["skyrl of skyrl 0.4.0"]
 
 
 @pytest.fixture
@@ -34,22 +34,21 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_every_setting_is_one_of_skyrl(entry: ModuleType) -> None:
     settings = dict(one.split("=", 1) for one in entry.overrides(yaml.safe_load((SKYRL / "config.yaml").read_text())))
     assert len(settings) > 40
-    assert set(settings) - set(SCHEMA["keys"]) == set()
+    assert set(settings) - set(KEYS) == set()
     for key, value in settings.items():
-        said = SCHEMA["keys"][key]
-        kind = KINDS[said.removeprefix("Optional[").removesuffix("]") if said.startswith("Optional") else said]
-        assert isinstance(json.loads(value), kind), f"{key}={value} is {said}"
+        # What the wheel computes is text, and what it leaves open has no type.
+        if isinstance(KEYS[key], bool | int | float):
+            assert type(json.loads(value)) is type(KEYS[key]), f"{key}={value}, and the default is {KEYS[key]}"
 
 
 def test_the_keys_that_the_page_names_exist() -> None:
     page = (SKYRL / "README.md").read_text()
-    assert SCHEMA["version"] == "0.4.0"
     named = set(re.findall(r"`((?:trainer|generator|data)\.[\w.]+)`", page.partition("in SkyRL 0.4.0")[2]))
     older = {row.split("|")[1] for row in page.splitlines() if row.startswith("| `")}
     there = {one for one in named if not any(one in text for text in older)}
     assert len(there) >= 5
     # A table, such as a section, counts with what is in it.
-    assert {one for one in there if not any(f"{key}.".startswith(f"{one}.") for key in SCHEMA["keys"])} == set()
+    assert {one for one in there if not any(f"{key}.".startswith(f"{one}.") for key in KEYS)} == set()
 
 
 # documented: examples/skyrl/run.sh runs/speedrun word_problems
