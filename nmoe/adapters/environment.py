@@ -9,16 +9,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, cast
 
-from nmoe.adapters.messages import Said, asked_last, message_tokenizer, tools_in_words, turn_ids
+from nmoe.adapters.background import Background
+from nmoe.adapters.messages import (
+    Said,
+    asked_last,
+    message_tokenizer,
+    text_of,
+    text_with_reasoning,
+    tools_in_words,
+    turn_ids,
+)
+from nmoe.adapters.rewards import FROM_TRAINER, FromTrainer, check_alone, comparing, shared_rewards
 from nmoe.api.environments import Env, environment_settings
 from nmoe.config.environment import EnvironmentSettings, SystemByFormat
 from nmoe.config.tables.rewards import Rubric
@@ -34,13 +46,13 @@ from nmoe.runs.waiting import all_or_none
 from nmoe.trajectory import Group
 from nmoe.types import INFRASTRUCTURE, Grade, Message, Problem, Sample, Sampling, TrainerState
 
-R = TypeVar("R")
-
 Split = Literal["train", "validation", "eval"]
 Finish = Literal["stop", "length"]
 
 # Tokens are the trainer's matter, so that no limit in tokens applies here.
 _NO_LIMIT = 2**40
+_NOTHING = FromTrainer()
+_LABEL = re.compile(r"(train|validation|eval)/([0-9]{1,15})/(.+)")
 
 
 @dataclass(frozen=True)
@@ -83,24 +95,38 @@ class SharedEnvironment:
             raise UserError(
                 f"environment {self.name!r}: a program asks the policy there, which another trainer cannot run"
             )
+        if self.plain and self.takes_turns:
+            raise UserError(
+                f"environment {self.name!r} answers the policy in plain text, and other trainers know turns as messages; write "
+                'format = "chat"'
+            )
         weights = self._environment.grader.weights
         if weights["efficiency"] > 0:
             raise UserError(
                 f"environment {self.name!r} rewards efficiency, which counts the policy's tokens, and only its trainer knows them; "
                 "set the weight to 0, or name another stage"
             )
+        rewards = self.settings.rewards
+        self._environment.rewards = shared_rewards(self.name, self._environment.rewards, rewards)
+        self.compares = comparing(rewards)
+        """The rewards that compare the samples of a group."""
         self._pools = {"train": self._environment.pool}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"nmoe-{self.name}", daemon=True)
-        self._thread.start()
-        self._runtime = ToolRuntime(self._environment, SandboxSettings())
-        engine = cast(Engine, _Elsewhere())
-        workspaces = self._runtime.workspaces
-        self._collector = Collector(
-            engine, self._environment, 2 * _NO_LIMIT, self._runtime.sandboxes, workspaces=workspaces
-        )
-        stream = self.wait(self._opened())
-        self._end = weakref.finalize(self, _ended, self._loop, self._thread, stream, self._runtime)
+        self._begun: Counter[str] = Counter()  # the episodes of each label
+        self._counting = threading.Lock()
+        with ExitStack() as stack:
+            runtime = stack.enter_context(ToolRuntime(self._environment, SandboxSettings()))
+            self._collector = Collector(
+                cast(Engine, _Elsewhere()),
+                self._environment,
+                2 * _NO_LIMIT,
+                runtime.sandboxes,
+                workspaces=runtime.workspaces,
+            )
+            self.background = Background(self.name)
+            stack.callback(self.background.end)
+            stream = self.background.wait(self._opened())
+            self._end = weakref.finalize(self, _ended, self.background, stream, runtime)
+            stack.pop_all()
 
     async def _opened(self) -> Stream:
         stream = self._collector.stream()
@@ -111,6 +137,17 @@ class SharedEnvironment:
     def tools(self) -> list[dict[str, Any]]:
         """The tools that the policy may call, as chat APIs declare them."""
         return [tool.definition.as_function() for tool in self._environment.tools.values()]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the policy's text is all answer, without reasoning and calls."""
+        return self.settings.format == "boxed"
+
+    def alone(self) -> Self:
+        """Returns the environment, for a trainer that hands over one completion at a time, without its tokens and its own step.
+        Raises UserError for rewards that need more."""
+        check_alone(self.name, self._environment.rewards, self.settings.rewards)
+        return self
 
     @property
     def takes_turns(self) -> bool:
@@ -167,12 +204,11 @@ class SharedEnvironment:
 
     def problem(self, label: str) -> Problem:
         """Returns the problem of a label. Raises UserError for a label of other records than these."""
-        split, _, rest = label.partition("/")
-        position, _, digest = rest.partition("/")
-        if split not in ("train", "validation", "eval") or not position.isdigit() or not digest:
-            raise UserError(f"{label!r} is no label of a record of nmoe, such as 'train/0/1f0c22d9'")
-        problem = self._pool(split).order.at(int(position))  # type: ignore[arg-type]
-        if self._digest(problem) != digest:
+        found = _LABEL.fullmatch(label)
+        if found is None:
+            raise UserError(f"{label!r:.80} is no label of a record of nmoe, such as 'train/0/1f0c22d9'")
+        problem = self._pool(found[1]).order.at(int(found[2]))  # type: ignore[arg-type]
+        if self._digest(problem) != found[3]:
             raise UserError(
                 f"the label {label!r} is of another environment than {self.name!r} as it is now, or of another version; "
                 "write the records again"
@@ -189,61 +225,132 @@ class SharedEnvironment:
 
     def _digest(self, problem: Problem) -> str:
         said = [problem.id, problem.gold, problem.task_type, self._messages(problem)]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
+        graded_by = [dict(problem.metadata), dict(problem.columns)]
+        return hashlib.sha256(json.dumps([*said, *graded_by], default=str).encode()).hexdigest()[:8]
 
     def grade(
         self,
         labels: Sequence[str],
         completions: Sequence[Said],
         finishes: Sequence[Finish] | None = None,
-        step: int = 0,
+        *,
+        opens_reasoning: bool | Sequence[bool] | None = None,
+        samples: int | None = None,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        state: TrainerState | None = None,
     ) -> list[Grade]:
         """Grades completions of one turn, one for each label. `finishes` says for each whether it ended by itself ("stop", the
-        default) or was cut. `step` is the trainer's, which rewards of your own may read.
+        default) or was cut, and `opens_reasoning` for all or each whether its prompt ended in an opened think tag.
 
-        Completions with the same label are a group, as `[[rewards]]` see it. Raises UserError in an environment of several turns,
-        InfrastructureError where a grade was lost, and what a grader raises: none of it is reward 0.
+        The other arguments are for `[[rewards]]`: `samples` completions in a row, with the same label, are a group whose samples
+        they may compare; `completion_ids` are the policy's tokens, and `state` is the trainer's.
+
+        Raises UserError in an environment of several turns, for a reward that lacks what the trainer would have to give, and for a
+        completion that closes reasoning without opening it, if `opens_reasoning` is None; InfrastructureError where a grade was
+        lost; and what a grader raises. None of it is reward 0.
         """
+        return self.background.wait(
+            self._graded(labels, completions, finishes, opens_reasoning, samples, FromTrainer(completion_ids, state))
+        )
+
+    async def agrade(
+        self,
+        labels: Sequence[str],
+        completions: Sequence[Said],
+        finishes: Sequence[Finish] | None = None,
+        *,
+        opens_reasoning: bool | Sequence[bool] | None = None,
+    ) -> list[Grade]:
+        """Grades completions, each alone, for another event loop. If the caller is cancelled, so is the grading."""
+        return await self.background.awaited(self._graded(labels, completions, finishes, opens_reasoning))
+
+    async def _graded(
+        self,
+        labels: Sequence[str],
+        completions: Sequence[Said],
+        finishes: Sequence[Finish] | None,
+        opens_reasoning: bool | Sequence[bool] | None,
+        samples: int | None = None,
+        given: FromTrainer = _NOTHING,
+    ) -> list[Grade]:
         if self.takes_turns:
             raise UserError(
                 f"environment {self.name!r} has tools or answers the policy, so that one completion is not all of an episode; "
                 "play it turn by turn"
             )
-        ended = ["stop"] * len(labels) if finishes is None else finishes
-        groups: dict[str, list[int]] = {}
-        for index, label in enumerate(labels):
-            groups.setdefault(label, []).append(index)
-        samples = [_sample(said, end) for said, end in zip(completions, ended, strict=True)]  # type: ignore[arg-type]
-        plays = [self._play(label, _Given([samples[index] for index in of]), step) for label, of in groups.items()]
-        played = self.wait(all_or_none(plays))
+        count = len(labels)
+        ended: Sequence[Finish] = ["stop"] * count if finishes is None else finishes
+        opens = opens_reasoning
+        opened = [opens] * count if opens is None or isinstance(opens, bool) else opens
+        said = zip(completions, ended, opened, strict=True)
+        sampled = [self.sample(one, end, is_open) for one, end, is_open in said]
+        if not len(sampled) == count == len(completions if given.completion_ids is None else given.completion_ids):
+            raise UserError(f"{count} labels, {len(sampled)} completions and their tokens do not belong together")
+        plays = []
+        groups = self._groups(labels, samples)
+        for of in groups:
+            ids = None if given.completion_ids is None else [given.completion_ids[index] for index in of]
+            turns = _Given([sampled[index] for index in of])
+            plays.append(self._play(labels[of[0]], turns, (labels[of[0]],), FromTrainer(ids, given.state)))
+        played = await all_or_none(plays)
         grades: dict[int, Grade] = {}
-        for group, indices in zip(played, groups.values(), strict=True):
+        for group, indices in zip(played, groups, strict=True):
             grades |= {index: _known(one.grade) for index, one in zip(indices, group.trajectories, strict=True)}
-        return [grades[index] for index in range(len(labels))]
+        return [grades[index] for index in range(count)]
 
-    def episode(self, label: str) -> SharedEpisode:
-        """Returns an episode of a record, to be played turn by turn."""
-        return SharedEpisode(self, label)
+    def _groups(self, labels: Sequence[str], samples: int | None) -> list[list[int]]:
+        """Returns the indices of each group. Raises UserError where the samples of a group are not all there, and a reward compares
+        them."""
+        if not self.compares:
+            groups: dict[str, list[int]] = {}
+            for index, label in enumerate(labels):
+                groups.setdefault(label, []).append(index)
+            return [*groups.values()]
+        reward = f"environment {self.name!r}: the reward {self.compares[0]!r} (replay = false) compares the samples of a group"
+        if samples is None:
+            raise UserError(f"{reward}: say how many samples a group has")
+        in_row = [[*range(start, start + samples)] for start in range(0, len(labels), samples)]
+        for of in in_row:
+            if of[-1] >= len(labels) or any(labels[index] != labels[of[0]] for index in of):
+                raise UserError(
+                    f"{reward}, and completions {of[0]} to {of[-1]} of {len(labels)} are not {samples} of one problem; let each "
+                    "process have whole groups, or leave the reward out"
+                )
+        return in_row
 
-    async def _play(self, label: str, turns: _Given | _Asked, step: int = 0) -> Group:
+    def sample(self, said: Said, finish: Finish, opens_reasoning: bool | None) -> Sample:
+        """Returns a turn of the policy as the environment's engine would. Raises UserError as `grade` does."""
+        text = text_of(said) if self.plain else text_with_reasoning(said, opens_reasoning)
+        ids = turn_ids(text, finish == "stop")
+        return Sample(ids, [0.0] * len(ids), [0] * len(ids), finish)
+
+    def episode(self, label: str, *, opens_reasoning: bool | None = None) -> SharedEpisode:
+        """Returns an episode of a record, to be played turn by turn. `opens_reasoning` says whether the chat template ends every
+        prompt in an opened think tag; None if it is unknown.
+
+        Each episode of a record draws other seeds, so that its samples are not answered alike. A live environment is opened with
+        the same seed for all of them, because the samples of a group answer one question. Raises UserError as `alone` does.
+        """
+        with self.alone()._counting:
+            number = self._begun[label]
+            self._begun[label] += 1
+        return SharedEpisode(self, label, opens_reasoning, (label,) if self.asks_itself else (label, number))
+
+    async def _play(
+        self, label: str, turns: _Given | _Asked, key: tuple[str | int, ...], given: FromTrainer = _NOTHING
+    ) -> Group:
         problem = self.problem(label)
         collector, sampling = self._collector, Sampling(_NO_LIMIT)
-        terms = collector.terms(turns.samples, sampling, (label,), TrainerState(step))
+        terms = collector.terms(turns.samples, sampling, key, given.state or TrainerState())
         context = copy_context()
         context.run(_TURNS.set, turns)
+        context.run(FROM_TRAINER.set, given)
         play = collector.play(Ticket(int(label.split("/")[1]), problem, terms))
         return await asyncio.get_running_loop().create_task(play, context=context)
 
-    def wait(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Runs a coroutine on the environment's event loop, and returns its result."""
-        return self.future(coroutine).result()
-
-    def future(self, coroutine: Coroutine[Any, Any, R]) -> Future[R]:
-        """Starts a coroutine on the environment's event loop. `asyncio.wrap_future` awaits it on another."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
     def close(self) -> None:
-        """Closes connections and sandboxes. It also happens where nothing refers to the environment any more."""
+        """Ends all episodes, and closes connections and sandboxes. Whoever waits gets a UserError. It also happens where nothing
+        refers to the environment any more."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -263,11 +370,15 @@ class SharedEpisode:
         [{'role': 'user', 'content': 'lower'}]
         >>> episode.close()
 
-    The methods that begin with `a` are for event loops.
+    The methods that begin with `a` are for event loops. An episode to which nothing refers any more is closed.
     """
 
-    def __init__(self, shared: SharedEnvironment, label: str) -> None:
+    def __init__(
+        self, shared: SharedEnvironment, label: str, opens_reasoning: bool | None, key: tuple[str | int, ...]
+    ) -> None:
+        """Makes an episode; `SharedEnvironment.episode` does."""
         self._shared, self._label = shared, label
+        self._opens_reasoning, self._key = opens_reasoning, key
         self._turns = _Asked()
         self._playing: asyncio.Task[Group] | None = None
 
@@ -278,41 +389,46 @@ class SharedEpisode:
 
     def begin(self) -> list[dict[str, Any]]:
         """Opens the episode, and returns the messages of its prompt."""
-        return self._shared.wait(self._begin())
+        return self._shared.background.wait(self._begin())
 
     async def abegin(self) -> list[dict[str, Any]]:
-        return await asyncio.wrap_future(self._shared.future(self._begin()))
+        return await self._shared.background.awaited(self._begin())
 
     def step(self, said: Said, finish: Finish = "stop") -> Step:
         """Answers a turn of the policy. Raises InfrastructureError if the grade was lost, and what a task or a grader raises."""
-        return self._shared.wait(self._step(said, finish))
+        return self._shared.background.wait(self._step(said, finish))
 
     async def astep(self, said: Said, finish: Finish = "stop") -> Step:
-        return await asyncio.wrap_future(self._shared.future(self._step(said, finish)))
+        return await self._shared.background.awaited(self._step(said, finish))
 
     def close(self) -> None:
         """Ends the episode where it is."""
-        self._shared.wait(self._close())
+        if not self._shared.background.ended:
+            self._shared.background.wait(self._close())
 
     async def aclose(self) -> None:
-        await asyncio.wrap_future(self._shared.future(self._close()))
+        if not self._shared.background.ended:
+            await self._shared.background.awaited(self._close())
 
     async def _begin(self) -> list[dict[str, Any]]:
         if self._playing is not None:
             raise UserError("the episode has begun already; take another one")
-        self._playing = asyncio.ensure_future(self._shared._play(self._label, self._turns))
+        playing = asyncio.ensure_future(self._shared._play(self._label, self._turns, self._key))
+        self._playing = playing
+        # A trainer may drop an episode, where its engine failed, without closing it.
+        weakref.finalize(self, self._shared.background.call, playing.cancel).atexit = False
         return (await self._next()).messages
 
     async def _step(self, said: Said, finish: Finish) -> Step:
         if not self.asks:
             raise UserError("the episode is over, or has not begun; take another one")
-        self._turns.said.put_nowait(_sample(said, finish))
+        self._turns.said.put_nowait(self._shared.sample(said, finish, self._opens_reasoning))
         step = await self._next()
         ids = [] if isinstance(said, str) else [call.get("id") for call in said.get("tool_calls") or ()]
-        for message in step.messages:
-            # The policy's server has named its calls, and here they are counted.
-            if message["role"] == "tool" and ids and (own := ids[int(message["tool_call_id"].partition("/")[2])]):
-                message["tool_call_id"] = own
+        answers = [message for message in step.messages if message["role"] == "tool"]
+        # The policy's server has named its calls, and here they are counted. Calls in the text come before them.
+        for message, own in zip(answers[max(len(answers) - len(ids), 0) :], ids, strict=False):
+            message["tool_call_id"] = own or message["tool_call_id"]
         return step
 
     async def _next(self) -> Step:
@@ -320,8 +436,12 @@ class SharedEpisode:
         asking = asyncio.ensure_future(self._turns.asked.get())
         await asyncio.wait([asking, self._playing], return_when=asyncio.FIRST_COMPLETED)
         if asking.done():
+            if self._shared.plain:  # has one turn, and no messages in its tokens
+                return Step(self._shared._messages(self._shared.problem(self._label)), None)
             return Step(asked_last(asking.result().prompt_ids), None)
         asking.cancel()
+        if self._playing.cancelled():
+            raise UserError("the episode was closed")
         (trajectory,) = self._playing.result().trajectories
         return Step([], _known(trajectory.grade))
 
@@ -373,18 +493,17 @@ class _Elsewhere:
         return await _TURNS.get().take(request)
 
 
-def _ended(loop: asyncio.AbstractEventLoop, thread: threading.Thread, stream: Stream, runtime: ToolRuntime) -> None:
+def _ended(background: Background, stream: Stream, runtime: ToolRuntime) -> None:
     """Closes what an environment holds, and ends its thread."""
-    if threading.current_thread() is thread:  # as the garbage collector may have it
-        threading.Thread(target=_ended, args=(loop, thread, stream, runtime)).start()
+    if background.is_current:  # as the garbage collector may have it
+        threading.Thread(target=_ended, args=(background, stream, runtime)).start()
         return
-    asyncio.run_coroutine_threadsafe(stream.close(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-    # After the main thread no other can begin, and sandboxes end with this process.
-    if threading.main_thread().is_alive():
-        runtime.close()
+    try:
+        background.end(stream.close())
+    finally:
+        # After the main thread no other can begin, and sandboxes end with this process.
+        if threading.main_thread().is_alive():
+            runtime.close()
 
 
 def _for_messages(settings: EnvironmentSettings, stage: str | None) -> EnvironmentSettings:
@@ -413,11 +532,6 @@ def _for_messages(settings: EnvironmentSettings, stage: str | None) -> Environme
     return settings.model_copy(update=changed)
 
 
-def _sample(said: Said, finish: Finish) -> Sample:
-    ids = turn_ids(said, finish == "stop")
-    return Sample(ids, [0.0] * len(ids), [0] * len(ids), finish)
-
-
 def _known(grade: Grade) -> Grade:
     """Returns a grade that is one. Raises InfrastructureError for a sample that nmoe would mask."""
     if grade.failure in INFRASTRUCTURE:
@@ -433,11 +547,11 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 
 def shared_by_name(environment: str, stage: str | None = None) -> SharedEnvironment:
-    """Returns the environment of a file or a packaged name, loaded once in a process."""
+    """Returns the environment of a file or a packaged name, loaded once in a process, for samples that are graded alone."""
     key = (environment, stage)
     with _LOADING:
         if key not in _LOADED:
-            _LOADED[key] = SharedEnvironment(Path(environment), stage=stage)
+            _LOADED[key] = SharedEnvironment(Path(environment), stage=stage).alone()
     return _LOADED[key]
 
 

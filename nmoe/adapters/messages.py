@@ -8,6 +8,7 @@ chat template, so that token ids here mean nothing but bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import takewhile
@@ -23,6 +24,7 @@ from nmoe.text.tokenizer import Tokenizer
 Said = str | Mapping[str, Any]
 """A turn of the policy: its text, or an assistant's message of a chat API."""
 
+_TAGS = re.compile(f"{THINK}|{END_THINK}")
 _READ, _TURN, _END = "<|read|>", "<|turn|>", "<|end_of_turn|>"
 _TEMPLATE = (
     "{% if tools %}" + _READ + '{{ {"tools": tools} | tojson }}' + _END + "{% endif %}"
@@ -45,10 +47,34 @@ def message_tokenizer() -> Tokenizer:
     return Tokenizer(backend, {"tokenizer_config.json": json.dumps(config)}, "the format of messages")
 
 
-def turn_ids(said: Said, ended: bool) -> list[int]:
+def turn_ids(text: str, ended: bool) -> list[int]:
     """Returns a turn of the policy as tokens of the format. `ended` says that it ended by itself."""
     tokenizer = message_tokenizer()
-    return [*tokenizer.encode(text_of(said)), *([tokenizer.special_id(_END)] if ended else [])]
+    return [*tokenizer.encode(text), *([tokenizer.special_id(_END)] if ended else [])]
+
+
+def text_with_reasoning(said: Said, opened: bool | None) -> str:
+    """Returns the text of a turn with the think tag that its prompt may have opened: templates of reasoning models end there, so
+    that the policy only closes it. A server that took the reasoning out of the message has read both tags.
+
+    `opened` says whether the prompt opened it; None if it is unknown. Raises UserError for a turn which then leaves it open
+    whether its beginning is reasoning, and as `text_of` does.
+    """
+    text = text_of(said)
+    if opened:
+        apart = not isinstance(said, str) and _reasoning(said)
+        return text if apart else THINK + text
+    first = _TAGS.search(text.partition(CALL)[0])
+    if opened is None and first is not None and first[0] == END_THINK:
+        raise UserError(
+            f"the turn {text!r:.80} closes reasoning that it has not opened: say by `opens_reasoning` whether the chat template "
+            f"ends every prompt in {THINK}, so that what stands before {END_THINK} is reasoning (true), or not (false)"
+        )
+    return text
+
+
+def _reasoning(said: Mapping[str, Any]) -> Any:
+    return said.get("reasoning_content") or said.get("reasoning")
 
 
 def text_of(said: Said) -> str:
@@ -63,7 +89,7 @@ def text_of(said: Said) -> str:
         content = "".join(part["text"] for part in content if part.get("type") == "text")
     if said.get("role", "assistant") != "assistant" or not isinstance(content, str):
         raise UserError(f"{said!r:.200} is no assistant's message with a text")
-    thought = said.get("reasoning_content") or said.get("reasoning")
+    thought = _reasoning(said)
     opening = f"{THINK}\n{thought}\n{END_THINK}\n\n" if thought else ""
     return opening + "\n".join([*([content] if content else []), *map(_call, said.get("tool_calls") or ())])
 

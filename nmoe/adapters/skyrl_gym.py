@@ -23,7 +23,10 @@ class NmoeEnv(BaseTextEnv):
     """Plays the environment of nmoe that a record names (`environment`), or `register(..., kwargs={"environment": NAME})` does.
 
     `reward_spec.ground_truth` is the label of the record. All of the reward is paid at the end. What tools answer comes as the
-    user's message, as Qwen's templates write it. SkyRL does not say whether a turn was cut: `generator.zero_reward_on_non_stop`.
+    user's message, as Qwen's templates write it. SkyRL does not say whether a turn was cut: set
+    `generator.zero_reward_on_non_stop`, without which an answer of which only the beginning was sampled may be paid. `kwargs` take
+    `opens_reasoning` too, for a chat template whose prompts end in an opened think tag. Rewards that compare the samples of a
+    group, or read tokens or steps, are refused.
     """
 
     def __init__(
@@ -32,11 +35,13 @@ class NmoeEnv(BaseTextEnv):
         extras: Mapping[str, Any] | None = None,
         environment: str | None = None,
         stage: str | None = None,
+        opens_reasoning: bool | None = None,
     ) -> None:
         """Reads the record `extras`. Raises UserError for a record that `nmoe env records` did not write."""
         super().__init__()
         record = extras or {}
-        named = record.get("environment", environment)
+        # The entry point's name counts before the one of a file: to load an environment is to run its code.
+        named = record.get("environment") if environment is None else environment
         spec = record.get("reward_spec")
         label = spec.get("ground_truth") if isinstance(spec, Mapping) else None
         if not isinstance(named, str) or not isinstance(label, str):
@@ -45,6 +50,8 @@ class NmoeEnv(BaseTextEnv):
                 "write records by `nmoe env records ENVIRONMENT train.jsonl`"
             )
         self._named, self._stage, self._label = named, stage, label
+        self._opens_reasoning = opens_reasoning
+        self._components: list[str] = []
         self._most = record.get("max_turns")
         self._episode: SharedEpisode | None = None
         self._grade: Grade | None = None
@@ -57,7 +64,8 @@ class NmoeEnv(BaseTextEnv):
                 f"generator.max_turns is {self._most}, and an episode of {self._named} has up to {self.max_turns} turns "
                 "(budget.turns); set it to that"
             )
-        self._episode = shared.episode(self._label)
+        self._components = shared.components
+        self._episode = shared.episode(self._label, opens_reasoning=self._opens_reasoning)
         asked = self._episode.begin()
         return (shared.with_tools(asked) if shared.asks_itself else prompt), {}
 
@@ -71,7 +79,7 @@ class NmoeEnv(BaseTextEnv):
             observations=as_users(step.messages),
             reward=0.0 if step.grade is None else step.grade.score,
             done=step.done,
-            metadata={} if step.grade is None else {"failure": step.grade.failure, **step.grade.components},
+            metadata={} if step.grade is None else {"failure": step.grade.failure, **self._graded()},
         )
 
     def close(self) -> None:
@@ -80,5 +88,8 @@ class NmoeEnv(BaseTextEnv):
             self._episode = None
 
     def get_metrics(self) -> dict[str, Any]:
-        graded = {} if self._grade is None else self._grade.components
-        return {"turns": self.turns, **graded}
+        return {"turns": self.turns, **self._graded()}
+
+    def _graded(self) -> dict[str, float]:
+        components = {} if self._grade is None else self._grade.components
+        return {name: components[name] for name in self._components if name in components}

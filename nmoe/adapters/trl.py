@@ -1,26 +1,29 @@
 """Environments of nmoe as reward functions of TRL:
 
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoTokenizer, GenerationConfig
+    from trl import GRPOTrainer
     from nmoe.adapters.trl import dataset, reward_function
 
-    trainer = GRPOTrainer(
-        model="Qwen/Qwen2.5-0.5B-Instruct",
-        reward_funcs=reward_function("word_problems"),
-        train_dataset=dataset("word_problems", 1000),
-    )
+    model = "Qwen/Qwen2.5-0.5B-Instruct"
+    ends = GenerationConfig.from_pretrained(model).eos_token_id
+    reward = reward_function("word_problems", AutoTokenizer.from_pretrained(model), eos_token_id=ends)
+    trainer = GRPOTrainer(model, [reward], train_dataset=dataset("word_problems", 1000))
 
 Tested with TRL 1.16.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nmoe.adapters.environment import Finish, SharedEnvironment, Split
 from nmoe.adapters.messages import Said
 from nmoe.api.environments import Env
 from nmoe.errors import UserError
+from nmoe.text.conversation import THINK
+from nmoe.types import TrainerState
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,12 +40,21 @@ def dataset(environment: Env | SharedEnvironment, count: int | None = None, *, s
 
 
 def reward_function(
-    environment: Env | SharedEnvironment, *, stage: str | None = None, eos_token_id: int | Collection[int] | None = None
+    environment: Env | SharedEnvironment,
+    tokenizer: Any,
+    *,
+    eos_token_id: int | Collection[int] | None,
+    stage: str | None = None,
+    num_generations: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., list[float]]:
     """Returns a reward function for `reward_funcs` of `GRPOTrainer`, with the name of the environment.
 
-    With `eos_token_id`, the trainer's, a completion that does not end in such a token counts as cut, and earns nothing, because the
-    number that is last in it is no answer. The components of the grades are logged under the environment's name.
+    `tokenizer` and `chat_template_kwargs` are the trainer's, and `eos_token_id` is the one of the model's generation settings. A
+    completion that ends neither in such a token nor in the tokenizer's was cut, and earns nothing: the number that is last in it is
+    no answer. The chat template says whether its prompts open the reasoning, which a completion then only closes. A reward of your
+    own that compares the samples of a group (`replay = false`) needs `num_generations`, which evaluation has to share, and whole
+    groups in each process. The components of the grades are logged under the environment's name.
 
     The function raises UserError for rows without the column `label`, InfrastructureError for a completion whose grade was lost,
     and what a grader raises. Raises UserError for an environment with tools or a conversation.
@@ -53,7 +65,14 @@ def reward_function(
             f"environment {shared.name!r} has tools or answers the policy, and a reward function sees the end alone; play it in "
             "SkyRL or verifiers, or train with nmoe"
         )
-    ends = {eos_token_id} if isinstance(eos_token_id, int) else None if eos_token_id is None else set(eos_token_id)
+    if shared.compares and num_generations is None:
+        raise UserError(
+            f"environment {shared.name!r}: the reward {shared.compares[0]!r} (replay = false) compares the samples of a group; "
+            "give reward_function the trainer's num_generations"
+        )
+    named = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ()
+    ends = {tokenizer.eos_token_id, *named}
+    opens_reasoning = _opens_reasoning(tokenizer, chat_template_kwargs)
 
     def reward(
         prompts: Sequence[Any],
@@ -66,22 +85,35 @@ def reward_function(
     ) -> list[float]:
         if label is None:
             raise UserError("the dataset has no column `label`; make it by nmoe.adapters.trl.dataset")
-        finishes: list[Finish] | None = None
-        if ends is not None:
-            if completion_ids is None:
-                raise UserError(
-                    "the trainer gives no completion_ids, by which eos_token_id could be found; leave it out"
-                )
-            finishes = ["stop" if ids and ids[-1] in ends else "length" for ids in completion_ids]
-        step = 0 if trainer_state is None else trainer_state.global_step
-        grades = shared.grade(label, [_said(one) for one in completions], finishes, step)
-        if log_metric is not None:
-            for name in shared.components:
-                log_metric(f"{shared.name}/{name}", sum(one.components.get(name, 0.0) for one in grades) / len(grades))
+        if completion_ids is None:
+            raise UserError("the trainer gives no completion_ids, by which completions that were cut are known")
+        finishes: list[Finish] = ["stop" if ids and ids[-1] in ends else "length" for ids in completion_ids]
+        state = trainer_state and TrainerState(trainer_state.global_step, trainer_state.max_steps)
+        grades = shared.grade(
+            label,
+            [_said(one) for one in completions],
+            finishes,
+            opens_reasoning=opens_reasoning,
+            samples=num_generations,
+            completion_ids=completion_ids,
+            state=state,
+        )
+        for name in shared.components if log_metric is not None else ():
+            # A reward leaves its component out where it returns None.
+            values = [one.components[name] for one in grades if name in one.components]
+            if values and log_metric is not None:
+                log_metric(f"{shared.name}/{name}", sum(values) / len(values))
         return [grade.score for grade in grades]
 
     reward.__name__ = shared.name
     return reward
+
+
+def _opens_reasoning(tokenizer: Any, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the prompts of a tokenizer's chat template end in an opened think tag."""
+    asked = [{"role": "user", "content": "?"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False, **arguments)
+    return bool(prompt.rstrip().endswith(THINK))
 
 
 def _said(completion: Completion) -> Said:

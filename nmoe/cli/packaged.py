@@ -131,31 +131,32 @@ def write_records(
 
 def serve_rewards(
     environment: Annotated[str, typer.Argument(metavar="ENVIRONMENT")],
+    end: Annotated[list[str], typer.Option(metavar="TEXT", show_default=False)],
     host: Annotated[str, typer.Option(metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535)] = 5000,
-    end: Annotated[str | None, typer.Option(metavar="TEXT", show_default=False)] = None,
     stage: Annotated[str | None, typer.Option(metavar="NAME", show_default=False)] = None,
 ) -> None:
     """Serve an environment's rewards to OpenRLHF, as its --reward.remote_url.
 
-    The route is POST /get_reward, as of OpenRLHF's own server of reward models. Who reaches the address may ask.
+    The route is POST /get_reward, as of OpenRLHF's own server of reward models. A response that was cut earns nothing. Other
+    machines need the key NMOE_REWARDS_KEY, which they have in the address: http://nmoe:KEY@HOST:5000/get_reward.
 
     \b
-    Example:
-      nmoe env serve word_problems --port 5000
-    Example, for a Qwen model on other machines, whose cut responses earn nothing:
-      nmoe env serve word_problems --host 0.0.0.0 --end '<|im_end|>'
+    Example, for a Qwen model:
+      nmoe env serve word_problems --port 5000 --end '<|im_end|>'
+    Example, for trainers on other machines:
+      NMOE_REWARDS_KEY=... nmoe env serve word_problems --host 0.0.0.0 --end '<|im_end|>'
 
     Args:
         environment: A TOML file, a directory with environment.toml, or a packaged name.
+        end: The text of the token that ends the policy's turn, without which a response was cut; give it again for another one.
         host: The address to listen on.
         port: The port to listen on; 0: any free one.
-        end: The text of the policy's last token; a response without it was cut. Default: no response was.
         stage: The stage of the curriculum whose weights count; default: the last.
     """
     from nmoe.adapters.openrlhf import serve
 
-    serve(environment, host, port, stage, end)
+    serve(environment, host, port, end, stage)
 
 
 def certify(

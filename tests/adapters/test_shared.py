@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from nmoe.adapters.environment import SharedEnvironment
 from nmoe.adapters.messages import asked_last, message_tokenizer, text_of, turn_ids
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.rollout.collector import GradingError
+from nmoe.types import TrainerState
 
 
 class Capitals(nmoe.Task):
@@ -86,7 +90,14 @@ def test_a_grader_that_raises_is_no_zero(shared: SharedEnvironment) -> None:
 def test_labels_of_other_records_are_refused(shared: SharedEnvironment) -> None:
     label = by_word(shared)["expert"]
     split, position, digest = label.split("/")
-    for wrong in ("", "expert", f"test/{position}/{digest}", f"{split}/x/{digest}", f"{split}/{position}/"):
+    positions = ("x", "²", "9" * 5000)
+    for wrong in (
+        "",
+        "expert",
+        f"test/{position}/{digest}",
+        f"{split}/{position}/",
+        *(f"{split}/{x}/1f" for x in positions),
+    ):
         with pytest.raises(UserError, match="is no label of a record of nmoe"):
             shared.problem(wrong)
     with pytest.raises(UserError, match="or of another version; write the records again"):
@@ -203,3 +214,236 @@ def test_a_turn_is_its_text() -> None:
         with pytest.raises(UserError, match="is no assistant's message"):
             text_of(wrong)
     assert asked_last([tokenizer.special_id("<|turn|>")]) == []
+
+
+def test_reasoning_that_the_prompt_opened(shared: SharedEnvironment) -> None:
+    """Templates of reasoning models end the prompt in <think>, so that a completion only closes it."""
+    label = by_word(shared)["expert"]
+
+    def scores(said: list[Any], opens: bool) -> list[tuple[float, float]]:
+        grades = shared.grade([label] * len(said), said, opens_reasoning=opens)
+        return [(one.score, one.components["reasoning"]) for one in grades]
+
+    apart = {"role": "assistant", "content": "EXPERT", "reasoning_content": "In capitals."}
+    said = ["In capitals.\n</think>\n\nEXPERT", "EXPERT", apart, {"content": "so</think>EXPERT"}]
+    assert scores(said, opens=True) == [(1.5, 1.0), (0.0, 0.0), (1.5, 1.0), (1.5, 1.0)]
+    # Without the prompt's tag the first is out of form, as in a run with such a template.
+    assert scores(said[:3], opens=False) == [(0.0, 0.0), (1.5, 0.0), (1.5, 1.0)]
+    with pytest.raises(UserError, match="closes reasoning that it has not opened: say by `opens_reasoning`"):
+        shared.grade([label], ["so</think>EXPERT"])
+    # A tag in a call is an argument.
+    assert shared.grade([label], ["<tool_call>{'</think>'}</tool_call>"])[0].score == 0.0
+    episode = shared.episode(label, opens_reasoning=True)
+    episode.begin()
+    grade = episode.step("so</think>EXPERT").grade
+    assert grade is not None
+    assert grade.score == 1.5
+    other = shared.episode(label)
+    other.begin()
+    with pytest.raises(UserError, match="say by `opens_reasoning`"):
+        other.step("so</think>EXPERT")
+    assert other.step("EXPERT").done
+
+
+def rewarded(function: Any, **more: Any) -> dict[str, Any]:
+    from nmoe.config.registry import hand_over
+
+    own = {"type": "function", "name": "own", "call": hand_over(function)[0], "weight": 1.0, **more}
+    return capitals(rewards=[own], rubric={"correctness": 0.0, "format": 0.0})
+
+
+def test_rewards_read_the_tokens_and_the_step_of_the_trainer() -> None:
+    def own(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
+        return [len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
+
+    with SharedEnvironment(rewarded(own)) as shared:
+        labels = by_word(shared)
+        of = [labels["expert"], labels["router"], labels["expert"]]
+        ids, state = [[7, 8, 2], [2], [9, 2]], TrainerState(5, 10)
+        grades = shared.grade(of, ["ééé", "b", "c"], completion_ids=ids, state=state)
+        assert [one.score for one in grades] == [3.5, 1.5, 2.5]
+        with pytest.raises(UserError, match="takes completion_ids, and here the trainer gives none"):
+            shared.grade(of, ["a", "b", "c"], state=state)
+        with pytest.raises(UserError, match="their tokens do not belong together"):
+            shared.grade(of, ["a", "b", "c"], completion_ids=ids[:2], state=state)
+        with pytest.raises(
+            UserError, match="takes completion_ids and trainer_state, which this trainer does not hand over"
+        ):
+            shared.episode(labels["expert"])
+
+    def any_of_them(completions: Any, **columns: Any) -> list[float]:
+        return [float("completion_ids" in columns) + 2 * float("trainer_state" in columns)] * len(completions)
+
+    with SharedEnvironment(rewarded(any_of_them)) as shared:
+        label = by_word(shared)["expert"]
+        assert [one.score for one in shared.alone().grade([label], ["a"])] == [0.0]
+        assert [one.score for one in shared.grade([label], ["a"], completion_ids=[[1]], state=state)] == [3.0]
+
+
+def test_rewards_that_compare_get_whole_groups() -> None:
+    def own(completions: Any, **_: Any) -> list[float]:
+        lengths = [len(one[-1]["content"]) for one in completions]
+        return [float(sum(length < other for other in lengths)) for length in lengths]
+
+    with SharedEnvironment(rewarded(own, replay=False)) as shared:
+        labels = by_word(shared)
+        # Two groups of one problem, as of a data set that is smaller than a batch.
+        of = [labels["expert"]] * 4 + [labels["router"]] * 2
+        said = ["a", "bbb", "cc", "ddddd", "e", "ff"]
+        assert [one.score for one in shared.grade(of, said, samples=2)] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+        with pytest.raises(UserError, match="compares the samples of a group: say how many"):
+            shared.grade(of, said)
+        with pytest.raises(UserError, match="completions 4 to 7 of 6 are not 4 of one problem"):
+            shared.grade(of, said, samples=4)
+        with pytest.raises(UserError, match="completions 3 to 5 of 6 are not 3 of one problem"):
+            shared.grade(of, said, samples=3)
+        with pytest.raises(UserError, match="this trainer hands over one completion at a time"):
+            shared.episode(labels["expert"])
+
+
+@pytest.mark.parametrize("kind", ["reward_model", "verifier"])
+def test_rewards_by_models_are_refused(kind: str) -> None:
+    table = capitals(rewards=[{"type": kind, "name": "own", "path": "runs/none", "weight": 1.0}])
+    with pytest.raises(UserError, match=f"the reward 'own' is of type '{kind}', whose model only a run of nmoe loads"):
+        SharedEnvironment(table)
+
+
+def test_an_environment_of_plain_text() -> None:
+    with SharedEnvironment("sums") as shared:
+        (row,) = shared.rows(1)
+        gold = shared.problem(row["label"]).gold
+        episode = shared.episode(row["label"])
+        assert episode.begin() == row["prompt"]
+        # All that the policy says is its answer, tags too.
+        grade = episode.step(f"so</think> \\boxed{{{gold}}}").grade
+        assert grade is not None
+        assert grade.components["correctness"] == 1.0
+    with pytest.raises(UserError, match="answers the policy in plain text"):
+        SharedEnvironment({"env_id": "guess", "task": "guess", "format": "boxed"})
+
+
+def test_another_record_is_another_label() -> None:
+    from nmoe.config.registry import hand_over
+
+    def labels(tests: str) -> set[str]:
+        table = capitals()
+        pool = {"type": "python", "call": hand_over([{"word": "a", "tests": tests}])[0], "check_gold": "off"}
+        with SharedEnvironment(table | {"task_pool": pool}) as shared:
+            return {row["label"] for row in shared.rows()}
+
+    assert labels("one") == labels("one")
+    assert labels("one") != labels("two")
+
+
+class Echo(nmoe.LiveEpisode):
+    """Tells the seed that it was opened with, and ends with the second turn."""
+
+    async def open(self, record: Any, seed: int) -> str:
+        self.turns = 0
+        return f"{record['word']} {seed}"
+
+    async def step(self, turn: Any) -> Any:
+        self.turns += 1
+        return ("go on", 0.0, False) if self.turns == 1 else (None, 0.25, True)
+
+
+def test_a_live_environment() -> None:
+    with SharedEnvironment(capitals() | {"task": Echo}) as shared:
+        assert shared.asks_itself
+        label = shared.rows()[0]["label"]
+        asked = []
+        for _ in range(2):
+            episode = shared.episode(label)
+            asked.append(episode.begin())
+            assert episode.step("a").messages == [{"role": "user", "content": "go on"}]
+            grade = episode.step("b").grade
+            assert grade is not None
+            assert grade.components["correctness"] == 0.25
+        # The samples of a group answer one question.
+        assert asked[0] == asked[1]
+
+
+class Dice(nmoe.MultiTurnEnv):
+    """Answers with a number that it draws."""
+
+    def prompt(self) -> str:
+        return self.record["word"]
+
+    def step(self, turn: Any) -> Any:
+        return str(self.rng.random()), 0.0, False
+
+
+def test_samples_of_a_record_are_not_answered_alike() -> None:
+    def answers() -> list[str]:
+        with SharedEnvironment(capitals() | {"task": Dice}) as shared:
+            label = shared.rows()[0]["label"]
+            said = []
+            for _ in range(3):
+                episode = shared.episode(label)
+                episode.begin()
+                said.append(episode.step("a").messages[0]["content"])
+            return said
+
+    first = answers()
+    assert len(set(first)) == 3
+    assert answers() == first
+
+
+def test_an_episode_that_nobody_holds_ends() -> None:
+    with SharedEnvironment("guess") as shared:
+        (row,) = shared.rows(1, split="eval")
+        episode = shared.episode(row["label"])
+        episode.begin()
+        playing = weakref.ref(episode._playing)
+        del episode
+        until = time.monotonic() + 10
+        while (task := playing()) is not None and not task.done() and time.monotonic() < until:
+            del task
+            gc.collect()
+            time.sleep(0.01)
+        assert playing() is None or playing().cancelled()  # type: ignore[union-attr]
+
+
+def test_who_waits_while_an_environment_closes_is_told() -> None:
+    shared = SharedEnvironment("tools")
+    (row,) = shared.rows(1)
+    call = {"function": {"name": "python", "arguments": json.dumps({"code": "import time; time.sleep(60)"})}}
+    episode, other = shared.episode(row["label"]), shared.episode(row["label"])
+    episode.begin()
+    other.begin()
+    said: list[str] = []
+
+    def step() -> None:
+        try:
+            episode.step({"role": "assistant", "content": "", "tool_calls": [call]})
+        except UserError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=step)
+    waiting.start()
+    time.sleep(0.3)
+    shared.close()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert said == ["the environment 'tools' was closed, so that nothing in it can be played or graded"]
+    for late in (lambda: other.step("1"), lambda: shared.episode(row["label"]).begin()):
+        with pytest.raises(UserError, match="the environment 'tools' was closed"):
+            late()
+    other.close()
+
+
+def test_an_environment_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+
+    async def fails(self: Any) -> Any:
+        raise UserError("the judge cannot be opened")
+
+    monkeypatch.setattr(SharedEnvironment, "_opened", fails)
+    closed: list[bool] = []
+    from nmoe.envs.tools.runtime import ToolRuntime
+
+    monkeypatch.setattr(ToolRuntime, "close", lambda self: closed.append(True))
+    with pytest.raises(UserError, match="the judge cannot be opened"):
+        SharedEnvironment("guess")
+    assert closed == [True]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "nmoe-guess"]

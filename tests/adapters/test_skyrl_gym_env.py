@@ -47,19 +47,38 @@ def test_one_turn(tmp_path: Path) -> None:
         output = env.step(said)
         assert (output["observations"], output["reward"], output["done"]) == ([], reward, True)
         assert output["metadata"]["correctness"] == float(reward > 1)
-        assert env.get_metrics() | {"efficiency": 0} == {
-            "turns": 1,
-            "format": 1,
-            "structure": 1,
-            "reasoning": 0,
-            "tool_use": 0,
-            "efficiency": 0,
-            "correctness": float(reward > 1),
-        }
+        graded = {"format": 1, "structure": 1, "reasoning": 0, "correctness": float(reward > 1)}
+        assert env.get_metrics() == {"turns": 1, **graded}
+        assert output["metadata"] == {"failure": "ok", **graded}
         env.close()
     # The package averages them over episodes.
     averaged = type(env).aggregate_metrics([{"turns": 1, "correctness": 1.0}, {"turns": 3, "correctness": 0.0}])
     assert averaged["turns"] == 2
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    (row,) = written(tmp_path, "sums", 1)
+    env, prompt = made(row, max_turns=1)
+    assert prompt == row["prompt"]
+    output = env.step(f"\\boxed{{{shared_by_name('sums').problem(row['label']).gold}}}")
+    assert (output["metadata"]["correctness"], output["done"]) == (1.0, True)
+    env.close()
+
+
+def test_reasoning_that_the_prompt_opened(tmp_path: Path) -> None:
+    (row,) = written(tmp_path, "word_problems", 1)
+    gold = shared_by_name("word_problems").problem(row["label"]).gold
+    env, _ = made(row, max_turns=1)
+    with pytest.raises(UserError, match="say by `opens_reasoning`"):
+        env.step(f"so</think>{gold}")
+    env.close()
+    gym.envs.registration.deregister("nmoe")
+    kwargs = {"opens_reasoning": True, "environment": "word_problems"}
+    gym.register(id="nmoe", entry_point="nmoe.adapters.skyrl_gym:NmoeEnv", kwargs=kwargs)
+    # The entry point's environment counts before the one of a record.
+    env, _ = made({**row, "environment": "of_another_machine"}, max_turns=1)
+    assert env.step(f"so</think>{gold}")["reward"] == 1.1
+    env.close()
 
 
 def test_turns_of_the_user(tmp_path: Path) -> None:

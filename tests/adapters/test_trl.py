@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from chat_templates import QWEN_CONTROLS, save
-from test_shared import capitals
+from test_shared import by_word, capitals
 
 from nmoe.adapters.environment import SharedEnvironment
 from nmoe.adapters.trl import dataset, reward_function
@@ -27,9 +27,20 @@ def letters(completions: Any, **columns: Any) -> list[float]:
     return [sum(letter.isalpha() for letter in text) / max(len(text), 1) for text in texts]
 
 
+class Spoken:
+    """The part of a tokenizer that is asked for."""
+
+    eos_token_id = 2
+
+    def apply_chat_template(
+        self, messages: Any, *, tokenize: bool, add_generation_prompt: bool, thinks: bool = False
+    ) -> str:
+        return f"{messages[0]['content']}\n<think>\n" if thinks else f"{messages[0]['content']}\n<think>\n</think>\n"
+
+
 @pytest.fixture(scope="module")
 def reward() -> Any:
-    return reward_function("word_problems", eos_token_id=2)
+    return reward_function("word_problems", Spoken(), eos_token_id=[3])
 
 
 def test_rewards_in_the_order_of_completions(reward: Any) -> None:
@@ -44,7 +55,7 @@ def test_rewards_in_the_order_of_completions(reward: Any) -> None:
     found = reward(
         prompts=[rows[0]["prompt"]] * 5,
         completions=[[{"role": "assistant", "content": text}] for text in said],
-        completion_ids=[[5, 2], [5, 2], [5, 5], [2], [5, 2]],
+        completion_ids=[[5, 2], [5, 3], [5, 5], [2], [5, 2]],
         label=[first, second, first, second, first],
         trainer_state=None,
         log_extra=None,
@@ -65,7 +76,63 @@ def test_what_cannot_be_rewarded_is_said(reward: Any) -> None:
     with pytest.raises(UserError, match="write the records again"):
         reward(prompts=["?"], completions=["4"], completion_ids=[[4, 2]], label=["train/0/00000000"])
     with pytest.raises(UserError, match="a reward function sees the end alone"):
-        reward_function("guess")
+        reward_function("guess", Spoken(), eos_token_id=None)
+    with pytest.raises(
+        UserError, match="compares the samples of a group; give reward_function the trainer's num_generations"
+    ):
+        reward_function(own(ranks, replay=False), Spoken(), eos_token_id=None)
+
+
+def own(function: Any, **more: Any) -> dict[str, Any]:
+    rewards = [{"type": "function", "name": "own", "call": hand_over(function)[0], "weight": 1.0, **more}]
+    return capitals(rewards=rewards, rubric={"correctness": 0.0, "format": 0.0})
+
+
+def ranks(completions: Any, **columns: Any) -> list[float]:
+    lengths = [len(one[-1]["content"]) for one in completions]
+    return [float(sum(length < other for other in lengths)) for length in lengths]
+
+
+def long(completions: Any, completion_ids: Any, trainer_state: Any, **columns: Any) -> list[float | None]:
+    late = trainer_state.global_step / trainer_state.max_steps
+    return [None if len(ids) == 1 else len(ids) + late for ids in completion_ids]
+
+
+def test_prompts_that_open_the_reasoning() -> None:
+    with SharedEnvironment("word_problems") as shared:
+        label = shared.rows(1)[0]["label"]
+        said = [[{"role": "assistant", "content": f"so</think>{shared.problem(label).gold}"}]]
+        asked = {"prompts": ["?"], "completions": said, "completion_ids": [[5, 2]], "label": [label]}
+        thinks = reward_function(shared, Spoken(), eos_token_id=2, chat_template_kwargs={"thinks": True})
+        assert thinks(**asked) == [1.1]
+        assert reward_function(shared, Spoken(), eos_token_id=2)(**asked) == [0.0]
+
+
+def test_rewards_of_your_own_get_what_the_trainer_has() -> None:
+    from transformers import TrainerState
+
+    table = own(long)
+    with SharedEnvironment(table | {"rubric": {"format": 1.0}}) as shared:
+        label = by_word(shared)["expert"]
+        logged: dict[str, float] = {}
+        found = reward_function(shared, Spoken(), eos_token_id=2)(
+            prompts=["?"] * 3,
+            completions=["ééé", "b", ""],
+            completion_ids=[[5, 6, 2], [2], [8, 2]],
+            label=[label] * 3,
+            trainer_state=TrainerState(global_step=5, max_steps=10),
+            log_metric=logged.__setitem__,
+        )
+    assert found == [4.5, 1.0, 2.5]
+    # The mean is over the completions that have the component.
+    assert logged["capitals/own"] == 3.0
+    with SharedEnvironment(own(ranks, replay=False)) as shared:
+        label = by_word(shared)["expert"]
+        compared = reward_function(shared, Spoken(), eos_token_id=2, num_generations=2)
+        asked = {"prompts": ["?"] * 4, "completions": ["a", "bb", "c", "ddd"], "label": [label] * 4}
+        assert compared(**asked, completion_ids=[[2]] * 4) == [1.0, 0.0, 1.0, 0.0]
+        with pytest.raises(UserError, match="completions 2 to 3 of 3 are not 2 of one problem"):
+            compared(**{name: values[:3] for name, values in asked.items()}, completion_ids=[[2]] * 3)
 
 
 def drawn(tokenizer: Any) -> Any:
@@ -81,12 +148,14 @@ def drawn(tokenizer: Any) -> Any:
 class Trained:
     """Two steps of TRL's trainer."""
 
-    def __init__(self, directory: Path, reward: Any, rows: Any) -> None:
+    def __init__(self, directory: Path, environment: Any, rows: Any) -> None:
         from transformers import AutoTokenizer
         from trl import GRPOConfig, GRPOTrainer
 
         tokenizer = AutoTokenizer.from_pretrained(save(directory / "tokenizer", TEMPLATE, QWEN_CONTROLS))
         model = drawn(tokenizer)
+        # Text of drawn weights does not end by itself, and is graded as if it had.
+        reward = reward_function(environment, tokenizer, eos_token_id=range(len(tokenizer)))
         settings = GRPOConfig(
             output_dir=str(directory / "out"),
             max_steps=2,
@@ -112,7 +181,7 @@ def test_two_steps_of_the_real_trainer(tmp_path: Path) -> None:
     own = {"type": "function", "name": "letters", "call": hand_over(letters)[0], "weight": 2.0}
     pool = {"type": "python", "call": hand_over([{"prompt": f"Say {word}."} for word in ("a", "b", "c")])[0]}
     table = {"env_id": "words", "task": "open", "task_pool": pool, "rewards": [own], "rubric": {"format": 0.5}}
-    trained = Trained(tmp_path, reward_function(table), dataset(table))
+    trained = Trained(tmp_path, table, dataset(table))
     logs = [one for one in trained.trainer.state.log_history if "reward" in one]
     assert len(logs) == 2
     for one in logs:
@@ -127,7 +196,7 @@ def test_a_grader_that_raises_stops_the_trainer(tmp_path: Path) -> None:
     rows = dataset(shared)
     rows = rows.filter(lambda row: "bug" in row["prompt"][0]["content"])
     with pytest.raises(GradingError, match="the grader has a bug"):
-        Trained(tmp_path, reward_function(shared), rows)
+        Trained(tmp_path, shared, rows)
     shared.close()
 
 

@@ -60,12 +60,7 @@ class FunctionReward:
         arguments: dict[str, Any] = {
             name: _copies(value, count) for name, value in samples.columns.items() if name not in _STANDARD
         }
-        arguments |= {
-            "prompts": _copies(samples.prompt, count),
-            "completions": deepcopy(list(samples.completions)),
-            "completion_ids": [list(trajectory.token_ids) for trajectory in samples.trajectories],
-            "trainer_state": samples.state,
-        }
+        arguments |= self.standard(samples)
         if not self._takes_any:
             arguments = {name: value for name, value in arguments.items() if name in self._names}
         try:
@@ -83,6 +78,15 @@ class FunctionReward:
             # The thread cannot be stopped, and a function that hangs once will hang again.
             raise RewardError(f"{self._who} {late}; raise the limit, or make it an `async def`") from error
         return [Rating(value) for value in checked_values(self._who, returned, count)]
+
+    def standard(self, samples: Samples) -> dict[str, Any]:
+        """Returns the arguments that are the same in every environment."""
+        return {
+            "prompts": _copies(samples.prompt, len(samples.completions)),
+            "completions": deepcopy(list(samples.completions)),
+            "completion_ids": [list(trajectory.token_ids) for trajectory in samples.trajectories],
+            "trainer_state": samples.state,
+        }
 
     async def _called(self, arguments: Mapping[str, Any]) -> Any:
         if self._is_async:
