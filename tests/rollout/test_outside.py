@@ -292,3 +292,13 @@ def test_an_environment_is_checked_with_its_first_task(environment: Any, tokeniz
     assert f"pool         verifiers {{'id': 'sums'}} in {tmp_path}/fake" in report
     assert "no right answer to it is known, so that none was graded" in report
     assert report.endswith("ok")
+
+
+def test_a_process_that_does_not_start_in_time_is_refused(
+    environment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nmoe.envs.outside.process._START_S", 0.3)
+    place = venv(tmp_path, "return 1.0")
+    (place / "verifiers_v1.py").write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(UserError, match=r"bin/python did not have verifiers imported within 0\.3 s"):
+        environment(f'format = "boxed"\n{pool(place)}')

@@ -27,7 +27,7 @@ from nmoe.errors import UserError
 
 HOST = Path(__file__).with_name("host.py")
 # Seconds for an interpreter that imports much on a busy machine, and for the tasks of an environment.
-_START_S, _LIST_S = 300.0, 600.0
+_START_S, _LIST_S = 900.0, 900.0
 # Seconds in which a process has to give an episode up, lest all its episodes hang.
 _GIVE_UP_S = 10.0
 # Characters of its last words that are shown.
@@ -176,17 +176,17 @@ class Host:
         try:
             running = _Running([str(self._python), "-u", str(HOST), json.dumps(self._settings)], env)
             first = running.first(_START_S)
+        except TimeoutError:
+            running.kill()
+            raise UserError(
+                f"{self.name}: {self._python} did not have verifiers imported within {_START_S:g} s"
+            ) from None
         except OSError as error:
             raise UserError(
                 f"{self.name}: {self._python} cannot be started: {error.strerror}; make a venv with verifiers"
             ) from None
         except EnvironmentLostError as error:
             raise UserError(f"{self.name}: {error}") from None
-        except TimeoutError:
-            running.kill()
-            raise UserError(
-                f"{self.name}: {self._python} did not have verifiers imported within {_START_S:g} s"
-            ) from None
         if "refused" in first:
             raise UserError(f"{self.name}: {self._python}: {first['refused']}")
         return running
