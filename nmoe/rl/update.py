@@ -31,7 +31,7 @@ from nmoe.learner.objectives.divergence import kl_estimate
 from nmoe.learner.optimizer import StepResult
 from nmoe.learner.passes import PassResult, scored_columns
 from nmoe.parallel.traffic import Traffic
-from nmoe.rl.correction import Weights, weights_by, with_correction
+from nmoe.rl.correction import weights_by, with_correction
 from nmoe.rl.critic import Critic
 from nmoe.rl.experience import Experience, minibatches, policy_batch
 from nmoe.rl.policy import own_loss, policy_objective
@@ -69,9 +69,7 @@ class PolicyUpdate:
         self._corrects = algorithm.correction != "none"
         self._scores_first = self._several or (taught and self._corrects)
         self._objective = with_correction(policy_objective(algorithm, critic), algorithm)
-        self._policy_loss = with_correction(policy_objective(algorithm), algorithm)
-        loss = own_loss(algorithm)
-        self._loss = None if loss is None else with_correction(loss, algorithm)
+        self._policy_loss, self._loss = policy_objective(algorithm), own_loss(algorithm)
 
     def batch(self, samples: Sequence[Trajectory]) -> Batch:
         """Packs the samples into a batch, with the columns that advantages and losses need: the log-probabilities under the
@@ -114,11 +112,12 @@ class PolicyUpdate:
             # Of a single update its own pass has them.
             batch, before_T = experience.batch, experience.batch.old_logprobs_T
             before_N = result.tokens["logprobs"] if before_T is None else before_T[batch.scored_positions]
-            mismatch_N = result.tokens["log_ratio"]
+            mismatch_N, weighed = result.tokens["log_ratio"], batch
             if before_T is not None or self._corrects:
                 mismatch_N = before_N - _behaviour(batch)
             if self._corrects:
-                metrics |= self._weights(batch, before_N).metrics()
+                weighed, corrected = self._weighed(batch, before_N)
+                metrics |= corrected
             engines_N = None if batch.engines_T is None else batch.engines_T[batch.scored_positions]
             metrics |= update_metrics(result, last, experience.advantages, mismatch_N, engines_N)
             if batch.versions_T is not None:
@@ -126,7 +125,7 @@ class PolicyUpdate:
                 metrics |= mismatch_of_fresh(batch, mismatch_N, engines_N, self.learner.version)
             if batch.reference_logprobs_T is not None:
                 metrics |= tails("reference", before_N - batch.reference_logprobs_T[batch.scored_positions])
-            metrics |= effect(self.learner, batch, before_N, self._loss, self._seed, step)
+            metrics |= effect(self.learner, weighed, before_N, self._loss, self._seed, step)
             if tokens is not None:
                 tokens |= self.token_columns(experience, before_N, None if self._several else result.tokens["entropy"])
         if self.critic is not None:
@@ -138,30 +137,33 @@ class PolicyUpdate:
         entropies, if all are of one distribution."""
         entropies_N = torch.zeros_like(logprobs_N) if entropy_N is None else entropy_N
         batch = experience.batch
-        advantages_N = need(batch.advantages_T, "advantages")[batch.scored_positions]
         if self._corrects:
-            advantages_N = self._weights(batch, logprobs_N).weigh(advantages_N)
+            batch, _ = self._weighed(batch, logprobs_N)
         found = {
             "logprob": logprobs_N,
-            "advantage": advantages_N,
-            "gradient": loss_gradient(self._policy_loss, experience, logprobs_N, entropies_N),
+            "advantage": need(batch.advantages_T, "advantages")[batch.scored_positions],
+            "gradient": loss_gradient(self._policy_loss, batch, logprobs_N, entropies_N),
         }
         return found if entropy_N is None else found | {"entropy": entropy_N}
 
-    def _weights(self, batch: Batch, before_N: Tensor) -> Weights:
+    def _weighed(self, batch: Batch, before_N: Tensor) -> tuple[Batch, dict[str, float]]:
+        """Returns the batch with the advantages that the update multiplied, and the metrics of their weights."""
         sequence_N = batch.sequence_ids()[batch.scored_positions]
-        return weights_by(self.algorithm, before_N, _behaviour(batch), sequence_N)
+        weights = weights_by(self.algorithm, before_N, _behaviour(batch), sequence_N)
+        advantages_N = weights.weigh(need(batch.advantages_T, "advantages")[batch.scored_positions])
+        weighed = replace(batch, old_logprobs_T=batch.column(before_N), advantages_T=batch.column(advantages_N))
+        return weighed, weights.metrics()
 
 
 def _behaviour(batch: Batch) -> Tensor:
     return need(batch.behaviour_logprobs_T, "behaviour_logprobs")[batch.scored_positions]
 
 
-def loss_gradient(objective: Objective, experience: Experience, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
+def loss_gradient(objective: Objective, batch: Batch, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
     """Returns the derivative of a policy loss by the log-probability of each scored token of the batch, `[N]`."""
     leaf_N = logprobs_N.detach().clone().requires_grad_()
     with torch.enable_grad():
-        loss, _ = objective(Outputs(leaf_N, entropy_N), scored_columns(experience.batch))
+        loss, _ = objective(Outputs(leaf_N, entropy_N), scored_columns(batch))
         (gradient_N,) = torch.autograd.grad(loss, leaf_N)
     return gradient_N
 

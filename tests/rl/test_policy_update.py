@@ -21,6 +21,7 @@ from nmoe.learner.passes import PassResult
 from nmoe.model.head import Head
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import optimizer_settings
+from nmoe.rl import update as updates
 from nmoe.rl.critic import Critic
 from nmoe.rl.reference import Reference
 from nmoe.rl.update import PolicyUpdate
@@ -265,6 +266,35 @@ def test_corrections_weigh_the_advantages(run: Callable[..., Run]) -> None:
     )
     assert metrics["ppo_kl"] == 0, "the ratio that is clipped is the learner's to itself"
     assert metrics["mismatch_abs_mean"] == pytest.approx(float(rho_N.log().abs().mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("correction", ["tis", "sequence_mask"])
+def test_an_update_s_effect_is_measured_with_the_advantages_that_it_multiplied(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, correction: str
+) -> None:
+    seen: list[Batch] = []
+    effect = updates.effect
+    monkeypatch.setattr(
+        updates, "effect", lambda learner, batch, *rest: seen.append(batch) or effect(learner, batch, *rest)
+    )
+    window = (0.04, 25.0) if correction == "sequence_mask" else None
+    made = run(algorithm={"advantage": "rloo", "correction": correction, "correction_window": window})
+    made(GROUPS)
+    (trained,), (measured,) = made.learner.batches, seen
+    weighed_N = need(measured.advantages_T, "advantages")[measured.scored_T]
+    assert torch.equal(weighed_N, made.tokens["advantage"])
+    assert not torch.equal(weighed_N, need(trained.advantages_T, "advantages")[trained.scored_T])
+
+
+def test_beside_a_teacher_a_corrected_batch_has_the_learner_s_log_probabilities(run: Callable[..., Run]) -> None:
+    made = run(algorithm={"correction": "tis"})
+    samples = [sample for one in GROUPS for sample in one.trajectories]
+    assert made.policy.batch(samples).old_logprobs_T is None
+    config = made.config
+    batch = PolicyUpdate(made.learner, config.algorithm, config.sampling, taught=True).batch(samples)
+    assert torch.equal(
+        need(batch.old_logprobs_T, "old_logprobs")[batch.scored_T], made.learner.logprobs(batch).result()
+    )
 
 
 def starts(batch: Batch) -> Tensor:
