@@ -59,8 +59,9 @@ def test_what_the_pages_import_exists() -> None:
         pairs = re.findall(r"^ *from (nmoe[\w.]*) import ([\w, ]+)$", text, re.MULTILINE)
         pairs += re.findall(r"`(nmoe(?:\.[a-z_0-9]+)+)[.:]([A-Z]\w+)", text)
         for module, names in pairs:
-            # They need SkyRL, lm-eval and inspect-ai, which are not installed; tests/grading/adapters and tests/eval test them.
-            if module.endswith(("skyrl", "lm_eval_model", "inspect_model")):
+            # They need SkyRL, lm-eval, inspect-ai and verifiers, which are not installed; tests/grading/adapters, tests/eval and
+            # tests/adapters test them.
+            if module.endswith(("skyrl", "lm_eval_model", "inspect_model", "verifiers_v0", "verifiers_v1")):
                 continue
             for name in names.split(", "):
                 assert hasattr(importlib.import_module(module), name), f"{page.name}: {module}.{name}"
