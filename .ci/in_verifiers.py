@@ -127,13 +127,13 @@ def serve(model: Model) -> str:
     return f"http://127.0.0.1:{server.server_port}/v1"
 
 
-def of_v0(url: str, environment: str) -> list[float]:
-    """Returns the rewards that verifiers before 0.4 give; raises what a rollout raises."""
+def of_v0(url: str, environment: str, **more: Any) -> list[float]:
+    """Returns the rewards that verifiers before 0.4 give, with more settings; raises what a rollout raises."""
     import verifiers as vf
     from verifiers.types import ClientConfig
 
     (Path.cwd() / "nmoe_lent.py").write_text("from nmoe.adapters.verifiers_v0 import load_environment\n")
-    env = vf.load_environment("nmoe_lent", environment=environment, count=COUNT)
+    env = vf.load_environment("nmoe_lent", environment=environment, count=COUNT, **more)
     client = ClientConfig(api_base_url=url, api_key_var="NONE_KEY", max_retries=0)
     found = asyncio.run(env.evaluate(client, "tiny", num_examples=COUNT, rollouts_per_example=1))
     outputs = sorted(found["outputs"], key=lambda one: one["example_id"])
@@ -190,6 +190,17 @@ def main() -> None:
         print(
             f"{'ok  ' if all(same) else 'FAIL'} verifiers {version}, {environment}: {found}, wanted {right}", flush=True
         )
+    if version < "0.4":
+        # Its limit of turns ends an episode before the environment gets the last one.
+        for environment, turns in (("word_problems", 1), ("guess", 2)):
+            found, right = of_v0(url, environment, max_turns=turns), expected(environment)
+            # A second wrong guess leaves the episode open.
+            same = abs(found[0] - right[0]) < 1e-6 and (turns > 1 or found == right)
+            failed += not same
+            print(
+                f"{'ok  ' if same else 'FAIL'} {environment} with max_turns={turns}: {found}, wanted {right}",
+                flush=True,
+            )
     try:
         found = rewards(url, "buggy.toml")
     except Exception as error:

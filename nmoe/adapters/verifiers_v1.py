@@ -11,8 +11,10 @@ and `vf-eval my-sums --env.taskset.environment word_problems --env.player.harnes
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import verifiers.v1 as vf
@@ -32,11 +34,14 @@ class NmoeConfig(vf.TasksetConfig):
     """problems to train on, or held-out ones"""
     stage: str | None = None
     """the stage of the curriculum whose weights count; default: the last"""
+    opens_reasoning: bool | None = None
+    """whether the model's chat template ends prompts in an opened think tag"""
 
 
 class NmoeData(vf.TaskData):
     environment: str
     stage: str | None
+    opens_reasoning: bool | None
     label: str
 
 
@@ -53,8 +58,9 @@ class NmoeEnv(vf.Env[NmoeEnvConfig]):
     the episode."""
 
     async def run(self, task: Any, agents: Any) -> None:
-        shared = shared_by_name(task.data.environment, task.data.stage)
-        episode = shared.episode(task.data.label)
+        # A worker loads it with its first episode, for minutes where gold answers are graded in sandboxes.
+        shared = await asyncio.to_thread(shared_by_name, task.data.environment, task.data.stage)
+        episode = shared.episode(task.data.label, opens_reasoning=task.data.opens_reasoning)
         try:
             await episode.abegin()
             async with agents.player.interaction(task) as interaction:
@@ -88,7 +94,9 @@ class NmoeTaskset(vf.Taskset[NmoeTask, NmoeConfig]):
         super().__init__(config)
         if not config.environment:
             raise UserError("say which environment of nmoe: --env.taskset.environment NAME")
-        self._shared = shared_by_name(config.environment, config.stage)
+        path = Path(config.environment)
+        self._named = str(path.resolve()) if path.exists() else config.environment  # workers have other directories
+        self._shared = shared_by_name(self._named, config.stage)
         self.INFINITE = self._shared.size(config.split) is None
 
     def load(self) -> Iterator[NmoeTask]:
@@ -103,8 +111,9 @@ class NmoeTaskset(vf.Taskset[NmoeTask, NmoeConfig]):
                     name=row["label"],
                     prompt=asked[0]["content"] if len(asked) == 1 else asked,
                     system_prompt=system,
-                    environment=self.config.environment,
+                    environment=self._named,
                     stage=self.config.stage,
+                    opens_reasoning=self.config.opens_reasoning,
                     label=row["label"],
                 ),
                 self.config.task,
