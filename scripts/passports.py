@@ -1,0 +1,126 @@
+"""Writes docs/reference/passports.md, the passports of the packaged environments and of foreign ones: python scripts/passports.py
+
+Takes about 25 CPU minutes. The hub's records are those of ../shared/eval_data beside the repository; foreign environments need the
+extras `environments` and `skyrl-gym`. `--only NAME...` prints the passports of some and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from nmoe.config.packaged import packaged_environments
+from nmoe.envs.certify import certify
+from nmoe.envs.passport import Passport
+from nmoe.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from real_benchmarks import DATA, REAL  # noqa: E402
+
+PAGE = ROOT / "docs/reference/passports.md"
+REASONING_GYM = (
+    *(
+        "basic_arithmetic",
+        "base_conversion",
+        "caesar_cipher",
+        "chain_sum",
+        "countdown",
+        "gcd",
+        "leg_counting",
+        "letter_counting",
+    ),
+    *("mini_sudoku", "n_queens", "number_sorting", "prime_factorization", "propositional_logic", "simple_equations"),
+    *("spell_backward", "tower_of_hanoi", "word_sorting"),
+)
+SKYRL_GYM = ("gsm8k", "gsm8k_multi_turn", "aime")
+ROWS = ("golds", "attacks", "repeatable", "prompt", "sandbox", "latency")
+HEAD = """# Passports
+
+What `nmoe env certify` found in the packaged environments and in foreign ones: whether golds are paid, whether 300 answers that
+solve nothing are not, whether problems and verdicts are the same twice, whether the prompt or the policy's sandbox has the answer,
+and how long a verdict takes ([the guide](../guides/environments.md#passports)). `python scripts/passports.py` writes this page.
+"""
+
+
+def foreign(directory: Path) -> Iterator[Path]:
+    """Writes the environments of other packages, and yields their files."""
+    for name in REASONING_GYM:
+        path = directory / f"reasoning_gym_{name}.toml"
+        path.write_text(f'env_id = "{path.stem}"\n[task_pool]\ntype = "reasoning_gym"\ndataset = "{name}"\n')
+        yield path
+    lines = (DATA / "gsm8k_train.jsonl").read_text().splitlines()[:64]
+    for name in SKYRL_GYM:
+        records = []
+        for line in lines:
+            one = json.loads(line)
+            rule = {"method": "rule", "ground_truth": one["answer"].rpartition("####")[2].strip()}
+            prompt = [{"role": "user", "content": one["question"]}]
+            records.append({"prompt": prompt, "env_class": name, "reward_spec": rule, "reward_model": rule})
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+        path = directory / f"skyrl_gym_{name}.toml"
+        path.write_text(
+            f'env_id = "{path.stem}"\ntask = "skyrl_gym"\n[task_pool]\ntype = "jsonl"\npath = "{name}.jsonl"\n'
+        )
+        yield path
+
+
+def page(passports: list[Passport]) -> str:
+    """Returns the page: a table, then every failure with the answer that shows it, then what was not here."""
+    here = [one for one in passports if not one.missing]
+    lines = [HEAD, "| environment | " + " | ".join(ROWS) + " |", "|---" * (1 + len(ROWS)) + "|"]
+    for one in here:
+        rows = {row.name: row for row in one.rows}
+        cells = [
+            f"**{rows[name].status}**: {rows[name].said}" if rows[name].status == "fail" else rows[name].said
+            for name in ROWS
+        ]
+        lines.append(f"| `{one.environment}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    failing = [one for one in here if one.failed]
+    lines += ["", "## Failures", ""] if failing else []
+    for one in failing:
+        lines += [f"### {one.environment}", ""]
+        for row in one.rows:
+            if row.status == "fail":
+                shown = [line for example in row.examples for line in example.lines()]
+                lines += [f"{row.name}: {row.said}. Remedy: {row.remedy}.", "", "```text", *shown, "```", ""]
+    absent = ", ".join(f"`{one.environment}`" for one in passports if one.missing)
+    return "\n".join(
+        [*lines, "## No data here", "", f"{absent}. Fetch their data, and run `nmoe env certify NAME`.", ""]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    only = parser.parse_args().only
+    with tempfile.TemporaryDirectory() as kept:
+        os.environ["NMOE_DATASETS"] = kept
+        for benchmark in REAL.values():
+            benchmark.keep(Path(kept), None)
+        named = [*(Path(one.name) for one in packaged_environments() if one.package == "nmoe"), *foreign(Path(kept))]
+        passports = []
+        for path in named:
+            if only and path.stem not in only:
+                continue
+            began = time.process_time()
+            try:
+                passports.append(certify(path, None))
+            except UserError as error:
+                print(f"{path.stem}: {error}", file=sys.stderr, flush=True)
+                continue
+            for line in passports[-1].lines():
+                print(line, file=sys.stderr)
+            print(f"{time.process_time() - began:.0f} CPU s\n", file=sys.stderr, flush=True)
+    if not only:
+        PAGE.write_text(page(passports))
+
+
+if __name__ == "__main__":
+    main()
