@@ -10,7 +10,7 @@ from nmoe.errors import StorageError
 from nmoe.runs.storage import write_atomically
 
 
-def write_records(environment: str, out: Path, count: int | None, split: Split, stage: str | None = None) -> int:
+def write_records(environment: str, out: Path, count: int | None, split: Split) -> int:
     """Writes the first `count` problems of a split, by default all, and returns how many there are.
 
         {"prompt": [{"role": "user", "content": "..."}], "label": "train/0/1f0c22d9",
@@ -22,7 +22,7 @@ def write_records(environment: str, out: Path, count: int | None, split: Split, 
     """
     path = Path(environment)
     named = str(path.resolve()) if path.exists() else environment
-    with SharedEnvironment(environment, stage=stage) as shared:
+    with SharedEnvironment(environment) as shared:
         lines = [
             {
                 "prompt": shared.with_tools(row["prompt"]),
