@@ -48,7 +48,7 @@ class AdamW:
         """Updates in place all parameters that have a gradient."""
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self._state(parameter) for parameter in params]
+            states = [self.moments(parameter) for parameter in params]
             adamw(
                 params,
                 [parameter.grad for parameter in params],
@@ -66,7 +66,8 @@ class AdamW:
                 maximize=False,
             )
 
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Returns the state of a parameter, zeros if it was never updated."""
         if not self.state.get(parameter):
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -269,7 +270,9 @@ class Optimizer:
         parameter is."""
         tensors: dict[str, Tensor] = {}
         for name, parameter, master, mine in self._all():
-            states = {key: sharded_as(value, master) for key, value in self.adamw.state.get(mine, {}).items()}
+            # After a step all have moments, also a parameter that had no gradient yet: it is told from one that is lost.
+            moments = self.adamw.moments(mine) if self.steps else self.adamw.state.get(mine, {})
+            states = {key: sharded_as(value, master) for key, value in moments.items()}
             if master is not parameter:
                 states["master"] = master.detach()
             tensors |= {f"{name}/{key}": value for key, value in states.items()}

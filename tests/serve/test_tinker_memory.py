@@ -47,7 +47,7 @@ async def giving(result: bytes | Exception, payload: object = None) -> bytes:
 
 def test_failed_requests_hold_nothing_but_their_reply() -> None:
     async def run() -> None:
-        futures, payload = Futures(lambda _: None), Payload()
+        futures, payload = Futures(lambda *_: None), Payload()
         seen = weakref.ref(payload)
         failed = await started(futures, "one", giving(ValueError("bad"), payload))
         assert failed.body == b'{"error":"ValueError: bad","category":"server","detail":"ValueError: bad"}'
@@ -64,7 +64,7 @@ def test_fetched_results_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.Mo
     monkeypatch.setattr(futures_module, "_KEPT_BYTES", 10_000)
 
     async def run() -> None:
-        futures = Futures(lambda _: None)
+        futures = Futures(lambda *_: None)
         for name in "abc":
             assert (await started(futures, name, giving(bytes(4000)))).body == bytes(4000)
         assert [futures.known(name, b"") for name in "abc"] == [False, True, True]
@@ -82,7 +82,7 @@ def test_fetched_results_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.Mo
 
 def test_results_that_nobody_fetches_are_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        futures = Futures(lambda _: None)
+        futures = Futures(lambda *_: None)
         futures.start("alone", "nobody", b"", giving(b"x"))
         futures.start("runs", "nobody", b"", asyncio.sleep(60, b"x"))
         await asyncio.sleep(0.01)

@@ -25,7 +25,7 @@ from nmoe.serve.tinker import journal as journal_module
 from nmoe.serve.tinker import process, store
 from nmoe.serve.tinker import service as service_module
 from nmoe.serve.tinker.fields import Fields
-from nmoe.serve.tinker.journal import Journal, Request
+from nmoe.serve.tinker.journal import Journal, Request, Row
 from nmoe.serve.tinker.messages import message
 from nmoe.serve.tinker.models import Base, TrainedModel
 from nmoe.serve.tinker.order import Order
@@ -59,7 +59,7 @@ def service(checkpoint: Path, tmp_path: Path) -> Service:
 
 async def made(service: Service) -> str:
     """Makes a model, and returns its id."""
-    session = service.begin({})
+    session = await service.begin({})
     about = {"session_id": session.session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
     promise = service.create_model(json.dumps(about).encode(), Fields(about))
     await service.futures.retrieve(promise["request_id"])
@@ -214,10 +214,12 @@ def test_saved_weights_are_forced_to_disk_before_they_get_their_name(
         (directory / "values").write_text("1")
 
     Store(tmp_path).save("model", "weights", "one", write, {"request": "model:1"}, overwrite=False)
-    *before, (_, fresh), named, last = done
+    *before, (_, fresh), named = done[:-3]
+    last = done[-3:]
     assert sorted(before) == [("forced", "tinker.json"), ("forced", "values")]
     assert fresh.startswith(".new-")
-    assert (named, last) == (("renamed", "one"), ("forced", "weights"))
+    assert named == ("renamed", "one")
+    assert last == [("forced", "weights"), ("forced", "model"), ("forced", tmp_path.name)], "and the names above"
 
 
 class OnDevice:
@@ -240,34 +242,38 @@ def test_a_samplers_values_are_copied_from_their_device(tmp_path: Path) -> None:
     assert load_file(held.file)["1"].item() == -1.5
 
 
-def test_a_reply_waits_for_the_disk(tmp_path: Path) -> None:
-    """A full disk refuses the rows; they are written once it has room, in their order."""
+def test_rows_are_written_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk refuses the rows of a result; a request that it refuses is dropped."""
+    monkeypatch.setattr(journal_module, "_AGAIN_S", 0.01)
 
-    async def run() -> list[Request]:
+    async def run() -> list[Row]:
         journal = Journal(tmp_path / "state")
-        journal.begin_session("session", "base", {"a": 1})
-        await journal.flush()
-        journal.post("PRAGMA max_page_count = 1")  # not below what there is: no page more
-        await journal.flush()
-        journal.take(Request("model:1", "model", 1, "optim_step", b"", bytes(2**20), None, None), "session")
+        request = Request("model:1", "model", 1, "optim_step", b"", b"body")
+        await journal.settled(journal.begin_session("session", "base", {"a": 1}), journal.take(request, "session"))
+        journal._rows.execute("PRAGMA max_page_count = 1")  # not below what there is: no page more
+        large = Request("model:2", "model", 2, "optim_step", b"", bytes(2**20))
         with pytest.raises(StorageError, match="cannot be written: database or disk is full"):
-            await journal.flush()
+            await journal.settled(journal.take(large, "session"))
+        unit = journal.done(request, "session", bytes(2**20), "application/json", 2)
         with pytest.raises(StorageError):
-            await journal.flush()
-        journal._waiting.insert(0, ("PRAGMA max_page_count = 100000", ()))
-        journal.done("model:1", b"result", "application/json", again=False)
-        await journal.flush()
+            await journal.settled(unit)
+        waits = asyncio.ensure_future(journal.written(unit))
+        await asyncio.sleep(0.05)
+        assert not waits.done()
+        journal._rows.execute("PRAGMA max_page_count = 100000")
+        await waits
+        assert journal.outcome("model:1") == bytes(2**20)
         return journal.requests("session")
 
     (found,) = asyncio.run(run())
-    assert (found.outcome, found.body, found.media) == (b"result", None, "application/json")
+    assert (found.seq_id, found.body_bytes, found.media, found.next) == (1, 0, "application/json", 2)
 
 
 def test_two_servers_do_not_share_a_journal(tmp_path: Path) -> None:
     first = Journal(tmp_path / "state")
     with pytest.raises(UserError, match="another server keeps its clients' models there; choose another directory"):
         Journal(tmp_path / "state")
-    assert first.sessions("base") == []
+    assert first.sessions() == []
 
 
 def test_the_journal_of_a_killed_process_is_read(tmp_path: Path) -> None:
@@ -279,13 +285,14 @@ def test_the_journal_of_a_killed_process_is_read(tmp_path: Path) -> None:
         "    journal.begin_session('session', 'base', {'display_name': 'mine'})\n"
         "    journal.begin_session('other', 'of another base', {})\n"
         "    for number in range(5):\n"
-        "        journal.take(Request(f'model:{number}', 'model', number, 'optim_step', b'd', b'b', None, None), 'session')\n"
+        "        journal.take(Request(f'model:{number}', 'model', number, 'optim_step', b'd', b'b'), 'session')\n"
         "    for number in range(3):\n"
-        "        journal.done(f'model:{number}', b'result', 'application/json', again=number > 0)\n"
-        "    journal.forget('model:1'), journal.forget('model:3')\n"
-        "    journal.keep_model('model', 'session', 'model-one', 1)\n"
+        "        done = Request(f'model:{number}', 'model', number, 'optim_step', b'd', b'b')\n"
+        "        kept = 'model-one' if number == 1 else None\n"
+        "        journal.done(done, 'session', b'result', 'application/json', number + 1, again=number > 1, kept=kept)\n"
+        "    journal.forget('model:1', 'session'), journal.forget('model:3', 'session')\n"
         "    journal.add_sampler('flying', 'session', 'model', 4, True, False, 'values-two', None)\n"
-        "    journal.move_samplers('values-two', 'values-three')\n"
+        "    journal.move_samplers('session', 'values-two', 'values-three')\n"
         "    await journal.flush()\n"
         "    journal.end_session('session')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -299,15 +306,20 @@ def test_the_journal_of_a_killed_process_is_read(tmp_path: Path) -> None:
         (state / name).touch()
     journal = Journal(state)
     journal.tidy()
-    assert journal.sessions("base") == [("session", {"display_name": "mine"})], "its end was not written"
-    found = [(one.seq_id, one.body, one.outcome, one.media) for one in journal.requests("session")]
+    mine, other = journal.sessions()
+    assert mine == ("session", "base", {"display_name": "mine"}), "its end was not written"
+    assert other == ("other", "of another base", {})
+    found = [
+        (one.seq_id, journal.body(one.request_id), journal.outcome(one.request_id), one.media)
+        for one in journal.requests("session")
+    ]
     done = "application/json"
     assert found == [
-        (0, None, b"result", done),
-        (1, None, None, journal_module.FORGOTTEN),
+        (0, b"", b"result", done),
+        (1, b"", b"", journal_module.FORGOTTEN),
         (2, b"b", b"result", done),
-        (3, b"b", None, None),
-        (4, b"b", None, None),
+        (3, b"b", b"", None),
+        (4, b"b", b"", None),
     ]
     assert journal.models("session") == {"model": ("model-one", 1)}
     assert journal.samplers("session") == [("flying", "model", 4, 1, 0, "values-three", None)]

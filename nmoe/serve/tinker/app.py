@@ -69,8 +69,8 @@ class Server:
         return body, fields_of(body)
 
     async def _promised(self, reply: dict[str, Any]) -> Response:
-        """Returns a reply once its promise is on the disk."""
-        await self._service.journal.flush()
+        """Returns the reply to a training request once that is on the disk."""
+        await self._service.futures.promised(reply["request_id"])
         return json_reply(reply)
 
     def _started(self, begin: Callable[[bytes, Fields], dict[str, Any]]) -> Endpoint:
@@ -109,15 +109,16 @@ class Server:
             "user_metadata": metadata_of(fields),
             "display_name": cut(fields.text("display_name", None) or "") or None,
         }
-        session = self._service.begin(about)
+        session = await self._service.begin(about)
         reply = {"type": "create_session", "session_id": session.session_id}
-        return await self._promised(reply | ({"warning_message": warning} if warning else {}))
+        return json_reply(reply | ({"warning_message": warning} if warning else {}))
 
     async def heartbeat(self, asking: Asking) -> Response:
         _, fields = await self._fields(asking)
         self._service.heard(fields.text("session_id"))
         self._service.sweep()
-        return await self._promised({"type": "session_heartbeat"})
+        await self._service.journal.flush()
+        return json_reply({"type": "session_heartbeat"})
 
     async def finish(self, asking: Asking) -> Response:
         _, fields = await self._fields(asking)
@@ -125,7 +126,8 @@ class Server:
         if session is None:
             raise TinkerError(f"there is no session {asking.path_params['session_id']!r}", 404)
         self._service.end(session, fields.table("reason", None).text("type", "success"))
-        return await self._promised({})
+        await self._service.journal.flush()
+        return json_reply({})
 
     async def info(self, asking: Asking) -> Response:
         _, fields = await self._fields(asking)
@@ -151,7 +153,7 @@ class Server:
 
     async def create_sampling_session(self, asking: Asking) -> Response:
         _, fields = await self._fields(asking)
-        return await self._promised(await self._service.create_sampling_session(fields))
+        return json_reply(await self._service.create_sampling_session(fields))
 
     async def forward_backward(self, asking: Asking) -> Response:
         return await self._promised(await self._service.forward_backward(await bytes_of(asking, _MOST_PASS_BYTES)))

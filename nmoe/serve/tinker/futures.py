@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +29,14 @@ PROTOBUF = "application/x-protobuf"
 Result = dict[str, Any] | bytes
 """Bytes are a message of protobuf."""
 
+Taken = Callable[[], Awaitable[None]]
+"""Returns once a request is on the disk. Raises StorageError if the disk refuses it."""
 Record = Callable[[bytes, str], Awaitable[None]]
-"""Notes a reply and its media type on the disk."""
+"""Notes a reply and its media type on the disk, however long that has no room."""
+
+
+class ServerEndsError(Exception):
+    """Raised if a request breaks off because the server does: it has no result, and the next server runs it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class _Entry:
     task: asyncio.Future[_Outcome]
     session_id: str
     digest: bytes
-    ordered: bool
+    taken: Taken | None
     ended: float = math.inf
     fetched: bool = False
 
@@ -59,8 +64,8 @@ class _Entry:
 class Futures:
     """The requests of all sessions. Used on the event loop's thread only."""
 
-    def __init__(self, forget: Callable[[str], None]) -> None:
-        """`forget` is called with the id of each training request whose result is dropped."""
+    def __init__(self, forget: Callable[[str, str], None]) -> None:
+        """`forget` is called with the ids of each training request whose result is dropped, and of its session."""
         self._forgotten = forget
         self._entries: dict[str, _Entry] = {}
         self._fetched = dict[str, int]()  # the sizes of results that were fetched, the oldest first
@@ -80,12 +85,13 @@ class Futures:
         session_id: str,
         digest: bytes,
         work: Coroutine[Any, Any, Result],
+        taken: Taken | None = None,
         record: Record | None = None,
     ) -> None:
-        """Begins a request. Its digest is of its body. The result of a training request is handed out once `record` has it on the
-        disk."""
-        task = asyncio.get_running_loop().create_task(_outcome(work, record))
-        entry = self._entries[request_id] = _Entry(task, session_id, digest, record is not None)
+        """Begins a request. Its digest is of its body. A training request begins once it is `taken`, and its result is handed out
+        once `record` has it on the disk. One that the disk refuses never was there."""
+        task = asyncio.get_running_loop().create_task(self._run(request_id, work, taken, record))
+        entry = self._entries[request_id] = _Entry(task, session_id, digest, taken)
 
         def ends(_: object) -> None:
             entry.ended = time.monotonic()
@@ -93,11 +99,31 @@ class Futures:
 
         task.add_done_callback(ends)
 
+    async def _run(
+        self, request_id: str, work: Coroutine[Any, Any, Result], taken: Taken | None, record: Record | None
+    ) -> _Outcome:
+        if taken is not None:
+            try:
+                await taken()
+            except StorageError as error:
+                work.close()
+                self._entries.pop(request_id, None)
+                return _failure(error)
+        outcome = await _outcome(work)
+        if record is not None:
+            await record(outcome.content, outcome.media_type)
+        return outcome
+
+    async def promised(self, request_id: str) -> None:
+        """Returns once a request is taken. Raises StorageError if it could not be."""
+        if (entry := self._entries.get(request_id)) is not None and entry.taken is not None:
+            await entry.taken()
+
     def put_back(self, request_id: str, session_id: str, digest: bytes, content: bytes, media_type: str) -> None:
         """Takes the result of a training request that ended before this process."""
         done: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
         done.set_result(_Outcome(content, media_type))
-        self._entries[request_id] = _Entry(done, session_id, digest, True, time.monotonic())
+        self._entries[request_id] = _Entry(done, session_id, digest, _there, time.monotonic())
 
     async def retrieve(self, request_id: str) -> Response:
         """Returns the reply to a poll: the result or the failure if it comes in time, else that the client should ask again.
@@ -120,13 +146,14 @@ class Futures:
         return Response(outcome.content, media_type=outcome.media_type)
 
     def _forget(self, request_id: str) -> None:
-        if self._entries.pop(request_id).ordered:
-            self._forgotten(request_id)
+        entry = self._entries.pop(request_id)
+        if entry.taken is not None:
+            self._forgotten(request_id, entry.session_id)
         self._size -= self._fetched.pop(request_id, 0)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request for samples, if it still runs. One of training keeps its turn."""
-        if (entry := self._entries.get(request_id)) is not None and not entry.ordered:
+        if (entry := self._entries.get(request_id)) is not None and entry.taken is None:
             entry.task.cancel()
 
     def end(self, session_id: str) -> None:
@@ -143,18 +170,31 @@ class Futures:
             self._forget(request_id)
 
 
-async def _outcome(work: Coroutine[Any, Any, Result], record: Record | None) -> _Outcome:
+async def _there() -> None:
+    """Is `taken` for a request of the server before."""
+
+
+async def _outcome(work: Coroutine[Any, Any, Result]) -> _Outcome:
     try:
-        outcome = _reply(await work)
-        if record is not None:
-            await record(outcome.content, outcome.media_type)
-        return outcome
+        return _reply(await work)
+    except ServerEndsError:
+        pass
     except Exception as error:
-        outcome = _failure(error)
-    if record is not None:
-        with suppress(StorageError):  # the request runs again after a kill, and fails again
-            await record(outcome.content, outcome.media_type)
-    return outcome
+        return _failure(error)
+    # Polls find it under way until the process has ended.
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError("nothing ends it")
+
+
+def content_of(result: Result) -> bytes:
+    """Returns the content of a reply."""
+    return _reply(result).content
+
+
+def failed(error: Exception) -> tuple[bytes, str]:
+    """Returns the content of a reply that tells a failure, and its media type."""
+    outcome = _failure(error)
+    return outcome.content, outcome.media_type
 
 
 def _reply(result: Result) -> _Outcome:

@@ -15,6 +15,7 @@ from nmoe.errors import DivergenceError
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs
 from nmoe.learner.passes import scored_columns
+from nmoe.model.config import Numerics
 from nmoe.model.lora import ATTENTION, EXPERTS, MLP, Lora, LoraSettings, choose, refuse_high_rank, sites
 from nmoe.model.peft_format import read_settings, resume_adapter, save_adapter
 from nmoe.model.transformer import Transformer
@@ -37,6 +38,16 @@ class Base:
     name: str
     directory: Path
     fingerprint: str
+
+    @property
+    def numerics(self) -> Numerics:
+        return "exact" if self.model.exact else "fast"
+
+    @property
+    def numbers(self) -> str:
+        """What the numbers of a model depend on beside its checkpoint: precision, device and numerics."""
+        weight = self.model.head_weight
+        return f"{str(weight.dtype).removeprefix('torch.')}, --device {weight.device.type} --numerics {self.numerics}"
 
 
 @dataclass(frozen=True)

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from nmoe.serve.tinker.errors import TinkerError
 
 # Seconds for which a request waits for those before it, whose client may have died between two of them.
 _PATIENCE_S = 120.0
+MOST = 2**62
+"""Sequence ids are below."""
 
 
 class Order:
     """Turns of one model. A request takes `turn(seq_id)`, does its work, and calls `done`; the next one follows. Used on the event
     loop's thread only."""
 
-    def __init__(self, first: int = 1, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, first: int = 1, patience_s: float = _PATIENCE_S, over: Iterable[int] = ()) -> None:
+        """The `first` turn comes next; of the later ones some may be `over`."""
         self.next = first
         self._patience_s = patience_s
-        self._here, self._over = set[int](), set[int]()
+        self._here, self._over = set[int](), set(over)
         self._moved = asyncio.Condition()
 
     def check(self, seq_id: int) -> None:
         """Raises TinkerError for a request whose turn is over."""
         if seq_id < 1:
             raise TinkerError(f"seq_id = {seq_id}: counts from 1")
-        if seq_id < self.next:
+        if seq_id >= MOST:
+            raise TinkerError(f"seq_id = {seq_id}: must be below {MOST}")
+        if seq_id < self.next or seq_id in self._over:
             raise TinkerError(f"seq_id = {seq_id}: was there already; the next is {self.next}")
 
     async def turn(self, seq_id: int) -> None:
@@ -55,8 +61,12 @@ class Order:
         """Lets the next request follow, once all before it are done: one that waits for its turn can be cancelled."""
         async with self._moved:
             self._here.discard(seq_id)
-            self._over.add(seq_id)
-            while self.next in self._over:
-                self._over.remove(self.next)
-                self.next += 1
+            self.skip(seq_id)
             self._moved.notify_all()
+
+    def skip(self, seq_id: int) -> None:
+        """Ends a turn that nobody has taken, before anybody waits for another."""
+        self._over.add(seq_id)
+        while self.next in self._over:
+            self._over.remove(self.next)
+            self.next += 1

@@ -34,9 +34,13 @@ class Held:
     @classmethod
     def written(cls, values: Sequence[Tensor], directory: Path) -> Held:
         file = directory / f"values-{secrets.token_hex(8)}"
-        with storage_errors(file):
-            save_file({str(index): value.detach().cpu() for index, value in enumerate(values)}, file)
-            sync(file)
+        try:
+            with storage_errors(file):
+                save_file({str(index): value.detach().cpu() for index, value in enumerate(values)}, file)
+                sync(file), sync(directory)
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
         return cls(file)
 
     def read(self) -> list[Tensor]:

@@ -7,23 +7,24 @@ import asyncio
 import hashlib
 import json
 import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.errors import StorageError
+from nmoe.errors import DivergenceError, StorageError
 from nmoe.learner.objectives import Objective
 from nmoe.runs.storage import storage_errors, sync
 from nmoe.serve.tinker.data import PassRequest, parsed, read_pass
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.fields import Fields, fields_of
-from nmoe.serve.tinker.futures import Futures, Record, Result
-from nmoe.serve.tinker.journal import UNLOAD, Journal, Request
+from nmoe.serve.tinker.futures import Futures, Record, Result, ServerEndsError, failed
+from nmoe.serve.tinker.journal import UNLOAD, Journal, Request, Row, Unit
 from nmoe.serve.tinker.losses import check_inputs, read_loss
 from nmoe.serve.tinker.models import Base, Shape, TrainedModel, read_values, shape_of
 from nmoe.serve.tinker.order import Order
@@ -34,6 +35,7 @@ from nmoe.serve.tinker.store import Kind, Saved, Store, expiry, now
 from nmoe.text.tokenizer import Tokenizer
 
 Asked = dict[str, Any]
+R = TypeVar("R")
 
 _MOST_TTL_S = 10 * 365 * 24 * 3600
 _MOST_METADATA = 64 * 2**10
@@ -42,24 +44,31 @@ _MOST_METADATA = 64 * 2**10
 _TIMES = 10
 _SEEN_EVERY_S = 60.0
 
-# Those that change a model run again after a kill, if the model was not kept since.
-_CHANGES = ("load_weights", "forward_backward", "optim_step")
+# From so many bytes of requests on a model is kept as soon as writing it takes as long as what was trained, and none is taken any
+# more from so many: they are on the disk, and run again after a kill.
+_MANY_BYTES, _MOST_BYTES = 2**30, 2**33
+
+# Those that change a model run again after a kill, if the model was not kept since. After `load_weights` it always is.
+_CHANGES = ("forward_backward", "optim_step")
 _PASSES = ("forward", "forward_backward")
 
 
 @dataclass
 class _Done:
-    """What a request leaves beside its result: whether it has to run again after a kill, where its model was kept, and values that
-    stay until the rows are written that no longer name them."""
+    """What a request leaves beside its result: whether it changed its model, as one does that succeeded or diverged; where the
+    model was kept; and values that stay until the rows are written that no longer name them."""
 
-    again: bool = False
+    changed: bool = False
+    diverged: bool = False
     kept: Path | None = None
     before: Held | None = None
 
 
-def _remove(directory: Path | None) -> None:
-    if directory is not None:
-        shutil.rmtree(directory, ignore_errors=True)
+def _tried(act: Callable[[], R]) -> R | Exception:
+    try:
+        return act()
+    except Exception as error:
+        return error
 
 
 def _passed(run: Run, checked: tuple[PassRequest, Objective] | TinkerError) -> bytes:
@@ -94,17 +103,28 @@ class Service:
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.store.state)
+        self.journal.end_old()
         self.journal.tidy()
         self.store.mend()
         self.sessions, self.futures = Sessions(), Futures(self.journal.forget)
         self._slots = Slots(self.engine, self.base)
         # Samplers of saved weights, by their path and the time of saving, since weights of one path can be replaced.
         self._of_saved = WeakValueDictionary[tuple[str, str], Sampler]()
+        self.removing = set[asyncio.Task[None]]()
 
-    def begin(self, about: dict[str, Any]) -> Session:
-        """Begins a session."""
+    @property
+    def key(self) -> str:
+        """The base of a session in the journal: only servers whose numbers are the same take it up."""
+        return f"{self.base.fingerprint} {self.base.numbers}"
+
+    async def begin(self, about: dict[str, Any]) -> Session:
+        """Begins a session, and returns it once it is on the disk. Raises StorageError if the disk refuses it."""
         session = self.sessions.begin(about)
-        self.journal.begin_session(session.session_id, self.base.fingerprint, about)
+        try:
+            await self.journal.settled(self.journal.begin_session(session.session_id, self.key, about))
+        except StorageError:
+            self.end(session, "it could not be written")
+            raise
         return session
 
     def heard(self, session_id: str) -> None:
@@ -116,12 +136,31 @@ class Service:
 
     def end(self, session: Session, reason: str) -> None:
         """Ends a session, and its requests."""
-        kept = [run.kept for model_id in session.models if (run := self.sessions.runs.get(model_id)) is not None]
+        runs = [run for model_id in session.models if (run := self.sessions.runs.get(model_id)) is not None]
         self.sessions.end(session, reason)
         self.futures.end(session.session_id)
-        self.journal.end_session(session.session_id)
-        for directory in kept:
-            _remove(directory)
+        self._ended(self.journal.end_session(session.session_id), *runs)
+
+    def _ended(self, unit: Unit, *runs: Run) -> None:
+        """Ends models. Their files go once a unit is on the disk, after which no row names them."""
+        for run in runs:
+            run.ended = True
+            if run.restoring is not None:
+                run.restoring.cancel()
+
+        async def remove() -> None:
+            await self.journal.written(unit)
+            with suppress(Exception):  # else the process ends, and the next one tidies
+                await self.engine.between_steps(lambda: None)  # an action that has begun may write
+            for run in runs:
+                await asyncio.to_thread(_remove, run, *run.directories)
+
+        self._beside(remove())
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self.removing.add(task)
+        task.add_done_callback(self.removing.discard)
 
     def sweep(self) -> None:
         """Ends the sessions of clients that have died, and drops old sessions and results."""
@@ -170,61 +209,94 @@ class Service:
         kind: str,
     ) -> Asked:
         # Its turn comes before sequence id 1, so that the first pass waits for the model.
-        run = Run(model_id, session.session_id, Order(0), shape, last_request=now())
+        run, done = Run(model_id, session.session_id, Order(0), shape, last_request=now()), _Done()
         self.sessions.add_run(session, run)
 
         def act() -> Asked:
-            run.trained = make()
+            model = make()
             about = {"base_model": self.base.name, "lora_rank": shape.rank, "time": now(), "user_metadata": metadata}
             about |= {"train_attn": shape.attention, "train_mlp": shape.mlp}
             self.store.note_run(model_id, about)
+            self._replace(run, model, done)
             return {"type": kind, "model_id": model_id}
 
-        self._start(run, 0, kind, digest(body), body, act)
+        self._start(run, Request(f"{model_id}:0", model_id, 0, kind, digest(body), body), act, None, done)
         return self._promise(f"{model_id}:0", model_id)
+
+    def _replace(self, run: Run, model: TrainedModel, done: _Done) -> None:
+        """Gives a run a model that was made or loaded, once it is kept: where that fails nothing has changed."""
+        done.kept = self._keep(run, model)
+        run.trained = model
 
     def _start(
         self,
         run: Run,
-        seq_id: int,
-        kind: str,
-        key: bytes,
-        body: bytes,
+        request: Request,
         act: Callable[[], Result],
-        then: Callable[[Result], None] | None = None,
+        then: Callable[[Result], None] | None,
+        done: _Done,
     ) -> None:
-        request_id = f"{run.model_id}:{seq_id}"
-        self.journal.take(Request(request_id, run.model_id, seq_id, kind, key, body, None, None), run.session_id)
-        done = _Done()
-        work = self._in_turn(run, seq_id, kind, act, then, done)
-        self.futures.start(request_id, run.session_id, key, work, self._record(run, seq_id, done))
+        unit = self.journal.take(request, run.session_id)
+        work = self._in_turn(run, request, act, then, done)
+        self.futures.start(
+            request.request_id,
+            run.session_id,
+            request.digest,
+            work,
+            lambda: self.journal.settled(unit),
+            self._record(run, request, done),
+        )
 
     async def _in_turn(
         self,
         run: Run,
-        seq_id: int,
-        kind: str,
+        request: Request,
         act: Callable[[], Result],
         then: Callable[[Result], None] | None,
         done: _Done,
     ) -> Result:
         """Does something on the engine's thread when the model's earlier requests are done, and `then` something here."""
         try:
-            await run.order.turn(seq_id)
+            await run.order.turn(request.seq_id)
             if run.restoring is not None:
                 await asyncio.shield(run.restoring)
-            result = await self.engine.between_steps(lambda: self._kept(run, kind, act, done))
+            if request.kind in _CHANGES:
+                run.unkept[request.seq_id] = len(request.body)
+            times = 1 if sum(run.unkept.values()) > _MANY_BYTES else _TIMES
+            try:
+                result = await self.between_steps(lambda: self._kept(run, request.kind, act, times, done))
+            except DivergenceError:
+                # A step that diverged has cleared the gradient.
+                done.diverged = done.changed = request.kind == "optim_step"
+                raise
+            done.changed = request.kind in _CHANGES
             if then is not None:
                 done.before = None if run.in_flight is None else run.in_flight.held
                 then(result)
             return result
         finally:
             run.last_request = now()
-            await run.order.done(seq_id)
+            await run.order.done(request.seq_id)
+
+    async def between_steps(self, act: Callable[[], R]) -> R:
+        """Calls a function on the engine's thread, and passes on its result or exception. Raises ServerEndsError if the engine has
+        stopped."""
+        try:
+            result = await self.engine.between_steps(lambda: _tried(act))
+        except Exception as error:
+            raise ServerEndsError("the engine has stopped, and the server with it") from error
+        if not isinstance(result, Exception):
+            return result
+        try:
+            raise result
+        finally:
+            del result  # it holds this frame
 
     @staticmethod
     def timed(run: Run, kind: str, act: Callable[[], Result]) -> Result:
-        """Does something, and counts the time for which the model was trained."""
+        """Does something, and counts the time for which the model was trained. Raises TinkerError once it has ended."""
+        if run.ended:
+            raise TinkerError(f"model {run.model_id}: its session has ended, or it was unloaded", 410)
         began = time.perf_counter()
         try:
             return act()
@@ -232,42 +304,58 @@ class Service:
             if kind in _CHANGES:
                 run.since_s += time.perf_counter() - began
 
-    def _kept(self, run: Run, kind: str, act: Callable[[], Result], done: _Done) -> Result:
-        """Does something, and keeps the model if it is time."""
-        # Of those that fail, a step alone may change something: one that diverges forgets the gradient.
-        done.again = kind == "optim_step"
+    def _kept(self, run: Run, kind: str, act: Callable[[], Result], times: int, done: _Done) -> Result:
+        """Does something, and keeps the model if so many times as long was trained as it takes."""
         result = self.timed(run, kind, act)
-        done.again = kind in _CHANGES
-        if kind == "create_model" or kind == "load_weights":
-            done.kept = self._keep(run)
-        elif kind == "optim_step" and run.since_s >= _TIMES * run.keeping_s:
-            # The step is done; after a kill it runs again.
-            with suppress(StorageError):
-                done.kept = self._keep(run)
+        if kind == "optim_step" and run.since_s >= times * run.keeping_s:
+            try:
+                done.kept = self._keep(run, run.model())
+            except Exception as error:  # the step is done; after a kill it runs again
+                print(f"model {run.model_id}: was not kept: {error}", file=sys.stderr, flush=True)
         return result
 
-    def _keep(self, run: Run) -> Path:
-        """Writes a model as it is now."""
+    def _keep(self, run: Run, model: TrainedModel) -> Path:
+        """Writes a model as it is now, or nothing."""
         began = time.perf_counter()
-        directory = self.journal.fresh_directory()
-        with storage_errors(directory):
-            run.model().save(directory)
-            for file in (*directory.iterdir(), directory):
-                sync(file)
-        run.keeping_s, run.since_s = time.perf_counter() - began, 0.0
-        return directory
+        try:
+            with storage_errors(self.journal.directory):
+                directory = self.journal.fresh_directory()
+                run.directories.add(directory)
+                try:
+                    model.save(directory)
+                    for file in (*directory.iterdir(), directory, directory.parent):
+                        sync(file)
+                except BaseException:
+                    _remove(run, directory)
+                    raise
+                return directory
+        finally:
+            # Also after a failure, so that a full disk takes no more of the training's time.
+            run.keeping_s, run.since_s = time.perf_counter() - began, 0.0
 
-    def _record(self, run: Run, seq_id: int, done: _Done) -> Record:
+    def _record(self, run: Run, request: Request, done: _Done) -> Record:
         async def record(content: bytes, media_type: str) -> None:
-            again = done.again and done.kept is None
-            self.journal.done(f"{run.model_id}:{seq_id}", content, media_type, again)
+            again = done.changed and done.kept is None
+            if not again:
+                run.unkept.pop(request.seq_id, None)
             before = None
             if done.kept is not None:
                 before, run.kept = run.kept, done.kept
-                self.journal.keep_model(run.model_id, run.session_id, done.kept.name, seq_id)
-            await self.journal.flush()
+                run.unkept = {seq_id: size for seq_id, size in run.unkept.items() if seq_id > request.seq_id}
+            unit = self.journal.done(
+                request,
+                run.session_id,
+                content,
+                media_type,
+                run.order.next,
+                again,
+                done.diverged,
+                None if done.kept is None else done.kept.name,
+            )
+            await self.journal.written(unit)
             done.before = None
-            _remove(before)
+            if before is not None:
+                self._beside(asyncio.to_thread(_remove, run, before))
 
         return record
 
@@ -280,13 +368,19 @@ class Service:
         body: bytes,
         act: Callable[[], Result],
         then: Callable[[Result], None] | None = None,
+        done: _Done | None = None,
     ) -> Asked:
         """Begins a request of a model, or finds it if it came before. `key` is the digest of its body."""
         request_id = f"{run.model_id}:{seq_id}"
         if not self.futures.known(request_id, key):
             run.order.check(seq_id)
             self.heard(run.session_id)
-            self._start(run, seq_id, kind, key, body, act, then)
+            if kind in _CHANGES and (size := sum(run.unkept.values()) + len(body)) > _MOST_BYTES:
+                raise TinkerError(
+                    f"passes of {size:,} bytes without a step; at most {_MOST_BYTES:,} are kept for a model"
+                )
+            request = Request(request_id, run.model_id, seq_id, kind, key, body)
+            self._start(run, request, act, then, _Done() if done is None else done)
         return self._promise(request_id, run.model_id)
 
     @staticmethod
@@ -302,23 +396,31 @@ class Service:
         return self._ordered(run, addressed.seq_id, kind, key, body, lambda: _passed(run, checked))
 
     def act_of(self, run: Run, kind: str, body: bytes) -> Callable[[], Result]:
-        """Returns what a request of `_CHANGES`, or a pass without a gradient, does on the engine's thread."""
+        """Returns what a pass or a step does on the engine's thread."""
         if kind == "optim_step":
             return self._step(run, fields_of(body))
-        if kind == "load_weights":
-            return self._load(run, fields_of(body))
         return lambda: _passed(run, self._checked(parsed(body)))
 
-    def begin_again(self, request: Request) -> None:
+    def begin_again(self, row: Row) -> None:
         """Begins a training request that was taken before this process. Raises TinkerError or UserError for one that cannot."""
-        body = request.body or b""
-        if request.kind in _PASSES:
-            run = self.sessions.run(request.model_id)
-            act = self.act_of(run, request.kind, body)
-            self._ordered(run, request.seq_id, request.kind, request.digest, body, act)
+        body = self.journal.body(row.request_id)
+        if row.kind in _PASSES:
+            run = self.sessions.run(row.model_id)
+            self._ordered(run, row.seq_id, row.kind, row.digest, body, self.act_of(run, row.kind, body))
         else:
-            begins: Callable[[bytes, Fields], Asked] = getattr(self, request.kind)
+            begins: Callable[[bytes, Fields], Asked] = getattr(self, row.kind)
             begins(body, fields_of(body))
+
+    def refuse(self, row: Row, session_id: str, error: Exception) -> None:
+        """Tells the failure of a request that was taken before this process and cannot begin again."""
+        content, media_type = failed(error)
+        self.futures.put_back(row.request_id, session_id, row.digest, content, media_type)
+        following = row.seq_id + 1
+        if (run := self.sessions.runs.get(row.model_id)) is not None:
+            run.order.skip(row.seq_id)
+            following = run.order.next
+        request = Request(row.request_id, row.model_id, row.seq_id, row.kind, row.digest, b"")
+        self.journal.done(request, session_id, content, media_type, following)
 
     def _checked(self, sent: Any) -> tuple[PassRequest, Objective] | TinkerError:
         """Returns what a message asks for, or why no model takes it."""
@@ -349,7 +451,14 @@ class Service:
                 "weight_decay": given.number("weight_decay", 0.0),
                 "grad_clip_norm": given.number("grad_clip_norm", 0.0),
             }
-            return run.model().step(params)
+            model = run.model()
+            try:
+                return model.step(params)
+            except DivergenceError:
+                raise
+            except Exception as error:  # it may have changed a part of the weights
+                run.trained, run.lost = None, f"a step broke off: {type(error).__name__}: {error}"
+                raise
 
         return act
 
@@ -397,26 +506,31 @@ class Service:
                 self._slots.moved(sampler)
                 self._add_sampler(session, reply["sampling_session_id"], sampler, run.model_id if in_flight else None)
                 if before is not None:
-                    self.journal.move_samplers(before.file.name, sampler.held.file.name)
+                    self.journal.move_samplers(session.session_id, before.file.name, sampler.held.file.name)
 
         return self._ordered(run, seq_id, "save_weights_for_sampler", digest(body), body, act, then)
 
-    def _add_sampler(self, session: Session, sampler_id: str, sampler: Sampler, model_id: str | None = None) -> None:
+    def _add_sampler(self, session: Session, sampler_id: str, sampler: Sampler, model_id: str | None = None) -> Unit:
         """Adds a sampler to a session; with a model one that its saves move."""
         self.sessions.add_sampler(session, sampler_id, sampler)
         shape, held = sampler.shape, sampler.held
         of = (None, None, None) if shape is None else (shape.rank, shape.attention, shape.mlp)
         file = None if held is None else held.file.name
-        self.journal.add_sampler(sampler_id, session.session_id, model_id, *of, file, sampler.path)
+        return self.journal.add_sampler(sampler_id, session.session_id, model_id, *of, file, sampler.path)
 
     def load_weights(self, body: bytes, fields: Fields) -> Asked:
         """Loads saved weights into a model, or makes the model that they are of."""
         path, optimizer = fields.text("path"), fields.flag("optimizer")
         _check_optimizer(fields)
         if fields.has("model_id"):
-            run = self.sessions.run(fields.text("model_id"))
-            act = self._load(run, fields)
-            return self._ordered(run, fields.whole("seq_id"), "load_weights", digest(body), body, act)
+            run, done = self.sessions.run(fields.text("model_id")), _Done()
+
+            def act() -> Asked:
+                found = self.store.find(path, "weights").directory
+                self._replace(run, TrainedModel(self.base, run.model().shape, found, optimizer), done)
+                return {"type": "load_weights", "path": path, "model_id": run.model_id}
+
+            return self._ordered(run, fields.whole("seq_id"), "load_weights", digest(body), body, act, None, done)
         session = self.sessions.live(fields.text("session_id"))
         model_id = f"{session.session_id}:train:{fields.whole('model_seq_id')}"
         if self.futures.known(f"{model_id}:0", digest(body)):
@@ -431,32 +545,22 @@ class Service:
 
         return self._new_run(session, model_id, shape, body, metadata, make, "load_weights")
 
-    def _load(self, run: Run, fields: Fields) -> Callable[[], Asked]:
-        path, optimizer = fields.text("path"), fields.flag("optimizer")
-
-        def act() -> Asked:
-            directory = self.store.find(path, "weights").directory
-            run.trained = TrainedModel(self.base, run.model().shape, directory, optimizer)
-            return {"type": "load_weights", "path": path, "model_id": run.model_id}
-
-        return act
-
     def unload_model(self, body: bytes, fields: Fields) -> Asked:
         """Frees a model once the requests that have come are done."""
         model_id = fields.text("model_id")
         request_id, key = f"{model_id}:unload", digest(body)
         if not self.futures.known(request_id, key):
             run = self.sessions.run(model_id)
-            row = Request(request_id, model_id, UNLOAD, "unload_model", key, body, None, None)
-            self.journal.take(row, run.session_id)
+            request = Request(request_id, model_id, UNLOAD, "unload_model", key, body)
+            unit = self.journal.take(request, run.session_id)
 
             async def record(content: bytes, media_type: str) -> None:
-                self.journal.done(request_id, content, media_type, again=False)
-                self.journal.drop_model(model_id)
-                await self.journal.flush()
-                _remove(run.kept)
+                unit = self.journal.unloaded(request, run.session_id, content, media_type)
+                self._ended(unit, run)
+                await self.journal.written(unit)
 
-            self.futures.start(request_id, run.session_id, key, self._unload(run), record)
+            work = self._unload(run)
+            self.futures.start(request_id, run.session_id, key, work, lambda: self.journal.settled(unit), record)
         return self._promise(request_id, model_id)
 
     async def _unload(self, run: Run) -> Result:
@@ -467,10 +571,10 @@ class Service:
     async def create_sampling_session(self, fields: Fields) -> Asked:
         session = self.sessions.live(fields.text("session_id"))
         sampler_id = f"{session.session_id}:sample:{fields.whole('sampling_session_seq_id')}"
-        if sampler_id not in self.sessions.samplers:
+        if (sampler := self.sessions.samplers.get(sampler_id)) is None:
             sampler = await self._sampler_of(fields)
-            # The session may have ended meanwhile.
-            self._add_sampler(self.sessions.live(session.session_id), sampler_id, sampler)
+        # The session may have ended meanwhile. One that comes again may not have been written.
+        await self.journal.settled(self._add_sampler(self.sessions.live(session.session_id), sampler_id, sampler))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     async def _sampler_of(self, fields: Fields) -> Sampler:
@@ -511,6 +615,12 @@ class Service:
         asked = await asyncio.to_thread(read_sample_request, fields, self.tokenizer, self.context_tokens)
         async with self._slots.of(sampler) as adapter:
             return await sample(self.engine, self.tokenizer, asked, request_id, adapter)
+
+
+def _remove(run: Run, *directories: Path) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+        run.directories.discard(directory)
 
 
 def _check_optimizer(fields: Fields) -> None:

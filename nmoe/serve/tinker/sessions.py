@@ -23,9 +23,11 @@ _REMEMBERED_S = 3600.0
 
 @dataclass(eq=False)
 class Run:
-    """A model that a client trains. `trained` is there once it has been made, and, after a kill, `restoring` is done.
+    """A model that a client trains. `trained` is there once it has been made, and, after a kill, `restoring` is done, unless it is
+    `lost` for a reason. Once `ended` nothing is done any more.
 
-    It lies in `kept` as it was some requests ago, which have taken `since_s` seconds; to write it took `keeping_s`."""
+    It lies in `kept`, one of its `directories`, as it was some requests ago, which have taken `since_s` seconds; to write it took
+    `keeping_s`. `unkept` has the sizes of the requests since then by their sequence ids."""
 
     model_id: str
     session_id: str
@@ -35,12 +37,20 @@ class Run:
     in_flight: Sampler | None = None
     last_request: str = ""
     restoring: asyncio.Task[None] | None = None
+    lost: str | None = None
+    ended: bool = False
     kept: Path | None = None
+    directories: set[Path] = field(default_factory=set)
+    unkept: dict[int, int] = field(default_factory=dict)
     since_s: float = 0.0
     keeping_s: float = 0.0
 
     def model(self) -> TrainedModel:
-        """Raises TinkerError for a model that could not be made."""
+        """Raises TinkerError for a model that could not be made, or is lost."""
+        if self.lost is not None:
+            raise TinkerError(
+                f"model {self.model_id}: is lost: {self.lost}; make another from saved weights", 500, "server"
+            )
         if self.trained is None:
             raise TinkerError(f"model {self.model_id}: was not made; create_model has the reason")
         return self.trained
@@ -104,7 +114,8 @@ class Sessions:
         return sampler
 
     def add_run(self, session: Session, run: Run) -> None:
-        session.models.append(run.model_id)
+        if run.model_id not in session.models:
+            session.models.append(run.model_id)
         self.runs[run.model_id] = run
 
     def add_sampler(self, session: Session, sampler_id: str, sampler: Sampler) -> None:

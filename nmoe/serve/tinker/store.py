@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -99,6 +101,7 @@ class Store:
         directory = self._of(model_id)
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / _RUN, (json.dumps(about) + "\n").encode())
+        sync(directory), sync(self.root)
 
     def runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the ids and records of all models, the newest first; not of one whose record is damaged."""
@@ -143,8 +146,14 @@ class Store:
             shutil.rmtree(old, ignore_errors=True)
             if directory.exists():
                 directory.rename(old)
-            fresh.rename(directory)
-            sync(directory.parent)
+            try:
+                fresh.rename(directory)
+            except OSError:
+                if old.exists():
+                    old.rename(directory)
+                raise
+            for parent in (directory.parent, directory.parent.parent, self.root):
+                sync(parent)
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -176,7 +185,8 @@ class Store:
         """Removes the weights whose time is over."""
         for file in self.root.glob(f"*/*/[!.]*/{_ABOUT}"):
             if _expired(_record(file) or {}):
-                self._remove(file.parent)
+                with suppress(FileNotFoundError):  # replaced meanwhile
+                    self._remove(file.parent)
 
     def delete(self, path: str) -> None:
         self._remove(self.find(path).directory)
@@ -184,8 +194,9 @@ class Store:
     @staticmethod
     def _remove(directory: Path) -> None:
         """Removes weights, so that a part of them never has their name."""
-        gone = Path(tempfile.mkdtemp(prefix=_GONE, dir=directory.parent))
-        directory.rename(gone / directory.name)
+        # A full disk has no room for another directory, but it has for another name.
+        gone = directory.with_name(_GONE + secrets.token_hex(8))
+        directory.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     @staticmethod
