@@ -341,7 +341,7 @@ async def test_a_load_that_fails_changes_nothing(life: Life, monkeypatch: pytest
         patched.setattr(TrainedModel, "save", raising(OSError(28, "No space left on device")))
         told = await life.ask(life.service.load_weights, model_id=run.model_id, seq_id=3, path=path, optimizer=True)
         assert b"No space left on device" in told
-        asked = {"session_id": session.session_id, "model_seq_id": 1, "base_model": "tiny"}
+        asked = {"session_id": session.session_id, "model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 2}}
         assert b"No space left on device" in await life.ask(life.service.create_model, **asked)
     assert steps(run) == 1
     assert life.service.sessions.run(f"{session.session_id}:train:1").trained is None
