@@ -270,7 +270,7 @@ class Optimizer:
         parameter is."""
         tensors: dict[str, Tensor] = {}
         for name, parameter, master, mine in self._all():
-            # After a step all have moments, also a parameter that had no gradient yet: it is told from one that is lost.
+            # After a step all have moments, also a parameter without a gradient so far, so that a lost one is noticed.
             moments = self.adamw.moments(mine) if self.steps else self.adamw.state.get(mine, {})
             states = {key: sharded_as(value, master) for key, value in moments.items()}
             if master is not parameter:

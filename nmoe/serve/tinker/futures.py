@@ -192,7 +192,7 @@ def content_of(result: Result) -> bytes:
 
 
 def failed(error: Exception) -> tuple[bytes, str]:
-    """Returns the content of a reply that tells a failure, and its media type."""
+    """Returns the content of a reply that has a failure, and its media type."""
     outcome = _failure(error)
     return outcome.content, outcome.media_type
 

@@ -1,7 +1,7 @@
 """Goes on where a server of the same base was when it ended: its clients ask again, and find what they were promised.
 
-A model is read as it was kept, and the requests since then run again that changed it. Where one ends otherwise than its client was
-told, the model is lost, and its requests fail with the reason; those of other models go on.
+A model is read as it was kept, and the requests since then run again that changed it. Where one ends otherwise than it did
+before, the model is lost, and its requests fail with the reason; those of other models go on.
 """
 
 from __future__ import annotations
@@ -135,15 +135,15 @@ async def _restore(service: Service, run: Run, again: Sequence[Row]) -> None:
 
 
 def _repeat(service: Service, run: Run, row: Row, body: bytes) -> None:
-    """Runs a request again, on the engine's thread. Raises ValueError if it ends otherwise than its client was told."""
+    """Runs a request again, on the engine's thread. Raises ValueError if it ends otherwise than it did before."""
     result: Result | None
     try:
         result = service.timed(run, row.kind, service.act_of(run, row.kind, body))
     except DivergenceError:
         result = None
-    told = "diverged" if row.diverged else "succeeded"
+    before = "diverged" if row.diverged else "succeeded"
     if (result is None) != row.diverged:
-        raise ValueError(f"request {row.seq_id} {told}, and does not when it runs again")
+        raise ValueError(f"request {row.seq_id} {before}, and does not when it runs again")
     # Fast numerics may differ in the last bits.
     if (
         result is not None

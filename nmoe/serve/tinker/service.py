@@ -412,7 +412,7 @@ class Service:
             begins(body, fields_of(body))
 
     def refuse(self, row: Row, session_id: str, error: Exception) -> None:
-        """Tells the failure of a request that was taken before this process and cannot begin again."""
+        """Puts back the failure of a request that was taken before this process and cannot begin again."""
         content, media_type = failed(error)
         self.futures.put_back(row.request_id, session_id, row.digest, content, media_type)
         following = row.seq_id + 1
