@@ -103,7 +103,7 @@ class Journal:
         make_directory(directory, "choose another directory by --saved")
         self.directory = directory
         with storage_errors(directory):
-            directory.chmod(0o700)  # what clients train on is nobody else's
+            directory.chmod(0o700)  # other users may not read clients' data
         # Held until the process ends, however it does.
         try:
             fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +200,7 @@ class Journal:
             refused = dict[str, str]()
             for unit in batch:
                 try:
-                    if unit.session_id in refused:  # those of one session stay in their order
+                    if unit.session_id in refused:  # the units of one session stay in their order
                         unit.refused = refused[unit.session_id]
                     else:
                         self._transact([unit])

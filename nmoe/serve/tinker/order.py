@@ -65,7 +65,7 @@ class Order:
             self._moved.notify_all()
 
     def skip(self, seq_id: int) -> None:
-        """Ends a turn that nobody has taken, before anybody waits for another."""
+        """Ends a turn that no request has taken, before any waits for another."""
         self._over.add(seq_id)
         while self.next in self._over:
             self._over.remove(self.next)

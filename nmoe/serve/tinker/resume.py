@@ -1,7 +1,7 @@
 """Goes on where a server of the same base was when it ended: its clients ask again, and find what they were promised.
 
 A model is read as it was kept, and the requests since then run again that changed it. Where one ends otherwise than it did
-before, the model is lost, and its requests fail with the reason; those of other models go on.
+before, the model is lost, and its requests fail with the reason. Other models go on.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _MOST_METADATA = 64 * 2**10
 _TIMES = 10
 _SEEN_EVERY_S = 60.0
 
-# From so many bytes of requests on a model is kept as soon as writing it takes as long as what was trained, and none is taken any
+# From so many bytes of requests on a model is kept as soon as it was trained for as long as writing it takes, and none is taken any
 # more from so many: they are on the disk, and run again after a kill.
 _MANY_BYTES, _MOST_BYTES = 2**30, 2**33
 
