@@ -122,7 +122,7 @@ class Journal:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
                 raise self._damaged(str(error)) from None
             raise self._full(str(error)) from None
-        self._waiting = list[Unit]()
+        self._waiting, self._writing = list[Unit](), list[Unit]()
         self._turn = asyncio.Lock()
 
     def _open(self) -> None:
@@ -185,12 +185,13 @@ class Journal:
     async def _flush(self) -> None:
         async with self._turn:
             batch, self._waiting = self._waiting, []
+            self._writing = batch
             try:
                 if batch:  # else those before have written it
                     await asyncio.to_thread(self._write, batch)
             finally:
                 left = [one for one in batch if not (one.written or one.dropped)]
-                self._waiting = left + self._waiting
+                self._waiting, self._writing = left + self._waiting, []
 
     def _write(self, batch: list[Unit]) -> None:
         """Writes units at once, or else each that can be written: one that does not fit holds up no other session."""
@@ -208,7 +209,8 @@ class Journal:
                     unit.refused = str(error)
                     if not unit.taken:
                         refused[unit.session_id] = unit.refused
-                unit.dropped = unit.taken and not unit.written
+                if unit.taken and not unit.written:
+                    unit.dropped = True
 
     def _transact(self, batch: list[Unit]) -> None:
         self._rows.execute("BEGIN")
@@ -233,7 +235,7 @@ class Journal:
 
     def end_session(self, session_id: str) -> Unit:
         """Removes all rows of a session, and drops those that wait."""
-        for unit in self._waiting:
+        for unit in (*self._waiting, *self._writing):
             unit.dropped |= unit.session_id == session_id
         self._waiting = [one for one in self._waiting if not one.dropped]
         return self.post(session_id, *_end_of(session_id))
