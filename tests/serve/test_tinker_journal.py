@@ -356,8 +356,11 @@ async def test_a_request_that_does_not_fit_holds_up_no_other(life: Life, monkeyp
     with monkeypatch.context() as patched:
         life.refuse(patched, lambda unit: writes(unit, "INTO requests") and large.session_id == unit.session_id)
         refused = life.begin_step(large, 1)
+        promised = asyncio.ensure_future(life.service.futures.promised(refused))
         request_id = await life.begin_pass(small, 1)
         with pytest.raises(StorageError, match=f"cannot be written: {FULL}"):
+            await promised
+        with pytest.raises(StorageError, match="send it again"):
             await life.service.futures.promised(refused)
         await life.service.futures.promised(request_id)
         assert b"loss:sum" in await life.result(request_id)

@@ -116,7 +116,9 @@ class Futures:
 
     async def promised(self, request_id: str) -> None:
         """Returns once a request is taken. Raises StorageError if it could not be."""
-        if (entry := self._entries.get(request_id)) is not None and entry.taken is not None:
+        if (entry := self._entries.get(request_id)) is None:
+            raise StorageError(f"request {request_id}: cannot be written; send it again")
+        if entry.taken is not None:
             await entry.taken()
 
     def put_back(self, request_id: str, session_id: str, digest: bytes, content: bytes, media_type: str) -> None:
