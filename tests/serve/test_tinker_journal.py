@@ -548,8 +548,8 @@ async def test_a_model_is_kept_by_time_and_by_bytes(life: Life, monkeypatch: pyt
     assert run.unkept == {}
     assert 0 < run.keeping_s < 60
     assert life.rows("SELECT COUNT(body) FROM requests") == [(0,)]
-    monkeypatch.setattr(service_module, "_MOST_BYTES", 100)
-    with pytest.raises(TinkerError, match=r"passes of [\d,]+ bytes without a step; at most 100 are kept"):
+    monkeypatch.setattr(service_module, "_MOST_BYTES", 50)
+    with pytest.raises(TinkerError, match=r"passes of [\d,]+ bytes without a step; at most 50 are kept"):
         await life.passed(run, 4)
 
 
