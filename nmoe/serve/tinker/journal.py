@@ -149,7 +149,7 @@ class Journal:
 
     def _damaged(self, reason: str) -> UserError:
         return UserError(
-            f"{self.directory}: its journal is damaged: {' '.join(reason.split())}; move the directory away, and its clients begin anew"
+            f"{self.directory}: its journal is damaged: {' '.join(reason.split())}; move the directory away; its clients begin anew"
         )
 
     def _full(self, reason: str) -> StorageError:
