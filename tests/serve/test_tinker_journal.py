@@ -216,7 +216,7 @@ async def test_passes_that_failed_do_not_run_again(life: Life, monkeypatch: pyte
 
 
 def raising(error: Exception) -> Callable[..., Any]:
-    def act(*_: Any) -> Any:
+    def act(*_: Any, **__: Any) -> Any:
         raise error
 
     return act
