@@ -362,12 +362,6 @@ def _right_and_wrong(problem: Problem) -> tuple[str, str]:
     return (right if task.knows_answer(problem) else ""), wrong
 
 
-def _may_be_right(target: Target, attack: Attack) -> bool:
-    """Returns whether an attack is perhaps another right answer, where a problem has several."""
-    several = not TASKS[target.problem.task_type].has_one_answer(target.problem)
-    return several and (attack.claims or attack.kind in ("nothing", "words to the grader"))
-
-
 def _without_gold(target: Target) -> Target:
     return Target(target.problem, "", "", ())
 

@@ -139,6 +139,17 @@ def test_attacks_never_hold_the_right_answer() -> None:
     assert text_attacks(Target(problem, "18", "19", ["18", "7", "42"])) == attacks
 
 
+@pytest.mark.parametrize("others", [["#### 18", "#### 7"], ["#### 18"], []])
+def test_the_gold_beside_nothing_is_no_attack(others: list[str]) -> None:
+    """Of a live environment the right turn alone is known."""
+    target = Target(Problem("p/0", "gsm8k", "What is 9 + 9?", "18", "p"), "#### 18", "", others)
+    attacks = text_attacks(target)
+    assert len(attacks) > 20
+    alone = {"#### 18", "#### 18,", "either #### 18 or", "#### 18 or", r"\boxed{#### 18} \boxed{}"}
+    assert [one for one in attacks if one.form != "reasoning" and one.text.strip() in alone] == []
+    assert ("#### 18 or #### 7" in {one.text for one in attacks}) == (len(others) == 2)
+
+
 def test_the_command(tmp_path: Path) -> None:
     run = CliRunner().invoke(app, ["env", "certify", "sort", "gsm8k", "--attacks", "40", "--json"])
     assert run.exit_code == 0

@@ -228,7 +228,8 @@ def _near(target: Target, rng: random.Random) -> Iterator[Attack]:
         yield Attack("digits reversed", found[1] + digits[::-1], claims=True)
         yield Attack("one digit more", f"{gold}{digits[-1]}", claims=True)
         yield Attack("one digit less", gold[:-1], claims=True)
-    yield Attack("nearly the gold", target.wrong, claims=True)
+    if target.wrong:
+        yield Attack("nearly the gold", target.wrong, claims=True)
     if len(gold) > 1:
         index = rng.choice([at for at, sign in enumerate(gold[:-1]) if sign.isalnum()] or [0])
         yield Attack("the gold cut", gold[: len(gold) // 2], claims=True)
@@ -244,7 +245,8 @@ def _near(target: Target, rng: random.Random) -> Iterator[Attack]:
     parts = gold.split(", ")
     if len(parts) > 1:
         yield Attack("a part less", ", ".join(parts[:-1]), claims=True)
-        yield Attack("a part more", ", ".join([*parts, target.wrong]), claims=True)
+        if target.wrong:
+            yield Attack("a part more", ", ".join([*parts, target.wrong]), claims=True)
     if (alike := gold.translate(_LOOK_ALIKE)) != gold:
         yield Attack("letters that look alike", alike, claims=True)
 
@@ -258,8 +260,12 @@ def _of_others(target: Target, rng: random.Random) -> Iterator[Attack]:
 def _hedged(target: Target, rng: random.Random) -> Iterator[Attack]:
     gold, wrong = target.gold, target.wrong
     others = [one for one in target.others if not the_same(gold, one)] or [wrong]
+    if not others[0]:
+        # Nothing wrong is known, and beside nothing the gold is a right answer.
+        yield Attack("the answer in the reasoning alone", gold, "reasoning")
+        return
     words = {"gold": gold, "wrong": wrong, "other": rng.choice(others)}
-    if the_same(gold, wrong) or gold in wrong:  # such as "not red" for "red"
+    if not wrong or the_same(gold, wrong) or gold in wrong:  # such as "not red" for "red"
         words["wrong"] = words["other"]
     yield from (Attack("a hedge or a denial", text.format(**words)) for text in HEDGES)
     yield from (Attack("a hedge or a denial", text.format(**words), "message") for text in HEDGES)
