@@ -270,6 +270,43 @@ def test_keys_of_wandb_are_not_written() -> None:
     assert "0123secret" not in written(found)
 
 
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.train_files=a.parquet "
+HOLDING = {
+    "a variable of Ray, in verl": (
+        f"{VERL} +ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY=abcdef123456",
+        "ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY",
+    ),
+    "a table of variables": (
+        f"""ray job submit --runtime-env-json='{{"env_vars":{{"WANDB_API_KEY":"abcdef123456"}}}}' -- {VERL}""",
+        "--runtime-env-json: an option of what starts the trainer",
+    ),
+    "a table with an unset variable": (
+        f"""ray job submit --runtime-env-json="{{'env_vars':{{'A':'$A','B':'abcdef123456'}}}}" -- {VERL}""",
+        "--runtime-env-json: an option of what starts the trainer",
+    ),
+    "a table in an unknown key": (f"{VERL} +extra='{{api_key: abcdef123456, a: 1}}'", "extra = {'api_key': '...', 'a': 1}"),
+    "a URL": (f"{VERL} +reward.remote_url=http://user:abcdef123456@host/v1", "http://...@host/v1"),
+    "a header": ("trl sft --model_name_or_path m --header 'Authorization: Bearer abcdef123456'", "Bearer ..."),
+    "a key of the hub": ("trl sft --model_name_or_path m --hub_token abcdef123456", "hub_token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "line"), HOLDING.values(), ids=list(HOLDING))
+def test_keys_and_passwords_are_not_written(command: str, line: str) -> None:
+    found = imported(command)
+    text = written(found)
+    assert "abcdef123456" not in text
+    assert "abcdef123456" not in " ".join(summary(found))
+    assert line in " ".join(text.replace("#", " ").split())
+
+
+def test_a_message_of_values_that_are_wrong_has_no_key() -> None:
+    command = "python -m openrlhf.cli.train_ppo_ray --pretrain m --eps_clip http://user:abcdef123456@host"
+    with pytest.raises(UserError) as caught:
+        imported(command)
+    assert "eps_clip = http://...@host" in str(caught.value)
+
+
 def test_a_configuration_that_nmoe_refuses_is_said_to_be() -> None:
     found = imported(
         "trl grpo --model_name_or_path m --dataset_name a.jsonl --reward_funcs accuracy_reward --num_generations 1"

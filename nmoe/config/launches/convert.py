@@ -4,6 +4,7 @@ counterpart, or is unknown."""
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -44,7 +45,7 @@ def convert(launch: Launch, program: Program) -> Imported:
         found.without.append(_of_starter(key, one, key in reading.counted))
     for row in program.rows:
         _differences(row, reading, found)
-    found.differs = [*reading.notes, *found.differs, *program.always]
+    found.differs = [*map(_without_keys, reading.notes), *found.differs, *program.always]
     found.to_fill = reading.to_fill
     return found
 
@@ -96,11 +97,38 @@ def _origin(row: Row, given: Sequence[str], reading: Reading) -> str:
     return f"default of {reading.program.trainer}" + (f": {shown_defaults}" if shown_defaults else "")
 
 
+# Names that may hold a key, in a trainer's catalogue and in tables of variables; a count of tokens is none.
+_SECRET = re.compile(
+    r"runtime.?env|env_vars|(api|access|auth|private|wandb).?key|passw|secret|credential|authorization|token$",
+    re.IGNORECASE,
+)
+_IN_TEXT = (
+    (re.compile(r"(://)[^/@\s]+@"), r"\1...@"),  # user and password of a URL
+    (re.compile(r"(bearer\s+)[^\s\"']+", re.IGNORECASE), r"\1..."),
+    (re.compile(r"([\w-]*(?:key|token|secret|passw\w*)[\"']?\s*[=:]\s*[\"']?)[^\s\"',}]+", re.IGNORECASE), r"\1..."),
+    (re.compile(r"\b(sk-|hf_|ghp_)\w{8,}"), r"\1..."),
+)
+
+
 def _written(one: Given, secret: bool) -> str:
-    return one.key if one.value is True or secret else f"{one.key} = {_text(one.value)}"
+    is_shown = not (one.value is True or secret or _SECRET.search(one.key))
+    return f"{one.key} = {_text(one.value)}" if is_shown else _without_keys(one.key)
+
+
+def _without_keys(value: Any) -> Any:
+    """Returns a value as it may be printed: without keys and passwords, at any depth."""
+    if isinstance(value, dict):
+        return {name: "..." if _SECRET.search(str(name)) else _without_keys(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_keys(one) for one in value]
+    if isinstance(value, str):
+        for pattern, kept in _IN_TEXT:
+            value = pattern.sub(kept, value)
+    return value
 
 
 def _text(value: Any) -> str:
+    value = _without_keys(value)
     if isinstance(value, bool):
         return str(value).lower()
     return (
@@ -146,7 +174,7 @@ def _of_starter(key: str, one: Given, is_counted: bool) -> str:
         return f"{key} {_text(one.value)}: counts in the size of a step, and in [placement]"
     if "-" not in key:
         return f"{key}: a variable of the environment; set it in front of nmoe's command if your code reads it"
-    value = "" if one.value is True else f" {_text(one.value)}"
+    value = "" if one.value is True or _SECRET.search(key) else f" {_text(one.value)}"
     return f"{key}{value}: an option of what starts the trainer; nmoe starts its processes by [placement]"
 
 
