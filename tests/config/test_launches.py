@@ -307,6 +307,23 @@ def test_a_message_of_values_that_are_wrong_has_no_key() -> None:
     assert "eps_clip = http://...@host" in str(caught.value)
 
 
+def test_switches_of_a_yaml_file_are_on_or_off(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model_name_or_path: m\ngradient_checkpointing: off\nuse_vllm: no\nmask_truncated_completions: Off\nuse_peft: on\n"
+        "run_name: 'off'\n"
+    )
+    given = read_launch(f"trl grpo --config {file}").given
+    assert [given[key].value for key in ("gradient_checkpointing", "use_vllm", "use_peft")] == [False, False, True]
+    assert given["run_name"].value == "off"
+    found = imported(f"trl grpo --config {file}").values
+    assert found.get("model.checkpoint_activations", False) is False
+    assert found.get("algorithm.mask_truncated", False) is False
+    assert found.get("engine.kind") != "vllm"
+    assert "lora.rank" in found
+    assert scalar("[no, off]") == ["no", "off"]
+
+
 def test_a_configuration_that_nmoe_refuses_is_said_to_be() -> None:
     found = imported(
         "trl grpo --model_name_or_path m --dataset_name a.jsonl --reward_funcs accuracy_reward --num_generations 1"

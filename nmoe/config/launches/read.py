@@ -80,15 +80,18 @@ def _leaves(above: tuple[str, ...], node: yaml.MappingNode, source: str) -> Iter
         if isinstance(value, yaml.MappingNode) and value.value:
             yield from _leaves((*above, name), value, source)
         else:
-            yield ".".join((*above, name)), _plain(value), line
+            yield ".".join((*above, name)), _plain(value, is_file=True), line
 
 
-def _plain(node: yaml.Node) -> Any:
-    """Returns the value of a YAML node, numbers such as 1e-6 among them, which YAML reads as text."""
+def _plain(node: yaml.Node, is_file: bool = False) -> Any:
+    """Returns the value of a YAML node, numbers such as 1e-6 among them, which YAML reads as text. In a file, on, off, yes and no
+    are switches, as trainers read them; in a command's list they are words."""
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(one) for one in node.value]
+        return [_plain(one, is_file) for one in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _plain(value) for key, value in node.value}
+        return {str(key.value): _plain(value, is_file) for key, value in node.value}
+    if is_file and node.tag == "tag:yaml.org,2002:bool":
+        return str(node.value).lower() in ("true", "yes", "on")
     if node.tag == "tag:yaml.org,2002:str" and node.style in ("'", '"', "|", ">"):
         return node.value
     return scalar(str(node.value))
