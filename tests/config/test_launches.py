@@ -324,6 +324,21 @@ def test_switches_of_a_yaml_file_are_on_or_off(tmp_path: Path) -> None:
     assert scalar("[no, off]") == ["no", "off"]
 
 
+def test_a_warm_up_of_optimizer_steps_is_one_of_steps() -> None:
+    grpo = "trl grpo --model_name_or_path m --num_processes 1 --gradient_accumulation_steps 4 --steps_per_generation 32"
+    found = imported(f"{grpo} --warmup_steps 100 --max_steps 800")
+    assert (found.values["run.steps"], found.values["batch.updates_per_step"]) == (100, 8)
+    assert found.values["optimizer.warmup_steps"] == 13
+    assert any(
+        line.startswith("100 steps of warm-up are no multiple of the 8 optimizer steps") for line in found.differs
+    )
+    assert imported(f"{grpo} --num_iterations 2 --warmup_steps 32").values["optimizer.warmup_steps"] == 2
+    assert imported("trl sft --model_name_or_path m --warmup_steps 32").values["optimizer.warmup_steps"] == 32
+    skyrl = "python -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m"
+    found = imported(f"{skyrl} trainer.update_epochs_per_batch=2 trainer.policy.optimizer_config.num_warmup_steps=80")
+    assert (found.values["batch.updates_per_step"], found.values["optimizer.warmup_steps"]) == (4, 10)
+
+
 def test_a_configuration_that_nmoe_refuses_is_said_to_be() -> None:
     found = imported(
         "trl grpo --model_name_or_path m --dataset_name a.jsonl --reward_funcs accuracy_reward --num_generations 1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,15 @@ def records(reading: Reading, paths: Any, split: Any = None, subset: Any = None,
         "records.split": None if is_file else split,
         "records.subset": None if is_file else subset,
     }
+
+
+def warmup_of_run(reading: Reading, steps: int, of_each: int) -> int:
+    """Returns a warm-up in steps of the run, each of which has `of_each` steps of the optimizer, rounded up."""
+    if steps % of_each:
+        reading.differs(
+            f"{steps} steps of warm-up are no multiple of the {of_each} optimizer steps that a step of nmoe has; rounded up"
+        )
+    return math.ceil(steps / of_each)
 
 
 def schedule(

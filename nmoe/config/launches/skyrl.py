@@ -22,6 +22,7 @@ from nmoe.config.launches.shared import (
     schedule,
     updates,
     wandb_and_others,
+    warmup_of_run,
 )
 
 _ALGORITHM, _ENGINE, _POLICY = "trainer.algorithm", "generator.inference_engine", "trainer.policy"
@@ -63,6 +64,15 @@ def _length(reading: Reading) -> Converted:
     if (steps := reading.whole("trainer.max_training_steps")) > 0:
         return {"run.steps": steps}
     return {"run.episodes": float(reading.number("trainer.epochs", 1))}
+
+
+def _schedule(reading: Reading) -> Converted:
+    """SkyRL counts the warm-up in steps of the optimizer."""
+    steps = reading.whole(f"{_OPTIMIZER}.num_warmup_steps")
+    if steps > 0:
+        passes = max(1, reading.whole("trainer.update_epochs_per_batch", 1))
+        steps = warmup_of_run(reading, steps, max(1, int(_batch(reading)["batch.updates_per_step"])) * passes)
+    return schedule(reading, reading[f"{_OPTIMIZER}.scheduler"], None, steps)
 
 
 _ESTIMATORS = {"grpo": "grpo", "gae": "gae", "rloo": "rloo", "reinforce++": "reinforce_pp", "maxrl": "maxrl"}
@@ -425,7 +435,7 @@ _ROWS: tuple[Row, ...] = (
     number(f"{_OPTIMIZER}.lr", "optimizer.learning_rate"),
     together((f"{_OPTIMIZER}.scheduler", f"{_OPTIMIZER}.num_warmup_steps"), ("optimizer.min_lr_ratio",
         "optimizer.warmup_steps"),
-             lambda r: schedule(r, r[f"{_OPTIMIZER}.scheduler"], None, r.whole(f"{_OPTIMIZER}.num_warmup_steps")),
+             _schedule,
              "linear warm-up, then a half cosine to 0; constant schedules end at 1"),
     together((f"{_OPTIMIZER}.adam_betas",), ("optimizer.beta1", "optimizer.beta2"),
              lambda r: {"optimizer.beta1": float(r[f"{_OPTIMIZER}.adam_betas"][0]),

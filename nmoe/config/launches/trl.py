@@ -40,6 +40,7 @@ from nmoe.config.launches.shared import (
     schedule,
     updates,
     wandb_and_others,
+    warmup_of_run,
 )
 
 
@@ -84,10 +85,16 @@ def _microbatch(reading: Reading) -> Converted:
     return {"batch.tokens_per_microbatch": max(1, reading.whole("per_device_train_batch_size", 8)) * longest}
 
 
+def _optimizer_steps(reading: Reading) -> int:
+    """Returns how many steps of the optimizer a step of the run has."""
+    if reading.program.command != "rl train":
+        return 1
+    return max(1, int(_batch(reading)["batch.updates_per_step"]) * reading.whole("num_iterations", 1))
+
+
 def _length(reading: Reading) -> Converted:
     if (steps := reading.whole("max_steps", -1)) > 0:
-        of_each = max(1, int(_batch(reading)["batch.updates_per_step"]) * reading.whole("num_iterations", 1))
-        return {"run.steps": math.ceil(steps / of_each)}
+        return {"run.steps": math.ceil(steps / _optimizer_steps(reading))}
     return {"run.episodes": float(reading.number("num_train_epochs", 3.0))}
 
 
@@ -104,7 +111,8 @@ def _schedule(reading: Reading) -> Converted:
         warmup, share = 0, warmup
     if str(reading["lr_scheduler_type"]) == "constant":
         warmup, share = 0, 0
-    return schedule(reading, reading["lr_scheduler_type"], ratio, int(warmup), share)
+    steps = warmup_of_run(reading, int(warmup), _optimizer_steps(reading)) if warmup else 0
+    return schedule(reading, reading["lr_scheduler_type"], ratio, steps, share)
 
 
 def _precision(reading: Reading) -> Converted:
