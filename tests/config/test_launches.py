@@ -339,6 +339,17 @@ def test_a_warm_up_of_optimizer_steps_is_one_of_steps() -> None:
     assert (found.values["batch.updates_per_step"], found.values["optimizer.warmup_steps"]) == (4, 10)
 
 
+def test_another_mask_of_the_loss_is_named() -> None:
+    sft = "trl sft --model_name_or_path m --dataset_name d.jsonl"
+    named = "assistant_only_loss = false (default of TRL): on records of messages and of plain text TRL trains on all tokens"
+    assert any(line.startswith(named) for line in imported(sft).differs)
+    assert not any("only_loss" in line for line in imported(f"{sft} --assistant_only_loss true").differs)
+    assert any(
+        line.startswith("completion_only_loss = false: ")
+        for line in imported(f"{sft} --completion_only_loss false").differs
+    )
+
+
 def test_a_configuration_that_nmoe_refuses_is_said_to_be() -> None:
     found = imported(
         "trl grpo --model_name_or_path m --dataset_name a.jsonl --reward_funcs accuracy_reward --num_generations 1"

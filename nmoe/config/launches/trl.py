@@ -648,8 +648,10 @@ def _supervised(sequences: int) -> tuple[Row, ...]:
 _SFT_ROWS = (
     *_supervised(1),
     without("the format of records is recognised by their columns (docs/guides/data.md)", "dataset_text_field"),
-    without("nmoe trains on the completion, and on the assistant's turns, alone (docs/guides/sft.md)", "completion_only_loss",
-        "assistant_only_loss"),
+    without("on records of messages and of plain text TRL trains on all tokens, the prompt's among them; nmoe on the assistant's "
+        "turns alone (docs/guides/sft.md)", "assistant_only_loss", neutral=True),
+    without("TRL trains on the prompt, too; nmoe on the completion alone (docs/guides/sft.md)", "completion_only_loss",
+        neutral=True),
     without("nmoe's loss of SFT is the mean log-likelihood of tokens", "loss_type", neutral="nll"),
 )  # fmt: skip
 
@@ -766,7 +768,7 @@ PROGRAMS = (
         "by sampling.max_new_tokens",
     )),
     _program("sft", "sft", _SFT_ROWS, _SHARED_DEFAULTS | {"learning_rate": 2e-5, "max_length": 1024, "packing": False,
-    "loss_type": "nll"}, "sft"),
+    "loss_type": "nll", "assistant_only_loss": False}, "sft"),
     _program("dpo", "dpo", _DPO_ROWS, _SHARED_DEFAULTS | {
         "learning_rate": 1e-6, "max_length": 1024, "loss_type": ["sigmoid"], "beta": 0.1, "label_smoothing": 0.0,
         "f_divergence_type": "reverse_kl",
