@@ -350,6 +350,16 @@ def test_another_mask_of_the_loss_is_named() -> None:
     )
 
 
+def test_a_bound_of_cispo_below_1_is_named() -> None:
+    cispo = "trl grpo --model_name_or_path m --num_processes 1 --loss_type cispo"
+    found = imported(cispo)
+    assert found.values["algorithm.clip_high"] == 1e-3
+    assert any("TRL weighs no token by more than 0.2" in line for line in found.differs)
+    found = imported(f"{cispo} --epsilon_high 5.0")
+    assert found.values["algorithm.clip_high"] == 4.0
+    assert not any("weighs no token" in line for line in found.differs)
+
+
 def test_a_configuration_that_nmoe_refuses_is_said_to_be() -> None:
     found = imported(
         "trl grpo --model_name_or_path m --dataset_name a.jsonl --reward_funcs accuracy_reward --num_generations 1"

@@ -174,6 +174,11 @@ def _loss(reading: Reading) -> Converted:
         )
     if loss == "cispo":
         # TRL's bound is on the ratio, nmoe's on its distance from 1.
+        if high <= 1:
+            reading.differs(
+                f"loss_type = cispo with epsilon_high = {high}: TRL weighs no token by more than {high}; nmoe's bound lies above "
+                f"1, and 1.001 is written"
+            )
         return {
             "algorithm.loss": "cispo",
             "algorithm.aggregation": aggregation,
