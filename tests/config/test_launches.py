@@ -341,7 +341,7 @@ def test_a_warm_up_of_optimizer_steps_is_one_of_steps() -> None:
 
 def test_another_mask_of_the_loss_is_named() -> None:
     sft = "trl sft --model_name_or_path m --dataset_name d.jsonl"
-    named = "assistant_only_loss = false (default of TRL): on records of messages and of plain text TRL trains on all tokens"
+    named = "assistant_only_loss = false (default of TRL): nmoe trains on the assistant's turns alone"
     assert any(line.startswith(named) for line in imported(sft).differs)
     assert not any("only_loss" in line for line in imported(f"{sft} --assistant_only_loss true").differs)
     assert any(

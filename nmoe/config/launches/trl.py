@@ -653,10 +653,10 @@ def _supervised(sequences: int) -> tuple[Row, ...]:
 _SFT_ROWS = (
     *_supervised(1),
     without("the format of records is recognised by their columns (docs/guides/data.md)", "dataset_text_field"),
-    without("on records of messages and of plain text TRL trains on all tokens, the prompt's among them; nmoe on the assistant's "
-        "turns alone (docs/guides/sft.md)", "assistant_only_loss", neutral=True),
-    without("TRL trains on the prompt, too; nmoe on the completion alone (docs/guides/sft.md)", "completion_only_loss",
-        neutral=True),
+    without("nmoe trains on the assistant's turns alone (docs/guides/sft.md); without this switch TRL trains on all tokens of "
+        "messages and of plain text, the prompt's among them", "assistant_only_loss", neutral=True),
+    without("nmoe trains on the completion alone (docs/guides/sft.md); with false TRL trains on the prompt, too",
+        "completion_only_loss", neutral=True),
     without("nmoe's loss of SFT is the mean log-likelihood of tokens", "loss_type", neutral="nll"),
 )  # fmt: skip
 
