@@ -360,6 +360,33 @@ def test_a_bound_of_cispo_below_1_is_named() -> None:
     assert not any("weighs no token" in line for line in found.differs)
 
 
+def test_variables_that_the_script_does_not_set_are_to_be_filled_in() -> None:
+    keys = "actor_rollout_ref.rollout.n=$N actor_rollout_ref.actor.clip_ratio_high=$HIGH data.max_response_length=$L"
+    found = imported(f"{VERL} {keys}")
+    assert found.to_fill["batch.group_size"].endswith("rollout.n = $N: the script does not set this variable")
+    assert found.to_fill["algorithm.clip_high"].endswith(
+        "clip_ratio_high = $HIGH: the script does not set this variable"
+    )
+    assert "data.max_response_length = $L" in found.to_fill["sampling.max_new_tokens"]
+    assert not any("$L" in line for line in found.without)
+    found = imported("trl grpo --model_name_or_path m --num_generations $G --per_device_train_batch_size $B")
+    assert found.values["batch.group_size"] == 8
+    assert "num_generations = $G" in found.to_fill["batch.group_size"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("trl grpo --model_name_or_path m --num_generations many", "num_generations = many: not values"),
+        (f"{VERL} actor_rollout_ref.rollout.n=many", "actor_rollout_ref.rollout.n = many: not values"),
+    ],
+)
+def test_a_word_for_a_count_is_refused(command: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        imported(command)
+    assert message in str(caught.value)
+
+
 def test_a_configuration_that_nmoe_refuses_is_said_to_be() -> None:
     found = imported(
         "trl grpo --model_name_or_path m --dataset_name a.jsonl --reward_funcs accuracy_reward --num_generations 1"

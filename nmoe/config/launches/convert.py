@@ -12,7 +12,7 @@ from typing import Any
 
 from nmoe.config.commands import COMMANDS
 from nmoe.config.launches.read import Given, Launch
-from nmoe.config.launches.rows import NOTHING, Program, Reading, Row
+from nmoe.config.launches.rows import NOTHING, Program, Reading, Row, is_unset
 from nmoe.config.schema import default_of
 from nmoe.errors import UserError, shown
 
@@ -39,6 +39,8 @@ def convert(launch: Launch, program: Program) -> Imported:
     for row in program.rows:
         if row.convert is not None:
             _apply(row, reading, found)
+    for row in program.rows:
+        _unset(row, reading, found)
     for key, one in reading.given.items():
         _account(key, one, program, found)
     for key, one in launch.starter.items():
@@ -140,6 +142,18 @@ def _text(value: Any) -> str:
     )
 
 
+def _unset(row: Row, reading: Reading, found: Imported) -> None:
+    """Says to fill in the keys that come from variables which the script does not set."""
+    unset = [
+        reading.given[name] for name in row.theirs if name in reading.given and is_unset(reading.given[name].value)
+    ]
+    if row.convert is None or not unset:
+        return
+    values = ", ".join(_written(one, row.secret) for one in unset)
+    for ours in [key for key in row.ours if key in found.values] or row.ours[:1]:
+        reading.fill(ours, f"{values}: the script does not set this variable")
+
+
 def _account(key: str, one: Given, program: Program, found: Imported) -> None:
     """Names a given key that has no counterpart, has no effect here, or is unknown."""
     row = program.row_of(key)
@@ -147,7 +161,9 @@ def _account(key: str, one: Given, program: Program, found: Imported) -> None:
         found.unknown.append(f"{one.where}: {_written(one, _is_secret(key))}{_closest(key, program)}")
     elif row.convert is None:
         found.without.append(f"{_written(one, row.secret)}: {row.text}")
-    elif not any(key in row.theirs for row in program.rows if row.ours and _took_effect(row, found)):
+    elif not is_unset(one.value) and not any(
+        key in row.theirs for row in program.rows if row.ours and _took_effect(row, found)
+    ):
         found.without.append(f"{_written(one, row.secret)}: has no effect beside the other keys ({row.text})")
 
 

@@ -117,9 +117,15 @@ class Reading:
         return any(key in self.given for key in keys)
 
     def number(self, key: str, default: float = 0) -> float:
-        """Returns a key's value as a number; `default` where it is none."""
+        """Returns a key's value as a number; `default` without one, and for a variable that the script does not set, which the
+        import names. Raises ValueError for a given value that is no number."""
         value = self[key]
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+        if key in self.given and value is not None and not is_unset(value):
+            raise ValueError(f"{key} takes a number")
+        usual = self.program.defaults.get(key)
+        return usual if isinstance(usual, int | float) and not isinstance(usual, bool) else default
 
     def whole(self, key: str, default: int = 0) -> int:
         return int(self.number(key, default))
@@ -144,6 +150,13 @@ class Reading:
     def fill(self, key: str, text: str) -> None:
         """Says that the user has to fill in nmoe's `key`."""
         self.to_fill.setdefault(key, text)
+
+
+def is_unset(value: Any) -> bool:
+    """Whether a value has a variable in it that the script does not set."""
+    if isinstance(value, list | tuple):
+        return any(is_unset(one) for one in value)
+    return isinstance(value, str) and "$" in value
 
 
 def same(theirs: str, ours: str, text: str = "the same") -> Row:
