@@ -7,10 +7,13 @@ The interpreter is this one, where a version of verifiers and its adapter are ma
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,3 +305,112 @@ def test_a_process_that_does_not_start_in_time_is_refused(
     (place / "verifiers_v1.py").write_text("import time\ntime.sleep(60)\n")
     with pytest.raises(UserError, match=r"bin/python did not have verifiers imported within 0\.3 s"):
         environment(f'format = "boxed"\n{pool(place)}')
+
+
+class SwallowingRubric:
+    """Calls its functions as a rubric of verifiers 0.3.1 does: an exception is logged, and is the reward 0."""
+
+    def __init__(self, funcs: Sequence[Any]) -> None:
+        self.funcs, self.cleaned = list(funcs), 0
+
+    def score_objects(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {"completion": state["completion"], "answer": "42", "state": state}
+
+    async def _call_individual_reward_func(self, func: Any, state: dict[str, Any]) -> float:
+        try:
+            return float(func(**self.score_objects(state)))
+        except Exception:
+            return 0.0
+
+    async def score_rollout(self, state: dict[str, Any]) -> None:
+        scores = [await self._call_individual_reward_func(func=one, state=state) for one in self.funcs]
+        state["reward"], state["metrics"] = sum(scores), {}
+
+    async def cleanup(self, state: dict[str, Any]) -> None:
+        self.cleaned += 1
+
+
+class SwallowingGroup(SwallowingRubric):
+    """A rubric that scores by others, as the one of a group of environments does."""
+
+    def __init__(self, inner: SwallowingRubric) -> None:
+        super().__init__([])
+        self.env_map = {"a": inner}
+
+    async def score_rollout(self, state: dict[str, Any]) -> None:
+        await self.env_map["a"].score_rollout(state)
+
+
+@pytest.fixture
+def version_0(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The adapter of 0.3.1 over a package that is made up."""
+    made = {name: ModuleType(name) for name in ("openai", "verifiers", "verifiers.legacy")}
+    made["openai"].__dict__.update(PermissionDeniedError=PermissionError)
+    made["verifiers.legacy.clients"] = ModuleType("verifiers.legacy.clients")
+    made["verifiers.legacy.clients"].__dict__.update(OpenAIChatCompletionsClient=object)
+    made["verifiers.legacy.errors"] = ModuleType("verifiers.legacy.errors")
+    made["verifiers.legacy.errors"].__dict__.update(
+        InfraError=type("InfraError", (Exception,), {}),
+        OverlongPromptError=type("OverlongPromptError", (Exception,), {}),
+    )
+    made["host"] = importlib.import_module("nmoe.envs.outside.host")
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(SwallowingRubric, "_call_individual_reward_func", SwallowingRubric._call_individual_reward_func)
+    made["verifiers"].__dict__.update(Rubric=SwallowingRubric)
+    monkeypatch.delitem(sys.modules, "nmoe.envs.outside.verifiers_v0", raising=False)
+    yield importlib.import_module("nmoe.envs.outside.verifiers_v0")
+    sys.modules.pop("nmoe.envs.outside.verifiers_v0", None)
+
+
+def play_version_0(adapter: Any, rubric: SwallowingRubric) -> dict[str, Any]:
+    async def rollout(*given: Any) -> dict[str, Any]:
+        return {"completion": "4", "trajectory": []}
+
+    made = adapter.Adapter.__new__(adapter.Adapter)
+    made._env, made._rows = SimpleNamespace(rollout=rollout, rubric=rubric), [{}]
+    made._client = SimpleNamespace(client=SimpleNamespace(base_url="http://here/v1"))
+    answer: dict[str, Any] = asyncio.run(made.play(0, "http://here/v1", "s"))
+    return answer
+
+
+async def two(completion: str, **more: Any) -> str:
+    return "2"
+
+
+def test_a_rubric_calls_its_functions_with_what_they_take(version_0: Any) -> None:
+    rubric = SwallowingRubric(
+        [two, lambda answer: int(answer), lambda completion, state: state["completion"] == completion]
+    )
+    answer = play_version_0(version_0, rubric)
+    assert answer == {"reward": 45.0, "rewards": {}, "metrics": {}, "said": []}
+    assert rubric.cleaned == 1
+
+
+def gives_none(**given: Any) -> None:
+    return None
+
+
+def raises(completion: str) -> float:
+    raise ZeroDivisionError("no tests")
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "reason"),
+    [
+        (raises, ZeroDivisionError, "no tests"),
+        (gives_none, TypeError, "gives_none gave the reward None, not a number"),
+        (lambda **given: "much", TypeError, "<lambda> gave the reward 'much', not a number"),
+        (lambda **given: {"score": 1.0}, TypeError, "<lambda> gave the reward {'score': 1.0}, not a number"),
+    ],
+)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_reward_function_that_gives_no_number_is_no_reward_of_0(
+    function: Any, error: type[Exception], reason: str, grouped: bool, version_0: Any
+) -> None:
+    inner = SwallowingRubric([two, function])
+    rubric = SwallowingGroup(inner) if grouped else inner
+    with pytest.raises(error) as raised:
+        play_version_0(version_0, rubric)
+    assert str(raised.value) == reason
+    assert rubric.cleaned == 1, "what the episode holds is given back"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
@@ -19,7 +18,6 @@ from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.errors import InfraError, OverlongPromptError
 
 _session: ContextVar[str] = ContextVar("session")
-_raised: ContextVar[list[Exception]] = ContextVar("raised")
 
 
 class PolicyClient(OpenAIChatCompletionsClient):
@@ -60,7 +58,6 @@ class Adapter:
             raise ValueError(f"{name} has rewards of a whole group, which nmoe does not ask for")
         rows = env.get_eval_dataset() if settings.get("split") == "eval" else env.get_dataset()
         self._rows: list[dict[str, Any]] = rows.to_list()
-        _watch(env.rubric)
         self._client: PolicyClient | None = None
 
     def tasks(self, most: int) -> tuple[list[dict[str, Any]], bool]:
@@ -79,38 +76,36 @@ class Adapter:
         if self._client is None or str(self._client.client.base_url).rstrip("/") != url:
             self._client = PolicyClient(openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=None))
         _session.set(session)
-        _raised.set([])
         # None for a missing column of another row is no value.
         row = {name: value for name, value in self._rows[index].items() if value is not None}
         state = await self._env.rollout(row, self._client, "policy", {})
         if (error := state.get("error")) is not None:
             return failed(error, (InfraError,))
-        await self._env.rubric.score_rollout(state)
-        await self._env.rubric.cleanup(state)
-        if _raised.get():
-            return failed(_raised.get()[0])
+        try:
+            await self._env.rubric.score_rollout(state)
+        finally:
+            await self._env.rubric.cleanup(state)
         said = [text_of(step["response"].message.content) for step in state["trajectory"]]
         return {"reward": state["reward"], "rewards": {}, "metrics": dict(state["metrics"] or {}), "said": said}
 
 
-def _watch(rubric: Any) -> None:
-    """Has each reward function report its exceptions: a rubric only logs it, and takes the reward 0."""
-    for inner in getattr(rubric, "rubrics", ()):
-        _watch(inner)
-    rubric.funcs = [_watched(one) for one in rubric.funcs]
+async def _earned(rubric: vf.Rubric, func: Callable[..., Any], state: Any) -> float:
+    """Returns what a reward function gives. Their own method logs an exception, or a result that is no number, and takes 0."""
+    parameters = inspect.signature(func).parameters
+    given = rubric.score_objects(state)
+    if not any(one.kind == one.VAR_KEYWORD for one in parameters.values()):
+        given = {name: value for name, value in given.items() if name in parameters}
+    found = func(**given)
+    if inspect.isawaitable(found):
+        found = await found
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{getattr(func, '__name__', func)} gave the reward {found!r}, not a number") from error
 
 
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            found = function(*args, **kwargs)
-            return await found if inspect.isawaitable(found) else found
-        except Exception as error:
-            _raised.get().append(error)
-            raise
-
-    return call
+# On the class, because rubrics are in groups of rubrics and of environments, and functions may be added at any time.
+vf.Rubric._call_individual_reward_func = _earned
 
 
 def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
