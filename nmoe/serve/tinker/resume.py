@@ -35,8 +35,8 @@ def resume(service: Service) -> None:
             continue
         session = service.sessions.all[session_id] = Session(session_id, about)
         in_flight = dict[str, Sampler]()
-        for sampler_id, model_id, *row in service.journal.samplers(session_id):
-            sampler = _sampler(service, of_file, *row)
+        for sampler_id, model_id, *columns in service.journal.samplers(session_id):
+            sampler = _sampler(service, of_file, *columns)
             if sampler is not None:
                 service.sessions.add_sampler(session, sampler_id, sampler)
                 if model_id is not None:

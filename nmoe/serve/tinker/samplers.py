@@ -37,7 +37,8 @@ class Held:
         try:
             with storage_errors(file):
                 save_file({str(index): value.detach().cpu() for index, value in enumerate(values)}, file)
-                sync(file), sync(directory)
+                sync(file)
+                sync(directory)
         except BaseException:
             file.unlink(missing_ok=True)
             raise

@@ -293,7 +293,7 @@ class Service:
             del result  # it holds this frame
 
     @staticmethod
-    def timed(run: Run, kind: str, act: Callable[[], Result]) -> Result:
+    def timed(run: Run, kind: str, act: Callable[[], R]) -> R:
         """Does something, and counts the time for which the model was trained. Raises TinkerError once it has ended."""
         if run.ended:
             raise TinkerError(f"model {run.model_id}: its session has ended, or it was unloaded", 410)

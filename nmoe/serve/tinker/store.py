@@ -101,7 +101,8 @@ class Store:
         directory = self._of(model_id)
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / _RUN, (json.dumps(about) + "\n").encode())
-        sync(directory), sync(self.root)
+        sync(directory)
+        sync(self.root)
 
     def runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the ids and records of all models, the newest first; not of one whose record is damaged."""
