@@ -106,7 +106,7 @@ def test_the_old_form_plays_turns_and_tools(old: Any) -> None:
 def test_a_grader_that_raises_ends_the_rollout(old: Any) -> None:
     with SharedEnvironment(capitals()) as shared:
         row = {"prompt": [], "info": {"label": by_word(shared)["bug"]}}
-        env = old.NmoeEnv(shared, dataset=[row])
+        env = old.NmoeEnv(shared, opens_reasoning=False, dataset=[row])
         with pytest.raises(UserError, match="the grader has a bug"):
             asyncio.run(env.rollout(row, [Message(content="BUG")]))
 
