@@ -7,9 +7,14 @@ import re
 # A number, matched in one way alone, so that a long row of digits takes no longer than others.
 WHOLE_NUMBER = r"(?<![\d.,])-?\d[\d,]*+(?:\.\d++)?+"
 _NOT = r"(?:(?:\bnot\b|n['’]t\b|\bnever\b|\bexcept\b|\b(?:all|any\w*|every\w*|no\w*) but\b)\W+|(?:≠|!=)\s*)"
+# Nothing after it: "9 is not the answer so it is 7" goes on with another, and "9 is not a prime" rules nothing out.
+_NO_ANSWER = (
+    r"not\s+(?:right\b|correct\b|it\b|(?:the|my|an?)\s+(?:(?:right|correct|final)\s+)?"
+    r"(?:answer|number|result|solution|one|sum|total|difference|product)\b)"
+)
 _IS_NOT = (
-    r"[\"'”’*)]*\s+(?:(?:is|are|was|were)\s+(?:wrong|incorrect|false|not\s+(?:the|an?|my|it|right|correct)\b)"
-    r"|(?:is|are|was|were)n['’]t\s+(?:the|an?|my|it|right|correct)\b)[^.,:;\n]*"
+    r"[\"'”’*)]*\s+(?:(?:is|are|was|were)\s+(?:wrong\b|incorrect\b|false\b|" + _NO_ANSWER + r")"
+    r"|(?:is|are|was|were)" + _NO_ANSWER.replace(r"not\s+", r"n['’]t\s+") + r")"
 )
 
 

@@ -164,6 +164,10 @@ def test_hostile_texts_take_linear_time(text: str) -> None:
         ("It isn't 18 but 17", "17"),
         ("Anything but 18, say 17", "17"),
         ("18 is wrong. The answer is 17.", "17"),
+        ("18 is not the answer so it is 17", "17"),
+        ("18 is not a prime so the answer is 17", "17"),
+        ("She has 18, and 18 is not a prime", "18"),
+        ("18 is not the only number that she names", "18"),
         ("She does not sell 3 eggs, so she has 18.", "18"),
     ],
 )
