@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import sqlite3
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from killed_copy import left_by_a_kill
 from tinker_client import datum
 
 from nmoe.errors import DivergenceError, StorageError, UserError
@@ -64,8 +64,7 @@ class Life:
 
     def killed(self, name: str = "next") -> Life:
         """Returns the server that goes on where a kill at this moment leaves the disk."""
-        shutil.copytree(self.root, self.root.parent / name, ignore=shutil.ignore_patterns("*-shm"))
-        life = Life(self.base, self.root.parent / name)
+        life = Life(self.base, left_by_a_kill(self.root, self.root.parent / name))
         resume(life.service)
         return life
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from killed_copy import left_by_a_kill
 from safetensors.torch import load_file
 from tinker_client import datum
 
@@ -96,8 +96,7 @@ def test_a_model_goes_on_from_where_it_was_kept(
         model_id = await made(service)
         (session_id,) = service.sessions.all
         await trained(service, model_id, 1, 3)
-        shutil.copytree(tmp_path / "saved", tmp_path / "copy")
-        again = service_in(tmp_path / "copy", checkpoint)
+        again = service_in(left_by_a_kill(tmp_path / "saved", tmp_path / "copy"), checkpoint)
         ((directory, kept_at),) = again.journal.models(session_id).values()
         assert kept_at == (6 if times == 0 else 0)
         assert [file.name for file in again.journal.directory.glob("model-*")] == [directory]
@@ -127,8 +126,7 @@ def test_requests_that_did_nothing_do_not_run_again(
         bad = message("ForwardBackwardRequest")(model_id=model_id, seq_id=5, data=[one], loss_fn="none")
         for sent, why in ((late, b"the request 3 before it never came"), (bad, b"is not one of this server's")):
             assert why in await reply(service, await service.forward_backward(sent.SerializeToString()))
-        shutil.copytree(tmp_path / "saved", tmp_path / "copy")
-        again = service_in(tmp_path / "copy", checkpoint)
+        again = service_in(left_by_a_kill(tmp_path / "saved", tmp_path / "copy"), checkpoint)
         resume(again)
         assert await trained(again, model_id, 6, 2) == await trained(service, model_id, 6, 2)
 
@@ -143,8 +141,7 @@ def test_a_model_that_cannot_be_as_it_was_fails(
     async def run() -> None:
         model_id = await made(service)
         await trained(service, model_id, 1, 1)
-        shutil.copytree(tmp_path / "saved", tmp_path / "copy")
-        again = service_in(tmp_path / "copy", checkpoint)
+        again = service_in(left_by_a_kill(tmp_path / "saved", tmp_path / "copy"), checkpoint)
 
         def breaks(*_: Any) -> bytes:
             raise MemoryError
