@@ -88,15 +88,20 @@ def areas() -> Mapping[str, list[Path]]:
     return {"nmoe": sorted(code), "README": [ROOT / "README.md"], "docs": sorted((ROOT / "docs").rglob("*.md"))}
 
 
+def prose(file: Path) -> str:
+    """The text of a file with blanks for the names of tests, which a page only quotes."""
+    return re.sub(r"::\w+", lambda name: " " * len(name[0]), file.read_text())
+
+
 def found(phrase: Phrase, file: Path) -> Iterator[int]:
     """The numbers of the lines of a file on which the expression begins."""
-    text = file.read_text()
+    text = prose(file)
     yield from dict.fromkeys(text.count("\n", 0, start) + 1 for start in phrase.matches(text))
 
 
 def counted() -> dict[str, dict[str, int]]:
     """How often each expression occurs, e.g. {"those of": {"nmoe": 145, "README": 0, "docs": 81}}."""
-    texts = {area: [file.read_text() for file in files] for area, files in areas().items()}
+    texts = {area: [prose(file) for file in files] for area, files in areas().items()}
     return {
         phrase.expression: {area: sum(len([*phrase.matches(text)]) for text in each) for area, each in texts.items()}
         for phrase in (*PHRASES, *WORDS)

@@ -87,7 +87,7 @@ def test_harmony_asked_of_a_chat_model_names_the_other_format(file: Path, chat: 
 
 @pytest.mark.parametrize("path", sorted(ENVIRONMENTS.glob("*.toml")), ids=lambda path: path.stem)
 def test_packaged_system_messages_fit_their_format(path: Path, harmony: Tokenizer, chat: Tokenizer) -> None:
-    """Harmony's has no box (REQUIREMENTS, C1), and a chat model has never heard of channels."""
+    """Harmony's has no box (docs/requirements.md), and a chat model has never heard of channels."""
     settings = load_environment(path)
     if settings.format == "auto":
         assert "boxed" not in in_format(settings, harmony).system

@@ -312,6 +312,22 @@ def test_a_renewed_reference_is_the_policy_of_then(run: Callable[..., Run]) -> N
     assert one.update(3, GROUPS)["reference_kl"] == 0
 
 
+def test_tails_to_the_reference_are_those_of_the_batchs_tokens(run: Callable[..., Run]) -> None:
+    one = run(algorithm={"kl_coef": 0.1})
+    batch = one.policy.batch([sample for each in GROUPS for sample in each.trajectories])
+    apart = (
+        one.learner.logprobs(batch).result() - need(batch.reference_logprobs_T, "reference")[batch.scored_T]
+    ).sort()
+    metrics = one(GROUPS)
+    assert metrics["reference_log_ratio_max"] == pytest.approx(float(apart.values[-1]), abs=1e-6)
+    assert metrics["reference_log_ratio_min"] == pytest.approx(float(apart.values[0]), abs=1e-6)
+    sizes = apart.values.abs().sort().values
+    assert metrics["reference_log_ratio_abs_p99"] == pytest.approx(
+        float(sizes[round(0.99 * (len(sizes) - 1))]), abs=1e-6
+    )
+    assert metrics["reference_log_ratio_max"] > 1e-3 > -1e-3 > metrics["reference_log_ratio_min"]
+
+
 def test_the_divergence_as_a_reward_leaves_the_loss_alone(run: Callable[..., Run]) -> None:
     metrics = run(algorithm={"kl_coef": 0.1, "kl_in": "reward"})(GROUPS)
     in_loss = run(algorithm={"kl_coef": 0.1, "kl_estimator": "k1"})(GROUPS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from count_code import Imports, circles, code_lines, count, imports, tracked
-from phrases import PHRASES, WORDS, Phrase, added_lines, risen
+from phrases import PHRASES, WORDS, Phrase, added_lines, prose, risen
 from trace_step import Tracer, report
 
 SOURCE = '''"""A module.
@@ -144,3 +144,11 @@ def test_only_an_expression_that_occurs_more_often_is_refused() -> None:
 def test_the_added_lines_of_a_patch() -> None:
     patch = "--- a/x.py\n+++ b/x.py\n@@ -1,2 +1,3 @@ f\n@@ -9 +10 @@\n--- a/y.py\n+++ b/y.py\n@@ -4,2 +3,0 @@\n"
     assert added_lines(patch) == {"x.py": {1, 2, 3, 10}, "y.py": set()}
+
+
+def test_names_of_tests_that_a_page_quotes_are_no_text(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`tests/x/test_y.py::test_it_is_told` says it.\nIt is told.\n")
+    (told,) = (word for word in WORDS if "told" in word.expression)
+    assert [prose(page).count("\n", 0, start) for start in told.matches(prose(page))] == [1]
+    assert len(prose(page)) == len(page.read_text())
