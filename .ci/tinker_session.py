@@ -88,6 +88,16 @@ def main() -> None:
     listed = service.create_rest_client().list_checkpoints(model.model_id).result().checkpoints
     assert {one.tinker_path for one in listed} == {state, path}
 
+    copied = service.create_lora_training_client(base_model=base, rank=0)  # the whole model
+    assert copied.get_info().is_lora is False
+    loss = copied.forward_backward(chunked[:1], "cross_entropy").result().metrics["loss:sum"]
+    copied.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    after = copied.forward(chunked[:1], "cross_entropy").result()
+    assert after.metrics["loss:sum"] < loss
+    exact = copied.save_weights_and_get_sampling_client().compute_logprobs(types.ModelInput.from_ints(whole)).result()
+    assert np.array_equal(np.asarray(exact[1:], np.float32), after.loss_fn_outputs[0]["logprobs"].data)
+    assert saved.compute_logprobs(prompt).result() == present.compute_logprobs(prompt).result(), "the adapter stays"
+
     began = time.monotonic()
     futures = [saved.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=number)) for number in range(200)]
     assert all(len(future.result().sequences[0].tokens) for future in futures)

@@ -1,4 +1,4 @@
-"""Two models trained by the unmodified SDK of Tinker, run by .ci/tinker_kills.py with the SDK's interpreter.
+"""An adapter and a whole model trained by the unmodified SDK of Tinker, run by .ci/tinker_kills.py with the SDK's interpreter.
 
 Prints every number that the server returns, so that two runs can be compared to the bit: python .ci/tinker_steps.py STEPS
 """
@@ -36,7 +36,7 @@ def shown(name: str, *values: Any) -> None:
 def main(steps: int) -> None:
     service = tinker.ServiceClient()
     base = service.get_server_capabilities().supported_models[0].model_name
-    models = [service.create_lora_training_client(base_model=base, rank=rank, seed=rank) for rank in (8, 2)]
+    models = [service.create_lora_training_client(base_model=base, rank=rank, seed=rank) for rank in (8, 0)]
     ids = models[0].get_tokenizer().encode(TEXT)
     prompt = types.ModelInput.from_ints(ids)
     for step in range(steps):

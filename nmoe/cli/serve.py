@@ -54,7 +54,7 @@ def serve(
         port: The port to listen on; 0: any free one.
         served_model_name: A name that clients use for the model, repeated for several; default: RUN_OR_CHECKPOINT.
         adapter: An adapter over this base, which clients ask for by its name; repeated for several.
-        tinker: Speak Tinker's protocol: clients train adapters of this base, and sample from them.
+        tinker: Speak Tinker's protocol: clients train adapters of this base, or copies of it, and sample from them.
         saved: Where the weights that clients of --tinker save are kept.
         strict: Refuse fields that change nothing here, in place of naming them in the header x-nmoe-ignored.
         format: How conversations become tokens; auto: the tokenizer's own format.

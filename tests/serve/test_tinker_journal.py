@@ -22,11 +22,12 @@ from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.fields import fields_of
 from nmoe.serve.tinker.journal import Journal, Request, Unit
 from nmoe.serve.tinker.messages import message
-from nmoe.serve.tinker.models import Base, TrainedModel
+from nmoe.serve.tinker.models import TrainedModel
 from nmoe.serve.tinker.resume import resume
 from nmoe.serve.tinker.service import Service
 from nmoe.serve.tinker.sessions import Run, Session
 from nmoe.serve.tinker.store import Store
+from nmoe.serve.tinker.weights import Base, Shape
 
 FULL = "database or disk is full"
 
@@ -78,10 +79,10 @@ class Life:
         reply = await self.service.futures.retrieve(request_id)
         return bytes(reply.body)
 
-    async def made(self) -> tuple[Session, Run]:
+    async def made(self, rank: int = 2) -> tuple[Session, Run]:
         session = await self.service.begin({})
-        asked = {"session_id": session.session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
-        found = json.loads(await self.ask(self.service.create_model, **asked))
+        asked = {"session_id": session.session_id, "model_seq_id": 0, "base_model": "tiny"}
+        found = json.loads(await self.ask(self.service.create_model, **asked, lora_config={"rank": rank}))
         return session, self.service.sessions.run(found["model_id"])
 
     def begin(self, operation: Any, **asked: Any) -> str:
@@ -340,7 +341,7 @@ async def test_a_load_that_fails_changes_nothing(life: Life, monkeypatch: pytest
         patched.setattr(TrainedModel, "save", raising(OSError(28, "No space left on device")))
         told = await life.ask(life.service.load_weights, model_id=run.model_id, seq_id=3, path=path, optimizer=True)
         assert b"No space left on device" in told
-        asked = {"session_id": session.session_id, "model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 2}}
+        asked = {"session_id": session.session_id, "model_seq_id": 1, "base_model": "tiny"}
         assert b"No space left on device" in await life.ask(life.service.create_model, **asked)
     assert steps(run) == 1
     assert life.service.sessions.run(f"{session.session_id}:train:1").trained is None
@@ -586,3 +587,28 @@ async def test_rows_of_a_request_are_as_they_were_noted(life: Life, monkeypatch:
     (row,) = journal.requests("session")
     assert (row.digest, row.body_bytes, row.media, row.next, row.diverged) == (b"digest", 4, "application/json", 2, 0)
     assert (journal.body("model:1"), journal.outcome("model:1")) == (b"body", b"result")
+
+
+@lives
+async def test_a_whole_model_is_taken_up(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes and steps since it was kept run again, and its samplers have its values."""
+    monkeypatch.setattr(service_module, "_TIMES", 1e9)
+    session, run = await life.made(rank=0)
+    await life.passed(run, 1)
+    await life.step(run, 2)
+    asked = {"model_id": run.model_id, "seq_id": 3, "sampling_session_seq_id": 0}
+    await life.ask(life.service.save_weights_for_sampler, **asked)
+    await life.passed(run, 4)
+    again = life.killed()
+    found = await again.restored(run)
+    assert found.lost is None
+    assert steps(found) == steps(run) == 1
+    assert size(found) == size(run) > 0
+    assert found.trained is not None
+    assert run.trained is not None
+    now, before = found.trained.values(), run.trained.values()
+    assert all(torch.equal(one, other) for one, other in zip(now, before, strict=True))
+    sampler = again.service.sessions.sampler(f"{session.session_id}:sample:0")
+    assert sampler.shape == Shape(0)
+    assert sampler.held is not None
+    assert all(torch.equal(one, other) for one, other in zip(sampler.held.read(), before, strict=True))

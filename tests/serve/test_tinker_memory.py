@@ -22,12 +22,13 @@ from nmoe.serve.tinker import futures as futures_module
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.fields import Fields
 from nmoe.serve.tinker.futures import Futures
-from nmoe.serve.tinker.models import Base, Shape, TrainedModel, new_lora
+from nmoe.serve.tinker.models import TrainedModel
 from nmoe.serve.tinker.process import serve
 from nmoe.serve.tinker.samplers import SLOTS, Held, Sampler, Slots
 from nmoe.serve.tinker.service import Service, metadata_of
 from nmoe.serve.tinker.sessions import Sessions
 from nmoe.serve.tinker.store import Store
+from nmoe.serve.tinker.weights import Base, Shape, new_weights, tensors_of
 
 
 class Payload:
@@ -75,7 +76,30 @@ def test_fetched_results_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.Mo
         assert (await futures.retrieve("small 7")).body == b"x"
         futures.end("session")
         assert not futures.known("small 7", b"")
-        assert futures._size == 0
+        assert futures._fetched.total == 0
+        assert not futures._unfetched
+
+    asyncio.run(run())
+
+
+def test_results_that_nobody_fetches_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of a session go, not those of another, and never the last one."""
+    monkeypatch.setattr(futures_module, "_UNFETCHED_BYTES", 10_000)
+
+    async def run() -> None:
+        futures = Futures(lambda *_: None)
+        for name, session in (("mine", "me"), ("a", "you"), ("b", "you"), ("c", "you"), ("d", "you")):
+            futures.start(name, session, b"", giving(bytes(4000)))
+            await asyncio.sleep(0.01)
+            if name == "b":
+                assert (await futures.retrieve("b")).body == bytes(4000)
+        assert [futures.known(name, b"") for name in ("mine", "a", "b", "c", "d")] == [True, False, True, True, True]
+        futures.start("huge", "you", b"", giving(bytes(20_000)))
+        assert (await futures.retrieve("huge")).body == bytes(20_000)
+        assert [futures.known(name, b"") for name in ("mine", "b", "c", "d")] == [True, True, False, False]
+        for session in ("me", "you"):
+            futures.end(session)
+        assert not futures._unfetched
 
     asyncio.run(run())
 
@@ -114,6 +138,15 @@ def test_silent_sessions_end_and_are_forgotten() -> None:
     loud.seen -= 7200
     sessions.forget()
     assert set(sessions.all.values()) == {loud}
+
+
+def test_messages_and_numbers_are_bounded() -> None:
+    """A message may repeat what the client sent, and a number may be none of a float."""
+    assert len(TinkerError("x" * 10**6).body()["error"]) == 2000
+    with pytest.raises(TinkerError, match=r"^eps = 1000+\.\.\.: must be 1e-30 or more, and below inf$"):
+        Fields({"eps": 10**400}).number("eps", least=1e-30)
+    with pytest.raises(TinkerError, match=r"^beta1 = nan: must be"):
+        Fields({"beta1": float("nan")}).number("beta1")
 
 
 def test_metadata_are_bounded() -> None:
@@ -164,9 +197,7 @@ def base(checkpoint: Path) -> Base:
 
 
 def sampler_of(base: Base, number: int, directory: Path) -> Sampler:
-    lora = new_lora(base, Shape(2))
-    lora.detach()
-    values = [torch.full_like(one, number) for one in lora.parameters()]
+    values = [torch.full_like(one, number) for one in tensors_of(new_weights(base, Shape(2)))]
     return Sampler(Shape(2), Held.written(values, directory))
 
 

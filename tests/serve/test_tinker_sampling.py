@@ -18,13 +18,18 @@ from nmoe.text.tokenizer import Tokenizer
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 KEY = "tml-secret"
+either = pytest.mark.parametrize("rank", [4, 0], ids=["adapter", "whole"])
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, saved: Path) -> Iterator[Client]:
     # documented: nmoe serve runs/speedrun/base --tinker
-    saved = str(tmp_path_factory.mktemp("saved"))
-    with serving(checkpoint, "--tinker", "--numerics", "exact", "--saved", saved, key=KEY) as running:
+    with serving(checkpoint, "--tinker", "--numerics", "exact", "--saved", str(saved), key=KEY) as running:
         running.http.headers["X-API-Key"] = KEY
         yield running
 
@@ -46,8 +51,9 @@ def scores(client: Tinker, sampler: str, number: int = 0) -> bytes:
     return reply.prompt_logprobs
 
 
-def test_samples_have_the_trainers_bits(client: Tinker) -> None:
-    model = client.model()
+@either
+def test_samples_have_the_trainers_bits(rank: int, client: Tinker) -> None:
+    model = client.model(rank=rank)
     trained(model)
     sampler = model.sampler()
     reply = client.sample(sampler, PROMPT, max_tokens=5, seed=7, num_samples=3, prompt_logprobs=True)
@@ -84,8 +90,9 @@ def test_hot_samples_have_log_probabilities_of_the_tempered_distribution(client:
     np.testing.assert_allclose(np.frombuffer(hot.logprobs, "<f4"), expected, atol=1e-4)
 
 
-def test_snapshots_stay_and_in_flight_samplers_move(client: Tinker) -> None:
-    model = client.model()
+@either
+def test_snapshots_stay_and_in_flight_samplers_move(rank: int, client: Tinker) -> None:
+    model = client.model(rank=rank)
     trained(model)
     snapshot, moving = model.sampler(), model.sampler("inflight")
     before = scores(client, snapshot)
@@ -102,8 +109,9 @@ def test_snapshots_stay_and_in_flight_samplers_move(client: Tinker) -> None:
     assert scores(client, moving, 2) == others[-1]
 
 
-def test_saved_weights_are_sampled_from(client: Tinker) -> None:
-    model = client.model()
+@either
+def test_saved_weights_are_sampled_from(rank: int, client: Tinker) -> None:
+    model = client.model(rank=rank)
     trained(model)
     expected = scores(client, model.sampler())
     path = model.save("save_weights_for_sampler", "mine")["path"]
@@ -117,6 +125,38 @@ def test_saved_weights_are_sampled_from(client: Tinker) -> None:
         "model_path": path,
     }
     assert scores(client, base_sampler(client)) != expected
+
+
+def test_whole_models_are_described_and_saved_as_checkpoints(
+    client: Tinker, server: Client, checkpoint: Path, saved: Path
+) -> None:
+    """One without a `lora_config` is a whole model, too. Base and adapters stay as they are beside it."""
+    adapter, base = client.model(), base_sampler(client)
+    of_adapter, of_base = scores(client, sampler := adapter.sampler()), scores(client, base)
+    number = next(client.numbers)
+    asked = {"session_id": client.session_id, "model_seq_id": number, "base_model": "tiny"}
+    model = Model(client, client.wait(client.post("create_model", **asked))["model_id"])
+    trained(model)
+    assert scores(client, sampler, 1) == of_adapter
+    assert scores(client, base, 1) == of_base != scores(client, model.sampler())
+    info = client.post("get_info", model_id=model.model_id)
+    assert (info["is_lora"], info["lora_rank"]) == (False, None)
+    path = model.save("save_weights_for_sampler", "mine")["path"]
+    state = model.save("save_weights", "state")["path"]
+    listed = client.http.get(f"/api/v1/training_runs/{model.model_id}").json()
+    assert (listed["is_lora"], listed["lora_rank"]) == (False, None)
+    about = client.post("weights_info", tinker_path=state)
+    assert (about["is_lora"], about["train_unembed"], about["base_model"]) == (False, True, "tiny")
+    directory = saved / model.model_id / "sampler_weights" / "mine"
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        ids = torch.tensor([PROMPT])
+        expected = theirs(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(np.frombuffer(scores(client, model.sampler()), "<f4")[1:], expected, atol=1e-4)
+    assert Tokenizer.load(directory).encode("abc") == Tokenizer.load(checkpoint).encode("abc")
+    loaded = client.post("load_weights", **adapter.next(), path=state, optimizer=False)
+    assert "another shape" in client.wait(loaded)["error"]
+    assert path.endswith("/mine")
 
 
 def test_weights_saved_again_under_a_name_are_sampled_from(client: Tinker) -> None:
@@ -216,6 +256,28 @@ def test_likeliest_tokens_of_prompt_and_samples(client: Tinker) -> None:
     (sequence,) = reply.sequences
     of_samples = np.frombuffer(sequence.topk_sampled_logprobs.token_ids, "<i4").reshape(-1, 2)
     np.testing.assert_array_equal(of_samples[:, 0], np.frombuffer(sequence.tokens, "<i4"), "greedy takes the likeliest")
+    plain = client.sample(sampler, PROMPT, 1, max_tokens=1, prompt_logprobs=True)
+    np.testing.assert_array_equal(
+        np.frombuffer(plain.prompt_logprobs, "<f4")[5:], own[5:], "the same bits beside these"
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_likeliest_tokens_have_the_sampled_distribution(temperature: float, client: Tinker) -> None:
+    """All of the vocabulary's likeliest tokens that there are room for, of which the sampled one is one most times."""
+    settings = {"max_tokens": 8, "temperature": temperature, "seed": 3, "topk_sample_logprobs": 128}
+    reply = client.sample(client.model().sampler(), PROMPT, num_samples=4, **settings)
+    matched = 0
+    for sequence in reply.sequences:
+        top = sequence.topk_sampled_logprobs
+        tokens, own = np.frombuffer(sequence.tokens, "<i4"), np.frombuffer(sequence.logprobs, "<f4")
+        ids = np.frombuffer(top.token_ids, "<i4").reshape(len(tokens), 128)
+        found = np.frombuffer(top.logprobs, "<f4").reshape(len(tokens), 128)
+        assert (np.exp(found).sum(1) < 1 + 1e-5).all()
+        rows, columns = np.nonzero(ids == tokens[:, None])
+        np.testing.assert_allclose(found[rows, columns], own[rows], atol=1e-5)
+        matched += len(rows)
+    assert matched >= 4
 
 
 def test_stops(client: Tinker, tokenizer: Tokenizer) -> None:
@@ -249,6 +311,27 @@ def test_a_sample_request_counts_once(client: Tinker) -> None:
     one, again = (client.wait(promise, "SampleResponse") for promise in promises)
     assert one == again
     assert client.send("asample", **body | {"num_samples": 1}).status_code == 400
+    alone = {"base_model": "tiny", **{name: body[name] for name in ("num_samples", "prompt", "sampling_params")}}
+    ids = {client.post("asample", **alone)["request_id"] for _ in range(2)}
+    assert len(ids) == 2, "without a number each is a request of its own"
+
+
+def test_a_number_names_one_sampler(client: Tinker) -> None:
+    """A second one of its number would sample from the weights of the first."""
+    model = client.model()
+    model.sampler()
+    number = next(client.numbers)
+    asked = {"session_id": client.session_id, "sampling_session_seq_id": number}
+    assert client.post("create_sampling_session", **asked, base_model="tiny")
+    assert client.post("create_sampling_session", **asked, base_model="tiny"), "the same once more"
+    path = model.save("save_weights_for_sampler", "named")["path"]
+    for other in ({"model_path": path}, {"sampling_session_seq_id": number - 1, "base_model": "tiny"}):
+        refused = client.send("create_sampling_session", **asked | other)
+        assert refused.status_code == 400
+        assert "there is another sampler of this number" in refused.json()["error"]
+    failed = client.wait(client.post("save_weights_for_sampler", **model.next(), sampling_session_seq_id=number))
+    assert f"sampling_session_seq_id = {number}: there is another sampler" in failed["error"]
+    assert model.step(), "the model goes on"
 
 
 def test_cancelled_samples(client: Tinker) -> None:
@@ -324,16 +407,18 @@ def test_keys_versions_and_unknown_things(server: Client, client: Tinker) -> Non
     old = client.send("create_session", tags=[], user_metadata=None, sdk_version="0.16.1")
     assert old.status_code == 400
     assert "install tinker 0.25 to 0.38" in old.json()["error"]
+    assert client.post("client/dynamic_config") == {"sample_cancel_enabled": True}
+    large = client.http.post("/api/v1/weights_info", content=b" " * (16 * 2**20 + 1))
+    assert (large.status_code, large.json()["error"]) == (413, "the body has more than 16,777,216 bytes")
     assert "newer than 0.38" in client.post("create_session", tags=[], sdk_version="0.51")["warning_message"]
     assert client.send("retrieve_future", request_id="nothing").status_code == 410, "the SDK sends it once more"
     assert client.send("create_model", session_id="none", model_seq_id=0, base_model="tiny").status_code == 404
     other = client.send("create_model", session_id=client.session_id, model_seq_id=90, base_model="gpt-5.4")
     assert (other.status_code, other.json()["category"]) == (404, "user")
     assert "there is tiny" in other.json()["error"]
-    whole = client.send(
-        "create_model", session_id=client.session_id, model_seq_id=91, base_model="tiny", lora_config={"rank": 0}
-    )
-    assert "trains adapters" in whole.json()["error"]
+    part = {"rank": 0, "train_mlp": False}
+    asked = {"session_id": client.session_id, "model_seq_id": 91, "base_model": "tiny"}
+    assert "train_mlp = false: rank 0" in client.send("create_model", **asked, lora_config=part).json()["error"]
     high = client.post(
         "create_model", session_id=client.session_id, model_seq_id=92, base_model="tiny", lora_config={"rank": 999}
     )

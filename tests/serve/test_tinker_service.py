@@ -27,13 +27,14 @@ from nmoe.serve.tinker import service as service_module
 from nmoe.serve.tinker.fields import Fields
 from nmoe.serve.tinker.journal import Journal, Request, Row
 from nmoe.serve.tinker.messages import message
-from nmoe.serve.tinker.models import Base, TrainedModel
+from nmoe.serve.tinker.models import TrainedModel
 from nmoe.serve.tinker.order import Order
 from nmoe.serve.tinker.process import serve
 from nmoe.serve.tinker.resume import resume
 from nmoe.serve.tinker.samplers import Held
 from nmoe.serve.tinker.service import Service
 from nmoe.serve.tinker.store import Store
+from nmoe.serve.tinker.weights import Base
 
 
 class Engine:

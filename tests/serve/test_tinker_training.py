@@ -212,6 +212,26 @@ def test_a_gradient_that_is_not_finite_is_forgotten(client: Tinker) -> None:
     assert trained(model)[0] < losses[0], "the weights are as they were, and the next step is a good one"
 
 
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"eps": 0}, "adam_params.eps = 0: must be 1e-30 or more"),
+        ({"eps": 1e-50}, "adam_params.eps = 1e-50: must be 1e-30 or more"),
+        ({"learning_rate": 10**400}, "adam_params.learning_rate = 1000"),
+        ({"beta2": 1.0}, "adam_params.beta2 = 1.0: must be 0 or more, and below 1"),
+    ],
+)
+def test_steps_that_would_spoil_the_weights_are_refused(params: dict[str, Any], why: str, client: Tinker) -> None:
+    """With eps = 0 a new adapter's A, which has no gradient yet, became 0 / 0 with the first step."""
+    model = client.model()
+    model.run([datum(TOKENS[0][:-1], target_tokens=TOKENS[0][1:], weights=[1.0] * 5)], "cross_entropy")
+    failed = client.wait(client.post("optim_step", **model.next(), adam_params=params))
+    assert failed["category"] == "user"
+    assert why in failed["error"]
+    model.step(eps=1e-30)
+    assert np.isfinite(trained(model)).all()
+
+
 def sparse_of(shape: list[int], rows: int) -> Any:
     made = message("Tensor")(dtype=INT64, shape=shape)
     made.sparse_csr.crow_indices = np.zeros(rows + 1, "<i8").tobytes()

@@ -2,6 +2,8 @@
 
 Each has its own scheduler and its own part of the cache, so that a prefix, whose keys depend on the adapter, is never found by
 another, and every request is computed as by a server that has its adapter alone. Weights are held once.
+
+An adapter can also be a whole model of the same shape with other weights.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class AdapterEngines:
         model: Transformer,
         max_sequences: int,
         cache_bytes: int,
-        adapters: Mapping[str, Lora],
+        adapters: Mapping[str, Lora | Transformer],
         beside_tokens: int | None = None,
         slots: int = 0,
     ) -> None:
@@ -49,15 +51,15 @@ class AdapterEngines:
             self._begin(name)
 
     def _begin(self, name: str | None) -> None:
-        packs = self._engines[None].runner.packs if self._engines else None
-        with self._attached(name):
-            self._engines[name] = LLMEngine(self.model, *self._sizes, self._prefill_tokens, name, self._shares, packs)
+        with self._attached(name) as model:
+            packs = self._engines[None].runner.packs if self._engines and model is self.model else None
+            self._engines[name] = LLMEngine(model, *self._sizes, self._prefill_tokens, name, self._shares, packs)
         self._turns.append(name)
 
-    def put(self, name: str, lora: Lora) -> None:
-        """Adds a detached adapter, in one of the `slots`. One of the same name is taken out first."""
+    def put(self, name: str, adapter: Lora | Transformer) -> None:
+        """Adds a detached adapter, or a whole model, in one of the `slots`. One of the same name is taken out first."""
         self.take_out(name)
-        self._adapters[name] = lora
+        self._adapters[name] = adapter
         self._begin(name)
 
     def take_out(self, name: str) -> None:
@@ -72,7 +74,8 @@ class AdapterEngines:
         self._engines[name].commit(version)
 
     def _attached(self, name: str | None) -> AbstractContextManager[Transformer]:
-        return nullcontext(self.model) if name is None else self._adapters[name].attached()
+        adapter = self.model if name is None else self._adapters[name]
+        return nullcontext(adapter) if isinstance(adapter, Transformer) else adapter.attached()
 
     def _of(self, adapter: str | None, request_id: str) -> LLMEngine:
         """Returns the engine of an adapter. Raises UserError for an unknown one, and for the id of a request that is running."""

@@ -288,11 +288,12 @@ class NativeEngine:
         self._flush(act)
         return await done
 
-    def put_adapter(self, name: str, lora: Lora) -> None:
-        """Adds a detached adapter, or replaces the idle one of this name. Inside `between_steps` alone, where there are slots."""
+    def put_adapter(self, name: str, adapter: Lora | Transformer) -> None:
+        """Adds a detached adapter, or a whole model of the base's shape with other weights, or replaces the idle one of this name.
+        Inside `between_steps` alone, where there are slots."""
         self._check_between("an adapter is put in")
         assert isinstance(self._engine, AdapterEngines), "there are slots for adapters"
-        self._engine.put(name, lora)
+        self._engine.put(name, adapter)
 
     def adapter_changed(self, name: str, version: int) -> None:
         """Notes that the values of an adapter have changed: its prompts are computed again, and its running sequences go on with

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from nmoe.engine.server.http import TooLargeError, bytes_of, json_reply, status_of
 from nmoe.errors import UserError, cut
 from nmoe.serve.tinker.errors import TinkerError
-from nmoe.serve.tinker.fields import Fields, fields_of
+from nmoe.serve.tinker.fields import MOST_BYTES, Fields, fields_of
 from nmoe.serve.tinker.listing import listing_routes
 from nmoe.serve.tinker.service import Service, metadata_of
 
@@ -23,7 +23,7 @@ Endpoint = Callable[[Asking], Awaitable[Response]]
 
 # Versions of the SDK that this server has been tried with, from the first to the last.
 OLDEST, NEWEST = Version("0.25"), Version("0.38")
-_MOST_BYTES, _MOST_PASS_BYTES = 16 * 2**20, 256 * 2**20
+_MOST_PASS_BYTES = 256 * 2**20
 _PREFIX = "/api/v1"
 
 
@@ -41,6 +41,7 @@ class Server:
         }
         posts: dict[str, Endpoint] = {
             "/client/config": self.config,
+            "/client/dynamic_config": self.dynamic_config,
             "/telemetry": self.telemetry,
             "/create_session": self.create_session,
             "/session_heartbeat": self.heartbeat,
@@ -65,7 +66,7 @@ class Server:
         ]
 
     async def _fields(self, asking: Asking) -> tuple[bytes, Fields]:
-        body = await bytes_of(asking, _MOST_BYTES)
+        body = await bytes_of(asking, MOST_BYTES)
         return body, fields_of(body)
 
     async def _promised(self, reply: dict[str, Any]) -> Response:
@@ -95,9 +96,14 @@ class Server:
         _check_version(fields.text("sdk_version", None))
         return json_reply({"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "parallel_fwdbwd_chunks": True})
 
+    async def dynamic_config(self, asking: Asking) -> Response:
+        """The flags that the SDK asks for again and again. Only with this one it ends samples whose futures are cancelled."""
+        await bytes_of(asking, MOST_BYTES)
+        return json_reply({"sample_cancel_enabled": True})
+
     async def telemetry(self, asking: Asking) -> Response:
         """Takes the SDK's reports on itself, and keeps none."""
-        await bytes_of(asking, _MOST_BYTES)
+        await bytes_of(asking, MOST_BYTES)
         return json_reply({"status": "accepted"})
 
     async def create_session(self, asking: Asking) -> Response:
@@ -125,7 +131,7 @@ class Server:
         session = self._service.sessions.all.get(asking.path_params["session_id"])
         if session is None:
             raise TinkerError(f"there is no session {asking.path_params['session_id']!r}", 404)
-        self._service.end(session, fields.table("reason", None).text("type", "success"))
+        self._service.end(session, cut(fields.table("reason", None).text("type", "success")))
         await self._service.journal.flush()
         return json_reply({})
 
@@ -140,8 +146,7 @@ class Server:
                 "model_id": run.model_id,
                 "model_name": service.names[0],
                 "model_data": about | {"tokenizer_id": str(service.tokenizer_directory.resolve())},
-                "is_lora": True,
-                "lora_rank": None if run.shape is None else run.shape.rank,
+                **({} if run.shape is None else run.shape.about),
             }
         )
 

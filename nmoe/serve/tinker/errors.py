@@ -7,6 +7,10 @@ from typing import Any, Literal
 from starlette.responses import Response
 
 from nmoe.engine.server.http import json_reply
+from nmoe.errors import cut
+
+# Of a message, which may repeat what the client sent.
+_MOST_CHARACTERS = 2000
 
 Category = Literal["user", "server"]
 
@@ -16,8 +20,8 @@ class TinkerError(Exception):
     the SDK whose fault it is. What fails again is no 409, which the SDK sends for five minutes."""
 
     def __init__(self, message: str, status: int = 400, category: Category = "user") -> None:
-        super().__init__(message)
-        self.message, self.status, self.category = message, status, category
+        self.message, self.status, self.category = cut(message, _MOST_CHARACTERS), status, category
+        super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
         return {"error": self.message, "category": self.category, "detail": self.message}

@@ -11,6 +11,8 @@ from nmoe.parsing import json_of
 from nmoe.serve.tinker.errors import TinkerError
 
 _MOST = 2**63 - 1
+MOST_BYTES = 16 * 2**20
+"""Of a JSON body."""
 
 
 class Fields:
@@ -43,14 +45,18 @@ class Fields:
     def whole(self, name: str, default: Any = ..., least: int = 0, most: int = _MOST) -> Any:
         value = self._take(name, int, "a whole number", default)
         if value is not None and not least <= value <= most:
-            raise TinkerError(f"{self._where}{name} = {value}: must be {least} to {most}")
+            raise TinkerError(f"{self._where}{name} = {shown(value)}: must be {least} to {most}")
         return value
 
     def number(self, name: str, default: Any = ..., least: float = 0.0, below: float = math.inf) -> float:
         value = self._take(name, (int, float), "a number", default)
-        if not least <= value < below:
-            raise TinkerError(f"{self._where}{name} = {value}: must be {least:g} or more, and below {below:g}")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not least <= number < below:
+            raise TinkerError(f"{self._where}{name} = {shown(value)}: must be {least:g} or more, and below {below:g}")
+        return number
 
     def table(self, name: str, default: Any = ...) -> Fields:
         value = self._take(name, dict, "an object", {} if default is None else default)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ POLL_S = 30.0
 # Results that were fetched are kept, for clients whose connection broke off meanwhile: so many bytes of them, each counted as at
 # least a thousand.
 _KEPT_BYTES, _LEAST_BYTES = 64 * 2**20, 1000
-# Results that are not fetched are kept for so long.
-_UNFETCHED_S = 3600.0
+# Results that are not fetched are kept for so long, and so many bytes of a session: a client that lives fetches them at once.
+_UNFETCHED_S, _UNFETCHED_BYTES = 3600.0, 512 * 2**20
 
 PROTOBUF = "application/x-protobuf"
 
@@ -61,6 +62,25 @@ class _Entry:
     fetched: bool = False
 
 
+class _Sizes:
+    """The sizes of results by their requests, the oldest first."""
+
+    def __init__(self) -> None:
+        self._of = dict[str, int]()
+        self.total = 0
+
+    @property
+    def oldest(self) -> str:
+        return next(iter(self._of))
+
+    def add(self, request_id: str, size: int) -> None:
+        self._of[request_id] = size
+        self.total += size
+
+    def drop(self, request_id: str) -> None:
+        self.total -= self._of.pop(request_id, 0)
+
+
 class Futures:
     """The requests of all sessions. Used on the event loop's thread only."""
 
@@ -68,8 +88,8 @@ class Futures:
         """`forget` is called with the ids of each training request whose result is dropped, and of its session."""
         self._forgotten = forget
         self._entries: dict[str, _Entry] = {}
-        self._fetched = dict[str, int]()  # the sizes of results that were fetched, the oldest first
-        self._size = 0
+        self._fetched = _Sizes()
+        self._unfetched = defaultdict[str, _Sizes](_Sizes)  # by session
 
     def known(self, request_id: str, digest: bytes) -> bool:
         """Returns whether a request of this id came before. Raises TinkerError if it had another body."""
@@ -96,8 +116,17 @@ class Futures:
         def ends(_: object) -> None:
             entry.ended = time.monotonic()
             work.close()  # has not begun if it was cancelled at once
+            if self._entries.get(request_id) is entry and not (task.cancelled() or task.exception()):
+                self._ended(request_id, session_id, task.result().size)
 
         task.add_done_callback(ends)
+
+    def _ended(self, request_id: str, session_id: str, size: int) -> None:
+        """Counts a result that waits to be fetched, and drops the oldest of its session that are too much."""
+        waiting = self._unfetched[session_id]
+        waiting.add(request_id, size)
+        while waiting.total > _UNFETCHED_BYTES and waiting.oldest != request_id:
+            self._forget(waiting.oldest)
 
     async def _run(
         self, request_id: str, work: Coroutine[Any, Any, Result], taken: Taken | None, record: Record | None
@@ -141,17 +170,24 @@ class Futures:
             outcome = entry.task.result()
         if not entry.fetched and self._entries.get(request_id) is entry:
             entry.fetched = True
-            self._fetched[request_id] = outcome.size
-            self._size += outcome.size
-            while self._size > _KEPT_BYTES:
-                self._forget(next(iter(self._fetched)))
+            self._drop_unfetched(request_id, entry.session_id)
+            self._fetched.add(request_id, outcome.size)
+            while self._fetched.total > _KEPT_BYTES:
+                self._forget(self._fetched.oldest)
         return Response(outcome.content, media_type=outcome.media_type)
 
     def _forget(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         if entry.taken is not None:
             self._forgotten(request_id, entry.session_id)
-        self._size -= self._fetched.pop(request_id, 0)
+        self._fetched.drop(request_id)
+        self._drop_unfetched(request_id, entry.session_id)
+
+    def _drop_unfetched(self, request_id: str, session_id: str) -> None:
+        if (waiting := self._unfetched.get(session_id)) is not None:
+            waiting.drop(request_id)
+            if not waiting.total:
+                del self._unfetched[session_id]
 
     def cancel(self, request_id: str) -> None:
         """Ends a request for samples, if it still runs. One of training keeps its turn."""

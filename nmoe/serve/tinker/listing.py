@@ -11,9 +11,9 @@ from starlette.routing import Route
 
 from nmoe.engine.server.http import body_of, json_reply
 from nmoe.serve.tinker.errors import TinkerError
-from nmoe.serve.tinker.fields import Fields
-from nmoe.serve.tinker.models import shape_of
+from nmoe.serve.tinker.fields import MOST_BYTES, Fields
 from nmoe.serve.tinker.service import Service
+from nmoe.serve.tinker.weights import Shape, shape_of
 
 _PAGE = 100
 
@@ -63,8 +63,7 @@ class _Listing:
             "training_run_id": model_id,
             "base_model": record["base_model"],
             "model_owner": "nmoe",
-            "is_lora": True,
-            "lora_rank": record["lora_rank"],
+            **Shape(record["lora_rank"]).about,
             "last_request_time": record["time"] if live is None else live.last_request,
             "last_checkpoint": last["weights"],
             "last_sampler_checkpoint": last["sampler_weights"],
@@ -87,15 +86,14 @@ class _Listing:
         return Response(status_code=204)
 
     async def weights_info(self, asking: Asking) -> Response:
-        fields = Fields(await body_of(asking))
+        fields = Fields(await body_of(asking, MOST_BYTES))
         saved = self._service.store.find(fields.text("tinker_path"))
         shape = shape_of(saved.directory)
         return json_reply(
             {
                 "base_model": self._service.store.run(saved.model_id)["base_model"],
-                "is_lora": True,
-                "lora_rank": shape.rank,
-                "train_unembed": False,
+                **shape.about,
+                "train_unembed": shape.whole,
                 "train_mlp": shape.mlp,
                 "train_attn": shape.attention,
             }

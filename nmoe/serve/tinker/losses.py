@@ -120,7 +120,10 @@ def check_inputs(data: Sequence[Datum], name: str) -> None:
             if (shape := datum.inputs[key].shape) != targets.shape:
                 raise TinkerError(f"{where}.{key}: has the shape {shape}, and target_tokens {targets.shape}")
         if name == "gspo":
-            outside = datum.inputs["sequence_ratio_mask"] == 0
+            mask = datum.inputs["sequence_ratio_mask"]
+            outside = mask == 0
+            if (mask[~outside] != 1).any():
+                raise TinkerError(f"{where}.sequence_ratio_mask: must be 0 or 1")
             if (datum.inputs["advantages"][outside] != 0).any():
                 raise TinkerError(f"{where}.advantages: must be 0 where sequence_ratio_mask is")
 

@@ -1,9 +1,9 @@
-"""A model that a client trains: an adapter over the base, with its gradient and its optimizer."""
+"""A model that a client trains: its weights, with their gradient and their optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,102 +15,57 @@ from nmoe.errors import DivergenceError
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs
 from nmoe.learner.passes import scored_columns
-from nmoe.model.config import Numerics
-from nmoe.model.lora import ATTENTION, EXPERTS, MLP, Lora, LoraSettings, choose, refuse_high_rank, sites
-from nmoe.model.peft_format import read_settings, resume_adapter, save_adapter
+from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
 from nmoe.serve.tinker.data import PassRequest
-from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.losses import batch_of, logprobs_of
 from nmoe.serve.tinker.messages import message
 from nmoe.serve.tinker.tensors import batched
+from nmoe.serve.tinker.weights import Base, Shape, attached, new_weights, read_into, save_for_sampling, tensors_of
 
-# The scale of an update is ALPHA / rank, as in the adapters that Tinker's service hands out.
-_ALPHA = 32.0
 _TOKENS_PER_MICROBATCH = 8192
 
 
-@dataclass(frozen=True)
-class Base:
-    """The checkpoint that all models share."""
-
-    model: Transformer
-    name: str
-    directory: Path
-    fingerprint: str
-
-    @property
-    def numerics(self) -> Numerics:
-        return "exact" if self.model.exact else "fast"
-
-    @property
-    def numbers(self) -> str:
-        """What the numbers of a model depend on beside its checkpoint: precision, device and numerics."""
-        weight = self.model.head_weight
-        return f"{str(weight.dtype).removeprefix('torch.')}, --device {weight.device.type} --numerics {self.numerics}"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The adapter that a client asks for."""
-
-    rank: int
-    attention: bool = True
-    mlp: bool = True
-    seed: int = 0
-
-    def settings(self, model: Transformer) -> LoraSettings:
-        """Raises TinkerError for an adapter that changes nothing."""
-        names = {site.target for site in sites(model)}
-        wanted = {*(ATTENTION if self.attention else ()), *((*MLP, *EXPERTS) if self.mlp else ())}
-        if not names & wanted:
-            raise TinkerError("lora_config: train_attn and train_mlp are both false, so that there is nothing to train")
-        return LoraSettings(self.rank, _ALPHA, targets=tuple(sorted(names & wanted)))
-
-
-def new_lora(base: Base, shape: Shape) -> Lora:
-    """Returns an adapter of this shape, attached to the base. Raises TinkerError or UserError for one that the base cannot have."""
-    settings = shape.settings(base.model)
-    chosen = choose(base.model, settings.targets)
-    refuse_high_rank(base.model, chosen, settings.rank)
-    return Lora(base.model, settings, chosen, str(base.directory), base.fingerprint)
-
-
-def read_values(base: Base, directory: Path) -> tuple[Shape, list[Tensor]]:
-    """Reads a saved adapter: its shape and its values. Raises UserError for a damaged one, and for one of another base."""
-    shape = shape_of(directory)
-    lora = new_lora(base, shape)
-    lora.detach()
-    resume_adapter(lora, directory)
-    return shape, [parameter.detach() for parameter in lora.parameters()]
+@contextmanager
+def _unbalanced(model: Transformer) -> Iterator[None]:
+    """Leaves out the balancing of experts: a client's loss is all that is trained on. Only while a learner is made, so that saved
+    models keep the base's settings."""
+    config = model.config
+    model.config = config.model_copy(update={"router_aux_loss_coef": 0.0, "router_bias_rate": 0.0})
+    try:
+        yield
+    finally:
+        model.config = config
 
 
 class TrainedModel:
-    """An adapter under training. All methods run on the engine's thread, and leave the adapter detached."""
+    """Weights under training. All methods run on the engine's thread, and leave an adapter detached."""
 
     def __init__(self, base: Base, shape: Shape, saved: Path | None = None, optimizer: bool = False) -> None:
-        """Draws a new adapter, or reads the one that `save` wrote, without `optimizer` its weights alone. Raises TinkerError or
-        UserError for one that the base cannot have, and for a directory that holds another shape or is damaged."""
+        """Begins at the base, with a drawn adapter unless the whole model is trained, or at what `save` wrote, without `optimizer`
+        at its weights alone. Raises TinkerError or UserError for an adapter that the base cannot have, and for a directory that
+        holds another shape or is damaged."""
         self.base, self.shape = base, shape
-        self.lora = new_lora(base, shape)
-        try:
-            if saved is None:
-                self.lora.initialize(shape.seed)
-            else:
-                resume_adapter(self.lora, saved)
+        self.weights = new_weights(base, shape)
+        lora = self.weights if isinstance(self.weights, Lora) else None
+        if saved is not None:
+            read_into(self.weights, saved)
+        elif lora is not None:
+            lora.initialize(shape.seed)
+        with attached(self.weights) as model, _unbalanced(model):
+            if lora is None:
+                model.requires_grad_(True)
             # Now: of weights in low precision it copies the values.
             settings = OptimizerSection(min_lr_ratio=1.0)
-            self.learner = Learner(base.model, settings, 1, _TOKENS_PER_MICROBATCH, lora=self.lora)
+            self.learner = Learner(model, settings, 1, _TOKENS_PER_MICROBATCH, lora=lora)
             if saved is not None and optimizer:
                 self.learner.optimizer.load(saved)
-        finally:
-            self.lora.detach()
 
     def run(self, request: PassRequest, objective: Objective) -> bytes:
         """Runs a pass; without `forward_only` adds the loss's gradient to the one accumulated since the last step. A pass that
         raises adds nothing."""
         batch = batch_of(request.data, request.loss)
-        with self.lora.attached(), self.learner.optimizer.whole_gradient():
+        with attached(self.weights), self.learner.optimizer.whole_gradient():
             if request.forward_only:
                 logprobs_N = self.learner.logprobs(batch).result()
                 loss, _ = objective(Outputs(logprobs_N, torch.zeros_like(logprobs_N)), scored_columns(batch))
@@ -139,7 +94,7 @@ class TrainedModel:
                 min_lr_ratio=1.0,
             )
         )
-        with self.lora.attached():
+        with attached(self.weights):
             try:
                 result = self.learner.optim_step().result()
             except DivergenceError:
@@ -149,21 +104,13 @@ class TrainedModel:
         return {"type": "optim_step", "metrics": result.metrics()}
 
     def values(self) -> list[Tensor]:
-        """Returns the adapter's present values, which the next step changes."""
-        return [parameter.detach() for parameter in self.lora.parameters()]
+        """Returns the present values, which the next step changes."""
+        return tensors_of(self.weights)
 
     def save(self, directory: Path) -> None:
         """Writes weights and optimizer into an existing directory."""
         self.learner.save(directory)
 
     def save_for_sampling(self, directory: Path) -> None:
-        """Writes the weights, as PEFT loads them, into an existing directory."""
-        save_adapter(self.lora, directory)
-
-
-def shape_of(directory: Path) -> Shape:
-    """Returns the shape of a saved adapter. Raises UserError for a directory that has none."""
-    settings, _, raw = read_settings(directory)
-    targets = {str(one).rpartition(".")[2] for one in raw.get("target_modules") or ()}
-    mlp = bool(targets & set(MLP)) or bool(raw.get("target_parameters"))
-    return Shape(settings.rank, bool(targets & set(ATTENTION)), mlp)
+        """Writes the weights for other programs into an existing directory."""
+        save_for_sampling(self.base, self.weights, directory)

@@ -19,11 +19,11 @@ from nmoe.serve.openai.limits import Limits
 from nmoe.serve.openai.process import BESIDE, BESIDE_ON_HOST, KEY, SETTLES_S, Options, live
 from nmoe.serve.tinker.app import Server, application
 from nmoe.serve.tinker.errors import TinkerError
-from nmoe.serve.tinker.models import Base
 from nmoe.serve.tinker.resume import resume
 from nmoe.serve.tinker.samplers import SLOTS
 from nmoe.serve.tinker.service import Service
 from nmoe.serve.tinker.store import Store
+from nmoe.serve.tinker.weights import Base
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.web.guard import guarded
 
@@ -77,8 +77,6 @@ def _load(options: Options, saved: Path) -> Service:
     if lora is not None:
         raise UserError(f"{directory}: is an adapter; serve its base, {lora.base}, from which clients train adapters")
     refuse_packed(model, "trained")
-    # A client's loss is all that is trained on.
-    model.config = model.config.model_copy(update={"router_aux_loss_coef": 0.0})
     model.requires_grad_(False).set_numerics(options.numerics)
     engine = NativeEngine(
         model,

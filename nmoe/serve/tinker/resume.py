@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from nmoe.errors import DivergenceError
 from nmoe.serve.tinker.futures import Result, ServerEndsError, content_of
 from nmoe.serve.tinker.journal import FORGOTTEN, UNLOAD, Row
-from nmoe.serve.tinker.models import Shape, TrainedModel, shape_of
+from nmoe.serve.tinker.models import TrainedModel
 from nmoe.serve.tinker.order import Order
 from nmoe.serve.tinker.samplers import Held, Sampler
 from nmoe.serve.tinker.service import Service
 from nmoe.serve.tinker.sessions import Run, Session
 from nmoe.serve.tinker.store import now
+from nmoe.serve.tinker.weights import Shape, shape_of
 
 
 def resume(service: Service) -> None:

@@ -1,4 +1,4 @@
-"""Samplers: values of adapters that clients sample from, and the few slots of the engine that hold such values at a time."""
+"""Samplers: values of weights that clients sample from, and the few slots of the engine that hold such values at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.model.lora import Lora
 from nmoe.runs.storage import storage_errors, sync
-from nmoe.serve.tinker.models import Base, Shape, new_lora
+from nmoe.serve.tinker.weights import Base, Shape, Weights, new_weights, tensors_of
 
 SLOTS = 4
 
 
 class Held:
-    """Values of an adapter in a file, which goes with this object, though not with the process: a client may keep a sampler of
+    """Values of weights in a file, which goes with this object, though not with the process: a client may keep a sampler of
     every step, more than memory has room for, and samples from it after the server has been killed."""
 
     def __init__(self, file: Path) -> None:
@@ -52,7 +51,7 @@ class Held:
 
 @dataclass(eq=False)
 class Sampler:
-    """Values of an adapter to sample from; without a shape the base. `path` names saved weights. The values of an in-flight sampler
+    """Values to sample from; without a shape the base. `path` names saved weights. The values of an in-flight sampler
     are replaced by later saves."""
 
     shape: Shape | None = None
@@ -62,11 +61,11 @@ class Sampler:
 
 @dataclass(eq=False)
 class _Slot:
-    """An adapter of the engine. `held` has the values that it holds, or gets from the task `loaded`."""
+    """Weights of the engine beside the base. `held` has the values that it holds, or gets from the task `loaded`."""
 
     name: str
     shape: Shape | None = None
-    lora: Lora | None = None
+    weights: Weights | None = None
     sampler: Sampler | None = None
     held: Held | None = None
     loaded: asyncio.Future[None] | None = None
@@ -79,7 +78,7 @@ class _Slot:
 
 
 class Slots:
-    """Copies the values of samplers into the engine's adapters when they are sampled from. Requests get one in the order in which
+    """Copies the values of samplers into the engine's slots when they are sampled from. Requests get one in the order in which
     they come: none enters a busy slot while an older one waits for a free one, which goes to the slot that was used the longest
     time ago. Used on the event loop's thread only."""
 
@@ -167,12 +166,11 @@ class Slots:
     def _put(self, slot: _Slot, shape: Shape, values: Sequence[Tensor]) -> None:
         """Copies values into a slot, on the engine's thread. Its running sequences, of an in-flight sampler, go on with them."""
         self._version += 1
-        if slot.lora is None or slot.shape != shape:
-            slot.shape, slot.lora = shape, new_lora(self._base, shape)
-            slot.lora.detach()
-            for parameter in slot.lora.parameters():
+        if slot.weights is None or slot.shape != shape:
+            slot.shape, slot.weights = shape, new_weights(self._base, shape)
+            for parameter in slot.weights.parameters():
                 parameter.requires_grad_(False)
-            self._engine.put_adapter(slot.name, slot.lora)
-        for parameter, value in zip(slot.lora.parameters(), values, strict=True):
-            parameter.copy_(value)
+            self._engine.put_adapter(slot.name, slot.weights)
+        for tensor, value in zip(tensors_of(slot.weights), values, strict=True):
+            tensor.copy_(value)
         self._engine.adapter_changed(slot.name, self._version)

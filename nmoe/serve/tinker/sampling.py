@@ -125,9 +125,22 @@ async def sample(
             logprobs=np.asarray(one.logprobs, "<f4").tobytes(),
         )
         if top:
-            _write_top(written.topk_sampled_logprobs, [each.top for each in raw], top)
+            _write_top(written.topk_sampled_logprobs, _tempered(one, raw, asked.sampling.temperature), top)
     serialized: bytes = reply.SerializeToString()
     return serialized
+
+
+def _tempered(one: Sample, raw: Sequence[RawLogprob], temperature: float) -> list[tuple[tuple[int, float], ...]]:
+    """Returns the likeliest tokens at each position of a sample, with log-probabilities of the distribution that it was sampled
+    from, as its own tokens have them; at temperature 0 the model's own. Tokens that top_k or top_p has cut off have those that
+    they would have had."""
+    if temperature == 0:
+        return [each.top for each in raw]
+    # What lies between the two log-probabilities of the sampled token is the same for all tokens.
+    return [
+        tuple((token, (logprob - each.logprob) / temperature + sampled) for token, logprob in each.top)
+        for sampled, each in zip(one.logprobs, raw, strict=True)
+    ]
 
 
 async def _score_prompt(engine: NativeEngine, asked: SampleRequest, adapter: str | None, reply: Any) -> None:

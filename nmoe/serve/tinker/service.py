@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import secrets
 import shutil
 import sys
 import time
@@ -26,12 +27,13 @@ from nmoe.serve.tinker.fields import Fields, fields_of
 from nmoe.serve.tinker.futures import Futures, Record, Result, ServerEndsError, failed
 from nmoe.serve.tinker.journal import UNLOAD, Journal, Request, Row, Unit
 from nmoe.serve.tinker.losses import check_inputs, read_loss
-from nmoe.serve.tinker.models import Base, Shape, TrainedModel, read_values, shape_of
+from nmoe.serve.tinker.models import TrainedModel
 from nmoe.serve.tinker.order import Order
 from nmoe.serve.tinker.samplers import Held, Sampler, Slots
 from nmoe.serve.tinker.sampling import MOST_SAMPLES, read_sample_request, sample
 from nmoe.serve.tinker.sessions import Run, Session, Sessions
 from nmoe.serve.tinker.store import Kind, Saved, Store, expiry, now
+from nmoe.serve.tinker.weights import Base, Shape, read_values, shape_of
 from nmoe.text.tokenizer import Tokenizer
 
 Asked = dict[str, Any]
@@ -47,6 +49,8 @@ _SEEN_EVERY_S = 60.0
 # From so many bytes of requests on a model is kept as soon as it was trained for as long as writing it takes, and none is taken any
 # more from so many: they are on the disk, and run again after a kill.
 _MANY_BYTES, _MOST_BYTES = 2**30, 2**33
+
+_LEAST_EPS = 1e-30
 
 # Those that change a model run again after a kill, if the model was not kept since. After `load_weights` it always is.
 _CHANGES = ("forward_backward", "optim_step")
@@ -175,24 +179,14 @@ class Service:
             raise TinkerError(f"base_model {name!r} is not served here; there is {', '.join(self.names)}", 404)
 
     def create_model(self, body: bytes, fields: Fields) -> Asked:
-        """Begins a new adapter."""
+        """Begins a new adapter, or a copy of the base that is trained as a whole."""
         session = self.sessions.live(fields.text("session_id"))
         model_id = f"{session.session_id}:train:{fields.whole('model_seq_id')}"
         if self.futures.known(f"{model_id}:0", digest(body)):
             return self._promise(f"{model_id}:0", model_id)
         self.check_base(fields.text("base_model"))
         _check_optimizer(fields)
-        lora = fields.table("lora_config", None)
-        rank = lora.whole("rank", 32, most=4096)
-        if rank == 0:
-            raise TinkerError("lora_config.rank = 0: this server trains adapters, and not whole models")
-        seed = lora.whole("seed", None, least=-(2**63))
-        shape = Shape(
-            rank,
-            lora.flag("train_attn", True),
-            lora.flag("train_mlp", True),
-            int.from_bytes(digest(model_id.encode())[:4]) if seed is None else seed % 2**31,
-        )
+        shape = _shape_of(fields, model_id)
         metadata = metadata_of(fields)
         return self._new_run(
             session, model_id, shape, body, metadata, lambda: TrainedModel(self.base, shape), "create_model"
@@ -408,8 +402,8 @@ class Service:
             run = self.sessions.run(row.model_id)
             self._ordered(run, row.seq_id, row.kind, row.digest, body, self.act_of(run, row.kind, body))
         else:
-            begins: Callable[[bytes, Fields], Asked] = getattr(self, row.kind)
-            begins(body, fields_of(body))
+            begins: Callable[..., Asked] = getattr(self, row.kind)
+            begins(body, fields_of(body), **({"again": True} if row.kind == "save_weights_for_sampler" else {}))
 
     def refuse(self, row: Row, session_id: str, error: Exception) -> None:
         """Puts back the failure of a request that was taken before this process and cannot begin again."""
@@ -447,7 +441,8 @@ class Service:
                 "learning_rate": given.number("learning_rate", 1e-4),
                 "beta1": given.number("beta1", 0.9, below=1),
                 "beta2": given.number("beta2", 0.95, below=1),
-                "eps": given.number("eps", 1e-12),
+                # With 0, also in fp32, a weight without a gradient so far would become 0 / 0.
+                "eps": given.number("eps", 1e-12, least=_LEAST_EPS),
                 "weight_decay": given.number("weight_decay", 0.0),
                 "grad_clip_norm": given.number("grad_clip_norm", 0.0),
             }
@@ -481,8 +476,9 @@ class Service:
         overwrite = kind == "sampler_weights" or fields.flag("overwrite")
         return self.store.save(run.model_id, kind, name, write, about, overwrite)
 
-    def save_weights_for_sampler(self, body: bytes, fields: Fields) -> Asked:
-        """Saves weights to sample from: under a name on disk, or for a sampling session in memory."""
+    def save_weights_for_sampler(self, body: bytes, fields: Fields, again: bool = False) -> Asked:
+        """Saves weights to sample from: under a name on disk, or for a sampling session. If it runs `again` after a kill, the
+        sampler may be there."""
         run, seq_id = self.sessions.run(fields.text("model_id")), fields.whole("seq_id")
         session = self.sessions.live(run.session_id)
         name = fields.text("path", None)
@@ -490,17 +486,23 @@ class Service:
         in_flight = fields.text("kind", "snapshot") == "inflight"
         held = list[Held]()
 
+        def write(directory: Path) -> None:
+            model = run.model()
+            model.save_for_sampling(directory)
+            if model.shape.whole:
+                self.tokenizer.save(directory)
+
         def act() -> Asked:
             if name is not None or number is None:
-                saved = self._save(
-                    run, seq_id, "sampler_weights", name or f"{seq_id:08}", run.model().save_for_sampling, fields
-                )
+                saved = self._save(run, seq_id, "sampler_weights", name or f"{seq_id:08}", write, fields)
                 return {"type": "save_weights_for_sampler", "path": saved.path}
             held.append(Held.written(run.model().values(), self.journal.directory))
             return {"type": "save_weights_for_sampler", "sampling_session_id": f"{session.session_id}:sample:{number}"}
 
         def then(reply: Result) -> None:
             if isinstance(reply, dict) and "sampling_session_id" in reply:
+                if not again and reply["sampling_session_id"] in self.sessions.samplers:
+                    raise _taken(number)
                 sampler = run.sampler(in_flight)
                 before, (sampler.held,) = sampler.held, held
                 self._slots.moved(sampler)
@@ -570,9 +572,12 @@ class Service:
 
     async def create_sampling_session(self, fields: Fields) -> Asked:
         session = self.sessions.live(fields.text("session_id"))
-        sampler_id = f"{session.session_id}:sample:{fields.whole('sampling_session_seq_id')}"
+        number = fields.whole("sampling_session_seq_id")
+        sampler_id = f"{session.session_id}:sample:{number}"
         if (sampler := self.sessions.samplers.get(sampler_id)) is None:
             sampler = await self._sampler_of(fields)
+        elif sampler.path != fields.text("model_path", None) or (sampler.path is None and sampler.shape is not None):
+            raise _taken(number)
         # The session may have ended meanwhile. One that comes again may not have been written.
         await self.journal.settled(self._add_sampler(self.sessions.live(session.session_id), sampler_id, sampler))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
@@ -601,7 +606,9 @@ class Service:
             sampler_id = fields.text("sampling_session_id")
             sampler = self.sessions.sampler(sampler_id)
         else:
-            sampler_id, sampler = f"alone-{digest(body).hex()[:24]}", await self._sampler_of(fields)
+            # Without a number it may ask for other samples of the same prompt.
+            alone = digest(body).hex()[:24] if fields.has("seq_id") else secrets.token_hex(12)
+            sampler_id, sampler = f"alone-{alone}", await self._sampler_of(fields)
         request_id = f"{sampler_id}:{fields.whole('seq_id', 0)}"
         count = fields.whole("num_samples", 1, least=1, most=MOST_SAMPLES)
         if not self.futures.known(request_id, digest(body)):
@@ -615,6 +622,24 @@ class Service:
         asked = await asyncio.to_thread(read_sample_request, fields, self.tokenizer, self.context_tokens)
         async with self._slots.of(sampler) as adapter:
             return await sample(self.engine, self.tokenizer, asked, request_id, adapter)
+
+
+def _taken(number: int) -> TinkerError:
+    return TinkerError(f"sampling_session_seq_id = {number}: there is another sampler of this number; count on")
+
+
+def _shape_of(fields: Fields, model_id: str) -> Shape:
+    """Returns what a client wants to train: an adapter, or the whole model, of rank 0 or without a `lora_config`."""
+    lora = fields.table("lora_config", None)
+    rank = lora.whole("rank", 0, most=4096)
+    parts = {name: lora.flag(name, True) for name in ("train_attn", "train_mlp", "train_unembed")}
+    if rank == 0:
+        if left := [name for name, trained in parts.items() if not trained]:
+            raise TinkerError(f"lora_config.{left[0]} = false: rank 0 trains the whole model; leave it true")
+        return Shape(0)
+    seed = lora.whole("seed", None, least=-(2**63))
+    drawn = int.from_bytes(digest(model_id.encode())[:4]) if seed is None else seed % 2**31
+    return Shape(rank, parts["train_attn"], parts["train_mlp"], drawn)
 
 
 def _remove(run: Run, *directories: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.serve.tinker.errors import TinkerError
-from nmoe.serve.tinker.models import Shape, TrainedModel
+from nmoe.serve.tinker.models import TrainedModel
 from nmoe.serve.tinker.order import Order
 from nmoe.serve.tinker.samplers import Sampler
+from nmoe.serve.tinker.weights import Shape
 
 # The SDK sends a heartbeat every 10 s.
 _SILENT_S = 600.0
