@@ -10,6 +10,8 @@ ADAPTER = """
 import asyncio, contextlib, json, os, sys, time, urllib.error, urllib.request
 
 class Adapter:
+    LOST = ()
+
     def __init__(self, settings):
         self.given = settings["environment"]
         if self.given.get("id") != "sums":
@@ -36,7 +38,11 @@ class Adapter:
                 json.dumps({"messages": [{"role": "user", "content": one} for one in messages]}).encode(),
                 {"Content-Type": "application/json", "X-Session-ID": session},
             )
-            content = json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"]
+            try:
+                reply = urllib.request.urlopen(asked)
+            except urllib.error.HTTPError as error:  # as the exceptions of OpenAI's client read
+                raise urllib.error.URLError(f"Error code: {error.code} - {json.load(error)}")
+            content = json.load(reply)["choices"][0]["message"]["content"]
             said.append(content)
             return content
         def episode():

@@ -39,10 +39,10 @@ async def play_outside(host: Host, url: str, name: str, session: Session, second
     if not ended:
         raise EnvironmentLostError(f"{host.name} took longer than {seconds:g} s (budget.wall_s)")
     answer = playing.result()
-    if "reward" not in answer and session.ended is not None:
+    if "ended" in answer and session.ended is not None:
         return session.ended  # it had no further turn, and the environment cannot score what there was
-    if "lost" in answer:
-        raise EnvironmentLostError(f"{host.name}: {answer['lost']}")
+    if reason := answer.get("lost") or answer.get("ended"):
+        raise EnvironmentLostError(f"{host.name}: {reason}")
     if "broken" in answer:
         raise TaskError(f"{host.name}: {answer['broken']}")
     _agree(host.name, answer, session)

@@ -50,10 +50,10 @@ class Session:
     def __init__(self, episode: Episode, player: Player, renderer: Renderer, turns: int) -> None:
         self.episode, self._player, self._renderer, self._most = episode, player, renderer, turns
         self._lock = asyncio.Lock()
-        self.waiting = 0  # requests whose turns are being sampled
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._over = False
         self.said: list[str] = []  # of each turn, as it was answered
         self.ended: Failure | None = None
-        self.over = False  # whether the program has ended
         self.error: Exception | None = None
         """A failure of the engine or the renderer, which is for the run to raise and not for the program to bear."""
 
@@ -64,22 +64,39 @@ class Session:
 
         Raises SessionEndedError if no turn is left, and UserError for a conversation that the format cannot express.
         """
-        self.waiting += 1
+        asking = asyncio.current_task()
+        assert asking is not None, "a coroutine runs in a task"
+        self._asking.add(asking)
         try:
             async with self._lock:
-                with self._of_the_run(UserError):
+                with self.of_the_run(UserError):
                     prompt_ids = tuple(self._renderer.chat_ids(tuple(messages), tuple(tools)))
-                with self._of_the_run():
+                with self.of_the_run():
                     sample = await self._sampled(prompt_ids, most)
                     reader = self._renderer.reader(prompt_ids, tuple(tools))
                     pieces = [*reader.feed(sample.token_ids), *reader.end(sample.finish_reason)]
                     self.said.append("".join(one.text for one in pieces if one.kind == "content"))
+        except asyncio.CancelledError:
+            if not self._over:
+                raise
+            raise SessionEndedError("the program has ended", None) from None
         finally:
-            self.waiting -= 1
+            self._asking.remove(asking)
         return pieces, sample, len(prompt_ids)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the program waits for a turn."""
+        return bool(self._asking)
+
+    def close(self) -> None:
+        """Gives up the turns that are being sampled: their tokens would belong to no trajectory."""
+        self._over = True
+        for one in self._asking:
+            one.cancel()
+
     @contextmanager
-    def _of_the_run(self, *but: type[Exception]) -> Iterator[None]:
+    def of_the_run(self, *but: type[Exception]) -> Iterator[None]:
         """Keeps an exception for the run, `but` some that are the program's mistake."""
         try:
             yield
@@ -95,13 +112,11 @@ class Session:
 
     async def _sampled(self, prompt_ids: tuple[int, ...], most: int | None) -> Sample:
         episode = self.episode
-        if self.ended is not None or self.error is not None:
+        if self._over or self.ended is not None or self.error is not None:
             raise SessionEndedError("the episode has ended before", self.ended)
         if len(episode.turns) >= self._most:
             raise self._end("budget_exceeded", f"the episode has had its {self._most} turns (budget.turns)")
         sample = await self._player.sample_next(episode, prompt_ids, most)
-        if self.over:
-            raise SessionEndedError("the program has ended", None)
         if sample is None:
             why = "the episode has no tokens left (sampling.max_new_tokens, or the model's context)"
             raise self._end("truncated", why)
@@ -182,7 +197,7 @@ class Door:
         try:
             yield name
         finally:
-            session.over = True
+            session.close()
             del self._sessions[name]
 
 
@@ -193,7 +208,7 @@ async def ended_in_time(running: asyncio.Future[Any], session: Session, seconds:
     while not running.done() and left > 0 and session.error is None:
         began = time.monotonic()
         await asyncio.wait([running], timeout=min(left, 0.5))
-        if not session.waiting:
+        if not session.waits:
             left -= time.monotonic() - began
     return running.done()
 

@@ -38,8 +38,11 @@ _OF_THE_RUN = (
 def application(sessions: Mapping[str, Session]) -> Starlette:
     """Returns the ASGI application that answers for these sessions."""
 
+    def name_of(asking: Asking) -> str:
+        return asking.path_params.get("session") or asking.headers.get("x-session-id", "")
+
     def session_of(asking: Asking) -> Session:
-        session = sessions.get(asking.path_params.get("session") or asking.headers.get("x-session-id", ""))
+        session = sessions.get(name_of(asking))
         if session is None:
             raise ApiError("there is no such session; its program has ended", status=404)
         return session
@@ -49,14 +52,17 @@ def application(sessions: Mapping[str, Session]) -> Starlette:
         return json_reply({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "nmoe"}]})
 
     async def chat(asking: Asking) -> Response:
-        return await _answered(session_of(asking), asking)
+        session = session_of(asking)
+        with session.of_the_run(ApiError, ClientDisconnect, UserError):  # a bug here is no failure of the program
+            return await _answered(session, asking)
 
-    async def refused(_: Asking, error: Exception) -> Response:
+    async def refused(asking: Asking, error: Exception) -> Response:
         if isinstance(error, ApiError):
             return error.reply()
         if isinstance(error, SessionEndedError):
-            # Clients try again after other statuses.
-            return ApiError(str(error), code=error.failure, status=403).reply()
+            # Clients try again after other statuses. By its name an environment's host knows this refusal from other servers'.
+            said = f"{error}; session {name_of(asking)} has ended"
+            return ApiError(said, code=error.failure, status=403).reply()
         if isinstance(error, ClientDisconnect):
             return ApiError("the client is gone", status=499).reply()
         return ApiError(str(error)).reply()

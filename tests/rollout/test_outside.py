@@ -95,10 +95,14 @@ def test_the_trajectory_is_what_the_engine_sampled(environment: Any, tokenizer: 
     assert pair[0].problem.history[0].content == "Add."
 
 
-def test_a_reward_may_be_any_finite_number(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    played = Played(environment, tokenizer, pool(venv(tmp_path, 'ask("a")\nreturn -1.5')), ["4"])
+@pytest.mark.parametrize(("given", "reward"), [("-1.5", -1.5), ("__import__('fractions').Fraction(3, 4)", 0.75)])
+def test_a_reward_may_be_any_finite_number(
+    given: str, reward: float, environment: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Of any type, such as numpy's, that JSON has no number for."""
+    played = Played(environment, tokenizer, pool(venv(tmp_path, f'ask("a")\nreturn {given}')), ["4"])
     (one,) = played.samples()
-    assert (one.grade.failure, one.grade.components["correctness"]) == ("ok", -1.5)
+    assert (one.grade.failure, one.grade.components["correctness"]) == ("ok", reward)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +137,16 @@ def test_an_environment_that_is_lost_is_masked(
     [
         ("ask('a')\nreturn float('nan')", "it gave the reward nan, not a finite number"),
         ("ask('a')\nreturn 'much'", "it gave the reward 'much', not a finite number"),
+        ("ask('a')\nreturn object()", "TypeError: float() argument must be a string or a real number, not 'object'"),
         ("ask('a')\nreturn [1, 2][int(said[0])]", "IndexError: list index out of range, at "),
         ("ask('a')\nsaid[0] = 'five'\nreturn 1.0", "it scored 'five', which the policy did not say: ['4']"),
         (
-            "try:\n    ask('a', 7)\nexcept urllib.error.HTTPError as error:\n    raise ValueError(error.code) from None",
-            "ValueError: 400",
+            "ask('a')\nraise ExceptionGroup('both', [ConnectionResetError('no judge'), KeyError('gold')])",
+            "ExceptionGroup: both (2 sub-exceptions)",
+        ),
+        (
+            "try:\n    ask('a', 7)\nexcept urllib.error.URLError as error:\n    raise ValueError(error.reason[:15]) from None",
+            "ValueError: Error code: 400",
         ),
     ],
 )
@@ -148,6 +157,33 @@ def test_an_environment_that_is_wrong_stops_the_run(
         Played(environment, tokenizer, pool(venv(tmp_path, play)), ["4"]).samples()
     assert reason in str(stopped.value)
     assert stopped.value.trajectory.grade.failure == "grader_error"
+
+
+# What the host writes with, from within an environment.
+ANSWERS = (
+    "import gc\nhost, = [one for one in gc.get_objects() if type(one).__name__ == 'Host']\nanswers = host._answers\n"
+)
+
+
+@pytest.mark.parametrize(
+    "crash",
+    [
+        f'{ANSWERS}answers.write(\'{{"id": 1, "rew\')\nanswers.flush()\nos._exit(3)',
+        "child = os.fork()\nif child == 0:\n    time.sleep(60)\nopen(PID, 'w').write(str(child))\nos._exit(3)",
+    ],
+    ids=["in the middle of an answer", "beside a process that holds its pipes"],
+)
+def test_a_crash_is_noticed_at_once(crash: str, environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Else its samples would wait for budget.wall_s, and so would all others of the run."""
+    pid, once = tmp_path / "pid", tmp_path / "once"
+    play = f"ask('a')\nif not os.path.exists({str(once)!r}):\n    open({str(once)!r}, 'w').close()\n"
+    play += "".join(f"    {line}\n" for line in crash.replace("PID", repr(str(pid))).splitlines()) + "return 1.0"
+    played = Played(environment, tokenizer, pool(venv(tmp_path, play)), ["4"])
+    (lost,) = played.samples()
+    assert (lost.grade.failure, lost.trainable) == ("environment_error", False)
+    assert "its process ended with code " in lost.grade.reason
+    assert [one.grade.components["correctness"] for one in played.samples()] == [1.0]
+    _wait_for_end_of(pid)
 
 
 def test_a_process_that_ended_is_started_again(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -193,8 +229,12 @@ def test_a_process_that_hangs_as_a_whole_is_ended(
     played = Played(environment, tokenizer, f"[budget]\nwall_s = 1.0\n{pool(place)}", ["4"])
     (lost,) = played.samples()
     assert (lost.grade.failure, lost.trainable) == ("environment_error", False)
+    _wait_for_end_of(tmp_path / "pid")
+
+
+def _wait_for_end_of(pid: Path) -> None:
     until = time.monotonic() + 20
-    while _lives(int((tmp_path / "pid").read_text())):
+    while pid.exists() and _lives(int(pid.read_text())):
         assert time.monotonic() < until, "its process has to be ended"
         time.sleep(0.05)
 
@@ -207,11 +247,17 @@ def _lives(pid: int) -> bool:
     return True
 
 
+AFTER_THE_END = "ask('a')\ntry:\n    ask('b')\nexcept Exception as error:\n    refused = error\n"
+
+
 @pytest.mark.parametrize(
     ("play", "correctness"),
     [
-        ("ask('a')\ntry:\n    ask('b')\nexcept urllib.error.HTTPError as error:\n    return error.code / 403", 1.0),
+        (f"{AFTER_THE_END}return 0.5 if 'Error code: 403' in str(refused) else 2.0", 0.5),
         ("ask('a')\nask('b')", 0.0),
+        (f"{AFTER_THE_END}raise ValueError('no turn') from refused", 0.0),
+        ("ask('a')\ntry:\n    ask('b')\nexcept Exception:\n    raise ValueError('no turn')", 0.0),
+        (f"{AFTER_THE_END}raise ExceptionGroup('turns', [refused])", 0.0),
     ],
 )
 def test_turns_beyond_the_budget_end_the_episode(
@@ -221,6 +267,53 @@ def test_turns_beyond_the_budget_end_the_episode(
     (spent,) = Played(environment, tokenizer, f"[budget]\nturns = 1\n{pool(venv(tmp_path, play))}", ["4"]).samples()
     assert (spent.grade.failure, spent.trainable, len(spent.turns)) == ("budget_exceeded", True, 1)
     assert spent.grade.components["correctness"] == correctness
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "raise ConnectionResetError('no judge')",
+        "raise type('RateLimitError', (Exception,), {})('no judge')",
+        "try:\n    raise refused\nexcept Exception:\n    raise ConnectionResetError('no judge')",
+        "raise ExceptionGroup('both', [refused, ConnectionResetError('no judge')])",
+    ],
+)
+def test_what_is_lost_after_the_budget_is_no_wrong_answer(
+    failure: str, environment: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    text = f"[budget]\nturns = 1\n{pool(venv(tmp_path, AFTER_THE_END + failure))}"
+    (lost,) = Played(environment, tokenizer, text, ["4"]).samples()
+    assert (lost.grade.failure, lost.trainable, lost.grade.verdict) == ("environment_error", False, None)
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ("raise ZeroDivisionError('no tests')", "ZeroDivisionError: no tests"),
+        ("raise ValueError('Error code: 403 - no key')", "ValueError: Error code: 403 - no key"),
+        ("raise ValueError('session of ours has ended')", "ValueError: session of ours has ended"),
+    ],
+)
+def test_what_breaks_after_the_budget_stops_the_run(
+    failure: str, reason: str, environment: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    text = f"[budget]\nturns = 1\n{pool(venv(tmp_path, AFTER_THE_END + failure))}"
+    with pytest.raises(UserCodeFailedError) as stopped:
+        Played(environment, tokenizer, text, ["4"]).samples()
+    assert reason in str(stopped.value)
+
+
+def test_a_bug_of_the_door_is_the_run_s(
+    environment: Any, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an environment would see a server that fails, and its sample would be lost."""
+
+    def broken(pieces: Any) -> None:
+        raise KeyError("content")
+
+    monkeypatch.setattr("nmoe.rollout.session_routes._message", broken)
+    with pytest.raises(KeyError, match="content"):
+        Played(environment, tokenizer, pool(venv(tmp_path, "ask('a')\nreturn 1.0")), ["4"]).samples()
 
 
 def test_a_failure_of_the_engine_is_the_run_s(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -20,8 +20,11 @@ from nmoe.envs.environment import Environment
 from nmoe.errors import DivergenceError, InfrastructureError, UserError
 from nmoe.rollout.bundle import read_bundle
 from nmoe.rollout.collector import Collector
+from nmoe.rollout.episode import Episode, Player
+from nmoe.rollout.programs import Session, SessionEndedError
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
+from nmoe.text.conversation import ChatMessage
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
 from nmoe.types import Sample, Sampling
@@ -251,6 +254,30 @@ except TimeoutError:
     first, second = engine.requests
     assert first == second, "the turn is the first one still"
     assert (len(played.turns), played.grade.failure, played.grade.components["correctness"]) == (1, "ok", 1.0)
+
+
+def test_a_turn_that_would_come_after_the_end_is_given_up(environment: Any, tokenizer: Tokenizer) -> None:
+    """Its tokens would be handed over and belong to no sample, at which a run ends."""
+    demo = environment('format = "boxed"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\n')
+    engine = Slow(lambda request, index: [])
+    player = Player(engine, demo, 2000)  # type: ignore[arg-type]
+    (problem,) = demo.pool.take(1)
+
+    async def ended() -> Episode:
+        episode = Episode(problem, 0, (7,), (), Sampling(400, seed=0), [])
+        session = Session(episode, player, demo.renderer, 8)
+        asked = [asyncio.ensure_future(session.turn([ChatMessage("user", "?")], [], None)) for _ in range(2)]
+        while not engine.requests:
+            await asyncio.sleep(0)
+        session.close()
+        for one in (*asked, asyncio.ensure_future(session.turn([ChatMessage("user", "?")], [], None))):
+            with pytest.raises(SessionEndedError, match="ended"):
+                await one
+        assert not session.waits
+        return episode
+
+    assert asyncio.run(ended()).turns == []
+    assert (engine.aborted, player.sampled_tokens.total()) == (["7/0/0"], 0)
 
 
 def test_turns_beyond_the_budget_are_refused(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ A line of JSON on standard input asks, and lines on standard output answer. It i
     <- {"id": 2, "play": 7, "key": ..., "url": ..., "session": ...}       or {"cancel": 2}
     -> {"id": 2, "reward": 0.5, "rewards": {...}, "metrics": {...}, "said": [...]}
 
-An episode that has no reward answers `lost` where its infrastructure failed, and `broken` where its code did, with the reason. The
-environment asks the policy at `url`, and names its session in the header X-Session-ID. The end of standard input ends the process.
+An episode that has no reward answers why: `ended` where it could not go on because the policy's session had ended, `lost` where
+its infrastructure failed, and `broken` where its code did. The environment asks the policy at `url`, and names its session in the
+header X-Session-ID. The end of standard input ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 ADAPTERS = {"0.3.1": "verifiers_v0", "0.4.0": "verifiers_v1"}
@@ -33,30 +33,50 @@ _LOST = (
     "Timeout", "TimeoutError", "TimeoutException", "ConnectionError", "ConnectError", "ReadError", "WriteError", "CloseError",
     "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError", "gaierror",
     "IncompleteReadError", "RemoteProtocolError", "ServerDisconnectedError", "ConnectionClosed", "ConnectionClosedError",
+    "InternalServerError", "RateLimitError",
 )  # fmt: skip
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an exception and its causes."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+def chain(error: BaseException) -> list[BaseException]:
+    """Returns an exception and its causes, the last one first."""
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in found:
+        found.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return found
 
 
-def failed(error: BaseException, lost: tuple[type[BaseException], ...] = ()) -> dict[str, str]:
-    """Returns the answer of an episode that raised: `lost` if it or a cause is a lost connection, else `broken`."""
-    names = [type(one).__name__ for one in chain(error)]
-    kind = "lost" if isinstance(error, lost) or named_lost(names) else "broken"
-    first = list(chain(error))[-1]
+def failed(error: BaseException, session: str, lost: tuple[type[BaseException], ...] = ()) -> dict[str, str]:
+    """Returns the answer of an episode that raised. `lost` are more exceptions by which the infrastructure failed."""
+    first = chain(error)[-1]
     frames = traceback.extract_tb(first.__traceback__)
     where = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return {kind: f"{type(error).__name__}: {error}{where}"}
+    return {_kind(error, session, lost): f"{type(error).__name__}: {error}{where}"}
 
 
-def named_lost(names: list[str]) -> bool:
-    return any(name.rpartition(".")[2].endswith(_LOST) for name in names)
+def _kind(error: BaseException, session: str, lost: tuple[type[BaseException], ...]) -> str:
+    # From the last one on: a connection may be lost while an earlier failure is handled.
+    for one in chain(error):
+        if session and says_ended(str(one), session):
+            return "ended"
+        if isinstance(one, lost) or is_lost(type(one).__name__):
+            return "lost"
+        if isinstance(one, BaseExceptionGroup):
+            kinds = {_kind(part, session, lost) for part in one.exceptions}
+            return next(kind for kind in ("broken", "lost", "ended") if kind in kinds)
+    return "broken"
+
+
+def says_ended(text: str, session: str) -> bool:
+    """Returns whether a text has the policy's refusal of a further turn (`nmoe.rollout.session_routes`). No other server, and no
+    turn of the policy, knows the session's name."""
+    return f"session {session} has ended" in text
+
+
+def is_lost(name: str) -> bool:
+    """Returns whether an exception of this name is a lost connection or a reply that did not come."""
+    return name.rpartition(".")[2].endswith(_LOST)
 
 
 def text_of(content: Any) -> str:
@@ -84,8 +104,8 @@ class Host:
         self._adapter, self._answers = adapter, answers
         self._playing: dict[int, asyncio.Task[None]] = {}
 
-    def say(self, answer: dict[str, Any]) -> None:
-        self._answers.write(json.dumps(answer) + "\n")
+    def say(self, line: str) -> None:
+        self._answers.write(line + "\n")
         self._answers.flush()
 
     async def serve(self) -> None:
@@ -114,13 +134,14 @@ class Host:
         task.add_done_callback(lambda _: self._playing.pop(number))
 
     async def _answer(self, number: int, asked: dict[str, Any]) -> None:
-        answer: dict[str, Any] = {"lost": "it was given up"}
+        line = json.dumps({"id": number, "lost": "it was given up"})
         try:
-            answer = await self._asked(asked)
+            # Numbers of numpy and torch are no floats to JSON.
+            line = json.dumps({"id": number, **await self._asked(asked)}, default=float)
         except Exception as error:
-            answer = failed(error)
+            line = json.dumps({"id": number, **failed(error, asked.get("session", ""), self._adapter.LOST)})
         finally:
-            self.say({"id": number, **answer})
+            self.say(line)
 
     async def _asked(self, asked: dict[str, Any]) -> dict[str, Any]:
         if "list" in asked:

@@ -55,7 +55,7 @@ class _Running:
         self.ended = False
         self._listening = threading.Thread(target=self._listen, daemon=True)
         self._listening.start()
-        for work in (self._write, self._read):
+        for work in (self._write, self._read, self._bury):
             threading.Thread(target=work, daemon=True).start()
 
     def first(self, seconds: float) -> Answer:
@@ -100,13 +100,16 @@ class _Running:
             pipe.close()
 
     def _read(self) -> None:
-        number = 0
         for line in _open(self._process.stdout):
-            answer = json.loads(line)
+            try:
+                answer = json.loads(line)
+            except ValueError:  # it ended while it wrote
+                break
             with self._lock:
-                future = self._waiting.pop(answer.get("id", number), None)
+                future = self._waiting.pop(answer.get("id", 0), None)
             if future is not None:
                 future.set_result(answer)
+        self.kill()
         self._process.wait()
         self._listening.join(1.0)  # not longer: a process that it started may hold the pipe
         with self._lock:
@@ -114,6 +117,11 @@ class _Running:
             left, self._waiting = self._waiting, {}
         for future in left.values():
             future.set_exception(EnvironmentLostError(self._last()))
+
+    def _bury(self) -> None:
+        """Ends what the process started once it has ended: one that holds its pipes would hide the end."""
+        self._process.wait()
+        self.kill()
 
     def _listen(self) -> None:
         for line in _open(self._process.stderr):

@@ -44,6 +44,8 @@ class PolicyClient(OpenAIChatCompletionsClient):
 class Adapter:
     """The environment that the settings describe: {"environment": {"id": ..., "args": {...}}, "split": ...}."""
 
+    LOST = (InfraError,)
+
     def __init__(self, settings: Mapping[str, Any]) -> None:
         logging.getLogger("verifiers").setLevel(logging.WARNING)
         given = dict(settings["environment"])
@@ -80,7 +82,10 @@ class Adapter:
         row = {name: value for name, value in self._rows[index].items() if value is not None}
         state = await self._env.rollout(row, self._client, "policy", {})
         if (error := state.get("error")) is not None:
-            return failed(error, (InfraError,))
+            return failed(error, session, self.LOST)
+        if state.get("timed_out"):
+            # They score it as it is, also where the environment's own call raised the TimeoutError.
+            return {"lost": "verifiers ended it by a timeout, which counts the time of the engine, too"}
         try:
             await self._env.rubric.score_rollout(state)
         finally:

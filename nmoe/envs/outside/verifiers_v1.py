@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import verifiers.v1 as vf
-from host import named_lost, text_of
+from host import is_lost, says_ended, text_of
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult
@@ -46,8 +46,9 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         reply = await _posted(
             ChatHarness._client, f"{endpoint}/chat/completions", secret, {"model": ctx.model, "messages": messages}
         )
-        # The episode may have no further turn: it is over, and scored as it is.
-        if reply.status_code == 403 or (reply.is_error and trace.stop_condition is not None):
+        # The episode may have no further turn: it is over, and scored as it is. Another server's 403 is a failure.
+        ended = reply.status_code == 403 and says_ended(reply.text, trace.id)
+        if ended or (reply.is_error and trace.stop_condition is not None):
             return ProgramResult(0, "", "")
         return ProgramResult(1, "", reply.text) if reply.is_error else ProgramResult(0, "", "")
 
@@ -67,6 +68,8 @@ async def _posted(client: httpx.AsyncClient, url: str, secret: str, body: dict[s
 
 class Adapter:
     """The environment that the settings describe: {"environment": the table [env] of vf-eval}."""
+
+    LOST = ()
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         if settings.get("split"):
@@ -144,23 +147,43 @@ class Adapter:
                 traces.append(trace)
 
         episode = await self._env.run_episode(self._task(index), ModelContext("policy", client), on_trace=begun)
-        if len(traces) > 1:
-            return {"broken": f"the policy played {len(traces)} times in one episode, and a sample has one reward"}
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors:
-            return _failed(errors[0])
+            return _failed(errors, session)
+        if len(traces) != 1:
+            return {"broken": f"the policy played {len(traces)} times in one episode, and a sample has one reward"}
         (trace,) = traces
+        if late := [one.stop_condition for one in episode.traces if one.is_timeout]:
+            # They score it as it is, without the rewards that were not there in time.
+            return {"lost": f"{late[0]} of verifiers, which counts the time of the engine, too"}
+        if trace.calls and (error := trace.calls[-1].error) is not None and _kind(error, session) != "ended":
+            return _failed([error], session)  # which a program of the harness took for the end
         said = [one.content or "" for one in trace.assistant_messages]
         rewards = {name: one.value for name, one in trace.rewards.items() if one is not None}
         return {"reward": trace.reward, "rewards": rewards, "metrics": dict(trace.metrics), "said": said}
 
 
-def _failed(error: Any) -> dict[str, str]:
-    # A traceback names each exception of the chain at the beginning of a line.
-    names = [line.partition(":")[0] for line in (error.traceback or "").splitlines() if line[:1].isalpha()]
-    lost = error.type in _INFRASTRUCTURE or named_lost(names)
-    # The policy's endpoint: 5xx and 499 are its failures, others a request that it refuses.
-    if error.type == "ProviderError":
-        lost = error.status_code is None or error.status_code >= 499
+def _failed(errors: Sequence[Any], session: str) -> dict[str, str]:
+    """Returns the answer of an episode with errors: `ended` only if nothing else failed, or it was all of one cause."""
+    kinds = [_kind(error, session) for error in errors]
+    kind, error = next((one for one in zip(kinds, errors, strict=True) if one[0] != "ended"), (kinds[0], errors[0]))
     status = "" if error.status_code is None else f" {error.status_code}"
-    return {"lost" if lost else "broken": f"{error.type}{status}: {error.message}"}
+    return {kind: f"{error.type}{status}: {error.message}"}
+
+
+def _kind(error: Any, session: str) -> str:
+    if says_ended(error.message, session):
+        return "ended"
+    # Of a model's provider: 5xx and 499 are its failures, others a request that it refuses.
+    if error.type == "ProviderError":
+        return "lost" if error.status_code in (None, 408, 429) or error.status_code >= 499 else "broken"
+    if error.type in _INFRASTRUCTURE:
+        return "lost"
+    # A traceback names each exception of the chain at the beginning of a line, the last one at its end.
+    for line in reversed((error.traceback or "").splitlines()):
+        if line[:1].isalpha():
+            if says_ended(line, session):
+                return "ended"
+            if is_lost(line.partition(":")[0]):
+                return "lost"
+    return "broken"
