@@ -29,6 +29,8 @@ class Imported:
     without: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    """The given keys that a value or a remark comes from. A key that no row used is named as one without effect."""
 
 
 def convert(launch: Launch, program: Program) -> Imported:
@@ -42,7 +44,7 @@ def convert(launch: Launch, program: Program) -> Imported:
     for row in program.rows:
         _unset(row, reading, found)
     for key, one in reading.given.items():
-        _account(key, one, program, found)
+        _account(key, one, found)
     for key, one in launch.starter.items():
         found.without.append(_of_starter(key, one, key in reading.counted))
     for row in program.rows:
@@ -61,11 +63,13 @@ def _refuse_two_spellings(launch: Launch, program: Program) -> None:
 
 
 def _apply(row: Row, reading: Reading, found: Imported) -> None:
-    assert row.convert is not None, "chosen by it"
-    given = [name for name in row.theirs if name in reading.given]
-    for key, value in _converted(row, given, reading).items():
-        if value is None:
-            continue
+    reading.read.clear()
+    remarks = len(reading.notes) + len(reading.to_fill)
+    values = {key: value for key, value in _converted(row, reading).items() if value is not None}
+    if values or len(reading.notes) + len(reading.to_fill) > remarks:
+        found.used |= reading.read
+    given = [key for key in reading.given if key in reading.read]
+    for key, value in values.items():
         assert key not in found.values, f"{key} has two rows"
         if not given and key not in _ALWAYS and value == default_of(COMMANDS[found.program.command], key):
             continue
@@ -73,13 +77,14 @@ def _apply(row: Row, reading: Reading, found: Imported) -> None:
         found.origins[key] = _origin(row, given, reading)
 
 
-def _converted(row: Row, given: Sequence[str], reading: Reading) -> Mapping[str, Any]:
+def _converted(row: Row, reading: Reading) -> Mapping[str, Any]:
     """Returns nmoe's keys for a row. Raises UserError for values that the other trainer could not take either."""
     assert row.convert is not None, "chosen by it"
     try:
         return row.convert(reading)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        read = [reading.given[name] for name in given] or list(reading.given.values())
+        named = [one for key, one in reading.given.items() if key in row.theirs]
+        read = named or [one for key, one in reading.given.items() if key in reading.read]
         values = ", ".join(_written(one, row.secret) for one in read[:6])
         raise UserError(f"{read[0].where}: {values}: not values of such keys ({error}); correct them") from error
 
@@ -93,7 +98,7 @@ _ALWAYS = frozenset(
 def _origin(row: Row, given: Sequence[str], reading: Reading) -> str:
     """Returns from which of the trainer's keys a value comes, for the comment behind it."""
     if given:
-        return ", ".join(_written(reading.given[name], row.secret) for name in given)
+        return ", ".join(_written(reading.given[name], _is_secret(name, reading.program)) for name in given)
     defaults = [name for name in row.theirs if reading.program.defaults.get(name) is not None]
     shown_defaults = ", ".join(f"{name} = {_text(reading.program.defaults[name])}" for name in defaults[:3])
     return f"default of {reading.program.trainer}" + (f": {shown_defaults}" if shown_defaults else "")
@@ -154,27 +159,22 @@ def _unset(row: Row, reading: Reading, found: Imported) -> None:
         reading.fill(ours, f"{values}: the script does not set this variable")
 
 
-def _account(key: str, one: Given, program: Program, found: Imported) -> None:
+def _account(key: str, one: Given, found: Imported) -> None:
     """Names a given key that has no counterpart, has no effect here, or is unknown."""
-    row = program.row_of(key)
+    row = found.program.row_of(key)
     if row is None:
-        found.unknown.append(f"{one.where}: {_written(one, _is_secret(key))}{_closest(key, program)}")
+        found.unknown.append(
+            f"{one.where}: {_written(one, _is_secret(key, found.program))}{_closest(key, found.program)}"
+        )
     elif row.convert is None:
         found.without.append(f"{_written(one, row.secret)}: {row.text}")
-    elif not is_unset(one.value) and not any(
-        key in row.theirs for row in program.rows if row.ours and _took_effect(row, found)
-    ):
+    elif not is_unset(one.value) and key not in found.used:
         found.without.append(f"{_written(one, row.secret)}: has no effect beside the other keys ({row.text})")
 
 
-def _took_effect(row: Row, found: Imported) -> bool:
-    return any(
-        one in found.values or ("*" in one and any(key.startswith(one.rstrip("*")) for key in found.values))
-        for one in row.ours
-    )
-
-
-def _is_secret(key: str) -> bool:
+def _is_secret(key: str, program: Program) -> bool:
+    if (row := program.row_of(key)) is not None:
+        return row.secret
     return any(part in key.lower() for part in ("token", "api_key", "wandb_key", "password", "secret"))
 
 

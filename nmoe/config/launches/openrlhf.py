@@ -9,32 +9,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmoe.config.launches.rows import (
-    Converted,
-    Program,
-    Reading,
-    Row,
-    number,
-    same,
-    switch,
-    together,
-    whole,
-    without,
-)
+from nmoe.config.launches.concepts import betas, columns, critic, lora, model, offload, overlong
+from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, same, switch, together, whole, without
 from nmoe.config.launches.shared import (
     EVALUATED,
-    FILL_IN,
     GROUPS_DROPPED,
     PRECISIONS,
     at_home,
+    colocated,
+    end_of_schedule,
+    examples,
     grader,
     kl,
-    lora_targets,
     name_of,
+    name_of_dataset,
+    nearest,
     pool,
     probe,
     records,
-    schedule,
+    reward_model,
+    uncorrected,
     updates,
 )
 
@@ -199,25 +193,32 @@ def _advantage(reading: Reading) -> Converted:
         reading.differs(
             f"no_advantage_std_norm: nmoe's {_ESTIMATORS[name]} divides advantages by their deviation over the batch"
         )
-    return {"algorithm.advantage": _ESTIMATORS.get(name, "grpo")}
+    return {"algorithm.advantage": nearest(reading, "algo.advantage.estimator", _ESTIMATORS, "grpo")}
 
 
 def _loss(reading: Reading) -> Converted:
     bounds = reading["actor.eps_clip_low_high"]
-    low, high = bounds if isinstance(bounds, list) and len(bounds) == 2 else (reading["actor.eps_clip"],) * 2
+    if bounds is None:
+        bounds = (reading["actor.eps_clip"],) * 2
+    low, high = bounds
     found: dict[str, Any] = {"algorithm.clip_low": float(low), "algorithm.clip_high": float(high)}
-    if reading["actor.policy_loss_type"] == "gspo":
+    kind = nearest(reading, "actor.policy_loss_type", {"ppo": "clip", "gspo": "gspo"}, "clip")
+    bound = reading["actor.dual_clip"]
+    if kind == "gspo":
+        if bound:
+            reading.differs(f"dual_clip = {bound}: nmoe's gspo does not bound the ratio of negative advantages")
         return {**found, "algorithm.loss": "gspo"}
-    if reading["actor.dual_clip"]:
-        return {**found, "algorithm.loss": "dual_clip", "algorithm.dual_clip_bound": float(reading["actor.dual_clip"])}
+    if bound:
+        return {**found, "algorithm.loss": "dual_clip", "algorithm.dual_clip_bound": float(bound)}
     return {**found, "algorithm.loss": "clip"}
 
 
 def _aggregation(reading: Reading) -> Converted:
-    if reading["actor.policy_loss_type"] == "gspo" or reading["actor.loss_agg_mode"] == "seq-mean-token-mean":
+    if reading["actor.policy_loss_type"] == "gspo":
         return {"algorithm.aggregation": "sequence"}
     if not _is_old(reading):
-        return {"algorithm.aggregation": "token"}
+        names = {"token-mean": "token", "seq-mean-token-mean": "sequence"}
+        return {"algorithm.aggregation": nearest(reading, "actor.loss_agg_mode", names, "token")}
     # 0.9.3 takes the mean over a micro-batch's tokens, and then over micro-batches: with one sequence each, over sequences.
     if not reading.yes("train.dynamic_batch_enable") and reading.whole("train.micro_batch_size", 4) == 1:
         return {"algorithm.aggregation": "sequence"}
@@ -229,15 +230,23 @@ def _aggregation(reading: Reading) -> Converted:
 
 
 def _kl(reading: Reading) -> Converted:
-    in_loss = reading.yes("algo.kl.use_loss")
     coef = reading["algo.kl.init_coef"]
+    if not coef:
+        return {"algorithm.kl_coef": 0.0}
     estimator = str(reading["algo.kl.estimator"])
-    if coef and not in_loss and str(reading["algo.advantage.estimator"]) not in ("gae", "reinforce"):
+    if reading.yes("algo.kl.use_loss"):
+        weighted = reading.yes("algo.kl.unbiased_gradient")
+        if weighted and reading.whole("vllm.num_engines"):
+            reading.differs(
+                "kl.unbiased_gradient weighs by the ratio to the learner before the update, nmoe by the ratio to the engine"
+            )
+        return kl(coef, "loss", estimator, weighted)
+    if str(reading["algo.advantage.estimator"]) not in ("gae", "reinforce"):
         reading.differs(
             "the KL penalty of each token is added behind the group's baseline; nmoe subtracts a sample's sum from its "
             "reward before the baseline"
         )
-    return kl(coef, "loss" if in_loss else "reward", estimator, reading.yes("algo.kl.unbiased_gradient"))
+    return kl(coef, "reward", estimator)
 
 
 def _precision(reading: Reading) -> Converted:
@@ -246,55 +255,48 @@ def _precision(reading: Reading) -> Converted:
 
 
 def _schedule(prefix: str) -> Row:
-    keys = [f"{prefix}lr_scheduler", f"{prefix}lr_warmup_ratio", f"{prefix}min_lr_ratio"]
+    name, warmup, least = f"{prefix}lr_scheduler", f"{prefix}lr_warmup_ratio", f"{prefix}min_lr_ratio"
 
     def convert(reading: Reading) -> Converted:
-        name = str(reading[keys[0]])
-        ratio = 0.0 if name == "constant" else float(reading.number(keys[1]))
-        return schedule(reading, name, reading.number(keys[2]) if "min_lr" in name else None, warmup_ratio=ratio)
+        kind = str(reading[name])
+        end = end_of_schedule(reading, kind, lambda: reading[least] if "min_lr" in kind else None)
+        share = 0.0 if kind == "constant" else float(reading.number(warmup))
+        return {"optimizer.min_lr_ratio": end, "optimizer.warmup_ratio": share or None}
 
-    text = "linear warm-up, then a half cosine to a share of the peak; constant schedules end at 1"
-    return together(keys, ("optimizer.min_lr_ratio", "optimizer.warmup_ratio"), convert, text)
-
-
-def _betas(key: str) -> Row:
-    def convert(reading: Reading) -> Converted:
-        first, second = reading[key]
-        return {"optimizer.beta1": float(first), "optimizer.beta2": float(second)}
-
-    return together([key], ("optimizer.beta1", "optimizer.beta2"), convert, "the two of them")
+    return together(
+        {name: "optimizer.min_lr_ratio", warmup: "optimizer.warmup_ratio", least: "optimizer.min_lr_ratio"},
+        convert,
+        "linear warm-up, then a half cosine to a share of the peak; constant schedules end at 1",
+    )
 
 
-def _lora(reading: Reading) -> Converted:
-    if (rank := reading.whole("ds.lora.rank")) == 0:
-        return {}
-    alpha = reading.number("ds.lora.alpha", 16)
-    return {
-        "lora.rank": rank,
-        "lora.alpha": float(alpha),
-        "lora.targets": lora_targets(reading, reading["ds.lora.target_modules"]),
-    }
-
-
-_LORA = together(
-    ("ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules"), ("lora.rank", "lora.alpha", "lora.targets"), _lora,
-    "rank 0 trains all weights; the default targets, all-linear, are nmoe's default ones",
-)  # fmt: skip
+_LORA = lora("ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules")
 
 
 def _correction(reading: Reading) -> Converted:
+    is_off = (
+        not reading.yes("enable_vllm_is_correction")
+        if _is_old(reading)
+        else reading["algo.advantage.is_correction_level"] == "off"
+    )
+    if is_off:
+        updates = int(_batch(reading)["batch.updates_per_step"]) * reading.whole("train.max_epochs", 1)
+        return uncorrected(reading, updates, reading.whole("vllm.num_engines") > 0)
+    if reading["actor.policy_loss_type"] == "gspo":
+        reading.differs(
+            "gspo with a correction takes the ratio to the engine and corrects nothing else; nmoe's ratio is to the learner "
+            "before the update, unless a step has one update"
+        )
+        return {"algorithm.correction": "none"}
     if _is_old(reading):
-        if not reading.yes("enable_vllm_is_correction"):
-            return {"algorithm.correction": "none"} if reading.yes("train.async_enable") else {}
         low, high = reading["vllm_is_truncated_threshold"] or (0.5, 5.0)
         kind = str(reading["vllm_is_correction_type"] or "tis")
     else:
-        level, mode = reading["algo.advantage.is_correction_level"], reading["algo.advantage.is_correction_mode"]
-        if level == "off":
-            return {"algorithm.correction": "none"} if reading.yes("train.async_enable") else {}
+        mode = nearest(reading, "algo.advantage.is_correction_mode", {"mask": "icepop", "clip": "tis"}, "icepop")
+        level = nearest(reading, "algo.advantage.is_correction_level", {"token": mode, "seq": "mis"}, mode)
         bounds = reading["algo.advantage.is_correction_threshold"]
         low, high = (0.0, bounds) if not isinstance(bounds, list) else bounds if len(bounds) == 2 else (0.0, bounds[0])
-        kind = "mis" if level == "seq" else "icepop" if mode == "mask" else "tis"
+        kind = level
         if reading["algo.advantage.is_correction_gating"] not in (None, "ratio"):
             reading.differs(
                 f"is_correction_gating = {reading['algo.advantage.is_correction_gating']}: nmoe's windows are of "
@@ -325,12 +327,7 @@ def _placement(reading: Reading) -> Converted:
         "placement.memory_share": float(reading.number("vllm.gpu_memory_utilization", 0.95)),
     }
     if reading.yes("train.colocate_all") and not reading.yes("train.async_enable"):
-        reading.differs(
-            "vLLM sleeps while OpenRLHF trains on the same GPUs; nmoe's engines keep placement.memory_share of a GPU: lower "
-            "it to what training "
-            "leaves (`nmoe plan`)"
-        )
-        return {**found, "placement.layout": "colocated"}
+        return {**found, **colocated(reading)}
     if reading.whole("actor.num_nodes", 1) > 1:
         found["placement.launcher"] = "ray"
     return found
@@ -346,17 +343,8 @@ def _asynchrony(reading: Reading) -> Converted:
 
 
 def _data(reading: Reading) -> Converted:
-    found = pool(
-        reading,
-        "environment.task_pool",
-        reading["data.prompt_dataset"],
-        reading["data.prompt_split"],
-        None,
-        reading["data.max_samples"],
-    )
-    found["environment.env_id"] = (
-        name_of(str(reading["data.prompt_dataset"] or "problems").split("/")[-1].partition(".")[0]) or "problems"
-    )
+    found = pool(reading, "environment.task_pool", "data.prompt_dataset", "data.prompt_split", "", "data.max_samples")
+    found["environment.env_id"] = name_of_dataset(reading["data.prompt_dataset"] or "problems")
     found["environment.task_pool.problem_field"] = reading["data.input_key"]
     found["environment.task_pool.answer_field"] = reading["data.label_key"]
     if reading["data.prompt_probs"]:
@@ -365,18 +353,15 @@ def _data(reading: Reading) -> Converted:
 
 
 def _rewards(reading: Reading) -> Converted:
-    if reading["reward.model_name_or_path"] and not reading["reward.remote_url"]:
-        path = str(reading["reward.model_name_or_path"]).split(",")[0]
-        reading.fill(
-            "environment.rewards.0.path",
-            "a reward model trained by `nmoe reward`; another's checkpoint has another head",
-        )
-        return {
-            "environment.task": "open", "environment.rewards.0.type": "reward_model",
-            "environment.rewards.0.name": "reward_model",
-            "environment.rewards.0.path": path,
-        }  # fmt: skip
-    by = reading["train.agent_func_path"] or reading["reward.remote_url"]
+    remote = reading["reward.remote_url"]
+    if not remote and (paths := reading["reward.model_name_or_path"]):
+        first, *others = str(paths).split(",")
+        if others:
+            reading.differs(
+                f"{len(others) + 1} reward models: only the first is written; add the others as [[rewards]]"
+            )
+        return reward_model(reading, first)
+    by = reading["train.agent_func_path"] or remote
     return grader(reading, [str(by)] if by else [])
 
 
@@ -386,29 +371,15 @@ def _evaluation(reading: Reading) -> Converted:
         return {}
     reading.fill("eval.0.environment.task", "as environment.task")
     reading.differs(EVALUATED.format(trainer="OpenRLHF"))
-    name = name_of(str(dataset).split("/")[-1].partition(".")[0]) or "evaluation"
-    training = str(reading["data.prompt_dataset"]).split("/")[-1].partition(".")[0]
+    name, training = name_of_dataset(dataset), name_of_dataset(reading["data.prompt_dataset"])
     return {
         "eval.0.every_steps": every,
         **probe(reading["eval.temperature"], reading["eval.n_samples_per_prompt"]),
-        "eval.0.environment.env_id": f"{name}_eval" if name == name_of(training) else name,
+        "eval.0.environment.env_id": f"{name}_eval" if name == training else name,
         "eval.0.environment.task": "math",
-        **pool(reading, "eval.0.environment.task_pool", dataset, reading["eval.split"]),
+        **pool(reading, "eval.0.environment.task_pool", "eval.dataset", "eval.split"),
         "eval.0.environment.task_pool.problem_field": reading["data.input_key"],
         "eval.0.environment.task_pool.answer_field": reading["data.label_key"],
-    }
-
-
-def _critic(reading: Reading) -> Converted:
-    if reading["algo.advantage.estimator"] != "gae":
-        return {}
-    return {
-        "critic.learning_rate": float(reading["critic.adam.lr"]),
-        "critic.path": reading["critic.model_name_or_path"],
-        "critic.gamma": float(reading["algo.advantage.gamma"]),
-        "critic.trace_decay": float(reading["algo.advantage.lambd"]),
-        "critic.clip": float(reading["critic.value_clip"]),
-        "critic.warmup_steps": max(0, reading.whole("critic.freezing_steps")),
     }
 
 
@@ -425,8 +396,20 @@ def _directories(reading: Reading) -> Converted:
     return found
 
 
-def _resume(reading: Reading) -> Converted:
-    return {"run.resume": "auto" if reading.yes("ckpt.load_enable") else None}
+_RESUME = together(
+    {"ckpt.load_enable": "run.resume"},
+    lambda r: {"run.resume": "auto" if r.yes("ckpt.load_enable") else None},
+    "true: auto",
+)
+_DIRECTORIES = together(
+    {
+        "ckpt.path": "run.directory",
+        "ckpt.output_dir": ("run.directory", "checkpoint.export_directory"),
+        "logger.wandb.run_name": "run.name",
+    },
+    _directories,
+    "the last part of the path is the run's name",
+)
 
 
 def _sinks(reading: Reading) -> Converted:
@@ -435,11 +418,12 @@ def _sinks(reading: Reading) -> Converted:
     return {"sinks.to": to or None, "sinks.project": reading["logger.wandb.project"] if "wandb" in to else None}
 
 
-def _overlong(reading: Reading) -> Converted:
-    buffer, factor = reading.whole("reward.overlong_buffer_len"), reading.number("reward.overlong_penalty_factor", 1)
-    if buffer and factor != 1:
-        reading.differs(f"overlong_penalty_factor = {factor}: nmoe's penalty rises to 1")
-    return {"algorithm.overlong_buffer": buffer or None}
+_SINKS = together(
+    {"logger.wandb.key": "sinks.to", "logger.tensorboard_dir": "sinks.to", "logger.wandb.project": "sinks.project"},
+    _sinks,
+    "the sinks; the key of W&B is not written",
+    secret=True,
+)
 
 
 def _filtering(reading: Reading) -> Converted:
@@ -486,91 +470,80 @@ _OPERATION = (
 _MUON = ("AdamW is nmoe's optimizer", "muon.lr", "muon.momentum", "muon.ns_steps", "muon.nesterov", "muon.no_nesterov")
 
 _PPO_ROWS: tuple[Row, ...] = (
-    together(("actor.model_name_or_path",), ("model.path",), lambda r: _model(r, "actor.model_name_or_path"), "the same"),
-    together(("ds.param_dtype", "bf16"), ("model.precision",), _precision, "bf16: bfloat16; fp16: float16"),
+    model("actor.model_name_or_path"),
+    together({"ds.param_dtype": "model.precision", "bf16": "model.precision"}, _precision, "bf16: bfloat16; fp16: float16"),
     switch("actor.gradient_checkpointing_enable", "model.checkpoint_activations"),
-    together(("actor.aux_loss_coef",), ("model.router_aux_loss_coef",),
+    together({"actor.aux_loss_coef": "model.router_aux_loss_coef"},
         lambda r: {"model.router_aux_loss_coef": float(r["actor.aux_loss_coef"]) or None},
              "the same; 0 is nmoe's default in RL"),
     _LORA,
-    together(("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size"),
-             ("batch.prompts_per_step", "batch.group_size", "batch.updates_per_step"), _batch,
+    together({"rollout.batch_size": "batch.prompts_per_step", "rollout.n_samples_per_prompt": "batch.group_size",
+              "train.batch_size": ("batch.updates_per_step", "batch.prompts_per_step")}, _batch,
              "prompts, samples of each, and prompts x samples / train.batch_size updates: train.batch_size counts samples"),
     whole("train.max_epochs", "batch.passes_per_step"),
-    together(("train.micro_batch_size", "train.dynamic_batch_enable", "train.max_tokens_per_gpu"),
-        ("batch.tokens_per_microbatch",), _microbatch,
+    together(dict.fromkeys(("train.micro_batch_size", "train.dynamic_batch_enable", "train.max_tokens_per_gpu"),
+        "batch.tokens_per_microbatch"), _microbatch,
              "sequences times the longest prompt and completion; with dynamic batches the tokens themselves"),
-    together(("algo.dynamic_filtering_enable", "algo.dynamic_filtering_range"), ("batch.max_refills", "batch.solve_rate"),
-        _filtering,
-             "0 refills without dynamic filtering"),
+    together({"algo.dynamic_filtering_enable": "batch.max_refills", "algo.dynamic_filtering_range": "batch.solve_rate"},
+        _filtering, "0 refills without dynamic filtering"),
     number("train.num_episodes", "run.episodes"),
     same("train.seed", "run.seed"),
-    together(("prompt_max_len", "generate_max_len", "data.max_len", "rollout.max_new_tokens"),
-             ("environment.budget.prompt_tokens", "sampling.max_new_tokens"), _of_lengths,
+    together({"prompt_max_len": "environment.budget.prompt_tokens", "generate_max_len": "sampling.max_new_tokens",
+              "data.max_len": ("sampling.max_new_tokens",), "rollout.max_new_tokens": "sampling.max_new_tokens"}, _of_lengths,
              "the most tokens of a prompt and of a completion"),
     number("rollout.temperature", "sampling.temperature"),
     number("rollout.top_p", "sampling.top_p"),
-    together(("algo.advantage.estimator", "algo.advantage.no_std_norm"), ("algorithm.advantage",), _advantage,
+    together(dict.fromkeys(("algo.advantage.estimator", "algo.advantage.no_std_norm"), "algorithm.advantage"), _advantage,
              "gae: gae; reinforce: reinforce_pp; rloo: rloo; reinforce_baseline: dr_grpo; group_norm: grpo; dr_grpo: dr_grpo"),
-    together(("actor.policy_loss_type", "actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip"),
-             ("algorithm.loss", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip_bound"), _loss,
-             "ppo: clip, with a dual_clip: dual_clip; gspo: gspo"),
-    together(("actor.loss_agg_mode",), ("algorithm.aggregation",), _aggregation,
+    together({"actor.policy_loss_type": "algorithm.loss", "actor.eps_clip": ("algorithm.clip_low", "algorithm.clip_high"),
+              "actor.eps_clip_low_high": ("algorithm.clip_low", "algorithm.clip_high"),
+              "actor.dual_clip": "algorithm.dual_clip_bound"}, _loss, "ppo: clip, with a dual_clip: dual_clip; gspo: gspo"),
+    together({"actor.loss_agg_mode": "algorithm.aggregation"}, _aggregation,
              "0.11.2: token-mean: token; seq-mean-token-mean: sequence. 0.9.3: sequence for micro-batches of one sequence, "
              "else token"),
-    together(("algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.unbiased_gradient"),
-             ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_importance_weights"), _kl,
+    together({"algo.kl.init_coef": "algorithm.kl_coef", "algo.kl.use_loss": "algorithm.kl_in",
+              "algo.kl.estimator": "algorithm.kl_estimator", "algo.kl.unbiased_gradient": "algorithm.kl_importance_weights"}, _kl,
              "in the reward, or with use_kl_loss in the loss"),
-    together(("actor.entropy_coef",), ("algorithm.entropy_coef",),
+    together({"actor.entropy_coef": "algorithm.entropy_coef"},
         lambda r: {"algorithm.entropy_coef": float(r["actor.entropy_coef"] or 0)}, "the same"),
-    together((*_OF_0_9[2:], "algo.advantage.is_correction_level", "algo.advantage.is_correction_mode",
-        "algo.advantage.is_correction_gating",
-              "algo.advantage.is_correction_threshold"),
-             ("algorithm.correction", "algorithm.correction_cap", "algorithm.correction_window"), _correction,
+    together({"enable_vllm_is_correction": "algorithm.correction", "vllm_is_correction_type": "algorithm.correction",
+              "vllm_is_truncated_threshold": ("algorithm.correction_cap", "algorithm.correction_window"),
+              "algo.advantage.is_correction_level": "algorithm.correction",
+              "algo.advantage.is_correction_mode": "algorithm.correction",
+              "algo.advantage.is_correction_gating": "algorithm.correction",
+              "algo.advantage.is_correction_threshold": ("algorithm.correction_cap", "algorithm.correction_window")}, _correction,
              "tis and clip: tis; icepop and mask of tokens: mask; mis and mask of sequences: sequence_mask"),
-    together(("reward.overlong_buffer_len", "reward.overlong_penalty_factor"), ("algorithm.overlong_buffer",), _overlong,
-        "the same"),
-    together(("critic.adam.lr", "critic.model_name_or_path", "algo.advantage.gamma", "algo.advantage.lambd",
-        "critic.value_clip",
-              "critic.freezing_steps"),
-             ("critic.learning_rate", "critic.path", "critic.gamma", "critic.trace_decay", "critic.clip",
-             "critic.warmup_steps"), _critic,
-             "only with the estimator gae"),
+    overlong("reward.overlong_buffer_len", "reward.overlong_penalty_factor"),
     number("actor.adam.lr", "optimizer.learning_rate"),
+    critic("algo.advantage.estimator", "critic.adam.lr", "critic.model_name_or_path", "algo.advantage.gamma",
+           "algo.advantage.lambd", "critic.value_clip", "critic.freezing_steps"),
     _schedule("actor."),
-    _betas("actor.adam.betas"),
+    betas("actor.adam.betas"),
     number("actor.adam.eps", "optimizer.eps"),
     number("actor.adam.weight_decay", "optimizer.weight_decay"),
     number("actor.max_norm", "optimizer.max_grad_norm"),
-    together(("data.prompt_dataset", "data.prompt_split", "data.prompt_probs", "data.max_samples", "data.input_key",
-        "data.label_key"),
-             ("environment.env_id", "environment.task_pool.*"), _data, "a file, or a dataset of the hub, and its columns"),
-    together(("reward.remote_url", "train.agent_func_path", "reward.model_name_or_path"), ("environment.task",
-        "environment.rewards.*"), _rewards,
-             "reward code is replaced by a task to be checked; a reward model goes into [[rewards]]"),
-    together(("eval.dataset", "eval.steps", "eval.split", "eval.temperature", "eval.n_samples_per_prompt"), ("eval.0.*",),
-        _evaluation,
+    together({"data.prompt_dataset": "environment.task_pool.path", "data.prompt_split": "environment.task_pool.split",
+              "data.prompt_probs": "environment.task_pool.sources", "data.max_samples": "environment.task_pool.max_examples",
+              "data.input_key": "environment.task_pool.problem_field", "data.label_key": "environment.task_pool.answer_field"},
+             _data, "a file, or a dataset of the hub, and its columns"),
+    together(dict.fromkeys(("reward.remote_url", "train.agent_func_path", "reward.model_name_or_path"), "environment.rewards"),
+        _rewards, "reward code is replaced by a task to be checked; a reward model goes into [[rewards]]"),
+    together({"eval.dataset": "eval.0.environment", "eval.steps": "eval.0.every_steps", "eval.split": "eval.0.environment",
+              "eval.temperature": "eval.0.temperature", "eval.n_samples_per_prompt": "eval.0.samples"}, _evaluation,
              "[[eval]] on another environment; -1 steps: no evaluation"),
-    together(("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization", "actor.num_nodes",
-        "actor.num_gpus_per_node",
-              "train.colocate_all"),
-             ("engine.kind", "placement.*"), _placement, "vLLM on its own GPUs, or colocated with the ranks that train"),
-    together(("train.async_enable", "train.async_queue_size", "train.partial_rollout_enable"), ("async.max_staleness",
-        "async.in_flight"), _asynchrony,
-             "the queue's size, and one more in 0.9.3"),
-    together(("ds.adam_offload",), ("parallel.offload",),
-        lambda r: {"parallel.offload": "cpu" if r.yes("ds.adam_offload") else None}, "cpu"),
-    together(("offload",), (), lambda r: {},
-        "CPU offload of weights (a patch of 0.9.3): parallel.offload = cpu keeps both weights and optimizer on the host"),
+    together({"vllm.num_engines": "placement.engines", "vllm.tensor_parallel_size": "placement.tensor_parallel",
+              "vllm.gpu_memory_utilization": "placement.memory_share", "actor.num_nodes": "placement.learner_gpus",
+              "actor.num_gpus_per_node": "placement.learner_gpus", "train.colocate_all": "placement.layout"}, _placement,
+             "vLLM on its own GPUs, or colocated with the ranks that train"),
+    together({"train.async_enable": "async.max_staleness", "train.async_queue_size": "async.max_staleness",
+              "train.partial_rollout_enable": "async.in_flight"}, _asynchrony, "the queue's size, and one more in 0.9.3"),
+    offload("ds.adam_offload"),
+    without("a patch of 0.9.3 for weights on the host: parallel.offload = cpu keeps both weights and optimizer there", "offload"),
     whole("ckpt.save_steps", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
     whole("ckpt.max_num", "checkpoint.keep"),
-    together(("ckpt.load_enable",), ("run.resume",), _resume, "true: auto"),
-    together(("ckpt.path", "ckpt.output_dir", "logger.wandb.run_name"), ("run.name", "run.directory",
-        "checkpoint.export_directory"), _directories,
-             "the last part of the path is the run's name"),
-    Row(("logger.wandb.key", "logger.tensorboard_dir", "logger.wandb.project"), ("sinks.to", "sinks.project"),
-        "the sinks; the key of W&B is not written",
-        _sinks, secret=True),
+    _RESUME,
+    _DIRECTORIES,
+    _SINKS,
     without("nmoe's prompts are rendered by the environment's format: the tokenizer's chat template, Harmony, or plain text "
             "(environment.format)",
             "data.apply_chat_template"),
@@ -610,24 +583,10 @@ _PPO_ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-def _model(reading: Reading, key: str) -> Converted:
-    if reading[key] is None or "$" in str(reading[key]):
-        reading.fill("model.path", "the checkpoint to start from")
-    return {"model.path": at_home(reading[key] or f"{FILL_IN}/model")}
-
-
 def _tokens(sequences: int) -> Any:
     def convert(reading: Reading) -> Converted:
         longest, count = reading.whole("data.max_len"), reading.whole("train.batch_size")
-        reading.differs(
-            f"nmoe counts a step in tokens: {count} {'pairs' if sequences == 2 else 'sequences'} of at most {longest} tokens "
-            f"fill a step only if all are as "
-            "long; with shorter ones a step has more of them"
-        )
-        return {
-            "records.tokens_per_step": count * longest * sequences,
-            "batch.tokens_per_microbatch": max(1, reading.whole("train.micro_batch_size", 8)) * longest * sequences,
-        }
+        return examples(reading, count, longest, reading.whole("train.micro_batch_size", 8), sequences)
 
     return convert
 
@@ -643,53 +602,35 @@ def _held_out(reading: Reading) -> Converted:
     }
 
 
-def _columns(**names: str) -> Any:
-    def convert(reading: Reading) -> Converted:
-        found = {
-            ours: str(reading[theirs])
-            for ours, theirs in names.items()
-            if reading[theirs] and str(reading[theirs]) != ours
-        }
-        return {"records.columns": found or None}
-
-    return convert
-
-
 def _supervised(sequences: int) -> tuple[Row, ...]:
     return (
-        together(("model.model_name_or_path",), ("model.path",), lambda r: _model(r, "model.model_name_or_path"), "the same"),
-        together(("ds.param_dtype", "bf16"), ("model.precision",), _precision, "bf16: bfloat16; fp16: float16"),
+        model("model.model_name_or_path"),
+        together({"ds.param_dtype": "model.precision", "bf16": "model.precision"}, _precision, "bf16: bfloat16; fp16: float16"),
         switch("model.gradient_checkpointing_enable", "model.checkpoint_activations"),
         number("model.aux_loss_coef", "model.router_aux_loss_coef"),
         _LORA,
-        together(("train.batch_size", "train.micro_batch_size", "data.max_len"), ("records.tokens_per_step",
-            "batch.tokens_per_microbatch"),
+        together({"train.batch_size": "records.tokens_per_step", "train.micro_batch_size": "batch.tokens_per_microbatch",
+                  "data.max_len": ("records.tokens_per_step", "batch.tokens_per_microbatch")},
                  _tokens(sequences), "sequences times their longest length, as nmoe counts tokens"),
         number("train.max_epochs", "records.epochs"),
         same("train.seed", "run.seed"),
         number("adam.lr", "optimizer.learning_rate"),
         _schedule(""),
-        _betas("adam.betas"),
+        betas("adam.betas"),
         number("adam.eps", "optimizer.eps"),
         number("adam.weight_decay", "optimizer.weight_decay"),
         number("max_norm", "optimizer.max_grad_norm"),
-        together(("data.dataset", "data.dataset_split", "data.max_samples"), ("records.path", "records.split",
-            "records.data_files"),
-                 lambda r: records(r, r["data.dataset"], r["data.dataset_split"], None, r["data.max_samples"]),
+        together({"data.dataset": "records.path", "data.dataset_split": "records.split", "data.max_samples": "records.path"},
+                 lambda r: records(r, "data.dataset", "data.dataset_split", "", "data.max_samples"),
                  "a file, or a dataset of the hub"),
-        together(("eval.dataset", "eval.steps", "eval.split"), ("eval.0.every_steps", "records.held_out_path",
-            "records.held_out_split"), _held_out,
-                 "-1 steps: no evaluation"),
-        together(("ds.adam_offload",), ("parallel.offload",),
-            lambda r: {"parallel.offload": "cpu" if r.yes("ds.adam_offload") else None}, "cpu"),
+        together({"eval.dataset": "records.held_out_path", "eval.steps": "eval.0.every_steps",
+                  "eval.split": "records.held_out_split"}, _held_out, "-1 steps: no evaluation"),
+        offload("ds.adam_offload"),
         whole("ckpt.save_steps", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
         whole("ckpt.max_num", "checkpoint.keep"),
-        together(("ckpt.load_enable",), ("run.resume",), _resume, "true: auto"),
-        together(("ckpt.path", "ckpt.output_dir", "logger.wandb.run_name"), ("run.name", "run.directory",
-            "checkpoint.export_directory"), _directories,
-                 "the last part of the path is the run's name"),
-        Row(("logger.wandb.key", "logger.tensorboard_dir", "logger.wandb.project"), ("sinks.to", "sinks.project"),
-            "the sinks; the key of W&B is not written", _sinks, secret=True),
+        _RESUME,
+        _DIRECTORIES,
+        _SINKS,
         without("mix datasets by the weights of [[records.sources]]", "data.dataset_probs", neutral=False),
         without("records are rendered by records.format: the tokenizer's chat template, Harmony, or plain text",
             "data.apply_chat_template",
@@ -703,9 +644,7 @@ def _supervised(sequences: int) -> tuple[Row, ...]:
 
 _SFT_ROWS = (
     *_supervised(1),
-    together(("data.input_key", "data.output_key"), ("records.columns",), _columns(prompt="data.input_key",
-        completion="data.output_key"),
-             "the columns of prompt and completion"),
+    columns(prompt="data.input_key", completion="data.output_key"),
     without("records with messages are read as conversations by their columns", "data.multiturn"),
     without("plain text is pretraining: `nmoe pretrain`", "model.pretrain_mode_enable", neutral=False),
     without("part of the data is chosen by records.split", "train_split"),
@@ -714,25 +653,26 @@ _SFT_ROWS = (
 
 def _preference_loss(reading: Reading) -> Converted:
     found: dict[str, Any] = {
-        "preference.loss": "ipo" if reading.yes("model.ipo_enable") else "sigmoid",
         "preference.beta": float(reading["model.beta"]),
+        "preference.sft_weight": float(reading["model.nll_loss_coef"]),
     }
-    if not reading.yes("model.ipo_enable"):
-        found["preference.label_smoothing"] = float(reading["model.label_smoothing"])
-    return {**found, "preference.sft_weight": float(reading["model.nll_loss_coef"])}
+    if reading.yes("model.ipo_enable"):
+        reading.differs("ipo: OpenRLHF takes sums of log ratios over the tokens of a completion, nmoe means")
+        return {**found, "preference.loss": "ipo"}
+    smoothing = float(reading["model.label_smoothing"])
+    return {**found, "preference.loss": "sigmoid", "preference.label_smoothing": smoothing}
 
 
 _PAIRS = (
     *_supervised(2),
-    together(("data.prompt_key", "data.chosen_key", "data.rejected_key"), ("records.columns",),
-             _columns(prompt="data.prompt_key", chosen="data.chosen_key", rejected="data.rejected_key"),
-             "the columns of the pairs"),
+    columns(prompt="data.prompt_key", chosen="data.chosen_key", rejected="data.rejected_key"),
 )  # fmt: skip
 
 _DPO_ROWS = (
     *_PAIRS,
-    together(("model.beta", "model.ipo_enable", "model.label_smoothing", "model.nll_loss_coef"),
-             ("preference.loss", "preference.beta", "preference.label_smoothing", "preference.sft_weight"), _preference_loss,
+    together({"model.beta": "preference.beta", "model.ipo_enable": "preference.loss",
+              "model.label_smoothing": "preference.label_smoothing", "model.nll_loss_coef": "preference.sft_weight"},
+             _preference_loss,
              "sigmoid, or ipo"),
     without("the reference is the model that the run starts from", "ref.model_name_or_path"),
     without("the reference lies on the ranks that train", "ref.offload"),

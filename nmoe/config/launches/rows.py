@@ -3,7 +3,7 @@ is no counterpart. `docs/reference/imports.md` is generated from the same rows."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -22,17 +22,32 @@ Converted = Mapping[str, Any]
 class Row:
     """One line of a catalogue.
 
-    `theirs` are the trainer's keys, `ours` the keys of nmoe that `convert` gives from them, with `*` for any. Without `convert` the
-    keys have no counterpart, and `text` is the reason. If their value is not `neutral`, the run learns otherwise in nmoe, and the
-    import says so. `secret` values are never printed.
+    `keys` are the trainer's keys, each with the keys of nmoe that it decides, the nearest one first; `convert` gives nmoe's keys
+    with their values, from all of them together. `*` stands for any ending. Without `convert` the keys have no counterpart, and
+    `text` is the reason. If their value is not `neutral`, the run learns otherwise in nmoe, and the import says so. `secret` values
+    are never printed.
     """
 
-    theirs: tuple[str, ...]
-    ours: tuple[str, ...]
+    keys: Mapping[str, tuple[str, ...]]
     text: str
     convert: Callable[[Reading], Converted] | None = None
     neutral: Any = NOTHING
     secret: bool = False
+
+    def converted(self, reading: Reading) -> Converted:
+        """Returns nmoe's keys with their values, of a row that has a counterpart."""
+        assert self.convert is not None, "a row without a counterpart"
+        return self.convert(reading)
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """The trainer's keys."""
+        return tuple(self.keys)
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """nmoe's keys."""
+        return tuple(dict.fromkeys(key for keys in self.keys.values() for key in keys))
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,8 @@ class Reading:
     to_fill: dict[str, str] = field(default_factory=dict)
     counted: set[str] = field(default_factory=set)
     module: str = ""
+    read: set[str] = field(default_factory=set)
+    """The given keys that conversions looked at since `read` was last emptied: those that a value can come from."""
 
     @classmethod
     def of(cls, launch: Launch, program: Program) -> Reading:
@@ -109,8 +126,16 @@ class Reading:
     def __getitem__(self, key: str) -> Any:
         """Returns the value of a key: given, else the trainer's default, else None."""
         if key in self.given:
+            self.read.add(key)
             return self.given[key].value
         return self.program.defaults.get(key)
+
+    def below(self, table: str) -> dict[str, Any]:
+        """Returns the keys of a table, given one by one (`table.key`) or as the table itself."""
+        whole = self[table]
+        found = dict(whole) if isinstance(whole, Mapping) else {}
+        below = [key for key in self.given if key.startswith(f"{table}.")]
+        return found | {key.removeprefix(f"{table}."): self[key] for key in below}
 
     def has(self, *keys: str) -> bool:
         """Whether the launch gives one of these keys."""
@@ -152,6 +177,10 @@ class Reading:
         self.to_fill.setdefault(key, text)
 
 
+def _decimal(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def is_unset(value: Any) -> bool:
     """Whether a value has a variable in it that the script does not set."""
     if isinstance(value, list | tuple):
@@ -161,7 +190,7 @@ def is_unset(value: Any) -> bool:
 
 def same(theirs: str, ours: str, text: str = "the same") -> Row:
     """The value as it is."""
-    return Row((theirs,), (ours,), text, lambda reading: {ours: reading[theirs]})
+    return together({theirs: ours}, lambda reading: {ours: reading[theirs]}, text)
 
 
 def whole(theirs: str, ours: str, text: str = "the same; -1 and 0 leave it out") -> Row:
@@ -171,28 +200,27 @@ def whole(theirs: str, ours: str, text: str = "the same; -1 and 0 leave it out")
         number = reading.whole(theirs)
         return {ours: number if number > 0 else None}
 
-    return Row((theirs,), (ours,), text, convert)
+    return together({theirs: ours}, convert, text)
 
 
 def number(theirs: str, ours: str, text: str = "the same") -> Row:
     """A number with decimals, also where it was written as a whole one."""
-    return Row((theirs,), (ours,), text, lambda reading: {ours: _decimal(reading[theirs])})
-
-
-def _decimal(value: Any) -> Any:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return together({theirs: ours}, lambda reading: {ours: _decimal(reading[theirs])}, text)
 
 
 def switch(theirs: str, ours: str, text: str = "the same") -> Row:
     """true or false."""
-    return Row((theirs,), (ours,), text, lambda reading: {ours: reading.yes(theirs)})
+    return together({theirs: ours}, lambda reading: {ours: reading.yes(theirs)}, text)
 
 
-def together(theirs: Sequence[str], ours: Sequence[str], convert: Callable[[Reading], Converted], text: str) -> Row:
-    """Several keys that decide one or several of nmoe's together."""
-    return Row(tuple(theirs), tuple(ours), text, convert)
+def together(
+    keys: Mapping[str, str | tuple[str, ...]], convert: Callable[[Reading], Converted], text: str, secret: bool = False
+) -> Row:
+    """Several keys that decide one or several of nmoe's together; each of them with the nearest ones."""
+    named = {theirs: (ours,) if isinstance(ours, str) else ours for theirs, ours in keys.items()}
+    return Row(named, text, convert, secret=secret)
 
 
 def without(reason: str, *theirs: str, neutral: Any = NOTHING, secret: bool = False) -> Row:
     """Keys without a counterpart, and the reason."""
-    return Row(theirs, (), reason, None, neutral, secret)
+    return Row(dict.fromkeys(theirs, ()), reason, None, neutral, secret)

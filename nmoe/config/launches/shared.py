@@ -1,11 +1,11 @@
-"""Conversions that the catalogues of several trainers share: datasets, schedules, names, evaluation, KL."""
+"""Conversions that the catalogues of several trainers share: datasets, schedules, names, updates, evaluation, KL."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -39,46 +39,49 @@ def at_home(path: Any) -> str:
     return os.path.expanduser(str(path))
 
 
+def name_of_dataset(value: Any) -> str:
+    """Returns the name of an environment for a dataset: the last part of its path without the ending."""
+    return name_of(str(value).rstrip("/").split("/")[-1].partition(".")[0]) or "problems"
+
+
+def _several(paths: Any) -> list[str]:
+    given = paths if isinstance(paths, list | tuple) else str(paths or "").split(",")
+    return [at_home(str(one).strip()) for one in given if str(one).strip()]
+
+
 def pool(
-    reading: Reading, prefix: str, paths: Any, split: Any = None, subset: Any = None, limit: Any = None
+    reading: Reading, prefix: str, paths: str, split: str = "", subset: str = "", limit: str = ""
 ) -> dict[str, Any]:
-    """Returns the keys of a task pool at `prefix` (`environment.task_pool`) for a dataset: a file, several, or a hub name."""
-    several = [
-        str(one)
-        for one in (paths if isinstance(paths, list | tuple) else str(paths or "").split(","))
-        if str(one).strip()
-    ]
-    several = [at_home(one.strip()) for one in several]
+    """Returns the keys of a task pool at `prefix` (`environment.task_pool`) for a dataset: a file, several, or a hub name. `paths`,
+    `split`, `subset` and `limit` are the trainer's keys; a key that the kind of dataset does not need is not read."""
+    several = _several(reading[paths])
     if not several:
         reading.fill(f"{prefix}.path", "the problems to train on, which the launch does not name")
         return {f"{prefix}.type": "jsonl", f"{prefix}.path": f"{FILL_IN}/train.jsonl"}
-    found: dict[str, Any] = {}
     suffix = PurePosixPath(several[0]).suffix
-    if (
-        len(several) > 1
-        and all(PurePosixPath(one).suffix == suffix for one in several)
-        and suffix in (*_FILES, ".json")
-    ):
+    is_generic = suffix in (*_FILES, ".json")
+    is_one_kind = is_generic and all(PurePosixPath(one).suffix == suffix for one in several)
+    found: dict[str, Any]
+    if suffix == ".json" or (is_one_kind and len(several) > 1):
+        files = several if is_one_kind else several[:1]
         kind = _GENERIC[suffix.removeprefix(".")]
-        found = {f"{prefix}.type": "hf", f"{prefix}.dataset": kind, f"{prefix}.data_files": several}
-    elif suffix in _FILES:
+        found = {f"{prefix}.type": "hf", f"{prefix}.dataset": kind, f"{prefix}.data_files": files}
+    elif is_generic:
         found = {f"{prefix}.type": _FILES[suffix], f"{prefix}.path": several[0]}
-    elif suffix == ".json":
-        found = {f"{prefix}.type": "hf", f"{prefix}.dataset": "json", f"{prefix}.data_files": several}
     else:
         found = {
             f"{prefix}.type": "hf",
             f"{prefix}.dataset": several[0],
-            f"{prefix}.split": split or "train",
-            f"{prefix}.subset": subset,
+            f"{prefix}.split": (split and reading[split]) or "train",
+            f"{prefix}.subset": reading[subset] if subset else None,
         }
-        if len(several) > 1:
-            reading.differs(
-                f"{len(several)} datasets: only the first is written; mix the others by [[{prefix}.sources]] "
-                f"(docs/guides/environments.md)"
-            )
-    if isinstance(limit, int | float) and 0 < limit < 10**7:
-        found[f"{prefix}.max_examples"] = int(limit)
+    if len(several) > 1 and not is_one_kind:
+        reading.differs(
+            f"{len(several)} datasets: only the first is written; mix the others by [[{prefix}.sources]] "
+            f"(docs/guides/environments.md)"
+        )
+    if limit and 0 < (most := reading.number(limit)) < 10**7:
+        found[f"{prefix}.max_examples"] = int(most)
     if "$" in "".join(several):
         reading.fill(
             f"{prefix}.{'path' if f'{prefix}.path' in found else 'dataset'}", "a variable that the script does not set"
@@ -86,13 +89,9 @@ def pool(
     return found
 
 
-def records(reading: Reading, paths: Any, split: Any = None, subset: Any = None, limit: Any = None) -> dict[str, Any]:
-    """Returns the keys of [records] for a dataset of examples."""
-    several = [
-        at_home(str(one).strip())
-        for one in (paths if isinstance(paths, list | tuple) else str(paths or "").split(","))
-        if str(one).strip()
-    ]
+def records(reading: Reading, paths: str, split: str = "", subset: str = "", limit: str = "") -> dict[str, Any]:
+    """Returns the keys of [records] for a dataset of examples; the arguments are the trainer's keys, as in `pool`."""
+    several = _several(reading[paths])
     if not several:
         reading.fill("records.path", "the examples to learn from, which the launch does not name")
         return {"records.path": f"{FILL_IN}/train.jsonl"}
@@ -104,51 +103,49 @@ def records(reading: Reading, paths: Any, split: Any = None, subset: Any = None,
             f"{len(several)} datasets: only the first is written; mix the others by [[records.sources]] (docs/guides/data.md)"
         )
     path = several[0]
-    if isinstance(limit, int | float) and 0 < limit < 10**6:
-        path += f"@[:{int(limit)}]"
-    is_file = suffix in _GENERIC
+    if limit and 0 < (most := reading.number(limit)) < 10**6:
+        path += f"@[:{int(most)}]"
+    if suffix in _GENERIC:
+        return {"records.path": path}
     return {
         "records.path": path,
-        "records.split": None if is_file else split,
-        "records.subset": None if is_file else subset,
+        "records.split": reading[split] if split else None,
+        "records.subset": reading[subset] if subset else None,
     }
 
 
-def warmup_of_run(reading: Reading, steps: int, of_each: int) -> int:
-    """Returns a warm-up in steps of the run, each of which has `of_each` steps of the optimizer, rounded up."""
+def of_the_run(reading: Reading, steps: int, of_each: int, what: str) -> int:
+    """Returns a number of optimizer steps in steps of the run, each of which has `of_each` of them, rounded up."""
     if steps % of_each:
         reading.differs(
-            f"{steps} steps of warm-up are no multiple of the {of_each} optimizer steps that a step of nmoe has; rounded up"
+            f"{steps} {what} are no multiple of the {of_each} optimizer steps that a step of nmoe has; rounded up"
         )
     return math.ceil(steps / of_each)
 
 
-def schedule(
-    reading: Reading, name: Any, min_ratio: float | None = None, warmup_steps: int = 0, warmup_ratio: float = 0.0
-) -> Converted:
-    """Returns nmoe's schedule (linear warm-up, then a half cosine to a share of the peak) for one by its name in transformers."""
-    kind = str(name or "constant").lower()
-    ends = {
-        "constant": 1.0,
-        "constant_with_warmup": 1.0,
-        "cosine": 0.0 if min_ratio is None else min_ratio,
-        "cosine_with_min_lr": 0.1 if min_ratio is None else min_ratio,
-        "cosine_warmup_with_min_lr": 0.1 if min_ratio is None else min_ratio,
-        "linear": 0.0,
-    }
+def warmup_of_run(reading: Reading, steps: int, of_each: int) -> int:
+    """Returns a warm-up in steps of the run."""
+    return of_the_run(reading, steps, of_each, "steps of warm-up")
+
+
+def end_of_schedule(reading: Reading, kind: str, least: Callable[[], Any] = lambda: None) -> float:
+    """Returns optimizer.min_lr_ratio for a schedule by its name in transformers. `least` gives the share of the peak that it ends
+    at, where it has one; only the cosines ask for it."""
+    if kind in ("constant", "constant_with_warmup"):
+        return 1.0
+    if kind in ("cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        share = least()
+        if share is None and "min_lr" in kind:
+            raise ValueError(f"{kind} needs its lowest rate")
+        return float(share or 0)
     if kind == "linear":
         reading.differs(f"schedule linear: {LINEAR}")
-    elif kind not in ends:
+    else:
         reading.differs(f"schedule {kind}: nmoe has a linear warm-up and a half cosine; this one ends at 0")
-    found: dict[str, Any] = {"optimizer.min_lr_ratio": float(ends.get(kind, 0.0))}
-    if warmup_steps > 0:
-        found["optimizer.warmup_steps"] = int(warmup_steps)
-    elif warmup_ratio > 0:
-        found["optimizer.warmup_ratio"] = float(warmup_ratio)
-    return found
+    return 0.0
 
 
-def kl(coef: Any, where: str, estimator: str | None, weighted: bool) -> Converted:
+def kl(coef: float, where: str, estimator: str, weighted: bool = False) -> Converted:
     """Returns the keys of the KL penalty; none but the coefficient if it is 0."""
     if not coef:
         return {"algorithm.kl_coef": 0.0}
@@ -160,6 +157,33 @@ def kl(coef: Any, where: str, estimator: str | None, weighted: bool) -> Converte
     if where == "loss":
         found["algorithm.kl_importance_weights"] = weighted
     return found
+
+
+def nearest(reading: Reading, key: str, names: Mapping[str, str], instead: str) -> str:
+    """Returns nmoe's name for a key's value; `instead`, with a remark, for a value that has none."""
+    value = str(reading[key])
+    if value not in names:
+        reading.differs(f"{key} = {value}: nmoe has none like it; {instead} is written")
+    return names.get(value, instead)
+
+
+def uncorrected(reading: Reading, updates: int, has_engine: bool) -> dict[str, Any]:
+    """Returns no correction, with a remark where nmoe's ratios then are to the probabilities that the engine reports."""
+    if has_engine and updates == 1:
+        reading.differs(
+            f"one update of a step without a correction: nmoe's ratios are to the probabilities that the engine reported, "
+            f"{reading.program.trainer}'s to the learner's own before the update"
+        )
+    return {"algorithm.correction": "none"}
+
+
+def truncated_in_mean(reading: Reading, aggregation: str) -> None:
+    """Remarks that masked completions count in another trainer's mean of sequences, and not in nmoe's."""
+    if aggregation != "token":
+        reading.differs(
+            f"completions cut at the limit are masked: {reading.program.trainer} still divides by their number; nmoe's mean is of "
+            f"the others"
+        )
 
 
 def updates(reading: Reading, samples: float, minibatch: float, prompts: int, keys: str) -> int:
@@ -178,11 +202,6 @@ def updates(reading: Reading, samples: float, minibatch: float, prompts: int, ke
             f"groups, so there are {found}"
         )
     return found
-
-
-def microbatch(reading: Reading, sequences: float, longest: float) -> int | None:
-    """Returns the tokens of a forward and backward pass for a number of the longest sequences."""
-    return int(max(1, sequences) * longest) if sequences > 0 and longest > 0 else None
 
 
 def probe(temperature: Any, samples: Any) -> dict[str, Any]:
@@ -248,3 +267,43 @@ def grader(reading: Reading, named: Sequence[str], task: str = "math") -> dict[s
         "[[environment.rewards]] (docs/guides/rewards.md)",
     )
     return {"environment.task": task}
+
+
+def reward_model(reading: Reading, path: Any) -> dict[str, Any]:
+    """Returns the keys of a reward model; another trainer's checkpoint has another head, and has to be replaced."""
+    key = "environment.rewards.0"
+    reading.fill(f"{key}.path", "a reward model trained by `nmoe reward`; another's checkpoint has another head")
+    return {
+        "environment.task": "open",
+        f"{key}.type": "reward_model",
+        f"{key}.name": "reward_model",
+        f"{key}.path": str(path),
+    }
+
+
+def colocated(reading: Reading, nodes: int = 1) -> dict[str, Any]:
+    """Returns the layout of engines on the GPUs that train, with what differs from engines that sleep in the meantime."""
+    reading.differs(
+        f"engines sleep while {reading.program.trainer} trains on the same GPUs; nmoe's keep placement.memory_share of a GPU: "
+        f"lower it to what training leaves (`nmoe plan`)"
+    )
+    if nodes > 1:
+        reading.fill(
+            "placement.layout",
+            "nmoe's engines share GPUs with training on one machine alone; on several, give them their own: disaggregated, with "
+            'launcher = "ray"',
+        )
+    return {"placement.layout": "colocated"}
+
+
+def examples(reading: Reading, count: int, longest: int, at_once: int, sequences: int) -> dict[str, Any]:
+    """Returns a supervised batch in tokens: `count` examples of `sequences` sequences each (2 for pairs) of the longest length."""
+    kind = "pairs" if sequences == 2 else "sequences"
+    reading.differs(
+        f"nmoe counts a step in tokens: {count} {kind} of at most {longest} tokens fill a step only if all are as long; with "
+        f"shorter ones a step has more of them"
+    )
+    return {
+        "records.tokens_per_step": count * longest * sequences,
+        "batch.tokens_per_microbatch": max(1, at_once) * longest * sequences,
+    }

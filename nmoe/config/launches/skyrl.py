@@ -8,20 +8,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from nmoe.config.launches.concepts import (
+    betas,
+    critic,
+    length,
+    lora,
+    model,
+    offload,
+    resume,
+    sinks,
+    template,
+)
 from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, same, switch, together, whole, without
 from nmoe.config.launches.shared import (
     EVALUATED,
     GROUPS_DROPPED,
     at_home,
+    colocated,
+    end_of_schedule,
     grader,
     kl,
-    lora_targets,
     name_of,
+    nearest,
     pool,
     probe,
-    schedule,
+    truncated_in_mean,
+    uncorrected,
     updates,
-    wandb_and_others,
     warmup_of_run,
 )
 
@@ -60,19 +73,19 @@ def _microbatch(reading: Reading) -> Converted:
     return {"batch.tokens_per_microbatch": max(1, reading.whole("trainer.micro_train_batch_size_per_gpu", 1)) * longest}
 
 
-def _length(reading: Reading) -> Converted:
-    if (steps := reading.whole("trainer.max_training_steps")) > 0:
-        return {"run.steps": steps}
-    return {"run.episodes": float(reading.number("trainer.epochs", 1))}
+def _updates(reading: Reading) -> int:
+    """Returns the optimizer steps of a step of the run."""
+    passes = max(1, reading.whole("trainer.update_epochs_per_batch", 1))
+    return max(1, int(_batch(reading)["batch.updates_per_step"])) * passes
 
 
 def _schedule(reading: Reading) -> Converted:
     """SkyRL counts the warm-up in steps of the optimizer."""
-    steps = reading.whole(f"{_OPTIMIZER}.num_warmup_steps")
-    if steps > 0:
-        passes = max(1, reading.whole("trainer.update_epochs_per_batch", 1))
-        steps = warmup_of_run(reading, steps, max(1, int(_batch(reading)["batch.updates_per_step"])) * passes)
-    return schedule(reading, reading[f"{_OPTIMIZER}.scheduler"], None, steps)
+    kind = str(reading[f"{_OPTIMIZER}.scheduler"])
+    found: dict[str, Any] = {"optimizer.min_lr_ratio": end_of_schedule(reading, kind)}
+    if kind == "constant" or (steps := reading.whole(f"{_OPTIMIZER}.num_warmup_steps")) <= 0:
+        return found
+    return {**found, "optimizer.warmup_steps": warmup_of_run(reading, steps, _updates(reading))}
 
 
 _ESTIMATORS = {"grpo": "grpo", "gae": "gae", "rloo": "rloo", "reinforce++": "reinforce_pp", "maxrl": "maxrl"}
@@ -84,6 +97,8 @@ def _advantage(reading: Reading) -> Converted:
         reading.differs("advantage_batch_normalize: nmoe normalises over the batch in reinforce_pp and gae alone")
     if name == "grpo" and not reading.yes(f"{_ALGORITHM}.grpo_norm_by_std"):
         return {"algorithm.advantage": "dr_grpo"}
+    if name == "reinforce++" and reading.number(f"{_ALGORITHM}.gamma", 1) != 1:
+        reading.differs(f"gamma = {reading[f'{_ALGORITHM}.gamma']}: nmoe's reinforce_pp does not discount")
     if name not in _ESTIMATORS:
         reading.differs(f"advantage_estimator = {name}: nmoe has no such estimator; grpo is written")
     return {"algorithm.advantage": _ESTIMATORS.get(name, "grpo")}
@@ -91,35 +106,37 @@ def _advantage(reading: Reading) -> Converted:
 
 def _loss(reading: Reading) -> Converted:
     kind = str(reading[f"{_ALGORITHM}.policy_loss_type"])
-    found: dict[str, Any] = {
-        "algorithm.clip_low": float(reading[f"{_ALGORITHM}.eps_clip_low"]),
-        "algorithm.clip_high": float(reading[f"{_ALGORITHM}.eps_clip_high"]),
-    }  # fmt: skip
     if kind == "cispo":
-        high = (
-            5.0
-            if _is_old(reading) and not reading.has(f"{_ALGORITHM}.cispo.cispo_eps_clip_high")
-            else reading[f"{_ALGORITHM}.cispo.cispo_eps_clip_high"]
-        )
+        low = reading.number(f"{_ALGORITHM}.cispo.cispo_eps_clip_low", 0.0 if _is_old(reading) else 1.0)
+        high = reading.number(f"{_ALGORITHM}.cispo.cispo_eps_clip_high", 5.0 if _is_old(reading) else 4.0)
+        if low < 1:
+            reading.differs(
+                f"cispo_eps_clip_low = {low:g}: the ratio is also held above {1 - low:g}; nmoe's cispo is not"
+            )
+        if reading[f"{_ALGORITHM}.cispo.cispo_anchor"] not in (None, "old"):
+            reading.differs(
+                "cispo_anchor: nmoe's ratio is to the learner before several updates of a step, else to the engine"
+            )
         return {"algorithm.loss": "cispo", "algorithm.clip_high": float(high)}
-    if kind == "dual_clip":
-        return {
-            **found,
-            "algorithm.loss": "dual_clip",
-            "algorithm.dual_clip_bound": float(reading[f"{_ALGORITHM}.clip_ratio_c"]),
-        }
     if kind == "dppo":
         if reading[f"{_ALGORITHM}.dppo.dppo_type"] not in (None, "binary_tv"):
             reading.differs(
                 f"dppo_type = {reading[f'{_ALGORITHM}.dppo.dppo_type']}: nmoe's dppo bounds the total variation"
             )
+        reading.differs("nmoe's dppo also pulls the policy back to the engine's probabilities, by 0.001")
         return {
             "algorithm.loss": "dppo", "algorithm.clip_low": float(reading[f"{_ALGORITHM}.dppo.delta_low"]),
             "algorithm.clip_high": float(reading[f"{_ALGORITHM}.dppo.delta_high"]),
         }  # fmt: skip
-    if kind not in ("regular", "gspo"):
-        reading.differs(f"policy_loss_type = {kind}: nmoe has no such loss; PPO's clipped ratio is written")
-    return {**found, "algorithm.loss": "gspo" if kind == "gspo" else "clip"}
+    found: dict[str, Any] = {
+        "algorithm.clip_low": float(reading[f"{_ALGORITHM}.eps_clip_low"]),
+        "algorithm.clip_high": float(reading[f"{_ALGORITHM}.eps_clip_high"]),
+    }  # fmt: skip
+    if kind == "dual_clip":
+        bound = float(reading[f"{_ALGORITHM}.clip_ratio_c"])
+        return {**found, "algorithm.loss": "dual_clip", "algorithm.dual_clip_bound": bound}
+    losses = {"regular": "clip", "gspo": "gspo"}
+    return {**found, "algorithm.loss": nearest(reading, f"{_ALGORITHM}.policy_loss_type", losses, "clip")}
 
 
 _AGGREGATIONS = {
@@ -132,106 +149,118 @@ _AGGREGATIONS = {
 
 def _aggregation(reading: Reading) -> Converted:
     mode = str(reading[f"{_ALGORITHM}.loss_reduction"])
+    found = _AGGREGATIONS.get(mode, "token")
     if str(reading[f"{_ALGORITHM}.policy_loss_type"]) == "gspo" and mode != "sequence_mean":
         reading.differs(f"gspo with {mode}: nmoe's gspo takes the mean of sequences")
-        return {"algorithm.aggregation": "sequence"}
-    if mode == "token_mean_legacy" or (mode == "token_mean" and _is_old(reading)):
+        found = "sequence"
+    elif mode == "token_mean_legacy" or (mode == "token_mean" and _is_old(reading)):
         reading.differs(
             "this token_mean is of each micro-batch, and then of micro-batches; nmoe's is over all tokens of an update"
         )
-    elif mode not in _AGGREGATIONS:
-        reading.differs(f"loss_reduction = {mode}: nmoe has no such aggregation; token is written")
-    return {"algorithm.aggregation": _AGGREGATIONS.get(mode, "token")}
+    else:
+        nearest(reading, f"{_ALGORITHM}.loss_reduction", _AGGREGATIONS, "token")
+    longest = reading["generator.sampling_params.max_generate_length"]
+    if found == "constant" and (scale := reading[f"{_ALGORITHM}.max_seq_len"]) != longest:
+        reading.differs(f"max_seq_len = {scale}: nmoe divides sums over tokens by sampling.max_new_tokens = {longest}")
+    if reading.yes("generator.apply_overlong_filtering"):
+        truncated_in_mean(reading, found)
+    return {"algorithm.aggregation": found}
 
 
 def _kl(reading: Reading) -> Converted:
     in_loss, in_reward = reading.yes(f"{_ALGORITHM}.use_kl_loss"), reading.yes(f"{_ALGORITHM}.use_kl_in_reward")
+    if in_loss and in_reward:
+        reading.differs("KL in the loss and in the reward, which SkyRL refuses; the loss is written")
     if not in_loss and not in_reward:
         return {"algorithm.kl_coef": 0.0}
-    kind = str(reading[f"{_ALGORITHM}.kl_estimator_type"])
-    if kind == "abs":
-        reading.differs("kl_estimator_type = abs: nmoe has k1, k2 and k3; k1 is written")
-        kind = "k1"
-    return kl(reading[f"{_ALGORITHM}.kl_loss_coef"], "loss" if in_loss else "reward", kind, False)
+    if not (coef := reading[f"{_ALGORITHM}.kl_loss_coef"]):
+        return {"algorithm.kl_coef": 0.0}
+    if in_loss:
+        _of_each_sequence(reading, "the KL term")
+    names = {"k1": "k1", "k2": "k2", "k3": "k3"}
+    estimator = nearest(reading, f"{_ALGORITHM}.kl_estimator_type", names, "k1")
+    return kl(coef, "loss" if in_loss else "reward", estimator)
 
 
 def _entropy(reading: Reading) -> Converted:
-    on = reading.yes(f"{_ALGORITHM}.use_entropy_loss")
-    return {"algorithm.entropy_coef": float(reading[f"{_ALGORITHM}.entropy_loss_coef"]) if on else 0.0}
+    if not reading.yes(f"{_ALGORITHM}.use_entropy_loss"):
+        return {"algorithm.entropy_coef": 0.0}
+    _of_each_sequence(reading, "the entropy")
+    return {"algorithm.entropy_coef": float(reading[f"{_ALGORITHM}.entropy_loss_coef"])}
+
+
+def _of_each_sequence(reading: Reading, what: str) -> None:
+    """Remarks that SkyRL averages a term apart from the loss (`workers/worker.py`, `forward_backward`)."""
+    if reading[f"{_ALGORITHM}.loss_reduction"] != "sequence_mean":
+        reading.differs(
+            f"{what} is averaged in each micro-batch, without regard to loss_reduction; nmoe's is weighed as the loss is"
+        )
 
 
 def _correction(reading: Reading) -> Converted:
-    if reading.yes(f"{_ALGORITHM}.use_tis"):
-        return {
-            "algorithm.correction": "tis",
-            "algorithm.correction_cap": max(1.0, float(reading[f"{_ALGORITHM}.tis_imp_ratio_cap"])),
-        }
-    kind, metric = reading[f"{_OFF}.tis_ratio_type"], reading[f"{_OFF}.sequence_mask_metric"]
+    metric = reading[f"{_OFF}.sequence_mask_metric"]
+    if str(reading[f"{_ALGORITHM}.policy_loss_type"]) == "dppo":
+        return {"algorithm.correction": "none"}
     if metric is not None:
         if str(metric) != "geometric":
-            reading.differs(f"sequence_mask_metric = {metric}: nmoe's window is of the geometric mean")
+            reading.differs(
+                f"sequence_mask_metric = {metric}: nmoe's window is of the geometric mean; its default is written"
+            )
+            return {"algorithm.correction": "sequence_mask"}
         window = [float(reading[f"{_OFF}.geo_mask_low"]), float(reading[f"{_OFF}.geo_mask_high"])]
-        return {"algorithm.correction": "sequence_mask", "algorithm.correction_window": window}
-    if kind is None:
-        return {"algorithm.correction": "none"} if _staleness(reading) else {}
-    if str(kind) == "sequence":
+        found: dict[str, Any] = {"algorithm.correction": "sequence_mask", "algorithm.correction_window": window}
+        kind = reading[f"{_OFF}.tis_ratio_type"]
+        if kind == "token":
+            return {**found, "algorithm.correction_cap": float(reading[f"{_OFF}.token_tis_ratio_clip_high"])}
+        reading.differs(
+            f"sequence_mask_metric with tis_ratio_type = {kind}: nmoe weighs the tokens of the other sequences by their own ratio, "
+            f"up to algorithm.correction_cap"
+        )
+        return found
+    if reading.yes(f"{_ALGORITHM}.use_tis"):
+        kind, key = "token", f"{_ALGORITHM}.tis_imp_ratio_cap"
+    else:
+        names = {"None": "None", "token": "token", "sequence": "sequence"}
+        kind = nearest(reading, f"{_OFF}.tis_ratio_type", names, "token")
+        key = f"{_OFF}.{'sequence' if kind == 'sequence' else 'token'}_tis_ratio_clip_high"
+    if kind == "None":
+        return uncorrected(reading, _updates(reading), True)
+    if kind == "sequence":
         reading.differs(
             "tis_ratio_type = sequence weighs by the product of a sequence's ratios; nmoe's tis weighs each token"
         )
-        return {
-            "algorithm.correction": "tis",
-            "algorithm.correction_cap": float(reading[f"{_OFF}.sequence_tis_ratio_clip_high"]),
-        }
-    return {
-        "algorithm.correction": "tis",
-        "algorithm.correction_cap": float(reading[f"{_OFF}.token_tis_ratio_clip_high"]),
-    }
+    if (cap := reading.number(key)) < 1:
+        reading.differs(f"{key} = {cap:g}: a cap below 1 is none of nmoe's; 1 is written")
+    return {"algorithm.correction": "tis", "algorithm.correction_cap": max(1.0, float(cap))}
 
 
 def _filtering(reading: Reading) -> Converted:
-    kind = reading[f"{_ALGORITHM}.dynamic_sampling.type"]
-    if kind is None:
+    if reading[f"{_ALGORITHM}.dynamic_sampling.type"] is None:
         return {"batch.max_refills": 0}
-    if str(kind) == "replace":
+    kinds = {"filter": "filter", "replace": "replace"}
+    if nearest(reading, f"{_ALGORITHM}.dynamic_sampling.type", kinds, "filter") == "replace":
         reading.differs("dynamic_sampling replaces groups without a signal by copies of others; nmoe samples new ones")
         return {"batch.max_refills": 1}
     most = reading.whole(f"{_ALGORITHM}.dynamic_sampling.max_sample_batches", 30)
+    if most <= 0:
+        reading.differs(
+            "dynamic_sampling without a bound samples until the batch is full; nmoe refills at most 100 times"
+        )
     return {"batch.max_refills": most - 1 if most > 0 else 100}
 
 
-def _critic(reading: Reading) -> Converted:
-    if str(reading[f"{_ALGORITHM}.advantage_estimator"]).lower() != "gae":
-        return {}
-    return {
-        "critic.learning_rate": float(reading["trainer.critic.optimizer_config.lr"]),
-        "critic.path": reading["trainer.critic.model.path"],
-        "critic.gamma": float(reading[f"{_ALGORITHM}.gamma"]),
-        "critic.trace_decay": float(reading[f"{_ALGORITHM}.lambd"]),
-        "critic.clip": float(reading[f"{_ALGORITHM}.value_clip"]),
-    }
-
-
 def _lora(reading: Reading) -> Converted:
-    rank = reading.whole(f"{_POLICY}.model.lora.rank")
-    if not rank:
-        return {}
-    if reading[f"{_POLICY}.model.lora.init_method"] not in (None, "kaiming"):
-        reading.differs(
-            f"lora.init_method = {reading[f'{_POLICY}.model.lora.init_method']}: nmoe's adapters start as PEFT's "
-            f"do, at no change"
-        )
-    targets = lora_targets(reading, reading[f"{_POLICY}.model.lora.target_modules"])
-    return {"lora.rank": rank, "lora.alpha": float(reading[f"{_POLICY}.model.lora.alpha"]), "lora.targets": targets}
+    found = _ADAPTERS.converted(reading)
+    if found and (start := reading[f"{_POLICY}.model.lora.init_method"]) not in (None, "kaiming"):
+        reading.differs(f"lora.init_method = {start}: nmoe's adapters start as PEFT's do, at no change")
+    return found
 
 
-def _model(reading: Reading) -> Converted:
-    if "$" in str(reading[f"{_POLICY}.model.path"]) or not reading.has(f"{_POLICY}.model.path"):
-        reading.fill("model.path", "the checkpoint to start from")
-    return {"model.path": at_home(reading[f"{_POLICY}.model.path"])}
+_ADAPTERS = lora(*(f"{_POLICY}.model.lora.{key}" for key in ("rank", "alpha", "target_modules")))
 
 
 def _placement(reading: Reading) -> Converted:
-    backend = {"vllm": "vllm", "sglang": "sglang"}.get(str(reading[f"{_ENGINE}.backend"]), "vllm")
+    backend = nearest(reading, f"{_ENGINE}.backend", {"vllm": "vllm", "sglang": "sglang"}, "vllm")
     if not reading.yes(f"{_ENGINE}.run_engines_locally"):
         given = reading[f"{_ENGINE}.external_server_urls"] or ["127.0.0.1:8001"]
         urls = [
@@ -256,16 +285,7 @@ def _placement(reading: Reading) -> Converted:
     }
     if not reading.yes("trainer.placement.colocate_all"):
         return {**found, "placement.launcher": "ray"} if nodes > 1 else found
-    reading.differs(
-        "engines sleep while SkyRL trains on the same GPUs; nmoe's keep placement.memory_share of a GPU: lower it to what "
-        "training leaves "
-        "(`nmoe plan`)"
-    )
-    if nodes > 1:
-        reading.fill("placement.layout",
-            "nmoe's engines share GPUs with training on one machine alone; on several, give them their own: "
-                     "disaggregated, with launcher = \"ray\"")  # fmt: skip
-    return {**found, "placement.layout": "colocated"}
+    return {**found, **colocated(reading, nodes)}
 
 
 def _staleness(reading: Reading) -> int:
@@ -285,12 +305,12 @@ _OF_SKYRL_GYM = ("aime", "gsm8k", "gsm8k_multi_turn", "gsm8k_llm_judge", "lcb", 
 
 
 def _data(reading: Reading) -> Converted:
-    files, name = reading["data.train_data"], str(reading["environment.env_class"])
+    name = str(reading["environment.env_class"])
     if not reading.has("data.train_data"):
         reading.fill(
             "environment.task_pool.path", "the problems; the launch names none, and SkyRL's default is written"
         )
-    found = pool(reading, "environment.task_pool", files)
+    found = pool(reading, "environment.task_pool", "data.train_data")
     found["environment.env_id"] = name_of(name) or "skyrl"
     if name not in _OF_SKYRL_GYM:
         return {
@@ -329,7 +349,7 @@ def _evaluation(reading: Reading) -> Converted:
         "eval.0.every_steps": every, **probe(heat, reading.whole("generator.eval_n_samples_per_prompt", 1)),
         "eval.0.max_tokens": reading.whole("generator.eval_sampling_params.max_generate_length") or None,
         "eval.0.environment.env_id": f"{name_of(name)}_validation", "eval.0.environment.task": task,
-        **pool(reading, "eval.0.environment.task_pool", files),
+        **pool(reading, "eval.0.environment.task_pool", "data.val_data"),
     }  # fmt: skip
 
 
@@ -337,7 +357,10 @@ def _run(reading: Reading) -> Converted:
     path = at_home(reading["trainer.ckpt_path"]).rstrip("/") if reading.has("trainer.ckpt_path") else ""
     parent, _, last = path.rpartition("/")
     named = reading["trainer.run_name"]
-    export = reading["trainer.export_path"] if reading.whole("trainer.hf_save_interval", -1) > 0 else None
+    every = reading.whole("trainer.hf_save_interval", -1)
+    export = reading["trainer.export_path"] if every > 0 else None
+    if export and every != reading.whole("trainer.ckpt_interval"):
+        reading.differs(f"hf_save_interval = {every}: nmoe exports with each of its checkpoints")
     return {
         "run.name": name_of(named) if reading.has("trainer.run_name") or not last else name_of(last),
         "run.directory": parent or None,
@@ -345,58 +368,25 @@ def _run(reading: Reading) -> Converted:
     }  # fmt: skip
 
 
-def _sinks(reading: Reading) -> Converted:
-    to = wandb_and_others(reading["trainer.logger"])
-    return {"sinks.to": to or None, "sinks.project": str(reading["trainer.project_name"]) if to else None}
-
-
-def _resume(reading: Reading) -> Converted:
-    mode = str(reading["trainer.resume_mode"]).lower()
-    if mode == "from_path":
-        reading.differs(
-            "resume_mode = from_path: nmoe resumes the run of the same name; to start from its weights, name it "
-            "in model.path"
-        )
-    return {"run.resume": "auto" if mode in ("latest", "from_path") else None}
-
-
-def _offload(reading: Reading) -> Converted:
-    return {"parallel.offload": "cpu" if reading.yes(f"{_POLICY}.fsdp_config.cpu_offload") else None}
-
-
-def _templates(reading: Reading) -> Converted:
-    key = "generator.chat_template_kwargs"
-    given = {
-        name.removeprefix(f"{key}."): one.value for name, one in reading.given.items() if name.startswith(f"{key}.")
-    }
-    given |= reading[key] if isinstance(reading[key], dict) else {}
-    return {"environment.chat_template_kwargs": given or None}
-
-
 _ROWS: tuple[Row, ...] = (
-    together((f"{_POLICY}.model.path",), ("model.path",), _model, "the same"),
-    together(("trainer.bf16",), ("model.precision",),
+    model(f"{_POLICY}.model.path"),
+    together({"trainer.bf16": "model.precision"},
         lambda r: {"model.precision": "bfloat16" if r.yes("trainer.bf16") else "float32"}, "true: bfloat16"),
     switch("trainer.gradient_checkpointing", "model.checkpoint_activations"),
-    together((f"{_POLICY}.fsdp_config.cpu_offload",), ("parallel.offload",), _offload, "true: cpu"),
+    offload(f"{_POLICY}.fsdp_config.cpu_offload"),
     same(f"{_POLICY}.nmoe_config.rdep.mode", "parallel.rdep"),
     same(f"{_POLICY}.nmoe_config.rdep.profile", "model.expert_profile"),
     number(f"{_POLICY}.nmoe_config.router_aux_loss_coef", "model.router_aux_loss_coef"),
-    together((f"{_POLICY}.model.lora.rank", f"{_POLICY}.model.lora.alpha", f"{_POLICY}.model.lora.target_modules",
-        f"{_POLICY}.model.lora.init_method"),
-             ("lora.rank", "lora.alpha", "lora.targets"), _lora,
-             "rank 0 trains all weights; all-linear: nmoe's default targets"),
-    together(("trainer.train_batch_size", "generator.n_samples_per_prompt", "trainer.policy_mini_batch_size"),
-             ("batch.prompts_per_step", "batch.group_size", "batch.updates_per_step"), _batch,
+    Row({**_ADAPTERS.keys, f"{_POLICY}.model.lora.init_method": ()}, _ADAPTERS.text, _lora),
+    together({"trainer.train_batch_size": "batch.prompts_per_step", "generator.n_samples_per_prompt": "batch.group_size",
+              "trainer.policy_mini_batch_size": "batch.updates_per_step"}, _batch,
              "counted in prompts; train_batch_size / policy_mini_batch_size updates"),
     whole("trainer.update_epochs_per_batch", "batch.passes_per_step"),
-    together(("trainer.micro_train_batch_size_per_gpu", "trainer.max_tokens_per_microbatch"), ("batch.tokens_per_microbatch",),
-        _microbatch,
-             "sequences times the longest prompt and answer, or the tokens themselves"),
-    together((f"{_ALGORITHM}.dynamic_sampling.type", f"{_ALGORITHM}.dynamic_sampling.max_sample_batches"), ("batch.max_refills",
-        ), _filtering,
-             "filter: max_sample_batches - 1; null: 0"),
-    together(("trainer.max_training_steps", "trainer.epochs"), ("run.steps", "run.episodes"), _length, "the same"),
+    together(dict.fromkeys(("trainer.micro_train_batch_size_per_gpu", "trainer.max_tokens_per_microbatch"),
+        "batch.tokens_per_microbatch"), _microbatch, "sequences times the longest prompt and answer, or the tokens themselves"),
+    together(dict.fromkeys((f"{_ALGORITHM}.dynamic_sampling.type", f"{_ALGORITHM}.dynamic_sampling.max_sample_batches"),
+        "batch.max_refills"), _filtering, "filter: max_sample_batches - 1; null: 0"),
+    length("trainer.max_training_steps", "trainer.epochs"),
     same("trainer.seed", "run.seed"),
     whole("generator.sampling_params.max_generate_length", "sampling.max_new_tokens"),
     whole("trainer.max_prompt_length", "environment.budget.prompt_tokens", "the same; prompts that are longer are left out"),
@@ -404,72 +394,63 @@ _ROWS: tuple[Row, ...] = (
     number("generator.sampling_params.temperature", "sampling.temperature"),
     number("generator.sampling_params.top_p", "sampling.top_p"),
     whole("generator.sampling_params.top_k", "sampling.top_k"),
-    together((f"{_ALGORITHM}.advantage_estimator", f"{_ALGORITHM}.grpo_norm_by_std", f"{_ALGORITHM}.advantage_batch_normalize"),
-             ("algorithm.advantage",), _advantage,
+    together(dict.fromkeys((f"{_ALGORITHM}.advantage_estimator", f"{_ALGORITHM}.grpo_norm_by_std",
+        f"{_ALGORITHM}.advantage_batch_normalize"), "algorithm.advantage"), _advantage,
              "grpo: grpo, without grpo_norm_by_std: dr_grpo; gae; rloo; reinforce++: reinforce_pp; maxrl"),
-    together((f"{_ALGORITHM}.policy_loss_type", f"{_ALGORITHM}.eps_clip_low", f"{_ALGORITHM}.eps_clip_high",
-        f"{_ALGORITHM}.clip_ratio_c",
-              f"{_ALGORITHM}.cispo.cispo_eps_clip_high", f"{_ALGORITHM}.dppo.dppo_type", f"{_ALGORITHM}.dppo.delta_low",
-              f"{_ALGORITHM}.dppo.delta_high"),
-             ("algorithm.loss", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip_bound"), _loss,
-             "regular: clip; dual_clip; gspo; cispo; dppo"),
-    together((f"{_ALGORITHM}.loss_reduction",), ("algorithm.aggregation",), _aggregation,
+    together({f"{_ALGORITHM}.policy_loss_type": "algorithm.loss", f"{_ALGORITHM}.eps_clip_low": "algorithm.clip_low",
+              f"{_ALGORITHM}.eps_clip_high": "algorithm.clip_high", f"{_ALGORITHM}.clip_ratio_c": "algorithm.dual_clip_bound",
+              f"{_ALGORITHM}.cispo.cispo_eps_clip_low": "algorithm.clip_low",
+              f"{_ALGORITHM}.cispo.cispo_eps_clip_high": "algorithm.clip_high", f"{_ALGORITHM}.cispo.cispo_anchor": (),
+              f"{_ALGORITHM}.dppo.dppo_type": "algorithm.loss", f"{_ALGORITHM}.dppo.delta_low": "algorithm.clip_low",
+              f"{_ALGORITHM}.dppo.delta_high": "algorithm.clip_high"}, _loss, "regular: clip; dual_clip; gspo; cispo; dppo"),
+    together(dict.fromkeys((f"{_ALGORITHM}.loss_reduction", f"{_ALGORITHM}.max_seq_len"), "algorithm.aggregation"), _aggregation,
              "token_mean: token; sequence_mean: sequence; seq_mean_token_sum_norm: constant"),
-    together((f"{_ALGORITHM}.use_kl_loss", f"{_ALGORITHM}.use_kl_in_reward", f"{_ALGORITHM}.kl_loss_coef",
-        f"{_ALGORITHM}.kl_estimator_type"),
-             ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_importance_weights"), _kl,
+    together({f"{_ALGORITHM}.use_kl_loss": "algorithm.kl_in", f"{_ALGORITHM}.use_kl_in_reward": "algorithm.kl_in",
+              f"{_ALGORITHM}.kl_loss_coef": "algorithm.kl_coef", f"{_ALGORITHM}.kl_estimator_type": "algorithm.kl_estimator"}, _kl,
              "0 without use_kl_loss and use_kl_in_reward"),
-    together((f"{_ALGORITHM}.use_entropy_loss", f"{_ALGORITHM}.entropy_loss_coef"), ("algorithm.entropy_coef",), _entropy,
-        "0 without use_entropy_loss"),
-    together((f"{_ALGORITHM}.use_tis", f"{_ALGORITHM}.tis_imp_ratio_cap", f"{_OFF}.tis_ratio_type",
-        f"{_OFF}.token_tis_ratio_clip_high",
-              f"{_OFF}.sequence_tis_ratio_clip_high", f"{_OFF}.sequence_mask_metric", f"{_OFF}.geo_mask_low",
-              f"{_OFF}.geo_mask_high"),
-             ("algorithm.correction", "algorithm.correction_cap", "algorithm.correction_window"), _correction,
+    together(dict.fromkeys((f"{_ALGORITHM}.use_entropy_loss", f"{_ALGORITHM}.entropy_loss_coef"), "algorithm.entropy_coef"),
+        _entropy, "0 without use_entropy_loss"),
+    together({f"{_ALGORITHM}.use_tis": "algorithm.correction", f"{_ALGORITHM}.tis_imp_ratio_cap": "algorithm.correction_cap",
+              f"{_OFF}.tis_ratio_type": "algorithm.correction", f"{_OFF}.token_tis_ratio_clip_high": "algorithm.correction_cap",
+              f"{_OFF}.sequence_tis_ratio_clip_high": "algorithm.correction_cap",
+              f"{_OFF}.sequence_mask_metric": "algorithm.correction", f"{_OFF}.geo_mask_low": "algorithm.correction_window",
+              f"{_OFF}.geo_mask_high": "algorithm.correction_window"}, _correction,
              "token and sequence: tis; geometric masks: sequence_mask"),
     switch("generator.apply_overlong_filtering", "algorithm.mask_truncated"),
-    together(("trainer.critic.optimizer_config.lr", "trainer.critic.model.path", f"{_ALGORITHM}.gamma", f"{_ALGORITHM}.lambd",
-              f"{_ALGORITHM}.value_clip"),
-             ("critic.learning_rate", "critic.path", "critic.gamma", "critic.trace_decay", "critic.clip"), _critic,
-             "only with the estimator gae"),
     number(f"{_OPTIMIZER}.lr", "optimizer.learning_rate"),
-    together((f"{_OPTIMIZER}.scheduler", f"{_OPTIMIZER}.num_warmup_steps"), ("optimizer.min_lr_ratio",
-        "optimizer.warmup_steps"),
-             _schedule,
-             "linear warm-up, then a half cosine to 0; constant schedules end at 1"),
-    together((f"{_OPTIMIZER}.adam_betas",), ("optimizer.beta1", "optimizer.beta2"),
-             lambda r: {"optimizer.beta1": float(r[f"{_OPTIMIZER}.adam_betas"][0]),
-             "optimizer.beta2": float(r[f"{_OPTIMIZER}.adam_betas"][1])},
-             "the two of them"),
+    critic(f"{_ALGORITHM}.advantage_estimator", "trainer.critic.optimizer_config.lr", "trainer.critic.model.path",
+        f"{_ALGORITHM}.gamma", f"{_ALGORITHM}.lambd", f"{_ALGORITHM}.value_clip", None),
+    together({f"{_OPTIMIZER}.scheduler": "optimizer.min_lr_ratio", f"{_OPTIMIZER}.num_warmup_steps": "optimizer.warmup_steps"},
+             _schedule, "linear warm-up, then a half cosine to 0; constant schedules end at 1; a warm-up in optimizer steps"),
+    betas(f"{_OPTIMIZER}.adam_betas"),
     number(f"{_OPTIMIZER}.weight_decay", "optimizer.weight_decay"),
     number(f"{_OPTIMIZER}.max_grad_norm", "optimizer.max_grad_norm"),
-    together(("data.train_data", "environment.env_class"), ("environment.env_id", "environment.task",
-        "environment.task_pool.*"), _data,
+    together({"data.train_data": "environment.task_pool.path", "environment.env_class": "environment.task"}, _data,
              "environments of skyrl-gym: the task skyrl_gym; others have to be written"),
-    together(("trainer.eval_interval", "data.val_data", "generator.eval_sampling_params.temperature",
-        "generator.eval_n_samples_per_prompt",
-              "generator.eval_sampling_params.max_generate_length"),
-             ("eval.0.*",), _evaluation, "[[eval]] on the validation files; -1: no evaluation"),
-    together(("generator.chat_template_kwargs", "generator.chat_template_kwargs.*"), ("environment.chat_template_kwargs",),
-        _templates, "the same"),
-    together((f"{_ENGINE}.backend", f"{_ENGINE}.num_engines", f"{_ENGINE}.tensor_parallel_size",
-        f"{_ENGINE}.gpu_memory_utilization",
-              f"{_ENGINE}.max_num_seqs", f"{_ENGINE}.run_engines_locally", f"{_ENGINE}.external_server_urls",
-              "trainer.placement.colocate_all",
-              "trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gpus_per_node"),
-             ("engine.kind", "engine.urls", "engine.max_sequences", "placement.*"), _placement,
+    together({"trainer.eval_interval": "eval.0.every_steps", "data.val_data": "eval.0.environment",
+              "generator.eval_sampling_params.temperature": "eval.0.temperature",
+              "generator.eval_n_samples_per_prompt": "eval.0.samples",
+              "generator.eval_sampling_params.max_generate_length": "eval.0.max_tokens"}, _evaluation,
+             "[[eval]] on the validation files; -1: no evaluation"),
+    template("generator.chat_template_kwargs"),
+    together({f"{_ENGINE}.backend": "engine.kind", f"{_ENGINE}.num_engines": "placement.engines",
+              f"{_ENGINE}.tensor_parallel_size": "placement.tensor_parallel",
+              f"{_ENGINE}.gpu_memory_utilization": "placement.memory_share", f"{_ENGINE}.max_num_seqs": "engine.max_sequences",
+              f"{_ENGINE}.run_engines_locally": "engine.urls", f"{_ENGINE}.external_server_urls": "engine.urls",
+              "trainer.placement.colocate_all": "placement.layout",
+              "trainer.placement.policy_num_nodes": "placement.learner_gpus",
+              "trainer.placement.policy_num_gpus_per_node": "placement.learner_gpus"}, _placement,
              "engines on the GPUs that train with colocate_all, else on their own"),
-    together(("trainer.fully_async.enabled", "trainer.fully_async.max_staleness_steps",
-        "trainer.fully_async.clear_kv_cache_on_weight_sync"),
-             ("async.max_staleness", "async.in_flight"), _asynchrony, "the same, in steps"),
+    together({"trainer.fully_async.enabled": "async.max_staleness", "trainer.fully_async.max_staleness_steps":
+              "async.max_staleness", "trainer.fully_async.clear_kv_cache_on_weight_sync": "async.in_flight"}, _asynchrony,
+             "the same, in steps"),
     whole("trainer.ckpt_interval", "checkpoint.every_steps"),
     whole("trainer.max_ckpts_to_keep", "checkpoint.keep", "the same; -1, all, leaves nmoe's default"),
-    together(("trainer.run_name", "trainer.ckpt_path", "trainer.export_path", "trainer.hf_save_interval"),
-             ("run.name", "run.directory", "checkpoint.export_directory"), _run,
-             "exports are written with each checkpoint, if hf_save_interval is above 0"),
-    together(("trainer.logger", "trainer.project_name"), ("sinks.to", "sinks.project"), _sinks,
-        "wandb, tensorboard, trackio; the console is always there"),
-    together(("trainer.resume_mode",), ("run.resume",), _resume, "latest: auto"),
+    together({"trainer.run_name": "run.name", "trainer.ckpt_path": "run.directory",
+              "trainer.export_path": "checkpoint.export_directory", "trainer.hf_save_interval": "checkpoint.export_directory"},
+             _run, "exports are written with each checkpoint, if hf_save_interval is above 0"),
+    sinks("trainer.logger", "trainer.project_name"),
+    resume("trainer.resume_mode", ("latest",), "from_path", "latest: auto"),
     # Without counterpart.
     without("nmoe has one way of sharding: weights, gradients and optimizer over all ranks; the numbers are the same",
         "trainer.strategy",
@@ -502,7 +483,6 @@ _ROWS: tuple[Row, ...] = (
         f"{_ALGORITHM}.kl_cov.*",
             f"{_ALGORITHM}.cispo.*"),
     without("nmoe masks no single tokens beside algorithm.correction", f"{_OFF}.*"),
-    without("the constant of aggregation is sampling.max_new_tokens", f"{_ALGORITHM}.max_seq_len", neutral=None),
     without("temperatures are of sampling", f"{_ALGORITHM}.temperature", neutral=None),
     without("nmoe's value head has its own name", f"{_ALGORITHM}.value_head_prefix",
         f"{_ALGORITHM}.enable_sample_support_replay"),
@@ -513,6 +493,8 @@ _ROWS: tuple[Row, ...] = (
     without("nmoe samples by temperature, top_p and top_k alone", "generator.sampling_params.min_p", neutral=0.0),
     without("nmoe samples by temperature, top_p and top_k alone", "generator.sampling_params.repetition_penalty", neutral=1.0),
     without("turns end at the end tokens of the model", "generator.sampling_params.stop", neutral=None),
+    without("nmoe's evaluations sample from the whole distribution", "generator.eval_sampling_params.top_p", neutral=1.0),
+    without("nmoe's evaluations sample from the whole distribution", "generator.eval_sampling_params.top_k", neutral=-1),
     without("turns end at the end tokens of the model", "generator.append_eos_token_after_stop_str_in_multi_turn",
         "generator.sampling_params.*",
             "generator.eval_sampling_params.*"),

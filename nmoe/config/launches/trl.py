@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from nmoe.config.launches.concepts import length, model, sinks, template
 from nmoe.config.launches.read import read_yaml
 from nmoe.config.launches.rows import (
     Converted,
@@ -30,16 +31,23 @@ from nmoe.config.launches.shared import (
     GROUPS_DROPPED,
     PRECISIONS,
     at_home,
+    colocated,
+    end_of_schedule,
+    examples,
     grader,
     kl,
     lora_targets,
     name_of,
+    name_of_dataset,
+    nearest,
+    of_the_run,
     pool,
     probe,
     records,
-    schedule,
+    reward_model,
+    truncated_in_mean,
+    uncorrected,
     updates,
-    wandb_and_others,
     warmup_of_run,
 )
 
@@ -99,20 +107,21 @@ def _length(reading: Reading) -> Converted:
 
 
 def _schedule(reading: Reading) -> Converted:
-    extra = reading["lr_scheduler_kwargs"] if isinstance(reading["lr_scheduler_kwargs"], dict) else {}
-    extra = extra | {
-        key.partition(".")[2]: one.value for key, one in reading.given.items() if key.startswith("lr_scheduler_kwargs.")
-    }
-    ratio = extra.get("min_lr_rate")
-    if ratio is None and extra.get("min_lr") is not None:
-        ratio = float(extra["min_lr"]) / float(reading["learning_rate"])
-    warmup, share = reading.number("warmup_steps"), reading.number("warmup_ratio")
-    if 0 < warmup < 1:
-        warmup, share = 0, warmup
-    if str(reading["lr_scheduler_type"]) == "constant":
-        warmup, share = 0, 0
-    steps = warmup_of_run(reading, int(warmup), _optimizer_steps(reading)) if warmup else 0
-    return schedule(reading, reading["lr_scheduler_type"], ratio, steps, share)
+    kind = str(reading["lr_scheduler_type"])
+
+    def least() -> float | None:
+        extra = reading.below("lr_scheduler_kwargs")
+        if extra.get("min_lr") is None:
+            return extra.get("min_lr_rate")
+        return float(extra["min_lr"]) / float(reading["learning_rate"])
+
+    found: dict[str, Any] = {"optimizer.min_lr_ratio": end_of_schedule(reading, kind, least)}
+    if kind == "constant":  # transformers ignores a warm-up
+        return found
+    if (warmup := reading.number("warmup_steps")) >= 1:
+        return {**found, "optimizer.warmup_steps": warmup_of_run(reading, int(warmup), _optimizer_steps(reading))}
+    share = warmup or reading.number("warmup_ratio")
+    return {**found, "optimizer.warmup_ratio": float(share) if share else None}
 
 
 def _precision(reading: Reading) -> Converted:
@@ -123,13 +132,6 @@ def _precision(reading: Reading) -> Converted:
         return {"model.precision": "bfloat16"}
     dtype = str(reading["dtype"] or reading["torch_dtype"] or "float32")
     return {"model.precision": PRECISIONS.get(dtype, "float32")}
-
-
-def _model(reading: Reading) -> Converted:
-    path = reading["model_name_or_path"]
-    if path is None or "$" in str(path):
-        reading.fill("model.path", "the checkpoint to start from; the launch names it in its script")
-    return {"model.path": at_home(path or f"{FILL_IN}/model")}
 
 
 def _lora(reading: Reading) -> Converted:
@@ -162,15 +164,23 @@ _LOSSES = {
 def _loss(reading: Reading) -> Converted:
     kind = str(reading["loss_type"])
     loss, aggregation = _LOSSES.get(kind, ("clip", "sequence"))
-    low, high = (
-        float(reading.number("epsilon", 0.2)),
-        float(reading.number("epsilon_high") or reading.number("epsilon", 0.2)),
-    )
+    high = float(reading["epsilon_high"] or reading.number("epsilon", 0.2))
     if kind not in _LOSSES:
         reading.differs(f"loss_type = {kind}: nmoe has no such loss; PPO's clipped ratio is written")
     if kind == "bnpo":
         reading.differs(
             "loss_type = bnpo takes the mean over the tokens of each micro-batch; nmoe over all tokens of the update"
+        )
+    if kind in ("dapo", "cispo") and int(_batch(reading)["batch.updates_per_step"]) > 1:
+        reading.differs(
+            f"loss_type = {kind} divides each update by the tokens of the whole generation batch over its number of updates; "
+            f"nmoe by the update's own tokens"
+        )
+    if reading.yes("mask_truncated_completions"):
+        truncated_in_mean(reading, aggregation)
+    if reading.number("entropy_coef") and aggregation != "token":
+        reading.differs(
+            f"entropy_coef: TRL's bonus is the mean entropy of tokens; nmoe's is weighed as the loss is, by {aggregation}"
         )
     if loss == "cispo":
         # TRL's bound is on the ratio, nmoe's on its distance from 1.
@@ -184,49 +194,73 @@ def _loss(reading: Reading) -> Converted:
             "algorithm.aggregation": aggregation,
             "algorithm.clip_high": max(high - 1, 1e-3),
         }
-    found: dict[str, Any] = {"algorithm.clip_low": low, "algorithm.clip_high": high}
-    if reading["importance_sampling_level"] == "sequence":
+    found: dict[str, Any] = {
+        "algorithm.clip_low": float(reading.number("epsilon", 0.2)),
+        "algorithm.clip_high": high,
+        "algorithm.aggregation": aggregation,
+    }
+    level = nearest(reading, "importance_sampling_level", {"token": "token", "sequence": "sequence"}, "token")
+    bound = reading["delta"]
+    if level == "sequence":
         if aggregation != "sequence":
             reading.differs(
                 f"one ratio per sequence with loss_type = {kind}: nmoe's gspo takes the mean of sequences, not "
                 f"of tokens"
             )
+        if bound is not None:
+            reading.differs(f"delta = {bound}: nmoe's gspo does not bound the ratio of negative advantages")
         return {**found, "algorithm.loss": "gspo", "algorithm.aggregation": "sequence"}
-    if reading["delta"] is not None:
-        return {
-            **found,
-            "algorithm.loss": "dual_clip",
-            "algorithm.dual_clip_bound": float(reading["delta"]),
-            "algorithm.aggregation": aggregation,
-        }
-    return {**found, "algorithm.loss": loss, "algorithm.aggregation": aggregation}
+    if bound is not None:
+        return {**found, "algorithm.loss": "dual_clip", "algorithm.dual_clip_bound": float(bound)}
+    return {**found, "algorithm.loss": loss}
+
+
+def _kl(reading: Reading) -> Converted:
+    if not (coef := reading["beta"]):
+        return {"algorithm.kl_coef": 0.0}
+    weighted = reading.yes("use_bias_correction_kl")
+    if weighted and reading["importance_sampling_level"] == "sequence":
+        reading.differs("the KL term is weighed by the ratio of the sequence in TRL, in nmoe by the token's")
+    if weighted and reading.yes("use_vllm"):
+        reading.differs(
+            "the KL term is weighed by the ratio to the learner before the update in TRL, in nmoe to the engine"
+        )
+    return kl(coef, "loss", "k3", weighted)
 
 
 def _advantage(reading: Reading) -> Converted:
-    if reading["multi_objective_aggregation"] == "normalize_then_sum":
+    how = {"sum_then_normalize": "sum", "normalize_then_sum": "gdpo"}
+    if nearest(reading, "multi_objective_aggregation", how, "sum") == "gdpo":
         return {"algorithm.advantage": "grpo", "algorithm.multi_reward": "gdpo"}
-    scale = str(reading["scale_rewards"]).lower()
-    if scale == "batch":
+    if str(reading["scale_rewards"]).lower() == "batch":
         reading.differs("scale_rewards = batch divides by the deviation over the batch; nmoe's dr_grpo does not divide")
-    return {"algorithm.advantage": "grpo" if scale in ("group", "true") else "dr_grpo"}
+        return {"algorithm.advantage": "dr_grpo"}
+    # Older versions have a switch.
+    names = {"group": "grpo", "True": "grpo", "true": "grpo", "none": "dr_grpo", "False": "dr_grpo", "None": "dr_grpo"}
+    return {"algorithm.advantage": nearest(reading, "scale_rewards", names, "grpo")}
 
 
 def _correction(reading: Reading) -> Converted:
-    if not reading.yes("use_vllm") or not reading.yes("vllm_importance_sampling_correction"):
+    if not reading.yes("use_vllm"):
         return {}
+    if not reading.yes("vllm_importance_sampling_correction"):
+        return uncorrected(reading, _optimizer_steps(reading), True)
     mode = str(reading["vllm_importance_sampling_mode"])
-    low, high = reading["vllm_importance_sampling_clip_min"], reading["vllm_importance_sampling_clip_max"]
-    high = reading["vllm_importance_sampling_cap"] or high
+    low, high = reading["vllm_importance_sampling_clip_min"], reading["vllm_importance_sampling_cap"]
+    high = reading["vllm_importance_sampling_clip_max"] if high is None else high
     if mode.endswith("_truncate"):
         if mode == "sequence_truncate" or low is not None:
-            reading.differs(f"{mode}: nmoe's tis caps the ratio of each token from above")
-        return {"algorithm.correction": "tis", "algorithm.correction_cap": float(high or 2.0)}
+            reading.differs(f"{mode}: nmoe's tis caps the ratio of each token from above, and not from below")
+        if high is None or high < 1:
+            reading.differs(f"{mode} without a cap of at least 1: nmoe's is {max(1.0, high or 1e9):g}")
+        return {"algorithm.correction": "tis", "algorithm.correction_cap": max(1.0, float(high or 1e9))}
     if mode == "token_mask":
         return {"algorithm.correction": "mask", "algorithm.correction_window": [float(low or 1e-9), float(high or 1e9)]}
     reading.differs(
-        f"sequence_mask leaves sequences out whose product of ratios is above {high}, and weighs the others by it; nmoe's "
-        f"looks at the geometric "
-        "mean of a token (algorithm.correction_window), and weighs tokens by their own ratio"
+        f"sequence_mask leaves sequences out whose product of ratios is above {high}"
+        + (f" or below {low}" if low is not None else "")
+        + ", and weighs the others by it; nmoe's looks at the geometric mean of a token (algorithm.correction_window), and weighs "
+        "tokens by their own ratio"
     )
     return {"algorithm.correction": "sequence_mask"}
 
@@ -234,7 +268,7 @@ def _correction(reading: Reading) -> Converted:
 def _engine(reading: Reading) -> Converted:
     if not reading.yes("use_vllm"):
         return {}
-    if reading["vllm_mode"] == "server":
+    if nearest(reading, "vllm_mode", {"server": "server", "colocate": "colocate"}, "colocate") == "server":
         base = reading["vllm_server_base_url"]
         host = {"0.0.0.0": "127.0.0.1"}.get(str(reading["vllm_server_host"]), reading["vllm_server_host"])
         reading.fill(
@@ -246,7 +280,7 @@ def _engine(reading: Reading) -> Converted:
     processes, parallel = _processes(reading), reading.whole("vllm_tensor_parallel_size", 1)
     return {
         "engine.kind": "vllm",
-        "placement.layout": "colocated",
+        **colocated(reading),
         "placement.engines": max(1, processes // max(1, parallel)),
         "placement.learner_gpus": processes,
         "placement.tensor_parallel": parallel,
@@ -263,10 +297,8 @@ def _data(reading: Reading) -> Converted:
             "environment.task_pool.type": "jsonl",
             "environment.task_pool.path": f"{FILL_IN}/train.jsonl",
         }
-    found = pool(
-        reading, "environment.task_pool", str(dataset), reading["dataset_train_split"], reading["dataset_config"]
-    )
-    found["environment.env_id"] = name_of(str(dataset).split("/")[-1].partition(".")[0]) or "problems"
+    found = pool(reading, "environment.task_pool", "dataset_name", "dataset_train_split", "dataset_config")
+    found["environment.env_id"] = name_of_dataset(dataset)
     if "accuracy_reward" in _functions(reading):
         found["environment.task_pool.answer_field"] = "solution"  # the column that accuracy_reward reads
     return found
@@ -301,15 +333,7 @@ def _rewards(reading: Reading) -> Converted:
                 )
             continue
         if model and position == 0:
-            reading.fill(
-                f"{key}.path", "a reward model trained by `nmoe reward`; another's checkpoint has another head"
-            )
-            found |= {
-                f"{key}.type": "reward_model",
-                f"{key}.name": "reward_model",
-                f"{key}.path": name,
-                f"{key}.weight": weight,
-            }
+            found |= {**reward_model(reading, name), f"{key}.weight": weight}
         else:
             module, _, function = name.rpartition(".")
             found |= {
@@ -324,52 +348,50 @@ def _rewards(reading: Reading) -> Converted:
     return found
 
 
-def _probe(reading: Reading) -> Converted:
-    every = reading.whole("eval_steps") or reading.whole("logging_steps", 10)
-    if reading["eval_strategy"] in (None, "no", False) or reading["dataset_name"] is None:
-        return {}
+def _period(reading: Reading) -> int | None:
+    """Returns how often TRL evaluates, in its steps; None for never."""
+    if reading["eval_strategy"] in (None, "no", False):
+        return None
     if reading["eval_strategy"] == "epoch":
         reading.differs(
             "eval_strategy = epoch: nmoe evaluates every eval.every_steps steps; set it to the steps of an epoch"
         )
-        every = 50
+        return 50
+    return reading.whole("eval_steps") or reading.whole("logging_steps", 10)
+
+
+def _probe(reading: Reading) -> Converted:
+    if reading["dataset_name"] is None or (every := _period(reading)) is None:
+        return {}
+    if (of_each := _optimizer_steps(reading)) > 1 and reading["eval_strategy"] != "epoch":
+        every = of_the_run(reading, every, of_each, "steps between evaluations")
     reading.differs(EVALUATED.format(trainer="TRL"))
     prefix = "eval.0.environment"
-    found = pool(
-        reading,
-        f"{prefix}.task_pool",
-        str(reading["dataset_name"]),
-        reading["dataset_test_split"],
-        reading["dataset_config"],
-    )
-    task = "math" if "accuracy_reward" in _functions(reading) or not _functions(reading) else "open"
-    if task == "open":
+    found = pool(reading, f"{prefix}.task_pool", "dataset_name", "dataset_test_split", "dataset_config")
+    functions = _functions(reading)
+    if functions and "accuracy_reward" not in functions:
         reading.fill(
             f"{prefix}.task",
             "a task that grades answers: nmoe's evaluations count right answers, and functions alone have none",
         )
-    if "accuracy_reward" in _functions(reading):
+    if "accuracy_reward" in functions:
         found[f"{prefix}.task_pool.answer_field"] = "solution"
-    name = name_of(str(reading["dataset_name"]).split("/")[-1].partition(".")[0]) or "problems"
-    return {
-        "eval.0.every_steps": every, **probe(reading["temperature"],
-        reading["num_generations_eval"] or reading["num_generations"]),
-        f"{prefix}.env_id": f"{name}_eval", f"{prefix}.task": "math", **found,
-    }  # fmt: skip
+    sampled = probe(reading["temperature"], reading["num_generations_eval"] or reading["num_generations"])
+    own = {f"{prefix}.env_id": f"{name_of_dataset(reading['dataset_name'])}_eval", f"{prefix}.task": "math"}
+    return {"eval.0.every_steps": every, **sampled, **own, **found}
 
 
 def _reference(reading: Reading) -> Converted:
-    if not reading.yes("sync_ref_model"):
+    if not reading.yes("sync_ref_model") or not reading.number("beta"):
         return {}
     if reading.number("ref_model_mixup_alpha", 0.6) != 1:
         reading.differs(
             "sync_ref_model mixes the policy into the reference by ref_model_mixup_alpha; nmoe replaces the reference"
         )
-    return {
-        "algorithm.reference_every_steps": reading.whole("ref_model_sync_steps", 512)
-        if reading.number("beta")
-        else None
-    }
+    every = of_the_run(
+        reading, reading.whole("ref_model_sync_steps", 512), _optimizer_steps(reading), "steps of a reference"
+    )
+    return {"algorithm.reference_every_steps": every}
 
 
 def _run(reading: Reading) -> Converted:
@@ -382,7 +404,14 @@ def _saving(reading: Reading) -> Converted:
     strategy = str(reading["save_strategy"])
     if strategy == "steps":
         every = reading.number("save_steps", 500)
-        return {"checkpoint.every_steps": int(every) if every >= 1 else None}
+        if every < 1:
+            reading.differs(f"save_steps = {every}: a share of the run; nmoe saves every checkpoint.every_steps steps")
+            return {}
+        return {
+            "checkpoint.every_steps": of_the_run(
+                reading, int(every), _optimizer_steps(reading), "steps between checkpoints"
+            )
+        }
     reading.differs(f"save_strategy = {strategy}: nmoe saves every checkpoint.every_steps steps, and at the end")
     return {}
 
@@ -400,18 +429,19 @@ def _resume(reading: Reading) -> Converted:
 
 
 _SHARED: tuple[Row, ...] = (
-    together(("model_name_or_path",), ("model.path",), _model, "the same"),
-    together(("bf16", "fp16", "dtype", "torch_dtype"), ("model.precision",), _precision,
+    model("model_name_or_path", "the checkpoint to start from; the launch names it in its script"),
+    together(dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype"), "model.precision"), _precision,
         "bfloat16 unless bf16 = false; master weights are float32"),
-    together(("use_cpu",), ("model.device",), lambda r: {"model.device": "cpu" if r.yes("use_cpu") else None}, "true: cpu"),
+    together({"use_cpu": "model.device"}, lambda r: {"model.device": "cpu" if r.yes("use_cpu") else None}, "true: cpu"),
     switch("gradient_checkpointing", "model.checkpoint_activations"),
     same("router_aux_loss_coef", "model.router_aux_loss_coef"),
-    together(("use_peft", "lora_r", "lora_alpha", "use_rslora", "lora_target_modules", "lora_dropout"),
-             ("lora.rank", "lora.alpha", "lora.rslora", "lora.targets"), _lora, "only with use_peft"),
+    together({"use_peft": ("lora", "lora.rank"), "lora_r": "lora.rank", "lora_alpha": "lora.alpha", "use_rslora": "lora.rslora",
+              "lora_target_modules": "lora.targets", "lora_dropout": ()}, _lora, "only with use_peft"),
     same("seed", "run.seed"),
     number("learning_rate", "optimizer.learning_rate"),
-    together(("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*", "warmup_steps", "warmup_ratio"),
-             ("optimizer.min_lr_ratio", "optimizer.warmup_steps", "optimizer.warmup_ratio"), _schedule,
+    together({"lr_scheduler_type": "optimizer.min_lr_ratio", "lr_scheduler_kwargs": "optimizer.min_lr_ratio",
+              "lr_scheduler_kwargs.*": "optimizer.min_lr_ratio", "warmup_steps": "optimizer.warmup_steps",
+              "warmup_ratio": "optimizer.warmup_ratio"}, _schedule,
              "linear warm-up, then a half cosine to a share of the peak; constant schedules end at 1; warmup_steps below 1 "
              "are a share"),
     number("adam_beta1", "optimizer.beta1"),
@@ -419,15 +449,12 @@ _SHARED: tuple[Row, ...] = (
     number("adam_epsilon", "optimizer.eps"),
     number("weight_decay", "optimizer.weight_decay"),
     number("max_grad_norm", "optimizer.max_grad_norm"),
-    together(("save_steps", "save_strategy"), ("checkpoint.every_steps",), _saving, "the same"),
+    together(dict.fromkeys(("save_steps", "save_strategy"), "checkpoint.every_steps"), _saving,
+        "the same; TRL counts optimizer steps, nmoe steps of the run"),
     whole("save_total_limit", "checkpoint.keep", "the same; without it TRL keeps all, nmoe its default"),
-    together(("output_dir", "run_name"), ("run.name", "run.directory"), _run, "the last part of the path is the run's name"),
-    together(("resume_from_checkpoint",), ("run.resume",), _resume, "auto"),
-    together(("report_to", "project"), ("sinks.to", "sinks.project"),
-             lambda r: {"sinks.to": (to := wandb_and_others(r["report_to"])) or None,
-             "sinks.project": r["project"] if to and r.has("project") else None},
-             "wandb, tensorboard, trackio"),
-    together(("num_processes",), (), lambda r: {}, "processes that train; enters the size of a step"),
+    together({"output_dir": "run.directory", "run_name": "run.name"}, _run, "the last part of the path is the run's name"),
+    together({"resume_from_checkpoint": "run.resume"}, _resume, "auto"),
+    sinks("report_to", "project"),
     without("the launcher's configuration of processes; nmoe has [placement] and [parallel]", "accelerate_config",
         "config_file", "deepspeed",
             "fsdp", "fsdp_config", "fsdp_config.*", "ddp_*", "local_rank", "parallelism_config", "parallelism_config.*",
@@ -487,40 +514,37 @@ _SHARED: tuple[Row, ...] = (
 )  # fmt: skip
 
 _ONLINE: tuple[Row, ...] = (
-    together(("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
-        "num_generations",
-              "num_iterations"),
-             ("batch.prompts_per_step", "batch.group_size", "batch.updates_per_step", "batch.passes_per_step"), _batch,
+    together({"per_device_train_batch_size": "batch.prompts_per_step", "gradient_accumulation_steps": "batch.prompts_per_step",
+              "steps_per_generation": "batch.updates_per_step", "generation_batch_size": "batch.prompts_per_step",
+              "num_generations": "batch.group_size", "num_iterations": "batch.passes_per_step",
+              "num_processes": "batch.prompts_per_step"}, _batch,
              "generation_batch_size / num_generations prompts; one update for each batch of optimization in it"),
-    together(("max_steps", "num_train_epochs"), ("run.steps", "run.episodes"), _length,
+    together({"max_steps": "run.steps", "num_train_epochs": "run.episodes"}, _length,
         "TRL counts optimizer steps, nmoe steps of sampling"),
-    together(("max_completion_length", "max_prompt_length"), ("sampling.max_new_tokens", "environment.budget.prompt_tokens"),
+    together({"max_completion_length": "sampling.max_new_tokens", "max_prompt_length": "environment.budget.prompt_tokens"},
              lambda r: {"sampling.max_new_tokens": r.whole("max_completion_length"),
              "environment.budget.prompt_tokens": r.whole("max_prompt_length") or None},
              "the same; prompts that are longer are left out, and were cut by versions of TRL that have the key"),
-    together(("per_device_train_batch_size", "max_completion_length"), ("batch.tokens_per_microbatch",), _microbatch,
+    together({"per_device_train_batch_size": "batch.tokens_per_microbatch"}, _microbatch,
              "sequences of a device times the longest prompt (512 where it is not given) and completion"),
     number("temperature", "sampling.temperature"),
     number("top_p", "sampling.top_p"),
     whole("top_k", "sampling.top_k"),
-    together(("dataset_name", "dataset_config", "dataset_train_split"), ("environment.env_id", "environment.task_pool.*"),
-        _data,
+    together({"dataset_name": "environment.task_pool.path", "dataset_config": "environment.task_pool.subset",
+              "dataset_train_split": "environment.task_pool.split"}, _data,
              "a file, or a dataset of the hub; with accuracy_reward, the column `solution` has the answer"),
-    together(("reward_funcs", "reward_weights", "reward_model_name_or_path"), ("environment.task", "environment.rubric.*",
-        "environment.rewards.*"), _rewards,
+    together(dict.fromkeys(("reward_funcs", "reward_weights", "reward_model_name_or_path"), "environment.rewards"), _rewards,
              "accuracy_reward: the task `math`; others are called as functions; a reward model goes into [[rewards]]"),
-    together(("eval_strategy", "eval_steps", "dataset_test_split", "num_generations_eval"), ("eval.0.*",), _probe,
-        "[[eval]] on the test split"),
-    together(("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
-        "vllm_tensor_parallel_size",
-              "vllm_gpu_memory_utilization"),
-             ("engine.kind", "engine.urls", "placement.*"), _engine,
-             "colocate: engines on the GPUs that train; server: running engines"),
-    together(("chat_template_kwargs", "chat_template_kwargs.*"), ("environment.chat_template_kwargs",), lambda r: _template(r),
-        "the same"),
+    together({"eval_strategy": "eval.0.every_steps", "eval_steps": "eval.0.every_steps", "dataset_test_split": "eval.0.environment",
+              "num_generations_eval": "eval.0.samples"}, _probe, "[[eval]] on the test split"),
+    together({"use_vllm": "engine.kind", "vllm_mode": "placement.layout", "vllm_server_base_url": "engine.urls",
+              "vllm_server_host": "engine.urls", "vllm_server_port": "engine.urls",
+              "vllm_tensor_parallel_size": "placement.tensor_parallel", "vllm_gpu_memory_utilization": "placement.memory_share"},
+             _engine, "colocate: engines on the GPUs that train; server: running engines"),
+    template("chat_template_kwargs"),
     switch("mask_truncated_completions", "algorithm.mask_truncated"),
-    together(("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"), ("algorithm.reference_every_steps",),
-        _reference, "the same, without mixing"),
+    together(dict.fromkeys(("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"), "algorithm.reference_every_steps"),
+             _reference, "without mixing; TRL counts optimizer steps, nmoe steps of the run"),
     without("nmoe samples by temperature, top_p and top_k alone", "min_p", neutral=None),
     without("nmoe samples by temperature, top_p and top_k alone", "generation_kwargs", neutral=None),
     without("nmoe samples by temperature, top_p and top_k alone", "repetition_penalty", neutral=1.0),
@@ -532,38 +556,28 @@ _ONLINE: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-def _template(reading: Reading) -> Converted:
-    given = reading["chat_template_kwargs"] if isinstance(reading["chat_template_kwargs"], dict) else {}
-    given = given | {
-        key.partition(".")[2]: one.value
-        for key, one in reading.given.items()
-        if key.startswith("chat_template_kwargs.")
-    }
-    return {"environment.chat_template_kwargs": given or None}
-
-
-_NO_REFILLS = together(
-    (), ("batch.max_refills",), lambda r: {"batch.max_refills": 0}, "groups without a signal are not replaced"
-)
+# TRL replaces no groups, and has no key for it.
+_NO_REFILLS = Row({}, "groups without a signal are not replaced", lambda r: {"batch.max_refills": 0})
 
 _GRPO_ROWS = (
     *_SHARED,
     *_ONLINE,
     _NO_REFILLS,
-    together(("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level"),
-             ("algorithm.loss", "algorithm.aggregation", "algorithm.clip_low", "algorithm.clip_high",
-             "algorithm.dual_clip_bound"), _loss,
+    together({"loss_type": ("algorithm.loss", "algorithm.aggregation"), "epsilon": "algorithm.clip_low",
+              "epsilon_high": "algorithm.clip_high", "delta": "algorithm.dual_clip_bound",
+              "importance_sampling_level": "algorithm.loss"}, _loss,
              "grpo: mean of sequences; dapo, bnpo: mean of tokens; dr_grpo: constant; cispo: clip_high = epsilon_high - 1; "
              "delta: dual_clip; sequence: gspo"),
-    together(("scale_rewards", "multi_objective_aggregation"), ("algorithm.advantage", "algorithm.multi_reward"), _advantage,
+    together({"scale_rewards": "algorithm.advantage", "multi_objective_aggregation": "algorithm.multi_reward"}, _advantage,
              "group: grpo; none: dr_grpo; normalize_then_sum: gdpo"),
-    together(("beta", "use_bias_correction_kl"),
-             ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_importance_weights"),
-             lambda r: kl(r["beta"], "loss", "k3", r.yes("use_bias_correction_kl")), "k3 in the loss"),
+    together({"beta": ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator"),
+              "use_bias_correction_kl": "algorithm.kl_importance_weights"}, _kl, "k3 in the loss"),
     number("entropy_coef", "algorithm.entropy_coef"),
-    together(("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min",
-              "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
-             ("algorithm.correction", "algorithm.correction_cap", "algorithm.correction_window"), _correction,
+    together({"vllm_importance_sampling_correction": "algorithm.correction",
+              "vllm_importance_sampling_mode": "algorithm.correction",
+              "vllm_importance_sampling_clip_min": "algorithm.correction_window",
+              "vllm_importance_sampling_clip_max": "algorithm.correction_cap",
+              "vllm_importance_sampling_cap": "algorithm.correction_cap"}, _correction,
              "token_truncate: tis; token_mask: mask; sequence_mask: nmoe's, of the geometric mean"),
     without("nmoe trains on all tokens", "top_entropy_quantile", neutral=1.0),
     without("the entropy coefficient is constant in nmoe", "use_adaptive_entropy", neutral=False),
@@ -578,14 +592,13 @@ _RLOO_ROWS = (
     *_SHARED,
     *_ONLINE,
     _NO_REFILLS,
-    together(("epsilon", "epsilon_high"), ("algorithm.loss", "algorithm.aggregation", "algorithm.clip_low",
-        "algorithm.clip_high"),
+    together({"epsilon": ("algorithm.clip_low", "algorithm.loss", "algorithm.aggregation"), "epsilon_high": "algorithm.clip_high"},
              lambda r: {"algorithm.loss": "clip", "algorithm.aggregation": "constant",
-             "algorithm.clip_low": float(r["epsilon"]),
-                        "algorithm.clip_high": float(r["epsilon_high"] or r["epsilon"])}, "sums over sequences: constant"),
-    together(("normalize_advantages",), ("algorithm.advantage",), lambda r: _rloo(r), "rloo"),
-    together(("beta",), ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator"), lambda r: kl(r["beta"], "reward",
-        "k1", False), "k1 in the reward"),
+                        "algorithm.clip_low": float(r["epsilon"]), "algorithm.clip_high": float(r["epsilon_high"] or r["epsilon"])},
+             "sums over sequences: constant"),
+    together({"normalize_advantages": "algorithm.advantage"}, lambda r: _rloo(r), "rloo"),
+    together({"beta": ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator")},
+             lambda r: kl(r["beta"], "reward", "k1"), "k1 in the reward"),
     without("nmoe clips no rewards", "reward_clip_range", neutral=None),
 )  # fmt: skip
 
@@ -598,53 +611,38 @@ def _rloo(reading: Reading) -> Converted:
 
 def _tokens(sequences: int) -> Any:
     def convert(reading: Reading) -> Converted:
-        at_once, longest = reading.whole("per_device_train_batch_size", 8), reading.whole("max_length", 1024) or 1024
+        at_once = reading.whole("per_device_train_batch_size", 8)
+        longest = reading.whole("max_length" if reading["max_length"] else "max_seq_length") or 1024
         count = at_once * max(1, reading.whole("gradient_accumulation_steps", 1)) * _processes(reading)
-        if not reading.yes("packing"):
-            reading.differs(
-                f"nmoe counts a step in tokens: {count} {'pairs' if sequences == 2 else 'sequences'} of at most {longest} "
-                f"tokens fill a step only if all are "
-                "as long; with shorter ones a step has more of them"
-            )
-        return {
-            "records.tokens_per_step": count * longest * sequences,
-            "batch.tokens_per_microbatch": at_once * longest * sequences,
-        }
+        if reading.yes("packing"):
+            tokens = count * longest * sequences
+            return {"records.tokens_per_step": tokens, "batch.tokens_per_microbatch": at_once * longest * sequences}
+        return examples(reading, count, longest, at_once, sequences)
 
     return convert
 
 
-def _supervised_length(reading: Reading) -> Converted:
-    if (steps := reading.whole("max_steps", -1)) > 0:
-        return {"run.steps": steps}
-    return {"records.epochs": float(reading.number("num_train_epochs", 3.0))}
-
-
 def _held_out(reading: Reading) -> Converted:
-    if reading["eval_strategy"] in (None, "no", False):
+    if (every := _period(reading)) is None:
         return {}
-    every = reading.whole("eval_steps") or reading.whole("logging_steps", 10)
-    if reading["eval_strategy"] == "epoch":
-        reading.differs(
-            "eval_strategy = epoch: nmoe evaluates every eval.every_steps steps; set it to the steps of an epoch"
-        )
-        every = 50
     return {"eval.0.every_steps": every, "records.held_out_split": reading["dataset_test_split"]}
 
 
 def _supervised(sequences: int) -> tuple[Row, ...]:
     return (
         *_SHARED,
-        together(("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "max_seq_length", "packing"),
-                 ("records.tokens_per_step", "batch.tokens_per_microbatch"), _tokens(sequences),
-                 "sequences times their longest length, as nmoe counts tokens"),
-        together(("max_steps", "num_train_epochs"), ("run.steps", "records.epochs"), _supervised_length, "the same"),
-        together(("dataset_name", "dataset_config", "dataset_train_split"), ("records.path", "records.split", "records.subset"),
-                 lambda r: records(r, r["dataset_name"], r["dataset_train_split"], r["dataset_config"]),
+        together({"per_device_train_batch_size": ("records.tokens_per_step", "batch.tokens_per_microbatch"),
+                  "gradient_accumulation_steps": "records.tokens_per_step", "max_length": "records.tokens_per_step",
+                  "max_seq_length": "records.tokens_per_step", "num_processes": "records.tokens_per_step",
+                  "packing": "records.tokens_per_step"},
+                 _tokens(sequences), "sequences times their longest length, as nmoe counts tokens"),
+        length("max_steps", "num_train_epochs", "records.epochs"),
+        together({"dataset_name": "records.path", "dataset_config": "records.subset", "dataset_train_split": "records.split"},
+                 lambda r: records(r, "dataset_name", "dataset_train_split", "dataset_config"),
                  "a file, or a dataset of the hub"),
-        together(("eval_strategy", "eval_steps", "dataset_test_split"), ("eval.0.every_steps", "records.held_out_split"),
-            _held_out, "the test split"),
-        without("sequences that are longer are left out and counted; none is cut", "truncation_mode", "max_prompt_length"),
+        together({"eval_strategy": "eval.0.every_steps", "eval_steps": "eval.0.every_steps",
+                  "dataset_test_split": "records.held_out_split"}, _held_out, "the test split"),
+    without("sequences that are longer are left out and counted; none is cut", "truncation_mode", "max_prompt_length"),
         without("tokens of the ends of turns come with the checkpoint", "eos_token", "pad_token", "chat_template_path"),
         without("nmoe packs whole sequences", "packing_strategy", "eval_packing"),
     )  # fmt: skip
@@ -672,28 +670,42 @@ _PREFERENCES = {
 def _preference(reading: Reading) -> Converted:
     given = reading["loss_type"]
     kinds = [str(one) for one in given] if isinstance(given, list) else [str(given)]
-    weights = reading["loss_weights"] if isinstance(reading["loss_weights"], list) else [1.0] * len(kinds)
-    found: dict[str, Any] = {"preference.beta": float(reading["beta"])}
-    for kind, weight in zip(kinds, weights, strict=False):
+    given = reading["loss_weights"]
+    weights = (
+        [1.0] * len(kinds) if given is None else [float(one) for one in (given if isinstance(given, list) else [given])]
+    )
+    if len(weights) != len(kinds):
+        raise ValueError("loss_weights has another length than loss_type")
+    own = [(kind, weight) for kind, weight in zip(kinds, weights, strict=True) if kind != "sft"]
+    loss, weight = own[0] if own else ("sigmoid", 1.0)
+    found: dict[str, Any] = {
+        "preference.beta": float(reading["beta"]),
+        "preference.loss": _PREFERENCES.get(loss, "sigmoid"),
+    }
+    if not own:
+        reading.differs(
+            f"loss_type = {', '.join(kinds)}: nmoe has no loss of preferences without a comparison; sigmoid is written"
+        )
+    elif loss not in _PREFERENCES:
+        reading.differs(f"loss_type = {loss}: nmoe has {', '.join(_PREFERENCES)}; sigmoid is written")
+    if len(own) > 1:
+        reading.differs(f"loss_type = {', '.join(kinds)}: nmoe has one loss of preferences, {found['preference.loss']}")
+    if weight != 1:
+        reading.differs(
+            f"loss_weights: nmoe's loss of preferences has weight 1, TRL's {weight:g}; sft_weight is relative to it"
+        )
+    for kind, part in zip(kinds, weights, strict=True):
         if kind == "sft":
-            found["preference.sft_weight"] = float(weight)
-        elif "preference.loss" in found:
-            reading.differs(
-                f"loss_type = {', '.join(kinds)}: nmoe has one loss of preferences, {found['preference.loss']}"
-            )
-        else:
-            found["preference.loss"] = _PREFERENCES.get(kind, "sigmoid")
-            if kind not in _PREFERENCES:
-                reading.differs(f"loss_type = {kind}: nmoe has {', '.join(_PREFERENCES)}; sigmoid is written")
-    if found.get("preference.loss") not in ("hinge", "ipo"):
+            found["preference.sft_weight"] = part / weight
+    if found["preference.loss"] not in ("hinge", "ipo"):
         found["preference.label_smoothing"] = float(reading["label_smoothing"])
     return found
 
 
 _DPO_ROWS = (
     *_supervised(2),
-    together(("loss_type", "loss_weights", "beta", "label_smoothing"),
-             ("preference.loss", "preference.beta", "preference.label_smoothing", "preference.sft_weight"), _preference,
+    together({"loss_type": "preference.loss", "loss_weights": "preference.sft_weight", "beta": "preference.beta",
+              "label_smoothing": "preference.label_smoothing"}, _preference,
              "sigmoid, hinge, ipo, robust, sigmoid_norm; sft: preference.sft_weight"),
     without("the divergence of DPO is the reverse KL in nmoe", "f_divergence_type", neutral="reverse_kl"),
     without("settings of losses that nmoe does not have", "f_alpha_divergence_coef", "discopop_tau"),
@@ -708,7 +720,7 @@ _DPO_ROWS = (
 
 _REWARD_ROWS = (
     *_supervised(2),
-    together(("center_rewards_coefficient",), ("reward_model.centering",),
+    together({"center_rewards_coefficient": "reward_model.centering"},
              lambda r: {"reward_model.centering": float(r["center_rewards_coefficient"] or 0)}, "the same"),
 )  # fmt: skip
 

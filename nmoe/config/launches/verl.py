@@ -9,21 +9,39 @@ from __future__ import annotations
 
 from typing import Any
 
+from nmoe.config.launches.concepts import (
+    betas,
+    columns,
+    critic,
+    length,
+    lora,
+    model,
+    offload,
+    overlong,
+    resume,
+    sinks,
+    template,
+)
 from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, same, switch, together, whole, without
 from nmoe.config.launches.shared import (
     EVALUATED,
     GROUPS_DROPPED,
+    PRECISIONS,
     at_home,
+    colocated,
+    end_of_schedule,
+    examples,
     grader,
     kl,
     lora_targets,
     name_of,
+    nearest,
     pool,
     probe,
     records,
-    schedule,
+    reward_model,
+    uncorrected,
     updates,
-    wandb_and_others,
 )
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -47,14 +65,13 @@ def _microbatch(reading: Reading) -> Converted:
     count = reading.whole(f"{_A}.ppo_micro_batch_size_per_gpu") or reading.whole(f"{_A}.ppo_micro_batch_size") // _gpus(
         reading
     )
-    longest = reading.whole("data.max_prompt_length") + reading.whole("data.max_response_length")
+    longest = reading.whole("data.max_prompt_length") + _longest(reading)
     return {"batch.tokens_per_microbatch": max(1, count) * longest if count else None}
 
 
-def _length(reading: Reading) -> Converted:
-    if (steps := reading.whole("trainer.total_training_steps")) > 0:
-        return {"run.steps": steps}
-    return {"run.episodes": float(reading.number("trainer.total_epochs", 30))}
+def _longest(reading: Reading) -> int:
+    """Returns the most tokens of a response: the rollout's own key counts over the data's, which is its default."""
+    return reading.whole(f"{_R}.response_length") or reading.whole("data.max_response_length")
 
 
 _ESTIMATORS = {
@@ -82,36 +99,40 @@ def _advantage(reading: Reading) -> Converted:
     return {"algorithm.advantage": _ESTIMATORS.get(name, "grpo")}
 
 
+def _clips(reading: Reading) -> tuple[float, float]:
+    """Returns the two bounds. verl takes clip_ratio only where clip_ratio_low or clip_ratio_high is null, and both are 0.2 by
+    default (`compute_policy_loss_vanilla`, `actor/actor.yaml`)."""
+    sides = [f"{_A}.clip_ratio_{side}" for side in ("low", "high")]
+    low, high = (reading.number(f"{_A}.clip_ratio" if reading[key] is None else key, 0.2) for key in sides)
+    plain = reading.given.get(f"{_A}.clip_ratio")
+    if plain is not None and not reading.has(*sides):
+        reading.differs(
+            f"clip_ratio = {plain.value}: verl takes its defaults of clip_ratio_low and clip_ratio_high, {low:g} and {high:g}, "
+            f"over it, and so they are written"
+        )
+    return float(low), float(high)
+
+
 def _loss(reading: Reading) -> Converted:
     mode = str(reading[f"{_A}.policy_loss.loss_mode"])
-    base = float(reading.number(f"{_A}.clip_ratio", 0.2))
-    given = reading.has(f"{_A}.clip_ratio")
-    low = (
-        base
-        if given and not reading.has(f"{_A}.clip_ratio_low")
-        else float(reading.number(f"{_A}.clip_ratio_low", 0.2))
-    )
-    high = (
-        base
-        if given and not reading.has(f"{_A}.clip_ratio_high")
-        else float(reading.number(f"{_A}.clip_ratio_high", 0.2))
-    )
+    low, high = _clips(reading)
     found: dict[str, Any] = {"algorithm.clip_low": low, "algorithm.clip_high": high}
     if mode == "gspo":
         return {**found, "algorithm.loss": "gspo"}
     if mode == "cispo":
-        reading.differs("verl's cispo also bounds the ratio from below")
+        reading.differs(f"verl's cispo also bounds the ratio from below, at {1 - low:g}")
         return {"algorithm.loss": "cispo", "algorithm.clip_high": high}
+    bound = float(reading.number(f"{_A}.clip_ratio_c", 3.0))
     if mode == "dppo_tv":
+        reading.differs(
+            f"dppo_tv is around the learner before the update, and caps the ratio at clip_ratio_c = {bound:g}; nmoe's dppo is "
+            f"around the engine's probabilities, without a cap, and pulls the policy back to them"
+        )
         return {**found, "algorithm.loss": "dppo"}
     if mode != "vanilla":
         reading.differs(f"policy_loss.loss_mode = {mode}: nmoe has no such loss; PPO's clipped ratio is written")
     # verl's loss is bounded for negative advantages, too, by clip_ratio_c.
-    return {
-        **found,
-        "algorithm.loss": "dual_clip",
-        "algorithm.dual_clip_bound": float(reading.number(f"{_A}.clip_ratio_c", 3.0)),
-    }
+    return {**found, "algorithm.loss": "dual_clip", "algorithm.dual_clip_bound": bound}
 
 
 _AGGREGATIONS = {
@@ -132,9 +153,12 @@ def _aggregation(reading: Reading) -> Converted:
             "seq-mean-token-sum divides sums over tokens by nothing; nmoe divides them by "
             "sampling.max_new_tokens: the gradient is that much smaller"
         )
-    elif mode not in _AGGREGATIONS:
-        reading.differs(f"loss_agg_mode = {mode}: nmoe has no such aggregation; token is written")
-    return {"algorithm.aggregation": _AGGREGATIONS.get(mode, "token")}
+    if mode == "seq-mean-token-sum-norm" and (scale := reading[f"{_A}.loss_scale_factor"]) not in (
+        None,
+        _longest(reading),
+    ):
+        reading.differs(f"loss_scale_factor = {scale}: nmoe divides sums over tokens by sampling.max_new_tokens")
+    return {"algorithm.aggregation": nearest(reading, f"{_A}.loss_agg_mode", _AGGREGATIONS, "token")}
 
 
 _ESTIMATORS_OF_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -146,30 +170,40 @@ def _kl(reading: Reading) -> Converted:
         reading.differs("KL in the loss and in the reward: nmoe has one of them; the loss is written")
     if not in_loss and not in_reward:
         return {"algorithm.kl_coef": 0.0}
-    kind = str(reading[f"{_A}.kl_loss_type" if in_loss else "algorithm.kl_penalty"]).removesuffix("+")
-    if kind not in _ESTIMATORS_OF_KL:
+    coef = reading[f"{_A}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"]
+    if not coef:
+        return {"algorithm.kl_coef": 0.0}
+    kind = str(reading[f"{_A}.kl_loss_type" if in_loss else "algorithm.kl_penalty"])
+    plain = kind.removesuffix("+")
+    if plain not in _ESTIMATORS_OF_KL:
         reading.differs(f"KL by {kind}: nmoe has k1, k2 and k3; k1 is written")
-    coef = reading[f"{_A}.kl_loss_coef"] if in_loss else reading["algorithm.kl_ctrl.kl_coef"]
-    return kl(coef, "loss" if in_loss else "reward", _ESTIMATORS_OF_KL.get(kind, "k1"), False)
+    estimator = _ESTIMATORS_OF_KL.get(plain, "k1")
+    if in_loss and plain != kind and estimator != "k2":
+        # `kl_penalty` of core_algos: the value of k1 or k3, the gradient of k2.
+        reading.differs(f"KL by {kind} shows the value of {estimator} and has the gradient of k2, which is written")
+        estimator = "k2"
+    return kl(coef, "loss" if in_loss else "reward", estimator)
 
 
 def _correction(reading: Reading) -> Converted:
-    kind = reading["algorithm.rollout_correction.rollout_is"]
-    threshold = reading["algorithm.rollout_correction.rollout_is_threshold"]
+    updates = int(_batch(reading)["batch.updates_per_step"]) * reading.whole(f"{_A}.ppo_epochs", 1)
+    is_bypassed = reading.yes("algorithm.rollout_correction.bypass_mode")
+    if is_bypassed and updates > 1:
+        reading.differs(
+            "bypass_mode takes the sampler's probabilities as the old policy's; nmoe, with several updates of a step, the "
+            "learner's before them"
+        )
     if (old := reading.number(f"{_A}.tis_imp_ratio_cap", -1)) > 0:
         return {"algorithm.correction": "tis", "algorithm.correction_cap": float(old)}
-    if kind is None:
-        return {}
-    if reading.yes("algorithm.rollout_correction.bypass_mode"):
-        reading.differs(
-            "bypass_mode takes the sampler's probabilities as the old policy's; nmoe computes the learner's, and "
-            "corrects for the difference"
-        )
-    if str(kind) == "sequence":
+    kind = reading["algorithm.rollout_correction.rollout_is"]
+    if kind is None or (is_bypassed and reading["algorithm.rollout_correction.loss_type"] != "reinforce"):
+        return {"algorithm.correction": "none"} if is_bypassed else uncorrected(reading, updates, True)
+    levels = {"token": "token", "sequence": "sequence"}
+    if nearest(reading, "algorithm.rollout_correction.rollout_is", levels, "token") == "sequence":
         reading.differs(
             "rollout_is = sequence weighs by the product of a sequence's ratios; nmoe's tis weighs each token"
         )
-    bounds = str(threshold).split("_")
+    bounds = str(reading["algorithm.rollout_correction.rollout_is_threshold"]).split("_")
     if len(bounds) == 2:
         return {"algorithm.correction": "mask", "algorithm.correction_window": [float(bounds[0]), float(bounds[1])]}
     return {"algorithm.correction": "tis", "algorithm.correction_cap": float(bounds[0])}
@@ -191,48 +225,32 @@ def _filtering(reading: Reading) -> Converted:
     }
 
 
-def _critic(reading: Reading) -> Converted:
-    if str(reading["algorithm.adv_estimator"]).rpartition(".")[2].lower() != "gae":
-        return {}
-    return {
-        "critic.learning_rate": float(reading["critic.optim.lr"]),
-        "critic.path": reading["critic.model.path"] if reading.has("critic.model.path") else None,
-        "critic.gamma": float(reading["algorithm.gamma"]),
-        "critic.trace_decay": float(reading["algorithm.lam"]),
-        "critic.clip": float(reading["critic.cliprange_value"]),
-        "critic.warmup_steps": reading.whole("trainer.critic_warmup"),
-    }
-
-
 def _schedule(prefix: str) -> Any:
-    def convert(reading: Reading) -> Converted:
-        name = (
-            reading[f"{prefix}.warmup_style"]
-            or reading[f"{prefix}.lr_scheduler_type"]
-            or reading[f"{prefix}.lr_scheduler"]
-        )
-        steps, ratio = (
-            reading.whole(f"{prefix}.lr_warmup_steps", -1),
-            float(reading.number(f"{prefix}.lr_warmup_steps_ratio")),
-        )
-        return schedule(
-            reading, name, float(reading.number(f"{prefix}.min_lr_ratio")), max(0, steps), 0.0 if steps > 0 else ratio
-        )
+    names = [f"{prefix}.{name}" for name in ("warmup_style", "lr_scheduler_type", "lr_scheduler")]
 
-    return convert
+    def convert(reading: Reading) -> Converted:
+        kind = str(next((one for name in names if (one := reading[name]) is not None), "constant"))
+        found: dict[str, Any] = {
+            "optimizer.min_lr_ratio": end_of_schedule(reading, kind, lambda: reading.number(f"{prefix}.min_lr_ratio"))
+        }
+        # The warm-up is in steps of the run, as verl moves its schedule on once a step.
+        if (steps := reading.whole(f"{prefix}.lr_warmup_steps", -1)) > 0:
+            return {**found, "optimizer.warmup_steps": steps}
+        return {**found, "optimizer.warmup_ratio": float(reading.number(f"{prefix}.lr_warmup_steps_ratio")) or None}
+
+    keys = {
+        **dict.fromkeys([*names, f"{prefix}.min_lr_ratio"], "optimizer.min_lr_ratio"),
+        f"{prefix}.lr_warmup_steps": "optimizer.warmup_steps",
+        f"{prefix}.lr_warmup_steps_ratio": "optimizer.warmup_ratio",
+    }
+    return together(keys, convert, "linear warm-up, then a half cosine to min_lr_ratio; constant: 1")
 
 
 def _rows_of_optimizer(prefix: str) -> tuple[Row, ...]:
     return (
         number(f"{prefix}.lr", "optimizer.learning_rate"),
-        together((f"{prefix}.lr_scheduler_type", f"{prefix}.warmup_style", f"{prefix}.lr_scheduler",
-            f"{prefix}.lr_warmup_steps",
-                  f"{prefix}.lr_warmup_steps_ratio", f"{prefix}.min_lr_ratio"),
-                 ("optimizer.min_lr_ratio", "optimizer.warmup_steps", "optimizer.warmup_ratio"), _schedule(prefix),
-                 "linear warm-up, then a half cosine to min_lr_ratio; constant: 1"),
-        together((f"{prefix}.betas",), ("optimizer.beta1", "optimizer.beta2"),
-                 lambda r: {"optimizer.beta1": float(r[f"{prefix}.betas"][0]),
-                 "optimizer.beta2": float(r[f"{prefix}.betas"][1])}, "the two of them"),
+        _schedule(prefix),
+        betas(f"{prefix}.betas"),
         number(f"{prefix}.weight_decay", "optimizer.weight_decay"),
         without("AdamW is nmoe's optimizer", f"{prefix}.optimizer", neutral="AdamW"),
         without("AdamW is nmoe's optimizer", f"{prefix}.optimizer_impl", f"{prefix}.override_optimizer_config",
@@ -243,12 +261,12 @@ def _rows_of_optimizer(prefix: str) -> tuple[Row, ...]:
 
 
 def _lora(reading: Reading) -> Converted:
-    old, new = reading.whole(f"{_M}.lora_rank"), reading.whole(f"{_M}.lora.rank")
-    if not (old or new):
-        return {}
-    alpha = reading.number(f"{_M}.lora_alpha", 16) if old else reading.number(f"{_M}.lora.alpha", 32)
-    targets = reading[f"{_M}.target_modules"] if old else None
-    return {"lora.rank": old or new, "lora.alpha": float(alpha), "lora.targets": lora_targets(reading, targets)}
+    if old := reading.whole(f"{_M}.lora_rank"):
+        alpha, targets = reading.number(f"{_M}.lora_alpha", 16), reading[f"{_M}.target_modules"]
+        return {"lora.rank": old, "lora.alpha": float(alpha), "lora.targets": lora_targets(reading, targets)}
+    if new := reading.whole(f"{_M}.lora.rank"):
+        return {"lora.rank": new, "lora.alpha": float(reading.number(f"{_M}.lora.alpha", 32))}
+    return {}
 
 
 def _placement(reading: Reading) -> Converted:
@@ -272,16 +290,8 @@ def _placement(reading: Reading) -> Converted:
     apart = apart or reading.whole("rollout.nnodes") * reading.whole("rollout.n_gpus_per_node", 8)
     if apart:
         return {**found, "placement.engines": max(1, apart // parallel), "placement.launcher": "ray"}
-    reading.differs(
-        "engines sleep while verl trains on the same GPUs; nmoe's keep placement.memory_share of a GPU: lower it to what "
-        "training leaves "
-        "(`nmoe plan`)"
-    )
-    if reading.whole("trainer.nnodes", 1) > 1:
-        reading.fill("placement.layout",
-            "nmoe's engines share GPUs with training on one machine alone; on several, give them their own: "
-                     "disaggregated, with launcher = \"ray\"")  # fmt: skip
-    return {**found, "placement.engines": max(1, gpus // parallel), "placement.layout": "colocated"}
+    layout = colocated(reading, reading.whole("trainer.nnodes", 1))
+    return {**found, "placement.engines": max(1, gpus // parallel), **layout}
 
 
 def _asynchrony(reading: Reading) -> Converted:
@@ -303,7 +313,7 @@ def _data(reading: Reading) -> Converted:
     files = reading["data.train_files"]
     if not reading.has("data.train_files"):
         reading.fill("environment.task_pool.path", "the problems; the launch names none, and verl's default is written")
-    found = pool(reading, "environment.task_pool", files, None, None, reading["data.train_max_samples"])
+    found = pool(reading, "environment.task_pool", "data.train_files", limit="data.train_max_samples")
     first = files[0] if isinstance(files, list) and files else files
     parts = str(first).rstrip("/").split("/")
     stem = parts[-1].partition(".")[0]
@@ -316,33 +326,11 @@ def _data(reading: Reading) -> Converted:
 
 
 def _rewards(reading: Reading) -> Converted:
-    path, name = reading["reward.custom_reward_function.path"], reading["reward.custom_reward_function.name"]
     if reading.yes("reward.reward_model.enable") and (model := reading["reward.reward_model.model_path"]):
-        reading.fill(
-            "environment.rewards.0.path",
-            "a reward model trained by `nmoe reward`; another's checkpoint has another head",
-        )
-        return {
-            "environment.task": "open", "environment.rewards.0.type": "reward_model",
-            "environment.rewards.0.name": "reward_model",
-            "environment.rewards.0.path": str(model),
-        }  # fmt: skip
-    if path:
-        return grader(reading, [f"{path}:{name or 'compute_score'}"])
+        return reward_model(reading, model)
+    if path := reading["reward.custom_reward_function.path"]:
+        return grader(reading, [f"{path}:{reading['reward.custom_reward_function.name'] or 'compute_score'}"])
     return grader(reading, ["verl's scores by data_source (gsm8k and MATH are answers that the task `math` grades)"])
-
-
-def _overlong(reading: Reading) -> Converted:
-    prefix = next(
-        (one for one in ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg",
-            "reward_model.reward_kwargs.overlong_buffer_cfg")
-         if any(key.startswith(one) for key in reading.given)), "reward_model.overlong_buffer",
-    )  # fmt: skip
-    if not reading.yes(f"{prefix}.enable"):
-        return {}
-    if (factor := reading.number(f"{prefix}.penalty_factor", 1)) != 1:
-        reading.differs(f"{prefix}.penalty_factor = {factor}: nmoe's penalty rises to 1")
-    return {"algorithm.overlong_buffer": reading.whole(f"{prefix}.len")}
 
 
 def _evaluation(reading: Reading) -> Converted:
@@ -355,16 +343,14 @@ def _evaluation(reading: Reading) -> Converted:
         )
     reading.fill("eval.0.environment.task", "as environment.task")
     reading.differs(EVALUATED.format(trainer="verl"))
-    samples = reading.whole(f"{_R}.val_kwargs.n", 1)
     heat = reading.number(f"{_R}.val_kwargs.temperature") if reading.yes(f"{_R}.val_kwargs.do_sample") else 0
-    if heat == 0:
-        samples = 1
+    samples = reading.whole(f"{_R}.val_kwargs.n", 1) if heat else 1
     first = str(files[0] if isinstance(files, list) else files).rstrip("/").split("/")
     name = name_of("_".join(first[-2:]).rpartition(".")[0]) or "evaluation"
     return {
         "eval.0.every_steps": every, **probe(heat, samples), "eval.0.environment.env_id": name,
         "eval.0.environment.task": "math",
-        **pool(reading, "eval.0.environment.task_pool", files, None, None, reading["data.val_max_samples"]),
+        **pool(reading, "eval.0.environment.task_pool", "data.val_files", limit="data.val_max_samples"),
         "eval.0.environment.task_pool.problem_field": str(reading["data.prompt_key"]),
         "eval.0.environment.task_pool.answer_field": "reward_model.ground_truth",
     }  # fmt: skip
@@ -389,147 +375,113 @@ def _run(reading: Reading) -> Converted:
     return {"run.name": name_of(reading["trainer.experiment_name"]), "run.directory": directory}
 
 
-def _sinks(reading: Reading) -> Converted:
-    to = wandb_and_others(reading["trainer.logger"])
-    return {
-        "sinks.to": to or None,
-        "sinks.project": str(reading["trainer.project_name"]) if "wandb" in to or "trackio" in to else None,
-    }
+_RUN = together(
+    {
+        "trainer.experiment_name": "run.name",
+        "trainer.default_local_dir": "run.directory",
+        "trainer.project_name": "run.directory",
+    },
+    _run,
+    "the experiment's name; checkpoints/PROJECT",
+)
+_RESUME = resume("trainer.resume_mode", ("auto",), "resume_path", "auto: auto; disable: false")
+_BUFFERS = (
+    "reward_model.overlong_buffer",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+)
 
 
-def _model(reading: Reading) -> Converted:
-    path = reading[f"{_M}.path"]
-    if not reading.has(f"{_M}.path") or "$" in str(path):
-        reading.fill("model.path", "the checkpoint to start from")
-    return {"model.path": at_home(path)}
-
-
-def _templates(key: str) -> Row:
-    def convert(reading: Reading) -> Converted:
-        given = {
-            name.removeprefix(f"{key}."): one.value for name, one in reading.given.items() if name.startswith(f"{key}.")
-        }
-        given |= reading[key] if isinstance(reading[key], dict) else {}
-        return {"environment.chat_template_kwargs": given or None}
-
-    return together((key, f"{key}.*"), ("environment.chat_template_kwargs",), convert, "the same")
-
-
-def _resume(reading: Reading) -> Converted:
-    mode = str(reading["trainer.resume_mode"]).lower()
-    if mode == "resume_path":
-        reading.differs(
-            "resume_mode = resume_path: nmoe resumes the run of the same name; to start from its weights, name "
-            "it in model.path"
-        )
-    return {"run.resume": None if mode in ("disable", "none") else "auto"}
-
-
-def _offload(reading: Reading) -> Converted:
-    keys = (
-        f"{_A}.fsdp_config.param_offload",
-        f"{_A}.fsdp_config.offload_policy",
-        f"{_A}.fsdp_config.optimizer_offload",
-        f"{_A}.megatron.param_offload",
-    )
-    return {"parallel.offload": "cpu" if any(reading.yes(key) for key in keys) else None}
+def _overlong(reading: Reading) -> Converted:
+    table = next((one for one in _BUFFERS if any(key.startswith(one) for key in reading.given)), _BUFFERS[0])
+    return overlong(f"{table}.len", f"{table}.penalty_factor", f"{table}.enable").converted(reading)
 
 
 _PPO_ROWS: tuple[Row, ...] = (
-    together((f"{_M}.path",), ("model.path",), _model, "the same"),
+    model(f"{_M}.path"),
     same(f"{_M}.tokenizer_path", "model.tokenizer"),
     switch(f"{_M}.enable_gradient_checkpointing", "model.checkpoint_activations"),
-    together((f"{_A}.fsdp_config.dtype",), ("model.precision",),
-             lambda r: {"model.precision": {"bfloat16": "bfloat16", "float16": "float16"}.get(str(r[f"{_A}.fsdp_config.dtype"]),
-             "float32")},
+    together({f"{_A}.fsdp_config.dtype": "model.precision"},
+             lambda r: {"model.precision": nearest(r, f"{_A}.fsdp_config.dtype", PRECISIONS, "float32")},
              "the dtype that layers compute in; master weights are float32 in both"),
-    together((f"{_A}.fsdp_config.param_offload", f"{_A}.fsdp_config.offload_policy", f"{_A}.fsdp_config.optimizer_offload",
+    offload(f"{_A}.fsdp_config.param_offload", f"{_A}.fsdp_config.offload_policy", f"{_A}.fsdp_config.optimizer_offload",
         f"{_A}.megatron.param_offload"),
-             ("parallel.offload",), _offload, "true: cpu"),
-    together((f"{_M}.lora_rank", f"{_M}.lora_alpha", f"{_M}.target_modules", f"{_M}.lora.rank", f"{_M}.lora.alpha"),
-             ("lora.rank", "lora.alpha", "lora.targets"), _lora,
+    together({f"{_M}.lora_rank": "lora.rank", f"{_M}.lora_alpha": "lora.alpha", f"{_M}.target_modules": "lora.targets",
+              f"{_M}.lora.rank": "lora.rank", f"{_M}.lora.alpha": "lora.alpha"}, _lora,
              "rank 0 trains all weights; all-linear: nmoe's default targets"),
     same(f"{_M}.lora_adapter_path", "lora.path"),
-    together(("data.train_batch_size", f"{_R}.n", f"{_A}.ppo_mini_batch_size"),
-             ("batch.prompts_per_step", "batch.group_size", "batch.updates_per_step"), _batch,
+    together({"data.train_batch_size": "batch.prompts_per_step", f"{_R}.n": "batch.group_size",
+              f"{_A}.ppo_mini_batch_size": "batch.updates_per_step"}, _batch,
              "all counted in prompts; train_batch_size / ppo_mini_batch_size updates"),
     whole(f"{_A}.ppo_epochs", "batch.passes_per_step"),
-    together((f"{_A}.ppo_micro_batch_size_per_gpu", f"{_A}.ppo_micro_batch_size", f"{_A}.use_dynamic_bsz",
-        f"{_A}.ppo_max_token_len_per_gpu"),
-             ("batch.tokens_per_microbatch",), _microbatch,
+    together(dict.fromkeys((f"{_A}.ppo_micro_batch_size_per_gpu", f"{_A}.ppo_micro_batch_size", f"{_A}.use_dynamic_bsz",
+        f"{_A}.ppo_max_token_len_per_gpu"), "batch.tokens_per_microbatch"), _microbatch,
              "sequences times the longest prompt and response; with use_dynamic_bsz the tokens themselves"),
-    together(("algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches", "data.gen_batch_size"),
-             ("batch.max_refills", "batch.oversampling"), _filtering,
+    together({"algorithm.filter_groups.enable": "batch.max_refills", "algorithm.filter_groups.max_num_gen_batches":
+              "batch.max_refills", "data.gen_batch_size": "batch.oversampling"}, _filtering,
              "0 refills without filter_groups; gen_batch_size / train_batch_size: oversampling"),
-    together(("trainer.total_training_steps", "trainer.total_epochs"), ("run.steps", "run.episodes"), _length, "the same"),
+    length("trainer.total_training_steps", "trainer.total_epochs"),
     same("data.seed", "run.seed"),
-    whole("data.max_response_length", "sampling.max_new_tokens"),
+    together({"data.max_response_length": "sampling.max_new_tokens", f"{_R}.response_length": "sampling.max_new_tokens"},
+             lambda r: {"sampling.max_new_tokens": _longest(r) or None}, "the same; the rollout's own key counts over the data's"),
     whole("data.max_prompt_length", "environment.budget.prompt_tokens", "the same; prompts that are longer are left out"),
     number(f"{_R}.temperature", "sampling.temperature"),
     number(f"{_R}.top_p", "sampling.top_p"),
     whole(f"{_R}.top_k", "sampling.top_k"),
-    together(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), ("algorithm.advantage",
-        "algorithm.multi_reward"), _advantage,
+    together({"algorithm.adv_estimator": ("algorithm.advantage", "algorithm.multi_reward"),
+              "algorithm.norm_adv_by_std_in_grpo": "algorithm.advantage"}, _advantage,
              "grpo: grpo, without norm_adv_by_std_in_grpo: dr_grpo; rloo; gae; reinforce_plus_plus: reinforce_pp; gdpo: grpo "
              "with gdpo"),
-    together((f"{_A}.policy_loss.loss_mode", f"{_A}.clip_ratio", f"{_A}.clip_ratio_low", f"{_A}.clip_ratio_high",
-        f"{_A}.clip_ratio_c"),
-             ("algorithm.loss", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip_bound"), _loss,
-             "vanilla: dual_clip with clip_ratio_c, as verl's; gspo; cispo; dppo_tv: dppo"),
-    together((f"{_A}.loss_agg_mode",), ("algorithm.aggregation",), _aggregation,
+    together({f"{_A}.policy_loss.loss_mode": "algorithm.loss", f"{_A}.clip_ratio": ("algorithm.clip_low", "algorithm.clip_high"),
+              f"{_A}.clip_ratio_low": "algorithm.clip_low", f"{_A}.clip_ratio_high": "algorithm.clip_high",
+              f"{_A}.clip_ratio_c": "algorithm.dual_clip_bound"}, _loss,
+             "vanilla: dual_clip with clip_ratio_c, as verl's; gspo; cispo; dppo_tv: dppo; clip_ratio counts where "
+             "clip_ratio_low or clip_ratio_high is null"),
+    together({f"{_A}.loss_agg_mode": "algorithm.aggregation", f"{_A}.loss_scale_factor": "algorithm.aggregation"}, _aggregation,
              "token-mean: token; seq-mean-token-mean: sequence; seq-mean-token-sum-norm: constant"),
-    together((f"{_A}.use_kl_loss", f"{_A}.kl_loss_coef", f"{_A}.kl_loss_type", "algorithm.use_kl_in_reward",
-        "algorithm.kl_penalty",
-              "algorithm.kl_ctrl.kl_coef"),
-             ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_importance_weights"), _kl,
-             "0 unless use_kl_loss or use_kl_in_reward; low_var_kl: k3; kl: k1; mse: k2"),
+    together({f"{_A}.use_kl_loss": "algorithm.kl_in", f"{_A}.kl_loss_coef": "algorithm.kl_coef",
+              f"{_A}.kl_loss_type": "algorithm.kl_estimator", "algorithm.use_kl_in_reward": "algorithm.kl_in",
+              "algorithm.kl_penalty": "algorithm.kl_estimator", "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef"}, _kl,
+             "0 unless use_kl_loss or use_kl_in_reward; low_var_kl: k3; kl: k1; mse, and k1+ or k3+ in the loss: k2"),
     number(f"{_A}.entropy_coeff", "algorithm.entropy_coef"),
-    together(("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold",
-        "algorithm.rollout_correction.bypass_mode",
-              f"{_A}.tis_imp_ratio_cap"),
-             ("algorithm.correction", "algorithm.correction_cap", "algorithm.correction_window"), _correction,
-             "an upper bound: tis; two bounds: mask"),
-    together(("reward_model.overlong_buffer.*", "reward.reward_kwargs.overlong_buffer_cfg.*",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.*"),
-             ("algorithm.overlong_buffer",), _overlong, "its length, if it is enabled"),
-    together(("critic.optim.lr", "critic.model.path", "algorithm.gamma", "algorithm.lam", "critic.cliprange_value",
-        "trainer.critic_warmup"),
-             ("critic.learning_rate", "critic.path", "critic.gamma", "critic.trace_decay", "critic.clip",
-             "critic.warmup_steps"), _critic,
-             "only with the estimator gae"),
+    together({"algorithm.rollout_correction.rollout_is": "algorithm.correction",
+              "algorithm.rollout_correction.rollout_is_threshold": ("algorithm.correction_cap", "algorithm.correction_window"),
+              "algorithm.rollout_correction.bypass_mode": "algorithm.correction",
+              "algorithm.rollout_correction.loss_type": "algorithm.correction",
+              f"{_A}.tis_imp_ratio_cap": "algorithm.correction_cap"}, _correction, "an upper bound: tis; two bounds: mask"),
+    together({f"{table}.*": "algorithm.overlong_buffer" for table in _BUFFERS}, _overlong, "its length, if it is enabled"),
     *_rows_of_optimizer(f"{_A}.optim"),
     number(f"{_A}.grad_clip", "optimizer.max_grad_norm"),
-    together(("data.train_files", "data.prompt_key", "data.train_max_samples"), ("environment.env_id",
-        "environment.task_pool.*"), _data,
+    critic("algorithm.adv_estimator", "critic.optim.lr", "critic.model.path", "algorithm.gamma", "algorithm.lam",
+        "critic.cliprange_value", "trainer.critic_warmup"),
+    together({"data.train_files": "environment.task_pool.path", "data.prompt_key": "environment.task_pool.problem_field",
+              "data.train_max_samples": "environment.task_pool.max_examples"}, _data,
              "the files; the answer is in reward_model.ground_truth"),
-    together(("reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_model.enable",
-        "reward.reward_model.model_path"),
-             ("environment.task", "environment.rewards.*"), _rewards,
+    together(dict.fromkeys(("reward.custom_reward_function.path", "reward.custom_reward_function.name",
+        "reward.reward_model.enable", "reward.reward_model.model_path"), "environment.rewards"), _rewards,
              "reward code is replaced by a task to be checked; a reward model goes into [[rewards]]"),
-    together(("trainer.test_freq", "data.val_files", "data.val_max_samples", f"{_R}.val_kwargs.n",
-        f"{_R}.val_kwargs.temperature",
-              f"{_R}.val_kwargs.do_sample"),
-             ("eval.0.*",), _evaluation, "[[eval]] on the validation files; -1: no evaluation; greedy unless do_sample"),
-    together((f"{_R}.multi_turn.enable", f"{_R}.multi_turn.max_assistant_turns", f"{_R}.multi_turn.max_turns",
-        f"{_R}.multi_turn.tool_config_path"),
-             ("environment.budget.turns", "environment.tools.use"), _turns, "the turns; tools have to be written as functions"),
-    _templates("data.apply_chat_template_kwargs"),
-    together((f"{_R}.name", "trainer.n_gpus_per_node", "trainer.nnodes", f"{_R}.tensor_model_parallel_size",
-        f"{_R}.gpu_memory_utilization",
-              f"{_R}.max_num_seqs", f"{_R}.nnodes", f"{_R}.n_gpus_per_node", "rollout.nnodes", "rollout.n_gpus_per_node"),
-             ("engine.kind", "engine.max_sequences", "placement.*"), _placement,
+    together({"trainer.test_freq": "eval.0.every_steps", "data.val_files": "eval.0.environment",
+              "data.val_max_samples": "eval.0.environment", f"{_R}.val_kwargs.n": "eval.0.samples",
+              f"{_R}.val_kwargs.temperature": "eval.0.temperature", f"{_R}.val_kwargs.do_sample": "eval.0.temperature"},
+             _evaluation, "[[eval]] on the validation files; -1: no evaluation; greedy unless do_sample"),
+    together({f"{_R}.multi_turn.enable": "environment.budget.turns", f"{_R}.multi_turn.max_assistant_turns":
+              "environment.budget.turns", f"{_R}.multi_turn.max_turns": "environment.budget.turns",
+              f"{_R}.multi_turn.tool_config_path": "environment.tools.use"}, _turns,
+             "the turns; tools have to be written as functions"),
+    template("data.apply_chat_template_kwargs"),
+    together({f"{_R}.name": "engine.kind", "trainer.n_gpus_per_node": "placement.learner_gpus",
+              "trainer.nnodes": "placement.learner_gpus", f"{_R}.tensor_model_parallel_size": "placement.tensor_parallel",
+              f"{_R}.gpu_memory_utilization": "placement.memory_share", f"{_R}.max_num_seqs": "engine.max_sequences",
+              f"{_R}.nnodes": "placement.engines", f"{_R}.n_gpus_per_node": "placement.engines",
+              "rollout.nnodes": "placement.engines", "rollout.n_gpus_per_node": "placement.engines"}, _placement,
              "GPUs / tensor_model_parallel_size engines on the GPUs that train; on their own where the rollout has nodes"),
-    together(("async_training.staleness_threshold", "async_training.partial_rollout"), ("async.max_staleness",
-        "async.in_flight"), _asynchrony,
-             "the threshold, rounded up to versions"),
+    together({"async_training.staleness_threshold": "async.max_staleness", "async_training.partial_rollout": "async.in_flight"},
+             _asynchrony, "the threshold, rounded up to versions"),
     whole("trainer.save_freq", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
     whole("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", "the same; without it verl keeps all, nmoe its default"),
-    together(("trainer.experiment_name", "trainer.default_local_dir", "trainer.project_name"), ("run.name", "run.directory"),
-        _run,
-             "the experiment's name; checkpoints/PROJECT"),
-    together(("trainer.logger",), ("sinks.to", "sinks.project"), _sinks,
-        "wandb, tensorboard, trackio; the console is always there"),
-    together(("trainer.resume_mode",), ("run.resume",), _resume, "auto: auto; disable: false"),
+    _RUN,
+    sinks("trainer.logger", "trainer.project_name"),
+    _RESUME,
     # Without counterpart.
     without("one KL coefficient for the whole run", "algorithm.kl_ctrl.type", neutral="fixed"),
     without("one KL coefficient for the whole run", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
@@ -538,11 +490,10 @@ _PPO_ROWS: tuple[Row, ...] = (
         "algorithm.filter_groups.max_inflight_gen_batches"),
     without("nmoe rejects no samples beside algorithm.correction", "algorithm.rollout_correction.rollout_rs", neutral=None),
     without("nmoe rejects no samples beside algorithm.correction", "algorithm.rollout_correction.rollout_rs_threshold",
-            "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.rollout_correction.loss_type"),
+            "algorithm.rollout_correction.rollout_is_batch_normalize"),
     without("nmoe weighs no samples by their rewards", "algorithm.use_pf_ppo", neutral=False),
     without("nmoe weighs no samples by their rewards", "algorithm.pf_ppo.*"),
     without("settings of losses that nmoe does not have", f"{_A}.policy_loss.*", f"{_A}.tau_pos", f"{_A}.tau_neg"),
-    without("the constant of aggregation is sampling.max_new_tokens", f"{_A}.loss_scale_factor", neutral=None),
     without("a step's groups keep their order", f"{_A}.shuffle", f"{_A}.data_loader_seed"),
     without("every probability of a run is computed by the same ranks in batch.tokens_per_microbatch", f"{_R}.log_prob_*",
         "actor_rollout_ref.ref.log_prob_*",
@@ -588,9 +539,10 @@ _PPO_ROWS: tuple[Row, ...] = (
     without("nmoe's rollouts are asynchronous, and each sample has its own seed", f"{_R}.mode", f"{_R}.seed",
         f"{_R}.full_determinism", f"{_R}.agent.*",
             f"{_R}.trace.*", f"{_R}.calculate_log_probs", f"{_R}.skip_*", f"{_R}.profiler.*", f"{_R}._target_",
-            f"{_R}.prompt_length", f"{_R}.response_length"),
+            f"{_R}.prompt_length"),
     without("nmoe's own limits of a tool's output and of turns are in [environment.budget]", f"{_R}.multi_turn.*"),
-    without("greedy evaluations need none", f"{_R}.val_kwargs.top_k", f"{_R}.val_kwargs.top_p"),
+    without("nmoe's evaluations sample from the whole distribution", f"{_R}.val_kwargs.top_k", neutral=-1),
+    without("nmoe's evaluations sample from the whole distribution", f"{_R}.val_kwargs.top_p", neutral=1.0),
     without("records longer than environment.budget.prompt_tokens are left out, and none is cut",
         "data.filter_overlong_prompts",
             "data.filter_overlong_prompts_workers", "data.truncation"),
@@ -636,37 +588,10 @@ _PPO_ROWS: tuple[Row, ...] = (
 
 def _tokens(reading: Reading) -> Converted:
     count, longest = reading.whole("data.train_batch_size", 256), reading.whole("data.max_length", 1024)
-    reading.differs(
-        f"nmoe counts a step in tokens: {count} sequences of at most {longest} tokens fill a step only if all are as long; "
-        f"with shorter ones a step has "
-        "more of them"
-    )
-    dynamic = reading.yes("data.use_dynamic_bsz")
-    at_once = (
-        reading.whole("data.max_token_len_per_gpu", 8192)
-        if dynamic
-        else max(1, reading.whole("data.micro_batch_size_per_gpu", 4)) * longest
-    )
-    return {"records.tokens_per_step": count * longest, "batch.tokens_per_microbatch": at_once}
-
-
-def _supervised_length(reading: Reading) -> Converted:
-    if (steps := reading.whole("trainer.total_training_steps")) > 0:
-        return {"run.steps": steps}
-    return {"records.epochs": float(reading.number("trainer.total_epochs", 4))}
-
-
-def _columns(reading: Reading) -> Converted:
-    names = {
-        "messages": "data.messages_key",
-        "tools": "data.tools_key",
-        "prompt": "data.prompt_key",
-        "completion": "data.response_key",
-    }
-    found = {
-        ours: str(reading[theirs]) for ours, theirs in names.items() if reading[theirs] and str(reading[theirs]) != ours
-    }
-    return {"records.columns": found or None}
+    if not reading.yes("data.use_dynamic_bsz"):
+        return examples(reading, count, longest, reading.whole("data.micro_batch_size_per_gpu", 4), 1)
+    at_once = reading.whole("data.max_token_len_per_gpu", 8192)
+    return {**examples(reading, count, longest, 1, 1), "batch.tokens_per_microbatch": at_once}
 
 
 def _held_out(reading: Reading) -> Converted:
@@ -679,48 +604,31 @@ def _held_out(reading: Reading) -> Converted:
     }
 
 
-def _supervised_lora(reading: Reading) -> Converted:
-    rank = reading.whole("model.lora_rank")
-    if not rank:
-        return {}
-    return {
-        "lora.rank": rank,
-        "lora.alpha": float(reading.number("model.lora_alpha", 16)),
-        "lora.targets": lora_targets(reading, reading["model.target_modules"]),
-    }
-
-
 _SFT_ROWS: tuple[Row, ...] = (
-    together(("model.path",), ("model.path",), lambda r: {"model.path": at_home(r["model.path"])}, "the same"),
-    together(("engine.dtype",), ("model.precision",), lambda r: {"model.precision": "bfloat16"},
-        "bfloat16, with master weights in float32"),
+    model("model.path"),
+    together({"engine.dtype": "model.precision"},
+             lambda r: {"model.precision": nearest(r, "engine.dtype", PRECISIONS, "bfloat16") if r.has("engine.dtype") else
+                        "bfloat16"}, "bfloat16 by default, with master weights in float32"),
     switch("model.enable_gradient_checkpointing", "model.checkpoint_activations"),
-    together(("model.lora_rank", "model.lora_alpha", "model.target_modules"), ("lora.rank", "lora.alpha", "lora.targets"),
-        _supervised_lora,
-             "rank 0 trains all weights"),
-    together(("data.train_batch_size", "data.micro_batch_size_per_gpu", "data.max_length", "data.max_token_len_per_gpu",
-        "data.use_dynamic_bsz"),
-             ("records.tokens_per_step", "batch.tokens_per_microbatch"), _tokens,
-             "sequences times their longest length, as nmoe counts tokens"),
-    together(("trainer.total_training_steps", "trainer.total_epochs"), ("run.steps", "records.epochs"), _supervised_length,
-        "the same"),
+    lora("model.lora_rank", "model.lora_alpha", "model.target_modules"),
+    together({"data.train_batch_size": "records.tokens_per_step", "data.micro_batch_size_per_gpu": "batch.tokens_per_microbatch",
+              "data.max_length": ("records.tokens_per_step", "batch.tokens_per_microbatch"),
+              "data.max_token_len_per_gpu": "batch.tokens_per_microbatch", "data.use_dynamic_bsz": "batch.tokens_per_microbatch"},
+             _tokens, "sequences times their longest length, as nmoe counts tokens"),
+    length("trainer.total_training_steps", "trainer.total_epochs", "records.epochs"),
     same("trainer.seed", "run.seed"),
     *_rows_of_optimizer("optim"),
     number("optim.clip_grad", "optimizer.max_grad_norm"),
-    together(("data.train_files", "data.train_max_samples"), ("records.path", "records.data_files"),
-             lambda r: records(r, r["data.train_files"], None, None, r["data.train_max_samples"]), "the files"),
-    together(("data.messages_key", "data.tools_key", "data.prompt_key", "data.response_key"), ("records.columns",), _columns,
-        "the columns"),
-    together(("trainer.test_freq", "data.val_files"), ("eval.0.every_steps", "records.held_out_path"), _held_out,
+    together({"data.train_files": "records.path", "data.train_max_samples": "records.path"},
+             lambda r: records(r, "data.train_files", limit="data.train_max_samples"), "the files"),
+    columns(messages="data.messages_key", tools="data.tools_key", prompt="data.prompt_key", completion="data.response_key"),
+    together({"trainer.test_freq": "eval.0.every_steps", "data.val_files": "records.held_out_path"}, _held_out,
         "-1: no evaluation"),
     whole("trainer.save_freq", "checkpoint.every_steps", "the same; -1, only at the end, leaves nmoe's default"),
     whole("trainer.max_ckpt_to_keep", "checkpoint.keep", "the same; without it verl keeps all, nmoe its default"),
-    together(("trainer.experiment_name", "trainer.default_local_dir", "trainer.project_name"), ("run.name", "run.directory"),
-        _run,
-             "the experiment's name; checkpoints/PROJECT"),
-    together(("trainer.logger",), ("sinks.to", "sinks.project"), _sinks,
-        "wandb, tensorboard, trackio; the console is always there"),
-    together(("trainer.resume_mode",), ("run.resume",), _resume, "auto: auto; disable: false"),
+    _RUN,
+    sinks("trainer.logger", "trainer.project_name"),
+    _RESUME,
     without("sequences that are longer are left out and counted; none is cut", "data.truncation", "data.pad_mode"),
     without("a run reads its data in its own process", "data.*"),
     without("nmoe shards weights over all ranks; the numbers are the same", "engine", "engine.*", "model.*",
