@@ -89,6 +89,10 @@ class Recipe(ABC):
         """Returns the learner whose update is in the metrics without a prefix, so that the load of its experts is monitored; None
         if nothing is trained."""
 
+    def monitored(self, config: RunConfig) -> RunConfig:
+        """Returns the run's configuration with what the recipe resolved in it, by which the rules of the monitor are chosen."""
+        return config
+
     @abstractmethod
     def notes(self) -> Sequence[str]:
         """Returns the lines to print before the first step."""
@@ -295,7 +299,7 @@ class Run:
         """Makes the monitor of the run, and replays the metrics of a resumed run's earlier steps to it."""
         learner = recipe.watched()
         experts = 0 if learner is None else learner.model.config.routed_experts
-        monitor = monitor_of(self._config, experts, self.directory.path)
+        monitor = monitor_of(recipe.monitored(self._config), experts, self.directory.path)
         probes = self.ledger.probed()
         for row in read_lines(self.directory.path / "metrics.jsonl") if first else ():
             monitor.recall(row, probes.get(row["step"]))

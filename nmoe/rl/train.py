@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.config.arithmetic import asynchrony_notes, batch_arithmetic
-from nmoe.config.commands import RLConfig
+from nmoe.config.commands import RLConfig, RunConfig
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
@@ -74,6 +74,10 @@ class PolicyGradient(Recipe):
 
     def watched(self) -> Learner:
         return self.learner
+
+    def monitored(self, config: RunConfig) -> RunConfig:
+        # Of several system messages the one of the tokenizer's format says whether an answer belongs in a box.
+        return config.model_copy(update={"environment": self.environment.settings})
 
     def step(self, step: int) -> Step:
         """Samples and grades a group of completions per prompt, turns their rewards into advantages, updates the policy, and sends

@@ -371,3 +371,12 @@ def test_favouring_what_is_unsolved_is_part_of_a_checkpoint(reinforce: Reinforce
     reinforce(*focused, constant, "--run.name=cut", "--run.steps=2")
     resumed = _state(reinforce(*focused, constant, "--run.name=cut", "--run.resume=true"))
     assert resumed["focus"] == whole["focus"], "an average over all steps, not over those since the resumption"
+
+
+def test_a_box_is_expected_where_the_message_of_the_format_asks_for_one(reinforce: Reinforce) -> None:
+    """The base answers in Harmony, whose message has no box, though the one for chat models does."""
+    chat = '--environment.system_by_format.chat="Answer in the form \\\\boxed{answer}."'
+    quiet = ("--monitor.format.below=0", "--monitor.format.drop=1", "--run.steps=6")
+    run = reinforce(*SMALL[1:], *quiet, chat)
+    alerts = read_lines(run / "alerts.jsonl") if (run / "alerts.jsonl").exists() else []
+    assert [alert["message"] for alert in alerts if alert["rule"] == "format"] == []
