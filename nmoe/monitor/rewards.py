@@ -89,7 +89,7 @@ class FlatRule(Rule[FlatSection]):
 
 
 class SolveRateRule(Rule[SolveRateSection]):
-    """Fires when hardly any problem is solved."""
+    """Fires when hardly any problem is solved, or a rate outside the band that is set."""
 
     name = "solve_rate"
     source = "training guidelines, tier 1: correctness of 20% to 60%; tuning playbook, solve rate below 5%"
@@ -97,11 +97,19 @@ class SolveRateRule(Rule[SolveRateSection]):
         "take easier problems first: `easy_first` of the task pool, batch.favour_learnable, or a [curriculum]",
         "raise batch.group_size, so that more groups have a right answer",
         "score the quality of right answers only: a [[rewards]] with only_if_correct = true",
+        "above the band: take harder problems, or batch.solve_rate",
     )
 
     def symptom(self, metrics: Metrics) -> str | None:
-        rate = metrics.get("correctness")
-        return f"only {rate:.1%} of the answers are right" if rate is not None and rate < self.settings.below else None
+        rate, band = metrics.get("correctness"), self.settings.band
+        if rate is None:
+            return None
+        if rate < self.settings.below:
+            return f"only {rate:.1%} of the answers are right"
+        if band is not None and not band[0] <= rate <= band[1]:
+            kind = "hard" if rate < band[0] else "easy"
+            return f"{rate:.1%} of the answers are right, outside {band[0]:.0%} to {band[1]:.0%}: too {kind} problems"
+        return None
 
 
 class RewardHackingRule(Rule[HackingSection]):

@@ -42,6 +42,7 @@ def nmoe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 def test_prepare(nmoe: Nmoe, tmp_path: Path) -> None:
     write(tmp_path / "kept/AI-MO/NuminaMath-1.5/data", 600, 2, seed=0)
     sizes = [f"--splits.{name}={size}" for name, size in (("sft", 9), ("dev", 3), ("small_pool", 2), ("id_probe", 0))]
+    sizes.append("--probes=[]")
     code, out, _ = nmoe("data", "prepare", "numina", "--splits.rl_pool=20", *sizes)
     assert code == 0
     assert "      600  all" in out

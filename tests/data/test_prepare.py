@@ -380,7 +380,58 @@ def test_the_packaged_preparation_has_the_guidelines_numbers() -> None:
         "rl_pool": 50_000, "sft": 5_000, "dev": 7, "small_pool": 400, "id_probe": 200,
     }  # fmt: skip
     assert (settings.seed, settings.contamination.ngram) == (42, 13)
-    assert settings == PreparationSettings.model_validate({"splits": {"dev": 7}}), "the file states the defaults"
+    probes = [(probe.name, probe.path, probe.split, probe.size) for probe in settings.probes]
+    assert probes == [
+        ("ood_probe", "HuggingFaceH4/MATH-500", "test", 170),
+        ("ood_probe", "MathArena/apex-shortlist", "train", 32),
+        ("aime_18", "HuggingFaceH4/aime_2024", "train", 18),
+        ("math_18", "HuggingFaceH4/MATH-500", "test", 18),
+    ]
+    without = settings.model_copy(update={"probes": ()})
+    assert without == PreparationSettings.model_validate({"splits": {"dev": 7}}), "the file states the defaults"
+
+
+# The fields of each dataset on its hub; half of the answers are no integers.
+PROBED = {
+    "HuggingFaceH4/MATH-500/test": ({"subject": "Algebra", "level": 5, "unique_id": "x"}, 400),
+    "MathArena/apex-shortlist/train": ({"problem_idx": 1, "source": "x"}, 68),
+    "HuggingFaceH4/aime_2024/train": ({"id": 60, "solution": "s", "url": "u", "year": "2024"}, 60),
+}
+
+
+def test_the_packaged_probes_are_drawn_from_their_datasets(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NMOE_DATASETS", str(tmp_path / "kept"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    own = [f"--source.path={source}", f"--directory={tmp_path / 'out'}"]
+    own += [f"--splits.{name}={size}" for name, size in SMALL.items()]
+    with pytest.raises(UserError, match=r"nmoe data download HuggingFaceH4/MATH-500.*; with --probes=\[\] nothing is drawn"):
+        prepare(load_preparation(Path("numina"), own))
+    for number, (name, (fields, count)) in enumerate(PROBED.items()):
+        file = tmp_path / "kept" / f"{name}.jsonl"
+        file.parent.mkdir(parents=True)
+        lines = [
+            {
+                **fields,
+                "problem": f"{name}: what is {n} + {number}?",
+                "answer": str(n) if n % 2 else f"\\frac{{{n}}}{{7}}",
+            }
+            for n in range(count)
+        ]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prepare(load_preparation(Path("numina"), own))
+    files = read(tmp_path / "out")
+    assert {name: len(records) for name, records in files.items()} == SMALL | {
+        "ood_probe": 202,
+        "aime_18": 18,
+        "math_18": 18,
+    }
+    probes = [record for name in ("ood_probe", "aime_18", "math_18") for record in files[name]]
+    assert len({record["input"] for record in probes}) == 238
+    assert all(int(record["label"]) % 2 for record in probes), "of the problems with an integer answer"
+    assert sum("apex-shortlist" in record["input"] for record in files["ood_probe"]) == 32
+    assert all("aime_2024" in record["input"] for record in files["aime_18"])
 
 
 def test_duplicates_differ_in_space_case_and_dollars_alone() -> None:

@@ -72,7 +72,9 @@ def test_the_hard_part_of_math_has_levels_4_and_5_alone(kept: Path, tokenizer: T
         Environment.from_toml(packaged_environment("math_hard"), tokenizer)
 
 
-@pytest.mark.parametrize("name", ["aime_2024", "aime_2025", "apex", "mmlu", "mbpp_test", "humaneval", "svamp"])
+@pytest.mark.parametrize(
+    "name", ["aime_2024", "aime_2025", "apex", "apex_shortlist", "mmlu", "mbpp_test", "humaneval", "svamp"]
+)
 def test_what_is_not_here_is_refused_with_the_command_that_fetches_it(
     name: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from fake_device import DEVICE, fake_device
 from nmoe.config.commands import RLConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.loader import load_run, load_run_with
+from nmoe.config.problems import ConfigError
 from nmoe.config.tables.monitor import (
     DiskSection,
     ExpertsSection,
@@ -28,6 +29,7 @@ from nmoe.config.tables.monitor import (
     MonitorSection,
     ProbeSection,
     SlowDiskSection,
+    SolveRateSection,
     StalledSection,
     TruncationSection,
 )
@@ -36,7 +38,7 @@ from nmoe.monitor import machine
 from nmoe.monitor.machine import DiskRule, IdleRule, MemoryRule, Pauses, SlowDiskRule, StalledRule, Suspension
 from nmoe.monitor.mismatch import MismatchRule
 from nmoe.monitor.monitor import CALM_STEPS, Monitor
-from nmoe.monitor.rewards import ProbeRule
+from nmoe.monitor.rewards import ProbeRule, SolveRateRule
 from nmoe.monitor.rules import monitor_of
 from nmoe.monitor.samples import TruncationRule
 from nmoe.monitor.update import ExpertsRule
@@ -117,6 +119,28 @@ def test_a_symptom_fires_once_at_its_step(changes: dict[str, float], rule: str, 
     assert [name for _, name in fired([*rows(20), *rows(29, **changes)])].count(rule) == (step < 50)
     # One step less, and it does not.
     assert fired([*rows(20), *rows(step - 21, **changes), *rows(20)]) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        (0.04, "only 4.0% of the answers are right"),
+        (0.19, "19.0% of the answers are right, outside 20% to 60%: too hard problems"),
+        (0.2, None),
+        (0.6, None),
+        (0.61, "61.0% of the answers are right, outside 20% to 60%: too easy problems"),
+    ],
+)
+def test_a_band_of_solve_rates_has_two_sides(rate: float, said: str | None) -> None:
+    assert SolveRateRule(SolveRateSection(band=(0.2, 0.6))).symptom({"correctness": rate}) == said
+    assert (SolveRateRule(SolveRateSection()).symptom({"correctness": rate}) is None) == (rate != 0.04), "no band"
+    assert SolveRateRule(SolveRateSection(band=(0.2, 0.6))).symptom({}) is None
+
+
+@pytest.mark.parametrize("band", ["[0.6, 0.2]", "[0.2]", "[0.2, 1.2]"])
+def test_a_band_that_is_none_is_refused(band: str) -> None:
+    with pytest.raises(ConfigError, match=r"solve_rate.*band.*two rates between 0 and 1, the lower one first"):
+        load_run(Path("speedrun"), RLConfig, [f"--monitor.solve_rate.band={band}"])
 
 
 def test_one_update_far_beyond_the_limit_is_told_at_once() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import RLConfig
-from nmoe.config.loader import load_run_with
+from nmoe.config.loader import load_preparation, load_run_with
 from nmoe.config.packaged import find_configuration
 from nmoe.plan.estimate import estimate, size_of
 from nmoe.preflight.learning_rate import learning_rate
@@ -184,14 +184,33 @@ def test_the_guidelines_numbers(tmp_path: Path) -> None:
         assert (config.optimizer.min_lr_ratio, config.environment.reasoning_effort) == (0.1, "medium")
 
 
-def test_the_probe_out_of_the_distribution_decides(tmp_path: Path) -> None:
-    """As the guidelines have it: greedy, on other problems than the pool's, and two drops in a row end the run."""
-    config = preset("numina_grpo", tmp_path)
-    within, outside = config.eval
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "gpt_oss_120b", "numina_grpo", "qwen3_30b_a3b"])
+def test_the_probe_out_of_the_distribution_decides(name: str, tmp_path: Path) -> None:
+    """As the guidelines have it: greedy, on other problems than the pool's, and two drops in a row end the run; 18 problems of AIME
+    are asked every 10 steps, and end nothing. Each probe is a file of the packaged preparation, of its size."""
+    config = preset(name, tmp_path)
+    within, outside, aime = config.eval
     assert (within.role, within.problems, within.fatal_drops) == ("in_distribution", 200, 0)
     assert (outside.role, outside.sampled.name, outside.fatal_drops) == ("out_of_distribution", "greedy_pass@1", 2)
-    assert outside.environment is not None
-    assert outside.environment.task_pool.dataset == "HuggingFaceH4/MATH-500"  # type: ignore[union-attr]
+    assert (aime.every_steps, aime.sampled.name, aime.fatal_drops) == (10, "greedy_pass@1", 0)
+    prepared = load_preparation(Path("numina"))
+    sizes = prepared.splits.model_dump() | {"ood_probe": 0}
+    for probe in prepared.probes:
+        sizes[probe.name] = sizes.get(probe.name, 0) + probe.size
+    for one in config.eval:
+        assert one.environment is not None
+        file = Path(one.environment.task_pool.path)  # type: ignore[union-attr]
+        assert file.parent == Path(prepared.directory)
+        assert sizes[file.stem] == one.problems
+        assert one.environment.reasoning_effort == config.environment.reasoning_effort
+        assert one.environment.system_by_format == config.environment.system_by_format
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "gpt_oss_120b", "numina_grpo", "qwen3_30b_a3b"])
+def test_the_guidelines_smoke_criteria_end_a_preset_in_its_first_steps(name: str, tmp_path: Path) -> None:
+    config = preset(name, tmp_path)
+    assert config.monitor.first_steps == "stop"
+    assert config.monitor.solve_rate.band == (0.2, 0.6)
 
 
 def test_what_fits_a_gpu_of_80_gb(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 docs/playbook.md says what each rule means and what to try when it fires.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from nmoe.config.base import Section
+from nmoe.config.base import Array, Conflict, Section
 
 Level = Literal["warn", "stop", "off"]
 
@@ -137,11 +138,17 @@ class FlatSection(RuleSection):
 
 
 class SolveRateSection(RuleSection):
-    """[monitor.solve_rate]: warns when hardly any problem is solved."""
+    """[monitor.solve_rate]: warns when hardly any problem is solved, or a rate outside a band that the problems are meant for."""
 
     below: float = Field(default=0.05, gt=0, le=1)
     """correctness below which a step shows the symptom"""
+    band: Array[float] | None = None
+    """lowest and highest correctness of a healthy step, such as [0.2, 0.6] for problems of AIME's difficulty; default: no band"""
     steps: int = Field(default=10, gt=0)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.band is not None and not (len(self.band) == 2 and 0 <= self.band[0] < self.band[1] <= 1):
+            yield Conflict("band", "must be two rates between 0 and 1, the lower one first, such as [0.2, 0.6]")
 
 
 class RatiosSection(AboveSection):

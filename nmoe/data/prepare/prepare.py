@@ -37,12 +37,12 @@ def prepare(settings: PreparationSettings, tokenizer: Tokenizer | None = None) -
     """
     directory = Path(settings.directory)
     _refuse_to_mix(directory)
+    files = parquet_files(settings.source.path)
     contamination = Contamination(settings.contamination.ngram)
     probes, drawn = _draw_probes(settings, contamination)
     for given in settings.contamination.sets:
         for _, problem in given_problems(given):
             contamination.add(_called(given.path, given.subset), problem)
-    files = parquet_files(settings.source.path)
     survivors = Survivors(settings, contamination, frozenset(drawn), tokenizer)
     survivors.read(read_batches(files, columns_of(settings.filters)))
     chosen = _draw(settings, survivors)
@@ -130,7 +130,10 @@ def _draw_probes(
     lines: dict[str, list[str]] = {}
     drawn: set[bytes] = set()
     for probe in settings.probes:
-        fitting = _fitting(probe)
+        try:
+            fitting = _fitting(probe)
+        except UserError as error:
+            raise UserError(f"{error}; with --probes=[] nothing is drawn to evaluate on") from error
         order = sorted((priority(hashed, settings.seed), hashed) for hashed in fitting.keys() - drawn)[: probe.size]
         if len(order) < probe.size:
             raise UserError(
