@@ -86,13 +86,16 @@ def test_crowding_oneself_out_unseen_is_not_starvation(box: Box, parallel: str) 
 def test_starvation_is_what_is_missing_to_one_cpu_while_a_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Milliseconds that threads have run and waited since they began, before and after each look."""
     now: dict[str, tuple[int, int]] = {}
+    ready = False
+
+    def opened(path: str, _: str) -> io.BytesIO:
+        _, _, thread, kind = path.split("/")
+        if kind == "stat":
+            return io.BytesIO(b"7 (a) b) %s 1" % (b"R" if ready else b"S"))
+        return io.BytesIO(b"%d %d 7" % tuple(10**6 * one for one in now[thread]))
+
     monkeypatch.setattr(watch, "_threads", lambda: list(now))
-    monkeypatch.setattr(
-        watch,
-        "open",
-        lambda path, _: io.BytesIO(b"%d %d 7" % tuple(10**6 * one for one in now[path.split("/")[2]])),
-        raising=False,
-    )
+    monkeypatch.setattr(watch, "open", opened, raising=False)
     one = watch.Starvation()
 
     def look(elapsed_s: float, hidden: bool = False, **threads: tuple[int, int]) -> float:
@@ -112,6 +115,13 @@ def test_starvation_is_what_is_missing_to_one_cpu_while_a_thread_waits(monkeypat
     assert look(1.0, a=(200, 1700)) == 0.8
     burst = {f"t{number}": (1, 25) for number in range(50)}
     assert look(1.0, **burst) == 0.025, "fifty that wake at once and run for a millisecond each, on two CPUs"
+    assert look(1.0, d=(100, 900)) == 0.9
+    ready = True
+    assert look(2.0, d=(100, 900)) == 2.0, "it waits, and the kernel says so once that is over"
+    assert look(1.0, d=(100, 900)) == 1.0
+    ready = False
+    assert look(1.0, d=(200, 4100)) == 0.2, "its wait took 3.2 s, of which 3 are counted"
+    assert look(1.0, d=(200, 4100)) == 0.0
 
 
 def test_cpu_time_is_that_of_the_living_as_it_grows_and_of_the_ended_as_far_as_it_was_seen(
@@ -167,9 +177,9 @@ def test_neighbours_that_take_the_cpu_make_no_solution_wrong(
     loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sixteen others spin on the one CPU: a right solution does not get done in a second, and is not wrong."""
-    monkeypatch.setattr(verify, "LIMITS", Limits(wall_s=0.5, cpu_s=5.0, starved_s=20.0))
+    monkeypatch.setattr(verify, "LIMITS", Limits(wall_s=1.0, cpu_s=5.0, starved_s=20.0))
     tests = verify.Tests("asserts", ("assert add(1, 2) == 3",), names=("add",))
-    source = "sum(range(10**6))\ndef add(a, b): return a + b"
+    source = "sum(range(3 * 10**6))\ndef add(a, b): return a + b"
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     neighbours: list[subprocess.Popen[bytes]] = []

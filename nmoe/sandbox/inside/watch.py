@@ -131,28 +131,39 @@ class Starvation:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._before: dict[str, tuple[int, int]] = {}
+        # Of each thread: nanoseconds that it ran, that it waited as the kernel says, and as they were counted here.
+        self._before: dict[str, tuple[int, int, int]] = {}
 
     def look(self, elapsed_s: float, *, hidden: bool = False) -> None:
         """Adds to `seconds` how long processes waited for a CPU in the last `elapsed_s` seconds, since the last call.
 
         `hidden` says that some processes ended since then.
         """
-        now: dict[str, tuple[int, int]] = {}
+        now: dict[str, tuple[int, int, int]] = {}
         ran = waited = 0
         for thread in _threads():
             try:
                 with open(f"/proc/{thread}/schedstat", "rb") as file:
                     fields = file.read().split()
-                now[thread] = int(fields[0]), int(fields[1])
+                runs, waits = int(fields[0]), int(fields[1])
+                before = self._before.get(thread, (0, 0, 0))
+                # The kernel adds a wait once it is over, and one can be longer than the deadline.
+                still = thread in self._before and before[:2] == (runs, waits) and _is_ready(thread)
             except (OSError, IndexError, ValueError):
                 continue
-            before = self._before.get(thread, (0, 0))
-            ran += max(0, now[thread][0] - before[0])
-            waited = max(waited, now[thread][1] - before[1])
+            counted = before[2] + int(elapsed_s * 1e9) if still else max(before[2], waits)
+            now[thread] = runs, waits, counted
+            ran += max(0, runs - before[0])
+            waited = max(waited, counted - before[2])
         self._before = now
         if not hidden:
             self.seconds += max(0.0, min(waited / 1e9, elapsed_s - ran / 1e9))
+
+
+def _is_ready(thread: str) -> bool:
+    """Whether a thread runs or waits for a CPU."""
+    with open(f"/proc/{thread}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] == b"R"
 
 
 def shared_memory_once() -> int:
