@@ -406,7 +406,9 @@ def test_the_packaged_probes_are_drawn_from_their_datasets(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     own = [f"--source.path={source}", f"--directory={tmp_path / 'out'}"]
     own += [f"--splits.{name}={size}" for name, size in SMALL.items()]
-    with pytest.raises(UserError, match=r"nmoe data download HuggingFaceH4/MATH-500.*; with --probes=\[\] nothing is drawn"):
+    with pytest.raises(
+        UserError, match=r"nmoe data download HuggingFaceH4/MATH-500.*; with --probes=\[\] nothing is drawn"
+    ):
         prepare(load_preparation(Path("numina"), own))
     for number, (name, (fields, count)) in enumerate(PROBED.items()):
         file = tmp_path / "kept" / f"{name}.jsonl"
