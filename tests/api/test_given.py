@@ -158,7 +158,7 @@ def contradictions() -> dict[str, tuple[dict[str, Any], str]]:
         "lr": ({"lr": 1e-5}, r"lr: no such argument; a setting is passed as config=\{'optimizer.learning_rate'"),
         "vllm": (
             {"use_vllm": True},
-            "use_vllm: no such argument; it has no counterpart: a run samples with its own engine",
+            r"use_vllm: no such argument; a setting is passed as config=\{'engine.kind'",
         ),
         "reward_funcs": ({"reward_funcs": [ones]}, "reward_funcs: no such argument; did you mean rewards?"),
         "config lr": ({"config": {"lr": 1e-5}}, r"lr = 1e-5: unknown key; did you mean \[optimizer\] learning_rate"),

@@ -12,7 +12,8 @@ import pytest
 from nmoe.cli import main
 from nmoe.config.commands import COMMANDS
 from nmoe.config.elsewhere import COMMANDS as MEANT
-from nmoe.config.elsewhere import KEYS, VALUES, WITHOUT, closest
+from nmoe.config.elsewhere import SIMILAR, SPELLINGS, VALUES, WITHOUT, closest, keys_meant
+from nmoe.config.launches.command import PROGRAMS
 from nmoe.config.schema import paths_of
 
 RL = """
@@ -83,6 +84,11 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("--reward_funcs=x", "--environment.rewards"),
         ("--report_to=wandb", "--sinks.to"),
         ("--save_steps=5", "--checkpoint.every_steps"),
+        ("--use_vllm=true", "--engine.kind"),
+        ("--gradient_accumulation_steps=4", "--batch.tokens_per_microbatch"),
+        ("--prompt_key=question", "--environment.task_pool.problem_field"),
+        ("--algorithm.filter_groups.enable=true", "--batch.max_refills"),
+        ("--trainer.algorithm.eps_clip_low=0.1", "--algorithm.clip_low"),
     ],
 )
 def test_names_of_other_frameworks(told: Told, override: str, meant: str) -> None:
@@ -92,7 +98,6 @@ def test_names_of_other_frameworks(told: Told, override: str, meant: str) -> Non
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("--use_vllm=true", "a run samples with its own engine"),
         ("--dataloader_num_workers=4", "a run reads its data in its own process"),
         (
             "--optimizer.lr-scheduler-type=cosine",
@@ -233,12 +238,16 @@ def test_a_service_that_is_down_ends_the_run_before_it_starts(told: Told, monkey
 
 def test_every_name_of_the_tables_leads_to_a_key_a_value_or_a_command() -> None:
     known = {".".join(path) for schema in COMMANDS.values() for path in paths_of(schema, in_arrays=True)}
-    for name, keys in KEYS.items():
-        assert name == name.lower().replace("-", "_")
+    rows = [(name, ours) for program in PROGRAMS for row in program.rows for name, ours in row.keys.items()]
+    spelled = [(name, (ours,)) for ours, names in SPELLINGS.items() for name in names]
+    for name, keys in [*rows, *spelled, *SIMILAR.items()]:
         assert [key for key in keys if key.replace(".0.", ".") not in known] == [], name
+    for name, keys in spelled:
+        assert name == name.lower().replace("-", "_")
         assert name not in known
+        assert keys[0] in keys_meant((name,)), name
     assert {key for key in VALUES if key not in known} == set()
-    assert WITHOUT.keys().isdisjoint(known | KEYS.keys())
+    assert [name for name in WITHOUT if name in known or keys_meant((name,))] == []
     assert closest("Mine", ("mine", "other")) == "mine"
     assert closest("xyz", ("mine", "other")) is None
     assert json.dumps(MEANT)

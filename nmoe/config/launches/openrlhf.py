@@ -12,6 +12,8 @@ from typing import Any
 from nmoe.config.launches.concepts import betas, columns, critic, lora, model, offload, overlong
 from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, same, switch, together, whole, without
 from nmoe.config.launches.shared import (
+    ADVANTAGES,
+    DIVERGENCES,
     EVALUATED,
     GROUPS_DROPPED,
     PRECISIONS,
@@ -30,6 +32,7 @@ from nmoe.config.launches.shared import (
     reward_model,
     uncorrected,
     updates,
+    words,
 )
 
 _SHARED_ALIASES = {
@@ -170,9 +173,6 @@ def _microbatch(reading: Reading) -> Converted:
     return {"batch.tokens_per_microbatch": max(1, count) * longest}
 
 
-_ESTIMATORS = {"gae": "gae", "reinforce": "reinforce_pp", "rloo": "rloo", "group_norm": "grpo", "dr_grpo": "dr_grpo"}
-
-
 def _advantage(reading: Reading) -> Converted:
     name = str(reading["algo.advantage.estimator"])
     unscaled = reading.yes("algo.advantage.no_std_norm")
@@ -191,9 +191,9 @@ def _advantage(reading: Reading) -> Converted:
         return {"algorithm.advantage": "reinforce_pp"}
     if unscaled and name in ("gae", "reinforce"):
         reading.differs(
-            f"no_advantage_std_norm: nmoe's {_ESTIMATORS[name]} divides advantages by their deviation over the batch"
+            f"no_advantage_std_norm: nmoe's {ADVANTAGES[name]} divides advantages by their deviation over the batch"
         )
-    return {"algorithm.advantage": nearest(reading, "algo.advantage.estimator", _ESTIMATORS, "grpo")}
+    return {"algorithm.advantage": nearest(reading, "algo.advantage.estimator", ADVANTAGES, "grpo")}
 
 
 def _loss(reading: Reading) -> Converted:
@@ -217,7 +217,7 @@ def _aggregation(reading: Reading) -> Converted:
     if reading["actor.policy_loss_type"] == "gspo":
         return {"algorithm.aggregation": "sequence"}
     if not _is_old(reading):
-        names = {"token-mean": "token", "seq-mean-token-mean": "sequence"}
+        names = words("algorithm.aggregation")
         return {"algorithm.aggregation": nearest(reading, "actor.loss_agg_mode", names, "token")}
     # 0.9.3 takes the mean over a micro-batch's tokens, and then over micro-batches: with one sequence each, over sequences.
     if not reading.yes("train.dynamic_batch_enable") and reading.whole("train.micro_batch_size", 4) == 1:
@@ -233,7 +233,7 @@ def _kl(reading: Reading) -> Converted:
     coef = reading["algo.kl.init_coef"]
     if not coef:
         return {"algorithm.kl_coef": 0.0}
-    estimator = str(reading["algo.kl.estimator"])
+    estimator = nearest(reading, "algo.kl.estimator", DIVERGENCES, "k1")
     if reading.yes("algo.kl.use_loss"):
         weighted = reading.yes("algo.kl.unbiased_gradient")
         if weighted and reading.whole("vllm.num_engines"):
@@ -251,7 +251,11 @@ def _kl(reading: Reading) -> Converted:
 
 def _precision(reading: Reading) -> Converted:
     # Before 0.9 there was a switch, `--bf16`.
-    return {"model.precision": "bfloat16" if reading.yes("bf16") else PRECISIONS[str(reading["ds.param_dtype"])]}
+    return {
+        "model.precision": "bfloat16"
+        if reading.yes("bf16")
+        else nearest(reading, "ds.param_dtype", PRECISIONS, "float32")
+    }
 
 
 def _schedule(prefix: str) -> Row:

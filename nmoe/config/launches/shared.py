@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from nmoe.config.elsewhere import VALUES
 from nmoe.config.launches.rows import Converted, Reading
 
 FILL_IN = "FILL_IN"
@@ -159,12 +160,17 @@ def kl(coef: float, where: str, estimator: str, weighted: bool = False) -> Conve
     return found
 
 
+def words(ours: str, *own: str) -> Mapping[str, str]:
+    """Returns other trainers' words for the values of nmoe's key `ours`, and nmoe's `own` words that they share."""
+    return {**VALUES[ours], **dict(zip(own, own, strict=True))}
+
+
 def nearest(reading: Reading, key: str, names: Mapping[str, str], instead: str) -> str:
-    """Returns nmoe's name for a key's value; `instead`, with a remark, for a value that has none."""
+    """Returns nmoe's name for a key's value, in any case; `instead`, with a remark, for a value that has none."""
     value = str(reading[key])
-    if value not in names:
+    if value.lower() not in names:
         reading.differs(f"{key} = {value}: nmoe has none like it; {instead} is written")
-    return names.get(value, instead)
+    return names.get(value.lower(), instead)
 
 
 def uncorrected(reading: Reading, updates: int, has_engine: bool) -> dict[str, Any]:
@@ -251,10 +257,9 @@ def lora_targets(reading: Reading, given: Any) -> list[str] | None:
     return kept or None
 
 
-PRECISIONS: Mapping[str, str] = {
-    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "fp32": "float32",
-    "float32": "float32",
-}  # fmt: skip
+PRECISIONS = words("model.precision", "bfloat16", "float16", "float32")
+ADVANTAGES = words("algorithm.advantage", "grpo", "dr_grpo", "rloo", "gae", "maxrl")
+DIVERGENCES = words("algorithm.kl_estimator", "k1", "k2", "k3")
 
 
 def grader(reading: Reading, named: Sequence[str], task: str = "math") -> dict[str, Any]:

@@ -21,6 +21,8 @@ from nmoe.config.launches.concepts import (
 )
 from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, same, switch, together, whole, without
 from nmoe.config.launches.shared import (
+    ADVANTAGES,
+    DIVERGENCES,
     EVALUATED,
     GROUPS_DROPPED,
     at_home,
@@ -36,6 +38,7 @@ from nmoe.config.launches.shared import (
     uncorrected,
     updates,
     warmup_of_run,
+    words,
 )
 
 _ALGORITHM, _ENGINE, _POLICY = "trainer.algorithm", "generator.inference_engine", "trainer.policy"
@@ -88,9 +91,6 @@ def _schedule(reading: Reading) -> Converted:
     return {**found, "optimizer.warmup_steps": warmup_of_run(reading, steps, _updates(reading))}
 
 
-_ESTIMATORS = {"grpo": "grpo", "gae": "gae", "rloo": "rloo", "reinforce++": "reinforce_pp", "maxrl": "maxrl"}
-
-
 def _advantage(reading: Reading) -> Converted:
     name = str(reading[f"{_ALGORITHM}.advantage_estimator"]).lower()
     if reading.yes(f"{_ALGORITHM}.advantage_batch_normalize"):
@@ -99,9 +99,7 @@ def _advantage(reading: Reading) -> Converted:
         return {"algorithm.advantage": "dr_grpo"}
     if name == "reinforce++" and reading.number(f"{_ALGORITHM}.gamma", 1) != 1:
         reading.differs(f"gamma = {reading[f'{_ALGORITHM}.gamma']}: nmoe's reinforce_pp does not discount")
-    if name not in _ESTIMATORS:
-        reading.differs(f"advantage_estimator = {name}: nmoe has no such estimator; grpo is written")
-    return {"algorithm.advantage": _ESTIMATORS.get(name, "grpo")}
+    return {"algorithm.advantage": nearest(reading, f"{_ALGORITHM}.advantage_estimator", ADVANTAGES, "grpo")}
 
 
 def _loss(reading: Reading) -> Converted:
@@ -139,17 +137,9 @@ def _loss(reading: Reading) -> Converted:
     return {**found, "algorithm.loss": nearest(reading, f"{_ALGORITHM}.policy_loss_type", losses, "clip")}
 
 
-_AGGREGATIONS = {
-    "token_mean": "token",
-    "token_mean_legacy": "token",
-    "sequence_mean": "sequence",
-    "seq_mean_token_sum_norm": "constant",
-}
-
-
 def _aggregation(reading: Reading) -> Converted:
     mode = str(reading[f"{_ALGORITHM}.loss_reduction"])
-    found = _AGGREGATIONS.get(mode, "token")
+    found = nearest(reading, f"{_ALGORITHM}.loss_reduction", words("algorithm.aggregation"), "token")
     if str(reading[f"{_ALGORITHM}.policy_loss_type"]) == "gspo" and mode != "sequence_mean":
         reading.differs(f"gspo with {mode}: nmoe's gspo takes the mean of sequences")
         found = "sequence"
@@ -157,8 +147,6 @@ def _aggregation(reading: Reading) -> Converted:
         reading.differs(
             "this token_mean is of each micro-batch, and then of micro-batches; nmoe's is over all tokens of an update"
         )
-    else:
-        nearest(reading, f"{_ALGORITHM}.loss_reduction", _AGGREGATIONS, "token")
     longest = reading["generator.sampling_params.max_generate_length"]
     if found == "constant" and (scale := reading[f"{_ALGORITHM}.max_seq_len"]) != longest:
         reading.differs(f"max_seq_len = {scale}: nmoe divides sums over tokens by sampling.max_new_tokens = {longest}")
@@ -177,8 +165,7 @@ def _kl(reading: Reading) -> Converted:
         return {"algorithm.kl_coef": 0.0}
     if in_loss:
         _of_each_sequence(reading, "the KL term")
-    names = {"k1": "k1", "k2": "k2", "k3": "k3"}
-    estimator = nearest(reading, f"{_ALGORITHM}.kl_estimator_type", names, "k1")
+    estimator = nearest(reading, f"{_ALGORITHM}.kl_estimator_type", DIVERGENCES, "k1")
     return kl(coef, "loss" if in_loss else "reward", estimator)
 
 
@@ -220,10 +207,10 @@ def _correction(reading: Reading) -> Converted:
     if reading.yes(f"{_ALGORITHM}.use_tis"):
         kind, key = "token", f"{_ALGORITHM}.tis_imp_ratio_cap"
     else:
-        names = {"None": "None", "token": "token", "sequence": "sequence"}
+        names = {"none": "none", "token": "token", "sequence": "sequence"}
         kind = nearest(reading, f"{_OFF}.tis_ratio_type", names, "token")
         key = f"{_OFF}.{'sequence' if kind == 'sequence' else 'token'}_tis_ratio_clip_high"
-    if kind == "None":
+    if kind == "none":
         return uncorrected(reading, _updates(reading), True)
     if kind == "sequence":
         reading.differs(

@@ -130,8 +130,8 @@ def _precision(reading: Reading) -> Converted:
         return {"model.precision": "float16"}
     if reading["bf16"] is None or reading.yes("bf16"):
         return {"model.precision": "bfloat16"}
-    dtype = str(reading["dtype"] or reading["torch_dtype"] or "float32")
-    return {"model.precision": PRECISIONS.get(dtype, "float32")}
+    key = "dtype" if reading.has("dtype") or not reading.has("torch_dtype") else "torch_dtype"
+    return {"model.precision": nearest(reading, key, PRECISIONS, "float32")}
 
 
 def _lora(reading: Reading) -> Converted:
@@ -236,7 +236,7 @@ def _advantage(reading: Reading) -> Converted:
         reading.differs("scale_rewards = batch divides by the deviation over the batch; nmoe's dr_grpo does not divide")
         return {"algorithm.advantage": "dr_grpo"}
     # Older versions have a switch.
-    names = {"group": "grpo", "True": "grpo", "true": "grpo", "none": "dr_grpo", "False": "dr_grpo", "None": "dr_grpo"}
+    names = {"group": "grpo", "true": "grpo", "none": "dr_grpo", "false": "dr_grpo"}
     return {"algorithm.advantage": nearest(reading, "scale_rewards", names, "grpo")}
 
 

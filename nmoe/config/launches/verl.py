@@ -24,6 +24,8 @@ from nmoe.config.launches.concepts import (
 )
 from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, same, switch, together, whole, without
 from nmoe.config.launches.shared import (
+    ADVANTAGES,
+    DIVERGENCES,
     EVALUATED,
     GROUPS_DROPPED,
     PRECISIONS,
@@ -42,6 +44,7 @@ from nmoe.config.launches.shared import (
     reward_model,
     uncorrected,
     updates,
+    words,
 )
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -74,13 +77,6 @@ def _longest(reading: Reading) -> int:
     return reading.whole(f"{_R}.response_length") or reading.whole("data.max_response_length")
 
 
-_ESTIMATORS = {
-    "gae": "gae", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "dr_grpo", "gdpo": "grpo",
-}  # fmt: skip
-
-
 def _advantage(reading: Reading) -> Converted:
     name = str(reading["algorithm.adv_estimator"]).rpartition(".")[2].lower()
     if name in ("grpo", "grpo_vectorized") and not reading.yes("algorithm.norm_adv_by_std_in_grpo"):
@@ -94,9 +90,9 @@ def _advantage(reading: Reading) -> Converted:
         )
     if name == "reinforce_plus_plus" and reading.number("algorithm.gamma", 1) != 1:
         reading.differs(f"algorithm.gamma = {reading['algorithm.gamma']}: nmoe's reinforce_pp does not discount")
-    if name not in _ESTIMATORS:
+    if name not in ADVANTAGES:
         reading.differs(f"adv_estimator = {name}: nmoe has no such estimator; grpo is written")
-    return {"algorithm.advantage": _ESTIMATORS.get(name, "grpo")}
+    return {"algorithm.advantage": ADVANTAGES.get(name, "grpo")}
 
 
 def _clips(reading: Reading) -> tuple[float, float]:
@@ -135,14 +131,6 @@ def _loss(reading: Reading) -> Converted:
     return {**found, "algorithm.loss": "dual_clip", "algorithm.dual_clip_bound": bound}
 
 
-_AGGREGATIONS = {
-    "token-mean": "token",
-    "seq-mean-token-mean": "sequence",
-    "seq-mean-token-sum-norm": "constant",
-    "seq-mean-token-sum": "constant",
-}
-
-
 def _aggregation(reading: Reading) -> Converted:
     mode = str(reading[f"{_A}.loss_agg_mode"])
     if str(reading[f"{_A}.policy_loss.loss_mode"]) == "gspo" and mode != "seq-mean-token-mean":
@@ -158,10 +146,7 @@ def _aggregation(reading: Reading) -> Converted:
         _longest(reading),
     ):
         reading.differs(f"loss_scale_factor = {scale}: nmoe divides sums over tokens by sampling.max_new_tokens")
-    return {"algorithm.aggregation": nearest(reading, f"{_A}.loss_agg_mode", _AGGREGATIONS, "token")}
-
-
-_ESTIMATORS_OF_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    return {"algorithm.aggregation": nearest(reading, f"{_A}.loss_agg_mode", words("algorithm.aggregation"), "token")}
 
 
 def _kl(reading: Reading) -> Converted:
@@ -175,9 +160,9 @@ def _kl(reading: Reading) -> Converted:
         return {"algorithm.kl_coef": 0.0}
     kind = str(reading[f"{_A}.kl_loss_type" if in_loss else "algorithm.kl_penalty"])
     plain = kind.removesuffix("+")
-    if plain not in _ESTIMATORS_OF_KL:
+    if plain not in DIVERGENCES:
         reading.differs(f"KL by {kind}: nmoe has k1, k2 and k3; k1 is written")
-    estimator = _ESTIMATORS_OF_KL.get(plain, "k1")
+    estimator = DIVERGENCES.get(plain, "k1")
     if in_loss and plain != kind and estimator != "k2":
         # `kl_penalty` of core_algos: the value of k1 or k3, the gradient of k2.
         reading.differs(f"KL by {kind} shows the value of {estimator} and has the gradient of k2, which is written")
