@@ -3,6 +3,7 @@
 A base that writes 20% of texts backwards and copies the others plays the taskset of examples/verifiers, once through verifiers
 0.4.0 and once through 0.3.1, and has to know the taskset's own evaluation split afterwards. Every trajectory of training and
 evaluation is compared with what the engine was asked and drew. TextArena's GuessTheNumber is played, and vf-eval asks a server.
+Environments of both versions fail in each way, after the budget has ended the episode, and none of it may be a reward of 0.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.recipes.pretrain import pretrain
 from nmoe.rl.launch import train
-from nmoe.rollout.collector import Collected, Collector
+from nmoe.rollout.collector import Collected, Collector, UserCodeFailedError
 from nmoe.rollout.episode import Episode, Player
 from nmoe.text.conversation import ChatMessage
 from nmoe.text.tokenizer import Tokenizer
@@ -105,6 +106,61 @@ format = "chat"
 task_pool = { type = "verifiers", venv = "VENV", EVAL }
 [checkpoint]
 keep = 1
+"""
+# Each asks for a third turn, which the budget does not have, and then its reward fails as its task says.
+FAULTS = ("none", "none", "bug", "lost", "late", "silent", "none")
+FAULTY_V1 = """
+import asyncio
+import verifiers.v1 as vf
+
+class FaultyData(vf.TaskData):
+    fault: str
+
+class FaultyTask(vf.Task[FaultyData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def judged(self, trace: vf.Trace) -> float:
+        fault = self.data.fault
+        if fault == "lost":
+            raise ConnectionResetError("no judge")
+        if fault == "late":
+            await asyncio.sleep(60)
+        return {"none": 0.5, "silent": None}.get(fault) if fault != "bug" else 1 / 0
+
+class FaultyTaskset(vf.Taskset[FaultyTask, vf.TasksetConfig]):
+    def load(self):
+        for fault in ("none", "bug", "lost", "late", "silent"):
+            yield FaultyTask(FaultyData(prompt="Go on.", fault=fault, timeout={"scoring": 1.0}), self.config.task)
+
+class FaultyConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class FaultyEnv(vf.Env[FaultyConfig]):
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            while not segment.terminated:
+                segment = await interaction.turn("Go on.")
+
+__all__ = ["FaultyEnv", "FaultyTaskset"]
+"""
+FAULTY_V0 = """
+import verifiers as vf
+from datasets import Dataset
+
+def judged(answer: str) -> float:
+    if answer == "lost":
+        raise ConnectionResetError("no judge")
+    return {"none": 0.5, "silent": None}.get(answer) if answer != "bug" else 1 / 0
+
+class Faulty(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **_):
+        if state["answer"] == "late":
+            raise TimeoutError("no database")
+        return [vf.UserMessage(content="Go on.")]
+
+def load_environment() -> vf.Environment:
+    rows = [{"question": f"Go on: {fault}", "answer": fault} for fault in ("none", "bug", "lost", "late", "silent")]
+    return Faulty(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[judged]), max_turns=3)
 """
 V1 = 'environment = { taskset = { id = "reverse_text_v1", split = "SPLIT" } }'
 V0 = 'environment = { id = "reverse_text_v0" }, split = "SPLIT"'
@@ -202,6 +258,46 @@ def games(tokenizer: Tokenizer, venv: str, place: Path) -> tuple[int, int]:
     return won, sum(len(one.branches) == 1 for one in played)
 
 
+def faults(tokenizer: Tokenizer, venv: str, place: Path, name: str) -> list[str]:
+    """Plays the episodes of FAULTS one after the other in one process, and returns what each came to."""
+    module = f"faulty_{name}"
+    (place / f"{module}.py").write_text(FAULTY_V1 if name == "v1" else FAULTY_V0)
+    path = place / f"{module}.toml"
+    given = f'{{ taskset = {{ id = "{module}" }} }}' if name == "v1" else f'{{ id = "{module}" }}'
+    pool = f'[task_pool]\ntype = "verifiers"\nvenv = "{venv}"\nenvironment = {given}\n'
+    path.write_text(f'env_id = "faulty"\nformat = "chat"\nbudget = {{ turns = 2 }}\n{pool}')
+    environment = Environment.from_toml(path, tokenizer)
+    problems = {problem.metadata["record"]: problem for problem in environment.pool.take(5)}
+    engine = ScriptedEngine(lambda *_: [*tokenizer.encode("yes"), *environment.renderer.stop_ids])
+    collector = Collector(engine, environment, 4000)  # type: ignore[arg-type]
+    found = []
+    for number, fault in enumerate(FAULTS):
+        problem = problems[("none", "bug", "lost", "late", "silent").index(fault)]
+        try:
+            (group,) = collector.collect([problem], 1, Sampling(400), (0, "faults", number)).groups
+        except UserCodeFailedError as error:
+            found.append(f"{fault}: stops the run")
+            print(f"{name}: {error}", flush=True)
+            continue
+        (one,) = group.trajectories
+        found.append(
+            f"{fault}: {one.grade.failure}, {one.grade.components['correctness'] if one.trainable else 'masked'}"
+        )
+        print(f"{name}: {found[-1]}, {len(one.turns)} turns {one.grade.reason}", flush=True)
+    return found
+
+
+WANTED = [
+    "none: budget_exceeded, 0.5",
+    "none: budget_exceeded, 0.5",
+    "bug: stops the run",
+    "lost: environment_error, masked",
+    "late: environment_error, masked",
+    "silent: stops the run",
+    "none: budget_exceeded, 0.5",
+]
+
+
 def held_out(run: Path) -> list[float]:
     """Returns the mean rewards of the evaluations of a run."""
     records = [json.loads(path.read_text()) for path in sorted((run / "eval").glob("step_*.json"))]
@@ -246,7 +342,11 @@ def main(v1: str, v0: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         tokenizer = corpus(place)
-        os.chdir(ROOT / "examples/verifiers")  # where the environments' modules are found
+        os.chdir(place)  # where the environments' modules are found
+        for name, of in venvs.items():
+            right = sum(one == wanted for one, wanted in zip(faults(tokenizer, of, place, name), WANTED, strict=True))
+            checks[f"{name}: faults that are no reward"] = (right, len(WANTED), len(WANTED))
+        os.chdir(ROOT / "examples/verifiers")
         won, whole = games(tokenizer, venvs["v1"], place)
         checks["GuessTheNumber: games won"] = (won, 8, 8)
         checks["GuessTheNumber: games in one branch"] = (whole, 8, 8)

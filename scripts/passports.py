@@ -78,7 +78,7 @@ def page(passports: list[Passport]) -> str:
     for one in here:
         rows = {row.name: row for row in one.rows}
         cells = [
-            f"**{rows[name].status}**: {rows[name].said}" if rows[name].status == "fail" else rows[name].said
+            {"fail": "**fail**: ", "not tried": "not tried: "}.get(rows[name].status, "") + rows[name].said
             for name in ROWS
         ]
         lines.append(f"| `{one.environment}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -345,8 +345,12 @@ class SharedEnvironment:
         context = copy_context()
         context.run(_TURNS.set, turns)
         context.run(FROM_TRAINER.set, given)
-        play = collector.play(Ticket(int(label.split("/")[1]), problem, terms))
-        return await asyncio.get_running_loop().create_task(play, context=context)
+        position = int(label.split("/")[1])
+        play = collector.play(Ticket(position, problem, terms))
+        try:
+            return await asyncio.get_running_loop().create_task(play, context=context)
+        finally:
+            collector.sampled_tokens.pop((*key, position), None)  # which only a run of nmoe accounts for
 
     def close(self) -> None:
         """Ends all episodes, and closes connections and sandboxes. Whoever waits gets a UserError. It also happens where nothing

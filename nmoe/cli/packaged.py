@@ -169,8 +169,8 @@ def certify(
 
     Writes a passport for each: golds pay, 300 answers that solve nothing do not, verdicts are the same twice, neither the
     prompt nor the sandbox has the answer, and how long a verdict takes. Exits with 1 if something fails, which is shown with
-    the very answer, and with 2 if the data of all environments is elsewhere. Runs tasks and pools of your own; the network
-    is not used.
+    the very answer, and with 2 if no answer was graded: of no environment the data is here, and a grader of nmoe. Runs tasks
+    and pools of your own; the network is not used.
 
     \b
     Example:
@@ -196,7 +196,7 @@ def certify(
             typer.echo(line)
     if any(passport.failed for passport in passports):
         raise typer.Exit(1)
-    if all(passport.missing for passport in passports):
+    if not any(passport.tried for passport in passports):
         raise typer.Exit(2)
 
 

@@ -8,7 +8,8 @@
     latency     the time that a verdict takes
     learnable   whether a tiny model learns from the reward: not tried yet
 
-An answer that pays is shown as it was given. As in `nmoe env check`, tasks and pools of the user are run, `[[rewards]]` are not.
+A question that was not asked is "not tried", with the reason, and never passed. An answer that pays is shown as it was given. As in
+`nmoe env check`, tasks and pools of the user are run, `[[rewards]]` are not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from nmoe.config.loader import load_environment
@@ -33,7 +35,8 @@ from nmoe.envs.passport import Example, Passport, Row
 from nmoe.envs.playing import Played, Player
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.code_edit import CodeEditTask
-from nmoe.envs.tasks.live import LiveTask
+from nmoe.envs.tasks.live import EnvironmentLostError, LiveTask
+from nmoe.envs.tasks.outside import OutsideTask
 from nmoe.envs.tasks.solution import ProgramTask, SolutionTask
 from nmoe.envs.tasks.task import SandboxTask, WorkspaceTask
 from nmoe.envs.tasks.text import FileSearchTask, OpenTask
@@ -105,21 +108,23 @@ class _Examination:
         self._same_problems = self._problems == [
             again.pool.order.at(position) for position in range(len(self._problems))
         ]
-        self._targets = self._targeted()
+        reasons = {problem.id: _unjudged(problem) for problem in self._problems}
+        self._unjudged = next(filter(None, reasons.values()), "")
+        self._targets = self._targeted([problem for problem in self._problems if not reasons[problem.id]])
         self._seconds: list[float] = []
 
     async def rows(self) -> list[Row]:
         """Returns the passport's rows."""
-        if all(isinstance(TASKS[problem.task_type], OpenTask) for problem in self._problems):
-            said = "no answer is right or wrong: [[rewards]] alone rate them"
-            return [Row(name, "not tried", said) for name in ("golds", "attacks", "repeatable")]
+        if not self._targets:
+            untried = [Row(name, "not tried", self._unjudged) for name in ("golds", "attacks", "repeatable", "prompt")]
+            return [*untried, await self._sandbox(), Row("latency", "not tried", self._unjudged), _LEARNABLE]
         golds = await self._golds()
         self._note(f"golds: {golds.said}")
         attacks, repeatable = await self._attacks()
-        return [golds, attacks, repeatable, self._prompt(), await self._sandbox(), self._latency(), _LEARNABLE]
+        return [golds, attacks, repeatable, await self._prompt(), await self._sandbox(), self._latency(), _LEARNABLE]
 
-    def _targeted(self) -> list[Target]:
-        known = [(problem, *_right_and_wrong(problem)) for problem in self._problems]
+    def _targeted(self, problems: Sequence[Problem]) -> list[Target]:
+        known = [(problem, *_right_and_wrong(problem)) for problem in problems]
         others = list(dict.fromkeys(right for _, right, _ in known if right))
         return [
             Target(
@@ -144,14 +149,17 @@ class _Examination:
                 [Example("", "", "", "record", line, "") for line in str(error).splitlines()[1 : 1 + _SHOWN]],
             )
         played = await self._played([(target, Attack("gold", target.gold)) for target in known])
-        unpaid = [_example(*one) for one in played if not one[2].right]
-        self._seconds += [one.seconds for _, _, one in played]
-        figures = {"golds": len(known), "paid": len(known) - len(unpaid)}
+        judged = [one for one in played if not one[2].lost]
+        if not judged:
+            return Row("golds", "not tried", f"all were lost by the infrastructure: {played[0][2].said}")
+        unpaid = [_example(*one) for one in judged if not one[2].right]
+        self._seconds += [one.seconds for _, _, one in judged]
+        figures = {"golds": len(judged), "paid": len(judged) - len(unpaid)}
         remedy = "the grader rejects right answers: mend it or the gold" if unpaid else ""
         return Row(
             "golds",
             "fail" if unpaid else "pass",
-            f"{len(known) - len(unpaid)} of {len(known)} paid",
+            f"{len(judged) - len(unpaid)} of {len(judged)} paid{_lost(played)}",
             remedy,
             unpaid[:_SHOWN],
             figures,
@@ -159,9 +167,13 @@ class _Examination:
 
     async def _attacks(self) -> tuple[Row, Row]:
         chosen = _chosen(self._targets, self._attacks_on, self._count)
-        played = await self._played(chosen)
-        self._note(f"attacks: {len(played)} played")
-        self._seconds += [one.seconds for _, _, one in played]
+        tried = await self._played(chosen)
+        self._note(f"attacks: {len(tried)} played")
+        self._seconds += [one.seconds for _, _, one in tried]
+        played = [one for one in tried if not one[2].lost]
+        if not any(one[2].answered for one in played):
+            said = f"no grader was asked for any of {len(tried)} answers: the first was {tried[0][2].said}"
+            return Row("attacks", "not tried", said), await self._repeatable(played)
         paid = [one for one in played if one[2].right]
         undecided = [
             one for one in paid if one[1].claims and not TASKS[one[0].problem.task_type].has_one_answer(one[0].problem)
@@ -177,8 +189,14 @@ class _Examination:
         partial = max((one for one in played if not one[2].right), key=lambda one: one[2].score, default=None)
         if partial is not None and partial[2].score > 0:
             said += f"; of the others, {shown(partial[1].text)} earned the most, {partial[2].score:g}"
-        if len(played) < self._count:
-            said += f"; no more than {len(played)} differ"
+        said += _lost(tried)
+        if len(tried) < self._count:
+            said += f"; no more than {len(tried)} differ"
+        if self._unjudged:
+            left_out = len(self._problems) - len(self._targets)
+            said += f"; {left_out} of {len(self._problems)} problems were not asked: {self._unjudged}"
+        if rewards := [one.name for one in self._environment.settings.rewards]:
+            said += f"; [[rewards]] were not asked: {', '.join(rewards)}"
         remedy = ""
         if broken:
             remedy = "a grader has to give any text a verdict, in bounded time"
@@ -238,6 +256,8 @@ class _Examination:
         quick += await self._played([(target, Attack("gold", target.gold)) for target in self._targets if target.gold])
         forget_replies()
         second = await self._played([one[:2] for one in reversed(quick)])
+        if not any(one[2].answered for one in quick):
+            return Row("repeatable", "not tried", "no grader was asked for a verdict")
         differ = [
             Example(
                 one[0].problem.id,
@@ -248,7 +268,7 @@ class _Examination:
                 f"first {one[2].said}; then {other[2].said}",
             )
             for one, other in zip(quick, reversed(second), strict=True)
-            if (one[2].right, one[2].score) != (other[2].right, other[2].score)
+            if (one[2].right, one[2].score, one[2].answered) != (other[2].right, other[2].score, other[2].answered)
         ]
         left_out = len(played) - attacked
         said = f"{len(quick) - len(differ)} of {len(quick)} verdicts the same twice"
@@ -258,12 +278,18 @@ class _Examination:
         figures = {"verdicts": len(quick), "differ": len(differ)}
         return Row("repeatable", "fail" if differ else "pass", said, remedy, differ[:_SHOWN], figures)
 
-    def _prompt(self) -> Row:
-        known = [target for target in self._targets if target.gold and not self._in_sandbox]
+    async def _prompt(self) -> Row:
+        if self._environment.command is not None:
+            return Row("prompt", "not tried", "the program writes what the policy reads, and was not run")
         if self._in_sandbox:
             return self._solution_in_prompt()
+        known = [target for target in self._targets if target.gold]
         if len(known) < _LEAST:
             return Row("prompt", "not tried", f"{len(known)} problems with a known answer; {_LEAST} are needed")
+        try:
+            known = [replace(target, problem=await self._opened(target.problem)) for target in known]
+        except (EnvironmentLostError, UserError) as error:
+            return Row("prompt", "not tried", f"an episode could not be opened: {error}")
         prompts = [self._prompt_of(target.problem) for target in known]
         positions = [
             _positions(target.problem.question) | _positions(prompt, "prompt: ")
@@ -291,44 +317,72 @@ class _Examination:
     def _solution_in_prompt(self) -> Row:
         """A whole line of the hidden solution or tests that the prompt shows."""
         shows: list[Example] = []
-        for target in self._targets:
+        known = [target for target in self._targets if len(target.gold) > 40]
+        if not known:
+            return Row("prompt", "not tried", "no solution is known that no other text would have by chance")
+        for target in known:
             prompt = self._prompt_of(target.problem)
-            if len(target.gold) > 40 and target.gold.strip("`\n").removeprefix("python").strip() in prompt:
+            if target.gold.strip("`\n").removeprefix("python").strip() in prompt:
                 shows.append(
                     Example(
                         target.problem.id, target.problem.question, target.gold, "prompt", prompt, "has the solution"
                     )
                 )
-        said = f"{len(shows)} of {len(self._targets)} prompts hold the solution"
+        said = f"{len(shows)} of {len(known)} prompts hold the solution"
         return Row(
             "prompt", "fail" if shows else "pass", said, "take it out of the prompt" if shows else "", shows[:_SHOWN]
         )
+
+    async def _opened(self, problem: Problem) -> Problem:
+        """Returns a problem as the policy is asked it: a live environment may ask something else than its record says."""
+        task = TASKS[problem.task_type]
+        if not isinstance(task, LiveTask):
+            return problem
+        live = task.begin(self._environment.budget.wall_s)
+        try:
+            return await live.open(problem, 0)
+        finally:
+            await live.close()
 
     def _prompt_of(self, problem: Problem) -> str:
         return self._environment.tokenizer.decode(self._environment.prompts.ids(problem))
 
     async def _sandbox(self) -> Row:
+        if self._environment.asks:
+            return Row("sandbox", "not tried", "what the other side gives the policy is its own, and was not run")
+        tools = self._environment.settings.tools
+        if tools is not None and (own := [name for name in tools.use if ":" in name]):
+            return Row("sandbox", "not tried", f"tools of your own are not loaded: {', '.join(own)}")
         reaches = any(tool.sandbox_parameter for tool in self._environment.tools.values())
         if not reaches or self._sandboxes is None:
             return Row("sandbox", "pass", "the policy has none")
         if self._environment.settings.workspace is not None:
             return Row("sandbox", "not tried", "[workspace] is prepared when a run begins")
         shows: list[Example] = []
+        looked = 0
         for target in self._targets[:4]:
             problem, task = target.problem, TASKS[target.problem.task_type]
             if isinstance(task, FileSearchTask):
-                return Row("sandbox", "pass", "the answer is in the files, because it is to be found there")
+                return Row("sandbox", "not tried", "the answer is in the files, because it is to be found there")
             files = task.files(problem) if isinstance(task, WorkspaceTask) else {}
             needles = _needles(problem, files)
+            if not needles:
+                continue
             async with ToolSession(self._sandboxes, files=files, access=self._environment.access) as session:
                 found = await (await session.sandbox()).run(["bash", "-c", _LOOK], stdin="\n".join(needles).encode())
-            for line in found.stdout.decode("utf-8", "replace").splitlines()[:_SHOWN]:
+            *lines, last = found.stdout.decode("utf-8", "replace").splitlines() or [""]
+            if last != _LOOKED:
+                return Row("sandbox", "not tried", f"it could not be looked through: {found.failure}")
+            looked += 1
+            for line in lines[:_SHOWN]:
                 shows.append(
                     Example(
                         problem.id, problem.question, target.gold, "seen in the sandbox", line, "reveals the answer"
                     )
                 )
-        said = f"{len(shows)} positions in {len(self._targets[:4])} sandboxes reveal an answer"
+        if not looked:
+            return Row("sandbox", "not tried", "no answer is known to look for")
+        said = f"{len(shows)} positions in {looked} sandboxes reveal an answer"
         remedy = "keep tests and solutions out of the workspace" if shows else ""
         return Row("sandbox", "fail" if shows else "pass", said, remedy, shows[:_SHOWN])
 
@@ -351,11 +405,19 @@ class _Examination:
         return await asyncio.gather(*(one(target, attack) for target, attack in what))
 
 
+def _unjudged(problem: Problem) -> str:
+    """Returns why no grader of nmoe judges answers to a problem, "" if one does."""
+    task = TASKS[problem.task_type]
+    if isinstance(task, OpenTask):
+        return "no answer is right or wrong: [[rewards]] alone rate them"
+    if isinstance(task, OutsideTask):
+        return "the environment rates whole episodes in its own process, and none was played"
+    return ""
+
+
 def _right_and_wrong(problem: Problem) -> tuple[str, str]:
     """Returns a right answer and a wrong one, each "" if none is known."""
     task = TASKS[problem.task_type]
-    if isinstance(task, OpenTask):
-        return "", ""
     if isinstance(task, LiveTask):
         return task.right_turn(problem), ""
     right, wrong = task.example_answers(problem)
@@ -417,6 +479,11 @@ def _example(target: Target, attack: Attack, played: Played) -> Example:
     return Example(problem.id, problem.question, target.gold, f"{attack.kind}{form}", attack.text, played.said)
 
 
+def _lost(played: Sequence[tuple[Target, Attack, Played]]) -> str:
+    count = sum(one.lost for _, _, one in played)
+    return f"; {count} more were lost by the infrastructure" if count else ""
+
+
 def _of_each_kind(some: Sequence[tuple[Target, Attack, Played]]) -> list[Example]:
     """Returns an example of each kind, at most ten."""
     first = {one[1].kind: one for one in reversed(some)}
@@ -447,13 +514,15 @@ def _positions(text: str, where: str = "") -> dict[str, str]:
     return found
 
 
-# In the sandbox: the needles come by standard input, and are looked for in the environment, the commands and the files.
-_LOOK = r"""
+# In the sandbox: the needles come by standard input, and are looked for in the environment, the commands and the files. The last
+# line says that all was looked through.
+_LOOKED = "looked through"
+_LOOK = rf"""
 cat > /tmp/.needles
-{ env; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n'; } | grep -F -f /tmp/.needles
+{{ env; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n'; }} | grep -F -f /tmp/.needles
 grep -rlIF -f /tmp/.needles --exclude=.needles /workspace /tmp 2>/dev/null
-find / -xdev -name '*.jsonl' -not -path '*/site-packages/*' -exec grep -lF -f /tmp/.needles {} + 2>/dev/null
-rm /tmp/.needles
+find / -xdev -name '*.jsonl' -not -path '*/site-packages/*' -exec grep -lF -f /tmp/.needles {{}} + 2>/dev/null
+grep -qF -f /tmp/.needles /tmp/.needles && rm /tmp/.needles && echo {_LOOKED}
 """
 
 
@@ -472,7 +541,8 @@ def _needles(problem: Problem, files: Mapping[str, bytes]) -> list[str]:
             parsed = text
         texts += parsed.values() if isinstance(parsed, dict) else [text]
     lines = [line.strip() for text in texts for line in str(text).splitlines()]
-    return [line for line in dict.fromkeys(lines) if len(line) >= 16 and line not in known] or [problem.gold or "\0"]
+    found = [line for line in dict.fromkeys(lines) if len(line) >= 16 and line not in known]
+    return found or [problem.gold] * bool(problem.gold)
 
 
 def _time(seconds: float) -> str:

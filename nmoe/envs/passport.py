@@ -55,13 +55,24 @@ class Passport:
     def failed(self) -> bool:
         return any(row.status == "fail" for row in self.rows)
 
+    @property
+    def tried(self) -> bool:
+        """Whether answers were graded."""
+        return any(row.name == "attacks" and row.status != "not tried" for row in self.rows)
+
     def record(self) -> dict[str, Any]:
         """Returns the passport as JSON values."""
         return {
             "environment": self.environment,
             "version": self.version,
             "pool": self.pool,
-            "result": "no data here" if self.missing else "fail" if self.failed else "pass",
+            "result": "no data here"
+            if self.missing
+            else "fail"
+            if self.failed
+            else "pass"
+            if self.tried
+            else "not tried",
             "missing": self.missing,
             "rows": {
                 row.name: {

@@ -14,7 +14,7 @@ from nmoe.envs.tasks.live import LiveTask
 from nmoe.envs.tasks.task import SandboxTask, WorkspaceTask
 from nmoe.envs.tools.session import ToolSession
 from nmoe.sandbox.api import OpensSandboxes
-from nmoe.types import Exchange, Grade, Problem, Turn, single_turn
+from nmoe.types import INFRASTRUCTURE, Exchange, Grade, Problem, Turn, single_turn
 
 # Turns of a conversation in which one answer is given again and again.
 _MOST_TURNS = 8
@@ -35,6 +35,16 @@ class Played:
     def right(self) -> bool:
         """Whether the answer was graded correct."""
         return self.grade is not None and self.grade.verdict is not None and self.grade.verdict.outcome == "correct"
+
+    @property
+    def answered(self) -> bool:
+        """Whether a grader was asked, and gave a verdict or raised."""
+        return self.grade is None or self.grade.verdict is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the infrastructure failed, so that a run would mask the sample."""
+        return self.grade is not None and self.grade.failure in INFRASTRUCTURE
 
     @property
     def score(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import threading
@@ -75,6 +76,16 @@ def test_completions_get_the_scores_of_a_run(shared: SharedEnvironment) -> None:
     assert [one.score for one in grades] == [1.5, 1.5, 1.5, 1.5, 0.0, 0.5, 0.0, 0.0, 0.5]
     assert [one.failure for one in grades[4:8]] == ["parse_error", "ok", "parse_error", "truncated"]
     assert [one.components["reasoning"] for one in grades[:3]] == [0.0, 1.0, 1.0]
+
+
+def test_nothing_is_kept_of_what_was_graded(shared: SharedEnvironment) -> None:
+    """A trainer grades for days, and has its own account of tokens."""
+    label = by_word(shared)["router"]
+    shared.grade([label, label], ["ROUTER", "router"])
+    with contextlib.closing(shared.episode(label)) as episode:
+        episode.begin()
+        assert episode.step("ROUTER").done
+    assert shared._collector.sampled_tokens == {}
 
 
 def test_a_grader_that_raises_is_no_zero(shared: SharedEnvironment) -> None:

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from outside_venv import venv
 from typer.testing import CliRunner
 
 import nmoe
@@ -15,7 +16,7 @@ from nmoe.config import registry
 from nmoe.envs.attacks.texts import Attack, Target, text_attacks, the_same
 from nmoe.envs.certify import certify
 from nmoe.envs.passport import Passport
-from nmoe.types import Problem
+from nmoe.types import Grade, Problem
 
 
 class Doubled(nmoe.Task):
@@ -108,6 +109,103 @@ def test_a_fault_is_shown_with_the_answer(tmp_path: Path, task: type, row: str, 
         assert all("raised ValueError" in one.verdict or "TaskError" in one.verdict for one in shown)
     else:
         assert shown[0].answer == answer.format(gold=shown[0].gold)
+
+
+def rows_of(passport: Passport) -> dict[str, tuple[str, str]]:
+    return {row.name: (row.status, row.said) for row in passport.rows}
+
+
+def test_an_environment_that_rates_in_its_own_process_is_not_tried(tmp_path: Path) -> None:
+    """Without an episode it has given nothing, which is no verdict that an attack failed."""
+    path = tmp_path / "environment.toml"
+    place = venv(tmp_path, "return 1.0")
+    pool = f'[task_pool]\ntype = "verifiers"\nvenv = "{place}"\nenvironment = {{ id = "sums", tasks = 9 }}\n'
+    path.write_text(f'env_id = "outside"\nformat = "boxed"\n{pool}')
+    passport = certify(path, None, 40)
+    whole = "the environment rates whole episodes in its own process, and none was played"
+    assert rows_of(passport) == {
+        **dict.fromkeys(("golds", "attacks", "repeatable", "prompt", "latency"), ("not tried", whole)),
+        "sandbox": ("not tried", "what the other side gives the policy is its own, and was not run"),
+        "learnable": ("not tried", "`nmoe rl train` with a tiny model shows it"),
+    }
+    assert passport.record()["result"] == "not tried"
+    run = CliRunner().invoke(app, ["env", "certify", str(path)])
+    assert (run.exit_code, run.stdout.count("not tried"), " pass " in run.stdout) == (2, 7, False)
+
+
+@pytest.mark.parametrize(("task", "status"), [(Doubled, "pass"), (Anywhere, "fail")])
+def test_a_program_s_grader_is_tried_and_the_program_is_not(task: type, status: str, tmp_path: Path) -> None:
+    [name] = registry.hand_over(task)
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps({"number": n}) + "\n" for n in range(100, 132)))
+    path = tmp_path / "environment.toml"
+    path.write_text(
+        f'env_id = "agent"\ntask = "{name}"\n[task_pool]\ntype = "program"\npath = "records.jsonl"\ncommand = ["false"]\n'
+    )
+    rows = rows_of(certify(path, None, 60))
+    assert (rows["golds"][0], rows["attacks"][0], rows["repeatable"][0]) == ("pass", status, "pass")
+    assert rows["prompt"] == ("not tried", "the program writes what the policy reads, and was not run")
+    assert rows["sandbox"][0] == "not tried"
+
+
+class Whispering(nmoe.LiveEpisode):
+    """Its records have no prompt. The one that it is opened with has the answer."""
+
+    async def open(self, record: nmoe.Record, seed: int) -> str:
+        self.answer = self.gold(record)
+        return f"Double {record['number']}, which is {self.answer}."
+
+    async def step(self, turn: nmoe.AssistantTurn) -> tuple[None, float, bool]:
+        return None, float(turn.answer == self.answer), True
+
+    @classmethod
+    def gold(cls, record: nmoe.Record) -> str:
+        return str(2 * record["number"])
+
+
+def test_the_prompt_of_a_live_environment_is_the_one_that_it_asks(tmp_path: Path) -> None:
+    [name] = registry.hand_over(Whispering)
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps({"number": n}) + "\n" for n in range(100, 132)))
+    path = tmp_path / "environment.toml"
+    path.write_text(f'env_id = "live"\ntask = "{name}"\n[task_pool]\ntype = "jsonl"\npath = "records.jsonl"\n')
+    status, said = rows_of(certify(path, None, 20))["prompt"]
+    assert (status, said) == ("fail", "the best position, number 2, is right for 32 of 32")
+
+
+def test_open_problems_and_rewards_are_not_tried(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text(json.dumps({"question": "Write a poem.", "answer": ""}) + "\n")
+    opened = '[task_pool]\ntype = "jsonl"\ntask_type = "open"\npath = "records.jsonl"\n'
+    rated = '[[rewards]]\ntype = "function"\nname = "short"\ncall = "elsewhere:short"\nweight = 1.0\n'
+    path = tmp_path / "environment.toml"
+    path.write_text(f'env_id = "poems"\n{opened}{rated}')
+    passport = certify(path, None, 20)
+    alone = "no answer is right or wrong: [[rewards]] alone rate them"
+    assert {name for name, row in rows_of(passport).items() if row == ("not tried", alone)} == {
+        "golds", "attacks", "repeatable", "prompt", "latency",
+    }  # fmt: skip
+    path.write_text(f'env_id = "sort"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\n{rated}')
+    status, said = rows_of(certify(path, None, 20))["attacks"]
+    assert (status, said.partition("; ")[2]) == ("pass", "[[rewards]] were not asked: short")
+
+
+def test_tools_that_are_not_loaded_are_not_tried(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text('def peek(path: str) -> str:\n    """Reads a file."""\n    return path\n')
+    path = tmp_path / "environment.toml"
+    tools = '[tools]\nuse = ["mine:peek"]\n'
+    path.write_text(f'env_id = "sort"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\n{tools}')
+    rows = rows_of(certify(path, None, 20))
+    assert rows["sandbox"] == ("not tried", "tools of your own are not loaded: mine:peek")
+
+
+def test_what_the_infrastructure_lost_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(*_: object) -> Grade:
+        return Grade(0.0, {}, "sandbox_setup_failed", {}, None)
+
+    monkeypatch.setattr("nmoe.envs.playing.Player._grade", lost)
+    rows = rows_of(passport_of(tmp_path, Doubled, 20))
+    assert {name: rows[name][0] for name in ("golds", "attacks", "repeatable")} == dict.fromkeys(
+        ("golds", "attacks", "repeatable"), "not tried"
+    )
+    assert rows["golds"][1] == "all were lost by the infrastructure: not compared (sandbox_setup_failed)"
 
 
 @pytest.mark.parametrize(

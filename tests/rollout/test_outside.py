@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import PIPE
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,6 +26,7 @@ from scripted_engine import ScriptedEngine
 from nmoe.engine.api import Request
 from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
+from nmoe.envs.outside.process import HOST
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.rollout.bundle import read_bundle
 from nmoe.rollout.collector import Collector, UserCodeFailedError
@@ -230,6 +234,25 @@ def test_a_process_that_hangs_as_a_whole_is_ended(
     (lost,) = played.samples()
     assert (lost.grade.failure, lost.trainable) == ("environment_error", False)
     _wait_for_end_of(tmp_path / "pid")
+
+
+def test_what_an_environment_started_ends_with_its_process(tmp_path: Path) -> None:
+    """Also after nmoe has ended, which then ends nothing more."""
+    pid = tmp_path / "pid"
+    play = f"if os.fork() == 0:\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)\n"
+    play += f"while not os.path.exists({str(pid)!r}):\n    time.sleep(0.01)\nreturn 1.0"
+    python = venv(tmp_path, play) / "bin" / "python"
+    command = [python, "-u", HOST, json.dumps({"environment": {"id": "sums"}})]
+    asked = json.dumps({"id": 1, "play": 0, "key": "0", "url": "http://127.0.0.1:1/v1", "session": "s"})
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, start_new_session=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{asked}\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline()) == {"version": "0.4.0"}
+        assert json.loads(process.stdout.readline())["reward"] == 1.0
+        process.stdin.close()
+    _wait_for_end_of(pid)
 
 
 def _wait_for_end_of(pid: Path) -> None:

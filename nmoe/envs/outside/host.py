@@ -21,6 +21,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -96,6 +97,13 @@ def end_with(parent: int) -> None:
     """Ends this process when its parent has ended, also while an environment keeps the event loop."""
     while os.getppid() == parent:
         time.sleep(2)
+    end()
+
+
+def end() -> None:
+    """Ends this process with the ones that the environment started, which may wait for it for ever."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
@@ -116,12 +124,12 @@ class Host:
         async with self._adapter.serving():
             while line := await asked.readline():
                 self._take(json.loads(line))
-            threading.Timer(_END_S, os._exit, [1]).start()
+            threading.Timer(_END_S, end).start()
             for one in self._playing.values():
                 one.cancel()
             if self._playing:
                 await asyncio.wait(self._playing.values())
-        os._exit(0)
+        end()
 
     def _take(self, asked: dict[str, Any]) -> None:
         if "cancel" in asked:
