@@ -29,7 +29,8 @@ async def play_outside(host: Host, url: str, name: str, session: Session, second
     """
     episode = session.episode
     record = episode.problem.metadata
-    playing = asyncio.ensure_future(host.play(int(record["record"]), str(record["key"]), url, name))
+    running = await host.started()  # which may take longer than an episode
+    playing = asyncio.ensure_future(host.play(running, int(record["record"]), str(record["key"]), url, name))
     try:
         ended = await ended_in_time(playing, session, seconds)
     finally:

@@ -30,6 +30,7 @@ from nmoe.envs.outside.process import HOST
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.rollout.bundle import read_bundle
 from nmoe.rollout.collector import Collector, UserCodeFailedError
+from nmoe.rollout.programs import ended_in_time
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
 from nmoe.text.tokenizer import Tokenizer
@@ -190,11 +191,25 @@ def test_a_crash_is_noticed_at_once(crash: str, environment: Any, tokenizer: Tok
     _wait_for_end_of(pid)
 
 
-def test_a_process_that_ended_is_started_again(environment: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_process_that_ended_is_started_again(
+    environment: Any, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the clock of the episode runs: to import verifiers may take longer than budget.wall_s."""
     once = tmp_path / "once"
     play = f"ask('a')\nif not os.path.exists({str(once)!r}):\n    open({str(once)!r}, 'w').close()\n    os._exit(3)\nreturn 1.0"
     played = Played(environment, tokenizer, pool(venv(tmp_path, play)), ["4"])
+    runs = []
+
+    async def in_time(*given: Any) -> bool:
+        assert played.environment.host is not None
+        (running,) = played.environment.host._runs
+        assert not running.ended
+        runs.append(running)
+        return await ended_in_time(*given)
+
+    monkeypatch.setattr("nmoe.rollout.outside.ended_in_time", in_time)
     assert [one.grade.failure for one in (*played.samples(), *played.samples())] == ["environment_error", "ok"]
+    assert runs[0] is not runs[1]
 
 
 KEPT = """
@@ -377,6 +392,14 @@ def test_what_cannot_be_played_is_refused(
         )
     assert str(refused.value).endswith(reason)
     assert str(refused.value).startswith("environment 'demo': ")
+
+
+def test_a_process_that_ends_while_it_lists_its_tasks_is_refused(environment: Any, tmp_path: Path) -> None:
+    place = venv(tmp_path, "return 1.0")
+    source = (place / "verifiers_v1.py").read_text()
+    (place / "verifiers_v1.py").write_text(source.replace("        made = [", "        os._exit(3)\n        made = ["))
+    with pytest.raises(UserError, match=r"environment 'demo': its process ended with code 3: words on standard"):
+        environment(f'format = "boxed"\n{pool(place)}')
 
 
 def test_a_venv_that_is_not_there_is_refused(environment: Any, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ _MOST_SHOWN = 400
 Answer = dict[str, Any]
 
 
-class _Running:
+class Running:
     """One process from its start to its end."""
 
     def __init__(self, command: list[str], env: Mapping[str, str]) -> None:
@@ -143,26 +143,29 @@ class Host:
     def __init__(self, venv: str, settings: Mapping[str, Any], name: str) -> None:
         self._python, self._settings, self.name = Path(venv) / "bin" / "python", settings, name
         self._lock = threading.Lock()
-        self._runs: list[_Running] = []
+        self._runs: list[Running] = []
         weakref.finalize(self, _end, self._runs)
 
     def tasks(self, most: int) -> tuple[list[Answer], bool]:
         """Returns the first tasks of the environment, and whether there are more. Raises UserError if it cannot be played."""
-        _, answer = self._running().ask({"list": most})
         try:
+            _, answer = self._running().ask({"list": most})
             found = answer.result(_LIST_S)
         except TimeoutError:
             raise UserError(f"{self.name}: its tasks were not there within {_LIST_S:g} s") from None
+        except EnvironmentLostError as error:
+            raise UserError(f"{self.name}: {error}") from None
         if "tasks" not in found:
             raise UserError(f"{self.name}: {found.get('broken') or found.get('lost')}")
         return found["tasks"], found["more"]
 
-    async def play(self, index: int, key: str, url: str, session: str) -> Answer:
-        """Plays an episode, and returns what the host answers. One that is cancelled is given up.
+    async def started(self) -> Running:
+        """Returns the process, started again if it has ended. Raises UserError if it cannot be."""
+        return await asyncio.to_thread(self._running)
 
-        Raises EnvironmentLostError if the process ends, and UserError if it cannot be started again.
-        """
-        running = await asyncio.to_thread(self._running)
+    async def play(self, running: Running, index: int, key: str, url: str, session: str) -> Answer:
+        """Plays an episode, and returns what the host answers. One that is cancelled is given up. Raises EnvironmentLostError if
+        the process ends."""
         number, answer = running.ask({"play": index, "key": key, "url": url, "session": session})
         try:
             return await asyncio.wrap_future(answer)
@@ -170,19 +173,19 @@ class Host:
             running.give_up(number)
             raise
 
-    def _running(self) -> _Running:
+    def _running(self) -> Running:
         with self._lock:
             if self._runs and not self._runs[-1].ended:
                 return self._runs[-1]
             self._runs[:] = [self._started()]
             return self._runs[-1]
 
-    def _started(self) -> _Running:
+    def _started(self) -> Running:
         # Not the key of the engines; and the policy is asked on this machine.
         env = {name: value for name, value in os.environ.items() if name != KEY}
         env["NO_PROXY"] = env["no_proxy"] = ",".join(filter(None, [env.get("NO_PROXY"), "127.0.0.1"]))
         try:
-            running = _Running([str(self._python), "-u", str(HOST), json.dumps(self._settings)], env)
+            running = Running([str(self._python), "-u", str(HOST), json.dumps(self._settings)], env)
             first = running.first(_START_S)
         except TimeoutError:
             running.kill()
@@ -200,6 +203,6 @@ class Host:
         return running
 
 
-def _end(runs: list[_Running]) -> None:
+def _end(runs: list[Running]) -> None:
     for one in runs:
         one.close()
