@@ -20,9 +20,11 @@ def tensor(values: Any) -> Any:
     return message("Tensor")(dense=dense, dtype=INT64 if whole else FLOAT32, shape=array.shape)
 
 
-def datum(token_ids: Sequence[int], **inputs: Any) -> Any:
+def datum(token_ids: Sequence[int] | bytes, **inputs: Any) -> Any:
+    """Returns a sequence to train on; its tokens as bytes are sent as they are."""
     made = message("Datum")()
-    made.model_input.add().encoded_text.tokens = np.asarray(token_ids, "<i4").tobytes()
+    sent = token_ids if isinstance(token_ids, bytes) else np.asarray(token_ids, "<i4").tobytes()
+    made.model_input.add().encoded_text.tokens = sent
     for name, values in inputs.items():
         made.loss_fn_inputs[name].CopyFrom(
             values if hasattr(values, "dtype") and hasattr(values, "dense") else tensor(values)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sqlite3
+import tracemalloc
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from nmoe.errors import DivergenceError, StorageError, UserError
 from nmoe.model.checkpoint import fingerprint, load_model
 from nmoe.serve.tinker import journal as journal_module
 from nmoe.serve.tinker import service as service_module
+from nmoe.serve.tinker.app import Server, application
 from nmoe.serve.tinker.errors import TinkerError
 from nmoe.serve.tinker.fields import fields_of
 from nmoe.serve.tinker.journal import Journal, Request, Unit
@@ -100,10 +103,10 @@ class Life:
     async def step(self, run: Run, seq_id: int) -> bytes:
         return await self.result(self.begin_step(run, seq_id))
 
-    async def begin_pass(self, run: Run, seq_id: int) -> str:
+    async def begin_pass(self, run: Run, seq_id: int, loss: str = "cross_entropy") -> str:
         one = datum([40, 41], target_tokens=[41, 42], weights=[1.0, 1.0])
         kind = message("ForwardBackwardRequest")
-        body = kind(model_id=run.model_id, seq_id=seq_id, data=[one], loss_fn="cross_entropy").SerializeToString()
+        body = kind(model_id=run.model_id, seq_id=seq_id, data=[one], loss_fn=loss).SerializeToString()
         request_id: str = (await self.service.forward_backward(body))["request_id"]
         return request_id
 
@@ -612,3 +615,40 @@ async def test_a_whole_model_is_taken_up(life: Life, monkeypatch: pytest.MonkeyP
     assert sampler.shape == Shape(0)
     assert sampler.held is not None
     assert all(torch.equal(one, other) for one, other in zip(sampler.held.read(), before, strict=True))
+
+
+@lives
+async def test_a_client_that_goes_in_the_middle_of_a_body_begins_nothing(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = await life.made()
+    parts = [{"type": "http.request", "body": b'{"model_id"', "more_body": True}, {"type": "http.disconnect"}]
+    sent = list[Any]()
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/optim_step", "headers": [], "query_string": b""}
+    await application(Server(life.service))(scope, receive, send)
+    assert sent[0]["status"] == 499
+    assert run.order.next == 1
+    assert life.rows("SELECT COUNT(*) FROM requests") == [(1,)]
+
+
+@lives
+async def test_requests_that_are_done_hold_no_bodies(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their results may be asked for again, and they may be large."""
+    _, run = await life.made()
+    tracemalloc.start()
+    try:
+        held = []
+        for seq_id in range(1, 9):
+            await life.result(await life.begin_pass(run, seq_id, loss="x" * 2**20))
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[-1] - held[1] < 2**20

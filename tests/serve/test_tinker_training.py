@@ -187,6 +187,7 @@ def test_models_are_apart(client: Tinker) -> None:
         ({"loss": "dro"}, "loss_fn_config.beta: is missing"),
         ({"loss": "importance_sampling"}, "loss_fn_inputs.advantages: is missing"),
         ({"ids": [40, 41, 10_000_000, 43, 44]}, "token ids lie in 0.."),
+        ({"ids": b"\0\0\0"}, "3 bytes are no token ids"),
         ({"ids": [40, 41]}, "has (5,) entries, and model_input 2 tokens"),
         ({"weights": [1.0, float("nan"), 1, 1, 1]}, "holds NaN"),
     ],

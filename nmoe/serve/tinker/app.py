@@ -8,6 +8,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Asking
 from starlette.responses import Response
 from starlette.routing import Route
@@ -206,6 +207,7 @@ def application(server: Server) -> Starlette:
         TooLargeError: handler(lambda error: TinkerError(str(error), 413)),
         UserError: handler(lambda error: TinkerError(str(error), status_of(error))),
         HTTPException: handler(lambda error: TinkerError(error.detail, error.status_code)),
+        ClientDisconnect: handler(lambda _: TinkerError("the client is gone", 499)),
         Exception: handler(lambda error: TinkerError(f"{type(error).__name__}: {error}", 500, "server")),
     }
     return Starlette(routes=server.routes(), exception_handlers=handlers)

@@ -89,7 +89,9 @@ def _datum(sent: Any, where: str, vocab_size: int, context_tokens: int) -> Datum
     for chunk in sent.model_input:
         if not chunk.HasField("encoded_text"):
             raise TinkerError(f"{where}.model_input: has a chunk that is no text, and the model reads text alone")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+        if len(tokens := chunk.encoded_text.tokens) % 4:
+            raise TinkerError(f"{where}.model_input: {len(tokens)} bytes are no token ids of four bytes each")
+        parts.append(np.frombuffer(tokens, "<i4"))
     token_ids = np.concatenate(parts) if parts else np.zeros(0, "<i4")
     if not 0 < len(token_ids) <= context_tokens:
         raise TinkerError(f"{where}.model_input: has {len(token_ids)} tokens; the context is 1 to {context_tokens}")

@@ -191,6 +191,9 @@ class Journal:
                     await asyncio.to_thread(self._write, batch)
             finally:
                 left = [one for one in batch if not (one.written or one.dropped)]
+                for unit in batch:
+                    if unit.written or unit.dropped:
+                        unit.statements.clear()  # it is asked for as long as the result, and a body is large
                 self._waiting, self._writing = left + self._waiting, []
 
     def _write(self, batch: list[Unit]) -> None:
