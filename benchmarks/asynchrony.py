@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -197,7 +198,7 @@ def verdicts(speed: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def held_out(base: Path, directory: Path, seed: int, staleness: int, steps: int) -> dict[str, Any]:
     """Trains `sort_grpo` over two servers, and returns the shares of right answers of its base and of its end, by problem."""
-    name = f"seed_{seed}_k_{staleness}"
+    name = f"seed_{seed}_k_{staleness}_steps_{steps}"
     command = [sys.executable, "-m", "nmoe", "rl", "train", "sort_grpo", f"--model.path={base.absolute()}"]
     settings = [f"--run.directory={directory}", f"--run.name={name}", f"--run.seed={seed}", f"--run.steps={steps}"]
     servers = ["--engine.kind=server", "--engine.servers=2", f"--async.max_staleness={staleness}"]
@@ -221,18 +222,19 @@ def held_out(base: Path, directory: Path, seed: int, staleness: int, steps: int)
 
 
 def paired(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns each asynchronous run against the synchronous one of its seed."""
-    synchronous = {one["seed"]: one["outcomes"] for one in records if one["staleness"] == 0}
+    """Returns each asynchronous run against the synchronous one of its seed and number of steps."""
+    synchronous = {(one["seed"], one["steps"]): one["outcomes"] for one in records if one["staleness"] == 0}
     found = []
     for one in records:
-        if one["staleness"] and one["seed"] in synchronous:
-            before = synchronous[one["seed"]]
+        if one["staleness"] and (one["seed"], one["steps"]) in synchronous:
+            before = synchronous[one["seed"], one["steps"]]
             keys = sorted(before.keys() & one["outcomes"].keys())
             gain = paired_difference([before[key] for key in keys], [one["outcomes"][key] for key in keys])
             interval = [gain.interval.low, gain.interval.high]
             passes = gain.interval.low > -0.05 and one["end"] >= one["base"] + 0.3
             found.append(
-                {"seed": one["seed"], "staleness": one["staleness"], "problems": len(keys), "difference": gain.value}
+                {"seed": one["seed"], "staleness": one["staleness"], "steps": one["steps"], "problems": len(keys)}
+                | {"difference": gain.value}
                 | {"interval": interval, "passes": passes}
             )
     return found
@@ -262,17 +264,14 @@ def main() -> None:
     result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {}
     result |= {"benchmark": "asynchrony", "date": time.strftime("%Y-%m-%d"), **machine()}
     if arguments.held_out is not None:
-        known = [one for one in result.get("held_out", []) if one["steps"] == arguments.steps]
-        records = {(one["seed"], one["staleness"]): one for one in known}
-        for seed in arguments.seeds:
-            for staleness in arguments.staleness:
-                if (seed, staleness) not in records:
-                    records[seed, staleness] = held_out(arguments.held_out, directory, seed, staleness, arguments.steps)
-                    result |= {"held_out": [*records.values()], "paired": paired([*records.values()])}
-                    write_results(RESULTS, result)
-                    print(
-                        {key: value for key, value in records[seed, staleness].items() if key != "outcomes"}, flush=True
-                    )
+        records = {(one["seed"], one["staleness"], one["steps"]): one for one in result.get("held_out", [])}
+        for seed, staleness in itertools.product(arguments.seeds, arguments.staleness):
+            key = seed, staleness, arguments.steps
+            if key not in records:
+                records[key] = held_out(arguments.held_out, directory, *key)
+                result |= {"held_out": [*records.values()], "paired": paired([*records.values()])}
+                write_results(RESULTS, result)
+                print({name: value for name, value in records[key].items() if name != "outcomes"}, flush=True)
         print(*result.get("paired", []), sep="\n")
         return
     speed = {one["kind"]: one for one in result.get("speed", [])}
