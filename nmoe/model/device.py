@@ -16,7 +16,8 @@ import platform
 import re
 import resource
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,25 @@ def keep_freed_memory() -> None:
     m_trim_threshold, m_mmap_threshold = -1, -3  # from malloc.h
     mallopt(m_mmap_threshold, 2**30)
     mallopt(m_trim_threshold, 2**31 - 1)
+
+
+@contextmanager
+def collecting_new_objects() -> Iterator[None]:
+    """Exempts the objects that exist already from garbage collection inside the `with` block; does nothing in a process that has
+    exempted some itself.
+
+    A run begins with 220,000 of them, of modules that stay: a collection (`return_freed_memory`) took 0.12 s for them, as long as
+    two steps of a small model.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def return_freed_memory() -> None:

@@ -26,7 +26,7 @@ from nmoe.config.tables.run import SamplingRunSection
 from nmoe.config.toml import to_toml
 from nmoe.errors import RunStoppedError
 from nmoe.learner.learner import Learner
-from nmoe.model.device import choose_device, kind_of, return_freed_memory
+from nmoe.model.device import choose_device, collecting_new_objects, kind_of, return_freed_memory
 from nmoe.model.idle_threads import IDLE
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
@@ -206,6 +206,7 @@ class Run:
             self.note(f"{threads} threads; idle ones {IDLE.describe()}")
         checkpoint = self._config.checkpoint
         with (
+            collecting_new_objects(),
             Interruptible() as interrupt,
             self._reporting(),
             Saver(

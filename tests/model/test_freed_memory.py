@@ -3,9 +3,11 @@ micro-batches."""
 
 from __future__ import annotations
 
+import gc
 import platform
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from nmoe.learner import passes
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Outputs, Scored, cross_entropy
+from nmoe.model.device import collecting_new_objects
 
 # In a process of its own, whose allocator keeps what is freed. 400 blocks of 1 MB, of which every second one is freed.
 SCRIPT = """
@@ -121,3 +124,27 @@ def test_the_gradients_of_a_step_leave_no_gap() -> None:
     freed = [int(line) for line in done.stdout.splitlines()]
     assert len(freed) == 3
     assert all(60 <= one <= 68 for one in freed), freed
+
+
+def test_what_a_run_begins_with_is_left_out_of_collections() -> None:
+    class Knot:
+        pass
+
+    def tied() -> weakref.ref[Knot]:
+        knot = Knot()
+        knot.itself = knot
+        return weakref.ref(knot)
+
+    gc.unfreeze()
+    try:
+        with collecting_new_objects():
+            assert gc.get_freeze_count() > 100_000
+            before, inside = gc.get_freeze_count(), tied()
+            gc.collect()
+            assert inside() is None
+            with collecting_new_objects():
+                assert gc.get_freeze_count() == before
+            assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
