@@ -135,6 +135,10 @@ keep = 1
 """
 
 
+# Imports and collection make objects that stay.
+gc.set_threshold(1_000_000)
+
+
 def pytest_collection_finish() -> None:
     """Exempts the objects of imports and collection from garbage collection: to search them again and again cost 6% of the tests'
     CPU seconds."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked import Forked
 
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
@@ -53,21 +51,13 @@ def drawn_checkpoint(directory: Path, kind: str, seed: int = 0) -> Path:
 @contextmanager
 def serving(checkpoint: Path, *, faulty: bool = False, key: str = "", precision: str = "float32") -> Iterator[str]:
     """Serves a checkpoint inside the context, and returns the URL."""
-    program = [str(Path(__file__).parent / "referee/faulty_server.py")] if faulty else ["-m", "nmoe.engine.server"]
-    environment = os.environ | {"NMOE_ENGINE_KEY": key, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *program, str(checkpoint), "--precision", precision, "--threads", "1", "--with-parent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    assert process.stdout is not None, "it is a pipe"
+    main = "faulty_server:main" if faulty else "nmoe.engine.server.__main__:main"
+    given = (checkpoint, "--precision", precision, "--threads", "1")
+    process = Forked(Path.cwd(), *given, main=main, environment={"NMOE_ENGINE_KEY": key})
     try:
-        yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+        yield f"http://127.0.0.1:{json.loads(process.line())['port']}"
     finally:
         process.kill()
-        process.wait()
 
 
 def choose(url: str, fault: str, seed: int) -> dict[str, Any]:

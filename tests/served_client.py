@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from forked import Forked
 
 CONTEXT = 4096
 
@@ -24,7 +22,7 @@ class Client:
     """A server that runs, and its client."""
 
     http: httpx2.Client
-    process: subprocess.Popen[str]
+    process: Forked
 
     def post(self, path: str, **body: Any) -> httpx2.Response:
         return self.http.post(path, json=body)
@@ -61,24 +59,10 @@ class Client:
 @contextmanager
 def serving(checkpoint: Path, *arguments: str, key: str = "", ends: bool = True) -> Iterator[Client]:
     """Serves a checkpoint for a `with` block, after which a signal ends the server, unless it `ends` otherwise."""
-    command = [
-        sys.executable,
-        "-m",
-        "nmoe",
-        "serve",
-        str(checkpoint),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "0",
-        "--served-model-name",
-        "tiny",
-    ]
-    environment = os.environ | {"NMOE_SERVE_KEY": key}
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
+    address = ("--host", "127.0.0.1", "--port", "0", "--served-model-name", "tiny")
+    process = Forked(Path.cwd(), "serve", checkpoint, *address, *arguments, environment={"NMOE_SERVE_KEY": key})
     try:
-        url = process.stdout.readline().rpartition(" ")[2].strip()
+        url = process.line().rpartition(" ")[2].strip()
         assert url.startswith("http://"), "it says where it listens"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx2.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
@@ -88,4 +72,3 @@ def serving(checkpoint: Path, *arguments: str, key: str = "", ends: bool = True)
             assert process.wait(30) == 0, "it ends well"
     finally:
         process.kill()
-        process.wait()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import NMOE, Result
+from forked import Forked, Result
 
 from nmoe import cli
 
@@ -19,10 +18,7 @@ def command(tmp_path: Path) -> Callable[..., Result]:
     """Runs `nmoe` in a process of its own, in `tmp_path`."""
 
     def command(*arguments: str | Path, stdin: str = "") -> Result:
-        done = subprocess.run(
-            [*NMOE, *map(str, arguments)], cwd=tmp_path, input=stdin, capture_output=True, text=True, check=False
-        )
-        return Result(done.returncode, done.stdout, done.stderr)
+        return Forked(tmp_path, *arguments, stdin=stdin).ended()
 
     return command
 

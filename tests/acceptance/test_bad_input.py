@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Result
+from forked import Result
 from safetensors.torch import load_file, save_file
 
 from nmoe.runs.resolve import resolve_checkpoint

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import Result
+from forked import Result
 
 from nmoe.config.registry import REWARDS
 

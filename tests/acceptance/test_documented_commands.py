@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from chat_templates import qwen
-from command_line import Result
+from forked import Result
 from tiny_models import DENSE
 
 from nmoe.model.checkpoint import save_model

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from chat_templates import FORGETFUL, qwen
-from command_line import Result
+from forked import Result
 
 from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs import tasks

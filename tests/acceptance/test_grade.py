@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Result
+from forked import Result
 
 Nmoe = Callable[..., Result]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Result
+from forked import Result
 
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -11,19 +12,21 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import NMOE, Result
+from command_line import NMOE
+from forked import Forked, Result
 from safetensors.torch import load_file, save_file
 from tiny_models import DENSE
 
 from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.records import read_records
+from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
@@ -49,17 +52,16 @@ gate = { metric = "format_ok", at_least = 0.5 }
 name = "correctness"
 weights = { format = 0.2, correctness = 1.0 }
 """
-PRETRAINING = ["--run.steps=60", "--data.tokens_per_step=256", "--eval.0.every_steps=5", "--checkpoint.every_steps=3"]
+PRETRAINING = ["--run.steps=30", "--data.tokens_per_step=256", "--eval.0.every_steps=5", "--checkpoint.every_steps=3"]
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Forked]
 
 
 def starter(tmp_path: Path, *verb: str) -> Start:
     """Starts a training verb in a process of its own, to write the run `tmp_path/NAME`."""
 
-    def start(name: str, *overrides: str) -> subprocess.Popen[str]:
-        arguments = [*verb, f"--run.directory={tmp_path}", f"--run.name={name}", *overrides]
-        return subprocess.Popen([*NMOE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start(name: str, *overrides: str) -> Forked:
+        return Forked(tmp_path, *verb, f"--run.directory={tmp_path}", f"--run.name={name}", *overrides)
 
     return start
 
@@ -94,10 +96,10 @@ def records(run: Path) -> dict[str, Any]:
     }
 
 
-def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+def wait_for_step(process: Forked, run: Path, step: int) -> None:
     """Returns as soon as the run has recorded a step."""
     while len(read_lines(run / "metrics.jsonl")) < step:
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.ended()
         time.sleep(0.005)
 
 
@@ -105,9 +107,8 @@ def break_and_resume(start: Start, tmp_path: Path) -> list[dict[str, Any]]:
     """Runs once to the end; then once more, killed, resumed, interrupted and resumed. Both have to leave the same records.
     Returns the steps of the whole run."""
     rng = random.Random(20)
-    whole = start("whole")
-    _, err = whole.communicate()
-    assert (whole.returncode, err) == (0, "")
+    whole = start("whole").ended()
+    assert (whole.code, whole.err) == (0, "")
     expected = records(tmp_path / "whole")
     rows = read_metrics(tmp_path / "whole")
     steps = len(rows)
@@ -118,26 +119,24 @@ def break_and_resume(start: Start, tmp_path: Path) -> list[dict[str, Any]]:
     wait_for_step(killed, run, kill_at)
     time.sleep(rng.random() * 0.05)
     killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.ended().code == -signal.SIGKILL
     reached = latest_checkpoint(run / "checkpoints")
 
     interrupted = start("broken", "--run.resume=true")
     interrupt_at = rng.randint(steps // 2 + 1, steps * 3 // 4)
     wait_for_step(interrupted, run, interrupt_at)
     interrupted.send_signal(signal.SIGINT)
-    out, err = interrupted.communicate()
-    assert (interrupted.returncode, err) == (130, "")
+    ended = interrupted.ended()
+    assert (ended.code, ended.err) == (130, "")
     saved = latest_checkpoint(run / "checkpoints")
     assert saved is not None
     # The step under way when the signal came is the last one recorded, and the one saved.
     assert interrupt_at <= checkpoint_step(saved) == read_metrics(run)[-1]["step"] < steps
-    assert f"interrupted: saved step {checkpoint_step(saved)}; go on with --run.resume=true" in out
+    assert f"interrupted: saved step {checkpoint_step(saved)}; go on with --run.resume=true" in ended.out
 
-    resumed = start("broken", "--run.resume=true")
-    out, err = resumed.communicate()
-    assert (resumed.returncode, err) == (0, "")
-    assert f"resumed from step {checkpoint_step(saved)}" in out
+    resumed = start("broken", "--run.resume=true").ended()
+    assert (resumed.code, resumed.err) == (0, "")
+    assert f"resumed from step {checkpoint_step(saved)}" in resumed.out
     found = records(run)
     assert found.keys() == expected.keys()
     for name, record in expected.items():
@@ -195,27 +194,23 @@ def test_an_adapter(workshop: Path, base: Path, tmp_path: Path, nmoe: Callable[.
 
 def test_pretraining(workshop: Path, tmp_path: Path) -> None:
     rows = break_and_resume(starter(tmp_path, "pretrain", f"{workshop}/base.toml", *PRETRAINING), tmp_path)
-    assert [row["step"] for row in rows if "held_out_loss" in row] == list(range(5, 61, 5))
+    assert [row["step"] for row in rows if "held_out_loss" in row] == list(range(5, 31, 5))
 
 
-# The engine is interrupted at a step of its choice, as by the signal that arrives there.
-INTERRUPTED = """
-from nmoe.cli import main
-from nmoe.engine.native.llm_engine import LLMEngine
-step, steps = LLMEngine.step, [0]
-def interrupted(engine):
-    steps[0] += 1
-    if steps[0] == {at}:
-        raise KeyboardInterrupt
-    return step(engine)
-LLMEngine.step = interrupted
-main()
-"""
+def interrupted(at: int) -> None:
+    """Interrupts the engine at this one of its steps, as by the signal that arrives there."""
+    step, steps = LLMEngine.step, itertools.count(1)
+
+    def counted(engine: LLMEngine) -> Any:
+        if next(steps) == at:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    LLMEngine.step = counted  # type: ignore[method-assign]
 
 
-def interrupt(at: int, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    script = [sys.executable, "-c", INTERRUPTED.format(at=at), *map(str, arguments)]
-    return subprocess.run(script, cwd=cwd, capture_output=True, text=True, check=False)
+def interrupt(at: int, *arguments: str | Path, cwd: Path) -> Result:
+    return Forked(cwd, *arguments, before=partial(interrupted, at)).ended()
 
 
 @pytest.fixture
@@ -239,13 +234,13 @@ def test_an_evaluation_keeps_what_is_done_and_goes_on(untrained: Path, tmp_path:
     lines = file.read_bytes().splitlines()
     count = len(lines) - 1
     assert 0 < count < 400
-    assert (done.returncode, done.stdout) == (130, "on the eval split, which training never meets\n")
+    assert (done.code, done.out) == (130, "on the eval split, which training never meets\n")
     said = f"after {count} of 400 problems; evals keeps the finished ones, and the same command goes on\n"
-    assert done.stderr.startswith("error: interrupted at ")
-    assert done.stderr.endswith(said)
+    assert done.err.startswith("error: interrupted at ")
+    assert done.err.endswith(said)
     assert not (tmp_path / "kept.json").exists()
     again = interrupt(10**9, *asked, cwd=tmp_path)
-    assert (again.returncode, again.stderr) == (0, "")
+    assert (again.code, again.err) == (0, "")
     assert file.read_bytes().splitlines()[: len(lines)] == lines
     assert len(json.loads((tmp_path / "kept.json").read_text())["answers"]) == 400
 
@@ -254,17 +249,17 @@ def test_pairs_of_the_problems_that_are_done_are_written(base: Path, workshop: P
     asked = ("data", "pairs", base, workshop / "reverse.toml", "pairs.jsonl", "--problems=500", "--samples=4")
     done = interrupt(60, *asked, cwd=tmp_path)
     pairs = list(read_records(DatasetSettings(path=str(tmp_path / "pairs.jsonl"))))
-    assert done.returncode == 130
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: interrupted after ")
-    assert done.stdout.startswith(f"pairs.jsonl: {len(pairs)} pairs from ")
+    assert done.code == 130
+    assert done.err.count("\n") == 1
+    assert done.err.startswith("error: interrupted after ")
+    assert done.out.startswith(f"pairs.jsonl: {len(pairs)} pairs from ")
 
 
 def test_nothing_done_is_one_line_and_no_file(untrained: Path, tmp_path: Path) -> None:
     asked = ("data", "pairs", untrained, "reverse.toml", "pairs.jsonl", "--problems=500")
     done = interrupt(1, *asked, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "error: interrupted after 0 of 500 problems\n"
+    assert (done.code, done.out) == (130, "")
+    assert done.err == "error: interrupted after 0 of 500 problems\n"
     assert not (tmp_path / "pairs.jsonl").exists()
 
 
@@ -280,7 +275,7 @@ def run_of(workshop: Path, directory: Path) -> list[str]:
         "--checkpoint.keep=3",
         "--eval=[]",
     ]
-    return [*NMOE, "pretrain", f"{workshop}/base.toml", f"--run.directory={directory}", *overrides]
+    return ["pretrain", f"{workshop}/base.toml", f"--run.directory={directory}", *overrides]
 
 
 def test_a_full_disk(workshop: Path, base: Path, tmp_path: Path) -> None:
@@ -292,7 +287,7 @@ def test_a_full_disk(workshop: Path, base: Path, tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size={room} tmpfs '{disk}'"
     if subprocess.run([*PRIVATE_MOUNTS, mount], capture_output=True, check=False).returncode:
         pytest.skip("no user may mount a tmpfs here")
-    command = shlex.join(run_of(workshop, disk))
+    command = shlex.join([*NMOE, *run_of(workshop, disk)])
     script = f"""
 {mount} || exit 9
 {command}
@@ -322,13 +317,9 @@ cp -r '{disk}/base' '{kept}/resumed'
 
 def test_a_file_that_may_not_grow(workshop: Path, base: Path, tmp_path: Path) -> None:
     """A limit on the size of files, such as a batch system sets, stops the writers that are not Python too."""
-    limit = 100_000
-
-    def bounded() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    done = subprocess.run(run_of(workshop, tmp_path), preexec_fn=bounded, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done
-    assert done.stderr.startswith(f"error: {tmp_path}/base/checkpoints/step_000001: cannot be written: ")
-    assert done.stderr.count("\n") == 1
+    bounded = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    done = Forked(tmp_path, *run_of(workshop, tmp_path), before=bounded).ended()
+    assert done.code == 2, done
+    assert done.err.startswith(f"error: {tmp_path}/base/checkpoints/step_000001: cannot be written: ")
+    assert done.err.count("\n") == 1
     assert list((tmp_path / "base" / "checkpoints").iterdir()) == []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Result
+from forked import Result
 
 from nmoe.runs.ledger import read_metrics
 

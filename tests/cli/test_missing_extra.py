@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
+from forked import Forked
 
-BLOCKED = "import runpy, sys; sys.modules['{}'] = None; sys.argv = sys.argv[1:]; runpy.run_module(sys.argv[0], run_name='__main__')"
+
+def block(package: str) -> None:
+    assert package not in sys.modules, "what was imported cannot be missing"
+    sys.modules[package] = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
 @pytest.mark.parametrize(
-    ("command", "what"),
+    ("main", "arguments", "what"),
     [
-        (["nmoe", "serve", "nowhere"], "nmoe serve"),
-        (["nmoe", "dashboard", "."], "nmoe dashboard"),
-        (["nmoe.engine.server", "nowhere"], "the engine server"),
+        ("nmoe.cli:main", ("serve", "nowhere"), "nmoe serve"),
+        ("nmoe.cli:main", ("dashboard", "."), "nmoe dashboard"),
+        ("nmoe.engine.server.__main__:main", ("nowhere",), "the engine server"),
     ],
 )
-def test_a_server_without_its_packages_says_how_to_install_them(command: list[str], what: str, package: str) -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCKED.format(package), *command], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert f"{what} needs {package}" in done.stderr
-    assert "pip install 'starlette" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_server_without_its_packages_says_how_to_install_them(
+    main: str, arguments: tuple[str, ...], what: str, package: str, tmp_path: Path
+) -> None:
+    ended = Forked(tmp_path, *arguments, before=partial(block, package), main=main).ended()
+    assert ended.code == 2, ended.err
+    assert f"{what} needs {package}" in ended.err
+    assert "pip install 'starlette" in ended.err
+    assert "Traceback" not in ended.err

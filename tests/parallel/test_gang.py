@@ -18,7 +18,7 @@ from nmoe.parallel.gang import collect, command, everywhere, gang
 from nmoe.parallel.join import join, reports_to_torchrun
 
 
-def ranks(*cases: str, missing: int = 0, port: int = 0) -> list[tuple[int, str, str]]:
+def ranks(*cases: str, missing: int = 0, port: int = 0) -> list[tuple[int | str | None, str, str]]:
     """Exit code, stdout and stderr of each rank; every rank has its own arguments. So many of the last ones are `missing`."""
     return forked("ganged.py", *map(str.split, cases), missing=missing, port=port)
 

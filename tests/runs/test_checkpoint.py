@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from safetensors import SafetensorError
 
 from nmoe.errors import StorageError, UserError
@@ -219,32 +219,28 @@ def test_leftovers_of_kills_are_cleared_and_a_checkpoint_moved_aside_is_put_back
     assert (tmp_path / "step_000020" / "model.safetensors").read_text() == "already replaced"
 
 
-SAVE_FOREVER = """
-import sys
-from pathlib import Path
-from nmoe.runs.checkpoint import save_checkpoint
+def save_forever() -> None:
+    """Saves in a directory, every step twice: first made, then replaced."""
+    directory, half_step = Path(sys.argv[1]), int(sys.argv[2])
 
-def write(directory):
-    for part in range(8):
-        (directory / f"part{part}").write_bytes(bytes([part]) * 50_000)
+    def write(directory: Path) -> None:
+        for part in range(8):
+            (directory / f"part{part}").write_bytes(bytes([part]) * 50_000)
 
-half_step = int(sys.argv[2])
-while True:
-    half_step += 1
-    save_checkpoint(Path(sys.argv[1]), half_step // 2, write, keep=2)  # every step twice: first made, then replaced
-    print("saved", flush=True)
-"""
+    while True:
+        half_step += 1
+        save_checkpoint(directory, half_step // 2, write, keep=2)
+        print("saved", flush=True)
 
 
 def test_killed_at_any_moment_every_checkpoint_in_sight_is_whole(tmp_path: Path) -> None:
     step = 0
     for attempt in range(12):
-        command = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path), str(2 * step + 1)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as saver:
-            assert saver.stdout is not None
-            assert saver.stdout.readline() == b"saved\n"
-            time.sleep(0.0037 * attempt)
-            saver.send_signal(signal.SIGKILL)
+        saver = Forked(tmp_path, tmp_path, str(2 * step + 1), main=f"{__name__}:save_forever")
+        assert saver.line() == "saved"
+        time.sleep(0.0037 * attempt)
+        assert saver.poll() is None
+        saver.kill()
         for path in tmp_path.glob("step_*"):
             verify_checkpoint(path)
         remove_leftovers(tmp_path)

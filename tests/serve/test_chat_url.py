@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from forked import Forked, Result
 
 from nmoe.errors import UserError
 from nmoe.serve.chat import chat_with_server
@@ -207,13 +208,9 @@ def test_a_server_that_is_none_is_refused_at_once(
 # documented: nmoe chat --url http://127.0.0.1:8000
 def test_the_command_talks_to_a_server(server: Server) -> None:
     server.replies = [sends(stream({"content": "4"}, {"content": "2"}))]
-    done = subprocess.run(
-        [sys.executable, "-m", "nmoe", "chat", "--url", server.url], input="6 * 7?\n", capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
-    gone = subprocess.run(
-        [sys.executable, "-m", "nmoe", "chat", "--url=http://127.0.0.1:9"], input="", capture_output=True, text=True
-    )
-    assert gone.returncode == 2
-    assert len(gone.stderr.strip().splitlines()) == 1
-    assert "no server answers at http://127.0.0.1:9/v1" in gone.stderr
+    done = Forked(Path.cwd(), "chat", "--url", server.url, stdin="6 * 7?\n").ended()
+    assert done == Result(0, "42\n", "")
+    gone = Forked(Path.cwd(), "chat", "--url=http://127.0.0.1:9").ended()
+    assert gone.code == 2
+    assert len(gone.err.strip().splitlines()) == 1
+    assert "no server answers at http://127.0.0.1:9/v1" in gone.err

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from forked import Forked
 from served_client import CONTEXT, Client, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -199,13 +197,11 @@ def test_a_second_signal_interrupts(checkpoint: Path) -> None:
 def test_a_server_that_cannot_start_says_why(checkpoint: Path, arguments: list[str], message: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "nmoe", "serve", str(checkpoint), "--port", "0"]
-        command += [port if one == "TAKEN" else one for one in arguments]
-        environment = os.environ | {"NMOE_SERVE_KEY": "", "COLUMNS": "200"}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2, ended.stderr
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
+        command = ["serve", checkpoint, "--port", "0", *(port if one == "TAKEN" else one for one in arguments)]
+        ended = Forked(Path.cwd(), *command, environment={"NMOE_SERVE_KEY": "", "COLUMNS": "200"}).ended()
+    assert ended.code == 2, ended.err
+    assert message in ended.err
+    assert "Traceback" not in ended.err
 
 
 def test_the_context_is_filled_to_its_last_token(client: Client) -> None:

@@ -1,0 +1,114 @@
+"""Commands in processes of their own that begin with torch imported, which costs 2 CPU seconds each time: a process that has
+imported it forks them."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["nmoe.cli", "nmoe.recipes.pretrain", "nmoe.rl.launch"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended and what it said."""
+
+    code: int | str | None
+    out: str
+    err: str
+
+
+class Forked:
+    """`main`, by default the `nmoe` command, with these arguments, in a directory and with additions to the environment;
+    `before` is called there first."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str | Path,
+        stdin: str = "",
+        before: Callable[[], object] | None = None,
+        main: str = "nmoe.cli:main",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._streams = tempfile.TemporaryDirectory()
+        Path(self._streams.name, "0").write_text(stdin)
+        call = (
+            self._streams.name,
+            str(directory),
+            {**os.environ, **(environment or {})},
+            main,
+            list(map(str, arguments)),
+            before,
+        )
+        self._process = _SERVER.Process(target=_call, args=call, daemon=True)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """Its exit code if it has ended, negative after a signal."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Does nothing where it has ended."""
+        assert self._process.pid is not None
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Its exit code; None if it has not ended in these seconds."""
+        self._process.join(seconds)
+        return self.poll()
+
+    def line(self) -> str:
+        """The first line that it prints."""
+        while "\n" not in (said := self._said("1")):
+            assert self.poll() is None, self._said("2")
+            time.sleep(0.01)
+        return said.partition("\n")[0]
+
+    def ended(self) -> Result:
+        """Waits for its end."""
+        self.wait()
+        result = Result(self.poll(), self._said("1"), self._said("2"))
+        self._streams.cleanup()
+        return result
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+        self._streams.cleanup()
+
+    def _said(self, number: str) -> str:
+        path = Path(self._streams.name, number)
+        return path.read_text() if path.exists() else ""
+
+
+def _call(
+    streams: str,
+    directory: str,
+    environment: dict[str, str],
+    main: str,
+    arguments: list[str],
+    before: Callable[[], object] | None,
+) -> None:
+    for number, flags in enumerate((os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT] * 2)):
+        os.dup2(os.open(f"{streams}/{number}", flags), number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  multiprocessing has closed it
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["nmoe", *arguments]
+    if before is not None:
+        before()
+    module, _, function = main.partition(":")
+    getattr(importlib.import_module(module), function)()
