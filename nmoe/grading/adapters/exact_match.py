@@ -20,6 +20,8 @@ _CONTROL = re.compile(r"<\|[^|<>]*\|>")
 # The question is unknown, but its answer has to be worked out.
 _POLICY = Policy(question="")
 _NO_ANSWER = Extraction(None, 0, False, False)
+# Characters of a long response: some 1,000 tokens.
+_LONG = 4000
 
 
 def exact_match(responses: Sequence[str], golds: Sequence[object]) -> tuple[list[float], list[Extraction]]:
@@ -49,6 +51,16 @@ def read_response(response: str) -> Extraction:
     if completion.error is not None or completion.end != "return" or completion.final is None:
         return _NO_ANSWER
     return from_final(completion.final, bare_final=False)
+
+
+def appears_cut(response: str) -> bool:
+    """Guesses from its text whether a response was cut at the token limit: it does not end in a control token, and ends in
+    mid-sentence or is long without a box (training guidelines, section 10)."""
+    text = response.rstrip()
+    if not text or text.endswith("|>"):
+        return False
+    in_sentence = text[-1].isalpha() or text[-1] in ",;:([{+-*/=<^\\"
+    return in_sentence or (len(text) > _LONG and not read_response(text).has_boxed)
 
 
 def _gold(gold: object, index: int) -> str:

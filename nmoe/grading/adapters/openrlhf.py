@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nmoe.grading.adapters.exact_match import exact_match
+from nmoe.grading.adapters.exact_match import appears_cut, exact_match
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[object], **_: Any) -> dict[str, Any]:
@@ -29,6 +29,7 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
         "has_boxed": [one.has_boxed for one in read],
         "parse_method": [one.method for one in read],
         "boxed_in_final": [one.boxed_in_final for one in read],
+        "truncated_response": [appears_cut(response) for response in responses],
     }
     tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in logs.items()}
     return {"rewards": tensors["correctness"], "scores": tensors["correctness"], "extra_logs": tensors}

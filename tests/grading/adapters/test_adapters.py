@@ -14,7 +14,7 @@ import torch
 import nmoe.grading.adapters
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.grading.adapters import exact_match as module
-from nmoe.grading.adapters.exact_match import exact_match, read_response
+from nmoe.grading.adapters.exact_match import appears_cut, exact_match, read_response
 from nmoe.types import Verdict
 
 
@@ -42,8 +42,28 @@ def test_openrlhf_gets_rewards_scores_and_numeric_logs() -> None:
         "has_boxed": [1, 0, 1, 0],
         "parse_method": [2, 1, 2, 0],
         "boxed_in_final": [1, 0, 0, 0],
+        "truncated_response": [0, 0, 1, 1],
     }
     assert all(tensor.dtype == torch.float32 for tensor in (found["rewards"], *found["extra_logs"].values()))
+
+
+@pytest.mark.parametrize(
+    ("response", "cut"),
+    [
+        ("It is 42.", False),
+        ("It is 42", False),
+        (r"So \boxed{42}", False),
+        ("Therefore the", True),
+        ("Therefore x =", True),
+        ("Therefore the<|im_end|>", False),
+        ("", False),
+        ("It is 42. " * 400, False),
+        ("It is 42. " * 401, True),
+        ("It is 42. " * 401 + r"\boxed{42}", False),
+    ],
+)
+def test_what_looks_cut_at_the_token_limit(response: str, cut: bool) -> None:
+    assert appears_cut(response) == cut
 
 
 @pytest.mark.parametrize(
