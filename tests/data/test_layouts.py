@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from nmoe.config.commands import SFTConfig
+from nmoe.config.loader import load_run
 from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.data.layouts import plain_columns
 from nmoe.data.records import Conversation, Preference, PromptCompletion, Record, read_records
@@ -101,3 +103,38 @@ def test_dialogues_of_hh_rlhf(tmp_path: Path) -> None:
     assert record == Preference(f"{path}:1", prompt, (ANSWER,), (WRONG,))
     with pytest.raises(UserError, match=r"x.jsonl:1: 'rejected' is a dialogue that does not end with the assistant"):
         one(path, {"chosen": f"{before} 42", "rejected": "\n\nHuman: 6 * 7?"})
+
+
+@pytest.mark.parametrize("name", ["speedrun_gpu_midtraining", "speedrun_gpu_sft"])
+def test_the_reference_budget_reads_the_hubs_datasets(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NMOE_DATASETS", str(tmp_path))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    for file, row in (
+        ("HuggingFaceTB/smol-smoltalk/train.jsonl", {"messages": talk, "source": "x"}),
+        (
+            "cais/mmlu/all/auxiliary_train.jsonl",
+            {"question": "Even?", "subject": "", "choices": ["3", "4"], "answer": 1},
+        ),
+        ("openai/gsm8k/main/train.jsonl", {"question": "6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}),
+    ):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(json.dumps(row) + "\n")
+    # The hub's page of MMLU names the files of this split, whose name is none of the usual ones.
+    splits = "configs:\n- config_name: all\n  data_files:\n  - split: auxiliary_train\n    path: all/auxiliary_train*\n"
+    (tmp_path / "cais/mmlu/README.md").write_text(f"---\n{splits}---\n")
+    found = {}
+    for source in load_run(Path(name), SFTConfig).records.sources:
+        (record,) = read_records(source)
+        assert isinstance(record, Conversation | PromptCompletion)
+        messages = record.messages if isinstance(record, Conversation) else (*record.prompt, *record.completion)
+        found[source.path.partition("@")[0]] = [message.content for message in messages]
+    expected = {
+        "HuggingFaceTB/smol-smoltalk": ["Hi.", "Hello."],
+        "cais/mmlu": ["Even?\n\nA. 3\nB. 4", "B"],
+        "openai/gsm8k": ["6 * 7?", "6 * 7 = <<6*7=42>>42\n#### 42"],
+    }
+    assert found == {path: expected[path] for path in found}
+    assert found.keys() == expected.keys() - ({"cais/mmlu"} if name.endswith("sft") else set())
