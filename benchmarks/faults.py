@@ -211,7 +211,7 @@ def lost_skill(base: Path) -> Path:
         "sampling.max_new_tokens": 48,
         "batch": {"prompts_per_step": 16, "group_size": 16},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5},
-        "algorithm": {"clip_high": 0.28, "kl_coef": 0.001},
+        "algorithm": {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.001},
     }
     return trained([], 15, "sort", base, **settings)
 

@@ -13,9 +13,11 @@ from nmoe.config.base import Section
 from nmoe.config.commands import COMMANDS, DPOConfig, PretrainConfig, RewardConfig, RLConfig, RunConfig, SFTConfig
 from nmoe.config.loader import load, load_environment, load_preparation, load_run, parse
 from nmoe.config.locate import Locator, Place
+from nmoe.config.packaged import CONFIGS
 from nmoe.config.preparation import PreparationSettings
 from nmoe.config.problems import ConfigError
 from nmoe.config.schema import description_of, item_of, paths_of, sections_of
+from nmoe.config.tables.algorithm import PolicyLossSection
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.config.toml import to_toml, toml_value
 
@@ -636,3 +638,28 @@ def test_a_device_is_named_as_torch_names_it(config: Write) -> None:
     (refusal,) = refusals(path, PretrainConfig, "--model.device=gpu")
     assert "model.device" in refusal
     assert "is no device: auto, cpu, cuda or, of several, cuda:1; did you mean 'cuda'?" in refusal
+
+
+@pytest.mark.parametrize(
+    ("loss", "bounds"),
+    [
+        ("clip", (0.1, 0.1)),
+        ("dual_clip", (0.1, 0.1)),
+        ("gspo", (3e-4, 4e-4)),
+        ("cispo", (None, 4.0)),
+        ("dppo", (0.2, 0.2)),
+        ("module:own", (0.1, 0.1)),
+    ],
+)
+def test_each_loss_has_its_clip_range(loss: str, bounds: tuple[float | None, float]) -> None:
+    settings = {"loss": loss, "aggregation": "sequence" if loss == "gspo" else "constant"}
+    assert PolicyLossSection.model_validate(settings).clip_range == bounds
+    assert PolicyLossSection.model_validate({**settings, "clip_high": 0.3}).clip_range == (bounds[0], 0.3)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_packaged_run_with_a_measured_curve_names_its_clip_range(path: Path) -> None:
+    """The documented figures come from these ranges, not from the default. The others have no figure yet."""
+    table = tomllib.loads(path.read_text())
+    if "environment" in table and path.stem not in ("code_fix", "qwen3_0.6b", "smollm2_135m", "speedrun_gpu_rl"):
+        assert {"clip_low", "clip_high"} <= table["algorithm"].keys()

@@ -77,10 +77,11 @@ class BatchSection(GroupBatchSection):
             )
 
 
-# The default bounds of each loss, from its paper (docs/guides/algorithms.md).
+# The default bounds of each loss. For clip and dual_clip they are the training guidelines', half of PPO's 0.2, because tokens with
+# extreme ratios made gradients jump; for the others they come from their papers (docs/guides/algorithms.md).
 CLIP_DEFAULTS = {
-    "clip": (0.2, 0.2),
-    "dual_clip": (0.2, 0.2),
+    "clip": (0.1, 0.1),
+    "dual_clip": (0.1, 0.1),
     "gspo": (3e-4, 4e-4),
     "cispo": (None, 4.0),
     "dppo": (0.2, 0.2),
@@ -103,9 +104,9 @@ class PolicyLossSection(Section):
     aggregation: Literal["token", "sequence", "constant"] = "constant"
     """token: mean over all tokens; sequence: mean of each sequence's mean; constant: sum divided by sampling.max_new_tokens"""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
-    """the ratio is clipped below at 1 - clip_low; default: 0.2, gspo 3e-4; dppo: 0.2, in probabilities"""
+    """the ratio is clipped below at 1 - clip_low; default: 0.1, gspo 3e-4; dppo: 0.2, in probabilities"""
     clip_high: float | None = Field(default=None, gt=0)
-    """the ratio is clipped above at 1 + clip_high; default: 0.2, gspo 4e-4, cispo 4; dppo: 0.2, in probabilities"""
+    """the ratio is clipped above at 1 + clip_high; default: 0.1, gspo 4e-4, cispo 4; dppo: 0.2, in probabilities"""
     dual_clip_bound: float = Field(default=3.0, gt=1)
     """bound of dual_clip on the ratio for negative advantages"""
     correction: Literal["none", "tis", "mask", "sequence_mask"] = "none"
