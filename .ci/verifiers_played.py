@@ -1,4 +1,6 @@
-"""Trains a tiny model on environments of the unmodified package verifiers: python .ci/verifiers_played.py V1_VENV V0_VENV
+"""Trains a tiny model on environments of the unmodified package verifiers:
+
+    python .ci/verifiers_played.py V1_VENV V0_VENV [--json RESULTS]
 
 A base that writes 20% of texts backwards and copies the others plays the taskset of examples/verifiers, once through verifiers
 0.4.0 and once through 0.3.1, and has to know the taskset's own evaluation split afterwards. Every trajectory of training and
@@ -8,6 +10,7 @@ Environments of both versions fail in each way, after the budget has ended the e
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -26,9 +29,11 @@ from typing import Any
 from check import hold
 from served import ROOT, serving
 
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from chat_templates import qwen
+from machine import machine
+from result_files import write_results
 from scripted_engine import ScriptedEngine
 
 from nmoe.config.commands import PretrainConfig, RLConfig
@@ -336,8 +341,15 @@ def cpu_s(who: int) -> float:
     return used.ru_utime + used.ru_stime
 
 
-def main(v1: str, v0: str) -> None:
-    venvs = {"v1": str(Path(v1).resolve()), "v0": str(Path(v0).resolve())}
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("v1", type=Path)
+    options.add_argument("v0", type=Path)
+    options.add_argument("--json", type=Path)
+    asked = options.parse_args()
+    venvs = {"v1": str(asked.v1.resolve()), "v0": str(asked.v0.resolve())}
+    results = None if asked.json is None else asked.json.resolve()
+    record: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), **machine()}
     checks: dict[str, tuple[float, float, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
@@ -364,9 +376,15 @@ def main(v1: str, v0: str) -> None:
             with seen.watching():
                 run = train(load_run(place / "rl.toml", RLConfig))
             first, *_, last = held_out(run)
-            used = cpu_s(resource.RUSAGE_SELF) - began
-            seconds = f"{used:.0f} CPU s of this process, {time.monotonic() - wall:.0f} s"
-            print(f"{name}: held out {first:.3f} -> {last:.3f}, {seen.trajectories} episodes, {seconds}", flush=True)
+            record[name] = {
+                "held_out": [first, last],
+                "episodes": seen.trajectories,
+                "lost": seen.lost,
+                "turns_as_drawn": seen.turns,
+                "cpu_s_of_nmoe": round(cpu_s(resource.RUSAGE_SELF) - began, 1),
+                "wall_s": round(time.monotonic() - wall),
+            }
+            print(f"{name}: {record[name]}", flush=True)
             checks[f"{name}: solve rate before"] = (first, 0.0, 0.3)
             checks[f"{name}: solve rate after"] = (last, 0.6, 1.0)
             played = seen.trajectories - seen.lost
@@ -376,8 +394,10 @@ def main(v1: str, v0: str) -> None:
                 checks["vf-eval: episodes"] = (answered, 8, 8)
                 checks["vf-eval: mean reward"] = (mean, 0.375, 1.0)
             checks[f"{name}: share of episodes lost"] = (seen.lost / seen.trajectories, 0.0, 0.01)
+    if results is not None:
+        write_results(results, record | {"checks": {name: value for name, (value, _, _) in checks.items()}})
     hold(checks, [])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
