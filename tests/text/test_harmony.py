@@ -7,7 +7,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from nmoe.errors import UserError
+from nmoe.text.conversation import ToolDefinition
 from nmoe.text.harmony import CONTROL_TOKENS, Completion, Harmony, HarmonyError
+from nmoe.text.renderers.harmony import render_tools
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 
@@ -281,3 +283,18 @@ class TestErrors:
     def test_a_history_may_be_empty_or_without_channels(self, harmony):
         assert harmony.parse([]) == []
         assert harmony.parse(tokens(harmony, "<|start|>assistant<|message|>x<|end|>")) == [Message("assistant", "x")]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"properties": ["a"]}, {"properties": {"a": 5}}, {"properties": {"a": {}}, "required": 7}, {"properties": None}],
+)
+def test_parameters_that_are_no_schema_are_refused(broken):
+    """Programs declare them, and a mistake of theirs is no bug of the renderer."""
+    with pytest.raises(UserError, match="the parameters of tool f are no JSON schema: "):
+        render_tools([ToolDefinition("f", "", {"type": "object", **broken})])
+
+
+def test_a_parameter_may_be_anything():
+    tool = ToolDefinition("f", "", {"type": "object", "properties": {"a": True}, "required": ["a"]})
+    assert "type f = (_: {\na: any,\n}) => any;" in render_tools([tool])

@@ -330,7 +330,10 @@ def _declaration(tool: ToolDefinition) -> str:
     comment = "".join(f"// {line}\n" for line in tool.description.splitlines())
     if is_deep(tool.parameters):
         raise UserError(f"the parameters of tool {tool.name} are nested more than {MOST_NESTED} deep; flatten them")
-    argument = "" if tool.parameters is None else f"_: {_type(tool.parameters, '')}"
+    try:
+        argument = "" if tool.parameters is None else f"_: {_type(tool.parameters, '')}"
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"the parameters of tool {tool.name} are no JSON schema: {error}") from None
     return f"{comment}type {tool.name} = ({argument}) => any;"
 
 
@@ -359,7 +362,8 @@ def _object(schema: Mapping[str, Any], indent: str) -> str:
     if "description" in schema:
         lines.insert(0, f"{indent}// {schema['description']}")
     required = schema.get("required", ())
-    for name, value in schema.get("properties", {}).items():
+    for name, given in schema.get("properties", {}).items():
+        value = {} if isinstance(given, bool) else given  # anything
         if "description" in value:
             lines.append(f"{indent}// {value['description']}")
         optional = "" if name in required else "?"
