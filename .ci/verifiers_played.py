@@ -239,8 +239,8 @@ class Seen:
         self.turns += place
 
 
-def games(tokenizer: Tokenizer, venv: str, place: Path) -> tuple[int, int]:
-    """Plays GuessTheNumber by halving, and returns how many of the games were won and how many turns they had in one branch."""
+def games(tokenizer: Tokenizer, venv: str, place: Path) -> dict[str, tuple[float, float, float]]:
+    """Plays eight games of GuessTheNumber by halving, and returns what has to hold of them."""
     path = place / "guess.toml"
     pool = f'type = "verifiers"\nvenv = "{venv}"\nenvironment = {{ taskset = {{ id = "guess_number_v1", seeds = 8 }} }}'
     path.write_text(f'env_id = "guess"\nformat = "chat"\n[task_pool]\n{pool}\n')
@@ -256,11 +256,18 @@ def games(tokenizer: Tokenizer, venv: str, place: Path) -> tuple[int, int]:
     engine = ScriptedEngine(halve)
     problems = environment.pool.take(8)
     asked = len(environment.prompts.ids(problems[0]))
-    found = Collector(engine, environment, 4000).collect(problems, 1, Sampling(400), (0, "games"))  # type: ignore[arg-type]
+    seen = Seen()
+    with seen.watching():
+        found = Collector(engine, environment, 4000).collect(problems, 1, Sampling(400), (0, "games"))  # type: ignore[arg-type]
     played = [one for group in found.groups for one in group.trajectories]
     won = sum(one.grade.components["correctness"] == 1 for one in played)
-    print(f"GuessTheNumber: {won} of {len(played)} won, in {[len(one.turns) for one in played]} turns", flush=True)
-    return won, sum(len(one.branches) == 1 for one in played)
+    turns = [len(one.turns) for one in played]
+    print(f"GuessTheNumber: {won} of {len(played)} won, in {turns} turns", flush=True)
+    return {
+        "GuessTheNumber: games won": (won, 8, 8),
+        "GuessTheNumber: games in one branch": (sum(len(one.branches) == 1 for one in played), 8, 8),
+        "GuessTheNumber: turns as the engine drew them": (seen.turns, sum(turns), sum(turns)),
+    }
 
 
 def faults(tokenizer: Tokenizer, venv: str, place: Path, name: str) -> list[str]:
@@ -359,9 +366,7 @@ def main() -> None:
             right = sum(one == wanted for one, wanted in zip(faults(tokenizer, of, place, name), WANTED, strict=True))
             checks[f"{name}: faults that are no reward"] = (right, len(WANTED), len(WANTED))
         os.chdir(ROOT / "examples/verifiers")
-        won, whole = games(tokenizer, venvs["v1"], place)
-        checks["GuessTheNumber: games won"] = (won, 8, 8)
-        checks["GuessTheNumber: games in one branch"] = (whole, 8, 8)
+        checks |= games(tokenizer, venvs["v1"], place)
         (place / "base.toml").write_text(BASE.replace("HERE", scratch))
         began = cpu_s(resource.RUSAGE_SELF)
         pretrain(load_run(place / "base.toml", PretrainConfig))
