@@ -30,6 +30,7 @@ os.environ["PYTHONWARNINGS"] = "ignore:the C++ kernels could not be compiled"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from forked_servers import forked_servers
 
 from nmoe.config.base import Section
 from nmoe.config.commands import PretrainConfig, RLConfig
@@ -50,6 +51,8 @@ from nmoe.types import Message
 # An example's time says more of what else the machine runs than of the code.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+
+__all__ = ["forked_servers"]
 
 RIGHT, PROPER = 0.5, 0.6
 THREADS = torch.get_num_threads()

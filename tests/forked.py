@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -30,7 +31,7 @@ class Result:
 
 class Forked:
     """`main`, by default the `nmoe` command, with these arguments, in a directory and with additions to the environment;
-    `before` is called there first."""
+    `before` is called there first. Its output is added to the file `log`, if there is one."""
 
     def __init__(
         self,
@@ -40,9 +41,13 @@ class Forked:
         before: Callable[[], object] | None = None,
         main: str = "nmoe.cli:main",
         environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
     ) -> None:
         self._streams = tempfile.TemporaryDirectory()
         Path(self._streams.name, "0").write_text(stdin)
+        if log is not None:
+            for name in "12":
+                Path(self._streams.name, name).symlink_to(log)
         call = (
             self._streams.name,
             str(directory),
@@ -93,6 +98,13 @@ class Forked:
         return path.read_text() if path.exists() else ""
 
 
+def script() -> None:
+    """Runs the script that is the first argument with the others."""
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def _call(
     streams: str,
     directory: str,
@@ -101,7 +113,7 @@ def _call(
     arguments: list[str],
     before: Callable[[], object] | None,
 ) -> None:
-    for number, flags in enumerate((os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT] * 2)):
+    for number, flags in enumerate((os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT | os.O_APPEND] * 2)):
         os.dup2(os.open(f"{streams}/{number}", flags), number)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  multiprocessing has closed it
     os.chdir(directory)

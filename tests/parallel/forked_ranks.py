@@ -3,9 +3,7 @@ tests/acceptance."""
 
 from __future__ import annotations
 
-import runpy
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,10 +24,21 @@ def forked(
             port = free.getsockname()[1]
     place = {"WORLD_SIZE": str(len(cases) + missing), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
-        Forked(Path.cwd(), HERE / script, *case, main=f"{__name__}:run_script", environment=place | {"RANK": str(rank)})
+        Forked(
+            Path.cwd(),
+            HERE / script,
+            *case,
+            before=_one_thread,
+            main="forked:script",
+            environment=place | {"RANK": str(rank)},
+        )
         for rank, case in enumerate(cases)
     ]
     return [(one.code, one.out, one.err) for one in (rank.ended() for rank in ranks)]
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def on_ranks(ranks: int, script: str, *arguments: str) -> str:
@@ -37,11 +46,3 @@ def on_ranks(ranks: int, script: str, *arguments: str) -> str:
     said = forked(script, *[arguments] * ranks)
     assert [code for code, _, _ in said] == [0] * ranks, "\n".join(err[-3000:] for _, _, err in said)
     return "".join(out for _, out, _ in said)
-
-
-def run_script() -> None:
-    """Runs the script that is the first argument with the others."""
-    del sys.argv[0]
-    sys.path.insert(0, str(HERE))
-    torch.set_num_threads(1)
-    runpy.run_path(sys.argv[0], run_name="__main__")

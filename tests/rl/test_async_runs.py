@@ -21,6 +21,7 @@ from nmoe.rollout.guards import Guards, Overdue
 from nmoe.rollout.journal import read_journal
 from nmoe.runs.ledger import read_lines, read_metrics
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
 Reinforce = Callable[..., Path]
 SERVERS = ("--engine.kind=server", "--engine.servers=2", "--model.numerics=exact")
 CURRICULUM = """

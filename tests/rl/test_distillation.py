@@ -33,6 +33,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 __all__ = ["tiny_model"]
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
 Reinforce = Callable[..., Path]
 
 SMALL = ("--run.steps=3", "--batch.prompts_per_step=6", "--batch.group_size=2", "--checkpoint.every_steps=9")

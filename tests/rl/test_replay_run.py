@@ -95,7 +95,7 @@ def low(completion_ids, **columns):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def recorded(forked_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The directory of a run on a server."""
     here = tmp_path_factory.mktemp("recorded")
     Tokenizer.train(["Reverse: analysis final back same"] * 10, 400).save(here / "tokenizer")

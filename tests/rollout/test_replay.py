@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import Forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +26,7 @@ from nmoe.config.locate import Locator, Place
 from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs.environment import Environment, identity_of
 from nmoe.errors import StorageError, UserError
-from nmoe.rollout.bundle import FILE, read_bundle
+from nmoe.rollout.bundle import FILE, read_bundle, write_bundle
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
 from nmoe.text.harmony import Harmony
@@ -440,16 +439,10 @@ def test_failures_are_kept_by_class_and_others_by_a_rate(
             }
 
 
-WRITER = """
-import sys
-from pathlib import Path
-import numpy as np
-from nmoe.rollout.bundle import write_bundle
-content = {"reason": "sampled", "trajectory": {"text": "x" * 300_000}}
-print("ready", flush=True)
-for place in range(10**6):
-    write_bundle(Path(sys.argv[1]) / f"step_{place:06d}-sampled-x", content, np.zeros((500, 4, 2), np.int16))
-"""
+def write_bundles() -> None:
+    content = {"reason": "sampled", "trajectory": {"text": "x" * 300_000}}
+    for place in range(10**6):
+        write_bundle(Path(sys.argv[1]) / f"step_{place:06d}-sampled-x", content, np.zeros((500, 4, 2), np.int16))
 
 
 def test_a_kill_leaves_no_half_bundle(tmp_path: Path) -> None:
@@ -458,14 +451,12 @@ def test_a_kill_leaves_no_half_bundle(tmp_path: Path) -> None:
     for attempt in range(8):
         directory = tmp_path / str(attempt)
         directory.mkdir()
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, directory], stdout=subprocess.PIPE)
-        assert writer.stdout is not None
-        writer.stdout.readline()
+        writer = Forked(tmp_path, directory, main=f"{__name__}:write_bundles")
         while not (directory / "step_000002-sampled-x").exists():
+            assert writer.poll() is None
             time.sleep(0.001)
         time.sleep(rng.random() * 0.05)
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
+        writer.kill()
         for path in directory.iterdir():
             if path.name.startswith("."):
                 continue

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import selfplay_by_script
+from forked import Forked
 from selfplay_by_script import ByScript
 
 from nmoe.config.commands import RunConfig, SelfplayConfig
@@ -91,11 +90,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_script(directory: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory), *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = Forked(directory, SCRIPT, directory, *arguments, main="forked:script").ended()
+    assert done.code == 0, done.err
+    return done.out
 
 
 def left(run: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def new_learner() -> Learner:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def servers(forked_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Two servers that all tests of this file share."""
     processes = servers_of(new_learner(), tmp_path_factory.mktemp("server"), 2)
     yield [process.start() for process in processes]

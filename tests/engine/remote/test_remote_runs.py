@@ -18,6 +18,7 @@ from nmoe.errors import UserError
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.types import Sample
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
 Reinforce = Callable[..., Path]
 SMALL = ("--run.steps=3", "--batch.prompts_per_step=6", "--batch.group_size=4", "--model.numerics=exact")
 ENGINES = ("publish", "canary", "engine", "time_", "tokens_per_second", "mismatch_abs_mean/")

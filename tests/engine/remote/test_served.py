@@ -32,7 +32,7 @@ Evaluated = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def servers(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def servers(forked_servers: None, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     section, logs = RolloutEngineSection(kind="server", servers=2), tmp_path_factory.mktemp("logs")
     processes = addresses(section, resolve_checkpoint(base), "exact", "float32", True, KEY, LocalLauncher(logs))
     yield [process.start() for process in processes]
