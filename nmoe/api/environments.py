@@ -125,7 +125,7 @@ def _table(env: Env | None) -> dict[str, Any]:
     raise UserError(
         f"env = {env!r} is not an environment: pass a TOML file or packaged name, a Task, MultiTurnEnv or LiveEpisode, an "
         "Environment, the table of one as a dict, or records; what answers the policy turn by turn is a MultiTurnEnv, and what "
-        "samples in its place is generate_fn"
+        "samples for it is generate_fn"
     )
 
 

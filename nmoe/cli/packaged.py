@@ -41,7 +41,7 @@ def import_launch(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE")] = None,
     program: Annotated[str | None, typer.Option("--program", metavar="PROGRAM")] = None,
 ) -> None:
-    """Convert a launch of TRL, OpenRLHF, verl or SkyRL to nmoe's TOML.
+    """Convert a launch of TRL, OpenRLHF, verl, SkyRL, slime or prime-rl to nmoe's TOML.
 
     Every key of the launch is a value of the TOML, or named in its comments with the reason why it has no counterpart. Where
     the other trainer has another default than nmoe, its default is written. Nothing is run. Exits with 1 if nmoe refuses

@@ -254,7 +254,15 @@ def test_a_key_without_the_others_of_its_row_is_named(command: str, key: str) ->
 
 
 # A word that is no number, and which one word of the trainer decides; whether it is given is all that counts.
-_GIVEN_OR_NOT = ("logger.wandb.key", "eval_strategy", "ckpt.output_dir", "ckpt_path", "default_local_dir")
+_GIVEN_OR_NOT = (
+    "logger.wandb.key",
+    "eval_strategy",
+    "ckpt.output_dir",
+    "ckpt_path",
+    "default_local_dir",
+    "ac.mode",
+    "recompute-granularity",
+)
 
 
 def other_values(value: Any) -> list[Any]:
@@ -300,7 +308,7 @@ def test_no_key_of_a_launch_is_dropped_silently(monkeypatch: pytest.MonkeyPatch)
     for case in CASES:
         launch = read_launch(str(case.values[0]))
         found[case.id] = list(silent(launch, recognised(launch, PROGRAMS, None)))
-    assert len(found) == 44
+    assert len(found) == 50
     assert {name: keys for name, keys in found.items() if keys} == {}
 
 
@@ -317,3 +325,15 @@ def test_no_number_alone_is_dropped_silently(program: Program) -> None:
         if row is not None and row.convert is not None:
             launch = Launch(program.name, "launch", {key: Given(key, value * 2 + 3, "launch:1")})
             assert list(silent(launch, program)) == [], key
+
+
+def test_a_table_of_toml_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(LAUNCHES)
+    given = read_launch("rl.toml").given
+    assert given["orchestrator.train.env.0.id"] == Given("orchestrator.train.env.0.id", "reverse-text", "rl.toml:20")
+    assert read_launch("uv run rl @ rl.toml --max-steps 5").given["max-steps"].where == "command:1"
+    found = imported("uv run rl @ rl.toml --max-steps 5 --orchestrator.algo.kind x --model.nam m")
+    assert found.values["run.steps"] == 5
+    assert [line.partition(":")[0] for line in found.without if "model.nam" in line] == ["model.nam = m"]
+    with pytest.raises(UserError, match=r"absent\.toml: no such file \(named at command:1\)"):
+        imported("uv run rl @ absent.toml")

@@ -26,7 +26,12 @@ from nmoe.errors import UserError
 from nmoe.preflight.preflight import preflight
 
 LAUNCHES = Path(__file__).parent / "launches"
-KEYS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "trainer_keys.json").read_text())
+# From wheels, by scripts/trainer_keys.py; and from sources that are in no registry, copied by hand from the commits in their names.
+KEYS: dict[str, dict[str, Any]] = {
+    name: keys
+    for file in ("trainer_keys.json", "source_keys.json")
+    for name, keys in json.loads((Path(__file__).parent / file).read_text()).items()
+}
 
 
 def cases() -> Iterator[Any]:
@@ -79,11 +84,11 @@ def every_key_is_named(command: str, found: Imported) -> None:
         assert one.key in text, f"{one.key} is dropped"
 
 
-def test_there_are_ten_launches_of_each_trainer() -> None:
+def test_each_trainer_has_its_launches() -> None:
     counted: dict[str, int] = {}
     for file in LAUNCHES.glob("*.txt"):
         counted[file.stem] = file.read_text().count("\n=== ") + 1
-    assert counted == {"openrlhf": 10, "trl": 10, "verl": 10, "skyrl": 10, "documents": 4}
+    assert counted == {"openrlhf": 10, "trl": 10, "verl": 10, "skyrl": 10, "slime": 3, "prime_rl": 3, "documents": 4}
 
 
 @pytest.mark.parametrize("name", KEYS)

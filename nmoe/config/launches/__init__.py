@@ -1,1 +1,1 @@
-"""Reads launches of TRL, OpenRLHF, verl and SkyRL, and writes nmoe's configuration for each (`nmoe config import`)."""
+"""Reads launches of other trainers, and writes nmoe's configuration for each (`nmoe config import`)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nmoe.config.launches import openrlhf, skyrl, trl, verl
+from nmoe.config.launches import openrlhf, prime_rl, skyrl, slime, trl, verl
 from nmoe.config.launches.convert import Imported, convert, recognised
 from nmoe.config.launches.read import read_launch
 from nmoe.config.launches.rows import Program
@@ -15,6 +15,8 @@ PROGRAMS: tuple[Program, ...] = (
     *openrlhf.PROGRAMS,
     *verl.PROGRAMS,
     *skyrl.PROGRAMS,
+    *slime.PROGRAMS,
+    *prime_rl.PROGRAMS,
 )
 """The programs whose launches can be read, in the order of messages and of the reference."""
 

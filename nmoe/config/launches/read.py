@@ -12,12 +12,15 @@ from typing import Any
 import yaml
 
 from nmoe.config.launches.shell import Statement, Word, statements
+from nmoe.config.locate import KeyPath, locate
 from nmoe.errors import UserError
+from nmoe.parsing import toml_of
 
 _HYDRA = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _YAML = (".yaml", ".yml")
+_TOML = ".toml"
 _SHELL = (".sh", ".bash")
 
 
@@ -45,12 +48,14 @@ def read_launch(text: str) -> Launch:
     """Reads a launch from the command `text`, or from the script or YAML file that it names. Raises UserError."""
     named = text.strip()
     path = Path(named).expanduser()
-    if named and not re.search(r"\s", named) and (path.suffix in (*_YAML, *_SHELL) or _is_file(path)):
+    if named and not re.search(r"\s", named) and (path.suffix in (*_YAML, *_SHELL, _TOML) or _is_file(path)):
         if path.suffix in _YAML:
             return Launch(where=named, given=read_yaml(path))
+        if path.suffix == _TOML:
+            return Launch(where=named, given=read_toml(path))
         return _of_statements(statements(_text(path), named), named, path.parent)
     if not named:
-        raise UserError("an empty command; give a launch of TRL, OpenRLHF, verl or SkyRL, or the file that has it")
+        raise UserError("an empty command; give a launch of another trainer, or the file that has it")
     return _of_statements(statements(text, "command"), "command", Path())
 
 
@@ -67,6 +72,30 @@ def read_yaml(path: Path, named_at: str = "") -> dict[str, Given]:
     for key, value, line in _leaves((), node, str(path)):
         found[key] = Given(key, value, f"{path}:{line}")
     return {key: _resolved(one, found) for key, one in found.items()}
+
+
+def read_toml(path: Path, named_at: str = "") -> dict[str, Given]:
+    """Returns the keys of a TOML file, nested ones with dots, and the index of a table in an array as a part of its key. Raises
+    UserError if it is none."""
+    text = _text(path, named_at)
+    try:
+        tables = toml_of(text)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    lines = locate(text, path)
+    return {
+        ".".join(map(str, keys)): Given(".".join(map(str, keys)), value, str(lines.place_of_key(keys)))
+        for keys, value in _of_tables((), tables)
+    }
+
+
+def _of_tables(above: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    is_array = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    if (not isinstance(value, dict) or not value) and not is_array:
+        yield above, value
+        return
+    for key, below in enumerate(value) if is_array else value.items():
+        yield from _of_tables((*above, key), below)
 
 
 def _leaves(above: tuple[str, ...], node: yaml.MappingNode, source: str) -> Iterator[tuple[str, Any, int]]:
@@ -238,6 +267,9 @@ def _program(words: Sequence[Word], launch: Launch, source: str) -> int | None:
         if text.endswith((".py", *_SHELL)) and not text.startswith("-"):
             launch.program = text
             return at + 1
+        if text == "rl" and at > 0 and words[at - 1].text == "run":  # uv run rl @ rl.toml
+            launch.program = "prime-rl rl"
+            return at + 1
         if name in _STARTERS:
             starter = name
         elif text.startswith("-") and text != "--":
@@ -280,6 +312,9 @@ def _keys(words: Sequence[Word], launch: Launch, source: str) -> None:
                 values.append(scalar(words[at].text))
                 at += 1
             value = True if not values else values[0] if len(values) == 1 else values
+        elif word.text == "@" and at < len(words):
+            key, value = "@", words[at].text
+            at += 1
         elif word.text in ("$@", "$*", "--") or word.text.isdigit():
             continue
         else:
@@ -300,7 +335,7 @@ _SHIPPED = ("ppo_trainer", "ppo_megatron_trainer", "ppo_base_config", "sft_train
 
 
 def _files(launch: Launch, directory: Path) -> None:
-    """Reads the configuration that a command names (`--config`, `--config-path` and `--config-name`); the command's keys count
+    """Reads the configuration that a command names (`--config`, `--config-path` and `--config-name`, `@`); the command's keys count
     over the file's. Raises UserError if it is not there."""
     named = {
         name: launch.given.get(name)
@@ -309,6 +344,11 @@ def _files(launch: Launch, directory: Path) -> None:
     folder = next((named[name] for name in ("config-path", "config_path", "cp") if named[name]), None)
     name = next((named[name] for name in ("config-name", "config_name", "cn") if named[name]), None)
     file: Path | None = None
+    if (one := launch.given.get("@")) is not None:
+        toml = Path(str(one.value))
+        found = next((path for path in (toml, directory / toml) if _is_file(path)), toml)
+        launch.given = _over(read_toml(found, one.where), launch.given)
+        return
     if (one := named["config"]) is not None and str(one.value).endswith(_YAML):
         file = Path(str(one.value))
     elif folder is not None and name is not None:
@@ -318,4 +358,10 @@ def _files(launch: Launch, directory: Path) -> None:
     if file is None or one is None or (file.stem in _SHIPPED and not _is_file(file)):
         return
     where = next((path for path in (file, directory / file) if _is_file(path)), file)
-    launch.given = {**read_yaml(where, one.where), **launch.given}
+    launch.given = _over(read_yaml(where, one.where), launch.given)
+
+
+def _over(file: Mapping[str, Given], command: Mapping[str, Given]) -> dict[str, Given]:
+    """Lays a command's keys over a file's, `--max-steps` over `max_steps`."""
+    spelled = {key.replace("-", "_") for key in command}
+    return {key: one for key, one in file.items() if key.replace("-", "_") not in spelled} | dict(command)

@@ -9,7 +9,7 @@ from nmoe.config.launches.rows import Program, Row
 
 _HEAD = """# Keys of other trainers
 
-What [`nmoe config import`](cli.md#nmoe-config-import) makes of the keys of TRL, OpenRLHF, verl and SkyRL.
+What [`nmoe config import`](cli.md#nmoe-config-import) makes of the keys of TRL, OpenRLHF, verl, SkyRL, slime and prime-rl.
 `python scripts/reference_pages.py` writes this page from the tables that the command reads. `*` stands for any ending. A default
 of the other trainer is written where it is another than nmoe's. The guide is [coming from another
 trainer](../guides/other_trainers.md).

@@ -69,9 +69,13 @@ class Program:
     always: tuple[str, ...] = ()
 
     def canonical(self, key: str) -> str:
-        """Returns the catalogue's spelling of a key."""
-        plain = key if self.row_of(key) is not None else key.replace("-", "_")
-        plain = plain if self._is_listed(plain) else plain.removeprefix("no_")
+        """Returns the catalogue's spelling of a key: by a name, else by a pattern."""
+        spelled = key.replace("-", "_")
+        if key not in self._by_name and (
+            spelled in self.aliases or spelled in self._by_name or self.row_of(key) is None
+        ):
+            key = spelled
+        plain = key if self._is_listed(key) else key.removeprefix("no_")
         return self.aliases.get(plain, plain)
 
     def knows(self, key: str) -> bool:

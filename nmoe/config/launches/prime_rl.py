@@ -1,0 +1,226 @@
+"""prime-rl: `uv run rl @ rl.toml`.
+
+Keys and defaults are from packages/prime-rl-configs/src/prime_rl/configs at commit 004274e. A step has one update of batch_size
+samples; an advantage is the reward less the group's mean (`GRPOAlgorithm`), and the loss is DPPO's with a pull back to the
+sampler, over all tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nmoe.config.launches.concepts import lora, offload
+from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, together, without
+from nmoe.config.launches.shared import FILL_IN, at_home, end_of_schedule, grader, name_of
+
+_ENV, _SAMPLING = "orchestrator.train.env.0", "orchestrator.train.sampling"
+
+
+def _first(reading: Reading, *keys: str) -> Any:
+    """Returns the value of the first key that the launch gives, else the first default: shared keys stand for the parts' keys."""
+    given = [key for key in keys if reading.has(key)] or [key for key in keys if reading[key] is not None]
+    return reading[given[0]] if given else None
+
+
+def _model(reading: Reading) -> Converted:
+    keys = ("trainer.model.name", "orchestrator.model.name", "model.name")
+    if not reading.has(*keys) or "$" in str(_first(reading, *keys)):
+        reading.fill("model.path", "the checkpoint to start from")
+    return {"model.path": at_home(_first(reading, *keys))}
+
+
+def _batch(reading: Reading) -> Converted:
+    group = max(1, int(_first(reading, "orchestrator.rollouts_per_example", "orchestrator.group_size")))
+    found: dict[str, Any] = {"batch.group_size": group, "batch.updates_per_step": 1}
+    if tokens := reading["orchestrator.token_batch_size"]:
+        reading.fill("batch.prompts_per_step", f"token_batch_size = {tokens}: nmoe counts a step in prompts")
+        return found
+    if not (samples := reading.whole("orchestrator.batch_size")):
+        reading.fill("batch.prompts_per_step", "the launch gives neither batch_size nor token_batch_size")
+        return found
+    if samples % group:
+        reading.differs(
+            f"{samples} samples of a step are no multiple of group_size = {group}; {samples // group} prompts are written"
+        )
+    return {**found, "batch.prompts_per_step": max(1, samples // group)}
+
+
+def _microbatch(reading: Reading) -> Converted:
+    return {
+        "batch.tokens_per_microbatch": int(_first(reading, "trainer.model.seq_len", "orchestrator.seq_len", "seq_len"))
+    }
+
+
+def _schedule(reading: Reading) -> Converted:
+    kind = str(reading["trainer.scheduler.type"])
+    rate = reading.number("trainer.optim.lr", 1e-6)
+    least = end_of_schedule(reading, kind, lambda: reading.number("trainer.scheduler.min_lr") / rate)
+    if kind == "constant":
+        return {"optimizer.min_lr_ratio": least}
+    return {
+        "optimizer.min_lr_ratio": least,
+        "optimizer.warmup_steps": reading.whole("trainer.scheduler.warmup_steps", 10) or None,
+    }
+
+
+def _loss(reading: Reading) -> Converted:
+    kind, low, high = str(reading["trainer.loss.type"]), "trainer.loss.dppo_mask_low", "trainer.loss.dppo_mask_high"
+    if kind != "default":
+        reading.differs(f"trainer.loss.type = {kind}: nmoe has no such loss; dppo is written")
+    if (pull := reading.number("trainer.loss.kl_tau", 1e-3)) != 1e-3:
+        reading.differs(
+            f"trainer.loss.kl_tau = {pull:g}: nmoe's dppo pulls the policy back to the engine's probabilities by 0.001"
+        )
+    if (scale := reading.number("trainer.loss.adv_tau", 1.0)) != 1:
+        reading.differs(f"trainer.loss.adv_tau = {scale:g}: nmoe does not scale advantages")
+    return {
+        "algorithm.loss": "dppo",
+        "algorithm.clip_low": float(reading.number(low, 0.2)),
+        "algorithm.clip_high": float(reading.number(high, 0.2)),
+        "algorithm.aggregation": "token",
+        "algorithm.kl_coef": 0.0,
+    }
+
+
+def _advantage(reading: Reading) -> Converted:
+    key = "orchestrator.algorithms.0.id"
+    name = str(reading[key] or "grpo")
+    if name not in ("grpo", "max_rl"):
+        reading.differs(f"{key} = {name}: nmoe has none like it; dr_grpo is written")
+    return {"algorithm.advantage": "maxrl" if name == "max_rl" else "dr_grpo"}
+
+
+def _asynchrony(reading: Reading) -> Converted:
+    if not (most := reading.whole("orchestrator.max_off_policy_steps", 8)):
+        return {}
+    return {"async.max_staleness": most, "async.in_flight": "stale_kv"}
+
+
+def _environment(reading: Reading) -> Converted:
+    named = _first(reading, f"{_ENV}.taskset.id", f"{_ENV}.id")
+    reading.fill(
+        "environment.task_pool.path",
+        f"the environment {named or 'of the launch'}: serve it as a source of groups (docs/ecosystem.md), or name problems",
+    )
+    own = {"environment.env_id": name_of(named) or "environment"}
+    own |= {"environment.task_pool.type": "jsonl", "environment.task_pool.path": f"{FILL_IN}/train.jsonl"}
+    return {**own, **grader(reading, [str(named)] if named else [])}
+
+
+def _placement(reading: Reading) -> Converted:
+    parallel = max(1, reading.whole("inference.parallel.tp", 1))
+    return {
+        "engine.kind": "vllm",
+        "placement.learner_gpus": reading.whole("deployment.num_train_gpus", 1),
+        "placement.tensor_parallel": parallel,
+        "placement.engines": max(1, reading.whole("deployment.num_infer_gpus", 1) // parallel),
+    }
+
+
+def _saving(reading: Reading) -> Converted:
+    keep = _first(reading, "trainer.ckpt.keep_last", "ckpt.keep_last")
+    step = _first(reading, "trainer.ckpt.resume_step", "ckpt.resume_step")
+    if step not in (None, -1):
+        reading.differs(f"ckpt.resume_step = {step}: nmoe resumes from the newest checkpoint of the run")
+    return {
+        "checkpoint.every_steps": _first(reading, "trainer.ckpt.interval", "ckpt.interval"),
+        "checkpoint.keep": keep,
+        "run.resume": None if step is None else "auto",
+    }
+
+
+def _run(reading: Reading) -> Converted:
+    parent, _, last = at_home(reading["output_dir"]).rstrip("/").rpartition("/")
+    return {"run.name": name_of(last) if reading.has("output_dir") else None, "run.directory": parent or None}
+
+
+def _sinks(reading: Reading) -> Converted:
+    if not reading.has("wandb", "wandb.project", "wandb.name"):
+        return {}
+    return {"sinks.to": ["wandb"], "sinks.project": reading["wandb.project"]}
+
+
+_SEVERAL = "nmoe has one table for trainer, orchestrator and engine"
+
+_ROWS: tuple[Row, ...] = (
+    together(dict.fromkeys(("trainer.model.name", "orchestrator.model.name", "model.name"), "model.path"), _model, "the same"),
+    together({"trainer.model.ac": "model.checkpoint_activations", "trainer.model.ac.mode": "model.checkpoint_activations"},
+             lambda r: {"model.checkpoint_activations": (r["trainer.model.ac"], r["trainer.model.ac.mode"]) != (None, None)},
+             "full or selective: true"),
+    offload("trainer.model.fsdp_cpu_offload", "trainer.model.optim_cpu_offload"),
+    lora(*(f"trainer.model.lora.{key}" for key in ("rank", "alpha", "target_modules"))),
+    together({"orchestrator.batch_size": "batch.prompts_per_step", "orchestrator.token_batch_size": "batch.prompts_per_step",
+              "orchestrator.group_size": "batch.group_size", "orchestrator.rollouts_per_example": "batch.group_size"}, _batch,
+             "batch_size / group_size prompts, in one update"),
+    together(dict.fromkeys(("trainer.model.seq_len", "orchestrator.seq_len", "seq_len"), "batch.tokens_per_microbatch"),
+             _microbatch, "packed micro-batches of so many tokens"),
+    together(dict.fromkeys(("trainer.max_steps", "orchestrator.max_steps", "max_steps"), "run.steps"),
+             lambda r: {"run.steps": _first(r, "trainer.max_steps", "orchestrator.max_steps", "max_steps")}, "the same"),
+    Row({}, "prime-rl does not replace groups without a signal", lambda r: {"batch.max_refills": 0}),
+    together(dict.fromkeys((f"{_SAMPLING}.max_completion_tokens", f"{_SAMPLING}.max_tokens"), "sampling.max_new_tokens"),
+             lambda r: {"sampling.max_new_tokens": _first(r, f"{_SAMPLING}.max_tokens", f"{_SAMPLING}.max_completion_tokens")},
+             "the same; without it up to the context's end"),
+    number(f"{_SAMPLING}.temperature", "sampling.temperature"),
+    together({"orchestrator.algorithms.0.id": "algorithm.advantage"}, _advantage,
+             "grpo: dr_grpo, as it does not divide; max_rl: maxrl"),
+    together({"trainer.loss.type": ("algorithm.loss", "algorithm.aggregation"), "trainer.loss.dppo_mask_low": "algorithm.clip_low",
+              "trainer.loss.dppo_mask_high": "algorithm.clip_high", "trainer.loss.kl_tau": "algorithm.loss",
+              "trainer.loss.adv_tau": "algorithm.loss"}, _loss, "default: dppo, over all tokens"),
+    number("trainer.optim.lr", "optimizer.learning_rate"),
+    together({"trainer.scheduler.type": "optimizer.min_lr_ratio", "trainer.scheduler.min_lr": "optimizer.min_lr_ratio",
+              "trainer.scheduler.warmup_steps": "optimizer.warmup_steps"}, _schedule,
+             "linear warm-up, then a half cosine to min_lr / lr; constant: 1, without a warm-up"),
+    number("trainer.optim.betas1", "optimizer.beta1"),
+    number("trainer.optim.betas2", "optimizer.beta2"),
+    number("trainer.optim.weight_decay", "optimizer.weight_decay"),
+    number("trainer.optim.max_norm", "optimizer.max_grad_norm"),
+    together({"orchestrator.max_off_policy_steps": "async.max_staleness"}, _asynchrony, "the same, in versions of the weights"),
+    together({f"{_ENV}.id": "environment.env_id", f"{_ENV}.taskset.id": "environment.env_id"}, _environment,
+             "an environment of verifiers, to be named in nmoe's way"),
+    together({"deployment.num_train_gpus": "placement.learner_gpus", "deployment.num_infer_gpus": "placement.engines",
+              "inference.parallel.tp": "placement.tensor_parallel"}, _placement, "vLLM on its own GPUs"),
+    together({"ckpt.interval": "checkpoint.every_steps", "trainer.ckpt.interval": "checkpoint.every_steps",
+              "ckpt.keep_last": "checkpoint.keep", "trainer.ckpt.keep_last": "checkpoint.keep", "ckpt.resume_step": "run.resume",
+              "trainer.ckpt.resume_step": "run.resume"}, _saving, "the same"),
+    together({"output_dir": "run.directory"}, _run, "the last part of the path is the run's name"),
+    together({"wandb": "sinks.to", "wandb.project": "sinks.project", "wandb.name": "sinks.to"}, _sinks, "wandb"),
+    # Without counterpart.
+    without("the file whose keys are read", "@"),
+    without("AdamW is nmoe's optimizer", "trainer.optim.type", neutral="adamw"),
+    without("nmoe's adapters have no dropout", "trainer.model.lora.dropout", neutral=0.0),
+    without("nmoe adapts projections alone", "trainer.model.lora.*"),
+    without("the schedule ends with the run, or by optimizer.schedule_steps", "trainer.scheduler.decay_steps"),
+    without("nmoe keeps rollouts of any probability", "orchestrator.pre_batch_filters*", "orchestrator.post_batch_filters*"),
+    without("nmoe samples by temperature, top_p and top_k alone", f"{_SAMPLING}.extra_body*"),
+    without("nmoe mixes pools by [[environment.task_pool.sources]]", "orchestrator.train.env.*", "orchestrator.env*",
+            "orchestrator.train.max_retries"),
+    without("write an [[eval]] with nmoe's environment", "orchestrator.eval*"),
+    without("nmoe trains in one way of sharding; the numbers are the same", "trainer.model.*", "trainer.matmul_precision",
+            "trainer.dist_timeout_seconds", "trainer.gc*", "trainer.max_concurrent_runs", "trainer.enable_router_replay"),
+    without("engine.weights chooses how weights are published (docs/guides/engines.md)", "weight_broadcast*",
+            "trainer.weight_broadcast*", "orchestrator.weight_broadcast*", "trainer.rollout_transport*",
+            "orchestrator.rollout_transport*"),
+    without("an option of the engine's own; engine.args passes options of its command line on", "inference", "inference.*"),
+    without(_SEVERAL, "trainer", "trainer.*", "orchestrator", "orchestrator.*", "deployment.*", "model.*", "tokenizer.*", "ckpt",
+            "ckpt.*", "wandb.*", "log.*", "slurm*", "bench", "clean_output_dir", "env_server_base_port", "dry_run",
+            "experimental*"),
+)  # fmt: skip
+
+RL = Program(
+    trainer="prime-rl", name="prime-rl", command="rl train", rows=_ROWS,
+    source="prime-rl at commit 004274e, packages/prime-rl-configs/src/prime_rl/configs",
+    modules=("prime_rl", "prime-rl rl"),
+    defaults={
+        "model.name": "Qwen/Qwen3-0.6B", "trainer.model.fsdp_cpu_offload": False, "trainer.model.optim_cpu_offload": False,
+        "trainer.model.lora.alpha": 32.0, "orchestrator.group_size": 1, "trainer.model.seq_len": 2048,
+        f"{_SAMPLING}.temperature": 1.0,
+        "trainer.loss.type": "default", "trainer.loss.dppo_mask_low": 0.2, "trainer.loss.dppo_mask_high": 0.2,
+        "trainer.loss.kl_tau": 1e-3, "trainer.loss.adv_tau": 1.0, "trainer.optim.lr": 1e-6, "trainer.optim.betas1": 0.9,
+        "trainer.optim.betas2": 0.999, "trainer.optim.weight_decay": 0.01, "trainer.optim.max_norm": 1.0,
+        "trainer.scheduler.type": "constant", "trainer.scheduler.min_lr": 0.0, "trainer.scheduler.warmup_steps": 10,
+        "orchestrator.max_off_policy_steps": 8, "deployment.num_train_gpus": 1, "deployment.num_infer_gpus": 1,
+        "output_dir": "outputs", "wandb.project": "prime-rl", "trainer.optim.type": "adamw", "trainer.model.lora.dropout": 0.0,
+    },
+)  # fmt: skip
+
+PROGRAMS = (RL,)
