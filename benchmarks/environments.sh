@@ -20,6 +20,8 @@ OLDER_TINKER=(0.30.0 0.25.0)
 VERIFIERS=(verifiers==0.4.0 textarena==0.7.4)
 OLDER_VERIFIERS=verifiers==0.3.1
 
+MCP=mcp==2.3.0
+
 require_python() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         echo "$(basename "$0"): needs Python 3.11 or newer, found $("$PYTHON" --version); set PYTHON to one" >&2
@@ -150,4 +152,17 @@ prepare_lent() { # root
             echo "$version" >"$venv/.installed"
         fi
     done
+}
+
+# Makes .venv-mcp: the package mcp, with nmoe and the packages of .venv behind its own.
+prepare_mcp() { # root
+    local root="$1" venv="$1/.venv-mcp" site
+    if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$MCP" ]; then
+        [ -x "$venv/bin/python" ] || "$root/.venv/bin/python" -m venv "$venv"
+        echo "installing $MCP into .venv-mcp"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$MCP"
+        site="$("$root/.venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')"
+        printf '%s\n' "$root" "$site" >"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/zz_nmoe.pth"
+        echo "$MCP" >"$venv/.installed"
+    fi
 }

@@ -36,7 +36,7 @@ LEVELS = [
     {"model", "text"},
     {"parallel"},
     {"config", "trajectory", "generation"},
-    {"parsing", "gguf_file", "extras"},
+    {"parsing", "gguf_file", "extras", "background"},
     {"types", "errors", "statistics", "cores", "work"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

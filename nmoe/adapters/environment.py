@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from nmoe.adapters.background import Background
 from nmoe.adapters.messages import (
     Said,
     asked_last,
@@ -32,6 +31,7 @@ from nmoe.adapters.messages import (
 )
 from nmoe.adapters.rewards import FROM_TRAINER, FromTrainer, check_alone, comparing, shared_rewards
 from nmoe.api.environments import Env, environment_settings
+from nmoe.background import Background
 from nmoe.config.environment import EnvironmentSettings, SystemByFormat
 from nmoe.config.tables.rewards import Rubric
 from nmoe.config.tables.rollout import SandboxSettings
@@ -122,7 +122,9 @@ class SharedEnvironment:
                 runtime.sandboxes,
                 workspaces=runtime.workspaces,
             )
-            self.background = Background(self.name)
+            self.background = Background(
+                self.name, f"the environment {self.name!r} was closed, so that nothing in it can be played or graded"
+            )
             stack.callback(self.background.end)
             stream = self.background.wait(self._opened())
             self._end = weakref.finalize(self, _ended, self.background, stream, runtime)

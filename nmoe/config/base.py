@@ -17,6 +17,9 @@ MAX_SEED = 2**63 - 1
 # What any other integer is at most: nothing that a run counts, steps, tokens, records or megabytes, comes to more.
 MOST = 10**12
 
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""The name of an environment variable."""
+
 # A file with a slice behind it, as the datasets library has it behind the name of a split.
 _SLICED_FILE = re.compile(r"(?P<file>.+\.\w+)(?P<slice>\[-?[\d%]*:-?[\d%]*\])", re.DOTALL)
 

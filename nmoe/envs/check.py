@@ -2,7 +2,7 @@
 
 The check reads the settings and the local data, renders one problem, and grades a right and a wrong answer to a problem of every
 source with the task's verifier, which may be the user's code. Of other user code it imports only a pool of type `python`, and it
-uses no network; it says which parts it could not check for that reason.
+uses no network but for tool servers, which it asks for their tools; it says which parts it could not check for that reason.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from nmoe.envs.tasks.live import LiveTask
 from nmoe.envs.tasks.task import RecordTask, SandboxTask
 from nmoe.envs.tasks.text import OpenTask
 from nmoe.envs.tools.builtin import check_source, sandbox_limits
+from nmoe.envs.tools.servers import pinned, server_tools
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.user_code import find_definition
 from nmoe.errors import UserError, shown
@@ -132,6 +133,17 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         except UserError as error:
             yield f"tool         {name}: cannot be used"
             mistakes.append(_placed(path, error))
+    if settings.tools is not None and settings.tools.servers:
+        try:
+            tools = pinned(settings.tools)
+            yield from (
+                f"tool         {one.name}, of the server {one.server.settings.name}" for one in server_tools(tools)
+            )
+        except UserError as error:
+            yield "tool         of a server: cannot be used"
+            mistakes.append(_placed(path, error))
+            tools = settings.tools.model_copy(update={"servers": ()})
+        unlimited = unlimited.model_copy(update={"tools": tools if tools.use or tools.servers else None})
     if settings.tools is not None and any(":" in name for name in settings.tools.use):
         yield "             the prompt below declares the tools of nmoe alone; yours are declared once they are imported"
         try:  # yours are not loaded, and a format that takes no tools refuses them when a run begins

@@ -27,6 +27,7 @@ from nmoe.envs.tasks.conversation import AnsweringTask, AssistantTurn, Conversat
 from nmoe.envs.tasks.live import LiveTask
 from nmoe.envs.tasks.task import SandboxTask
 from nmoe.envs.tools.builtin import load_tools
+from nmoe.envs.tools.servers import pinned, refuse_unshown
 from nmoe.errors import UserError
 from nmoe.sandbox.api import Access
 from nmoe.text.conversation import ToolDefinition
@@ -57,7 +58,8 @@ class Environment:
 
         Raises UserError if data, tools, rewards or tokenizer do not fit the settings.
         """
-        self.settings = settings = in_format(settings, tokenizer)
+        settings = in_format(settings, tokenizer)
+        self.settings = settings = settings.model_copy(update={"tools": pinned(settings.tools)})
         self.pool = build_pool(settings.env_id, settings.task_pool, columns=bool(settings.rewards))
         self.rewards: list[Reward] = load_rewards(settings.rewards) if user_code else []
         self.curriculum = None if settings.curriculum is None else Curriculum(settings.curriculum)
@@ -83,15 +85,15 @@ class Environment:
                 f"environment {settings.env_id!r}: its own messages are all that the policy is asked; leave out `system`"
             )
         self.lives = any(isinstance(task, LiveTask) for task in self._tasks)
-        self.tools = (
-            {} if settings.tools is None else load_tools(settings.tools.use, settings.budget, user_code=user_code)
-        )
+        self.tools = {} if settings.tools is None else load_tools(settings.tools, settings.budget, user_code=user_code)
         definitions = [tool.definition for tool in self.tools.values()]
         # By the settings: without user code its tools are not loaded, and the environment is refused all the same.
-        if settings.tools is not None and settings.tools.use and settings.format == "chat" and self.converses:
+        if settings.tools is not None and settings.format == "chat" and self.converses:
             raise UserError(
                 f"environment {settings.env_id!r}: a task that converses has no [tools] under a chat template; use harmony"
             )
+        if settings.format == "harmony":
+            refuse_unshown(self.tools.values())
         self.renderer = renderer_of(settings, tokenizer, definitions)
         one_turn = not self.tools and not self.converses
         self.prompts = PromptBuilder(settings, self.renderer, self.curriculum, one_turn=one_turn)

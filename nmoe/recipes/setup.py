@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from nmoe.config.commands import AdaptableConfig, RecordsConfig, RunConfig, SupervisedConfig
 from nmoe.config.tables.model import ExpertProfile, ModelSection, OptimizerSection
 from nmoe.cores import choose_threads
+from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner, share_model
 from nmoe.model.checkpoint import fingerprint, load_model, new_model
@@ -55,6 +56,15 @@ def with_steps(config: C, steps_per_epoch: int) -> C:
             "records": config.records.model_copy(update={"epochs": None}),
         }
     )
+
+
+def with_offers(config: R, environment: Environment) -> R:
+    """Returns the configuration with the tools that the servers of its environment listed, as the run's records keep them."""
+    own = getattr(config, "environment", None)
+    tools = environment.settings.tools
+    if own is None or own.tools is None or tools is None or not tools.servers:
+        return config
+    return config.model_copy(update={"environment": own.model_copy(update={"tools": tools})})
 
 
 def settle(config: R) -> tuple[R, int]:

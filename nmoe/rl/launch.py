@@ -19,7 +19,7 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.probes import Probes, probes_of
 from nmoe.parallel.gang import everywhere
 from nmoe.recipes.run_loop import open_run
-from nmoe.recipes.setup import load_tokenizer, settle
+from nmoe.recipes.setup import load_tokenizer, settle, with_offers
 from nmoe.rl.advantages import Advantages
 from nmoe.rl.critic import Critic
 from nmoe.rl.engines import rollout_engine
@@ -63,7 +63,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None, parts: 
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
-    config = corrected(with_steps_of_episodes(config, environment.pool.size))
+    config = with_offers(corrected(with_steps_of_episodes(config, environment.pool.size)), environment)
     device = config.model.device
     attach_scorers(
         environment.rewards,

@@ -169,6 +169,13 @@ def refuse_other_numbers(path: Path, config: RLConfig, *, allow_user_code: bool)
         raise UserError(
             f'{cannot}: {who} asked the policy ([task_pool] type = "{asked[0].type}"), and they do not run again'
         )
+    # The journal has what they answered in training, if there is one.
+    again = environments if config.eval or not config.asynchrony.max_staleness else environments[1:]
+    if any(one.tools is not None and one.tools.servers for one in again):
+        raise UserError(
+            f"{cannot}: tools of servers ([[tools.servers]]) answered the policy, which are not called again; an asynchronous run "
+            "without [[eval]] has their answers in its journal"
+        )
     of_environments = chain.from_iterable(code_of(one, config.sandbox.python) for one in environments)
     code = list(dict.fromkeys([*of_environments, *code_of_training(config)]))
     if code and not allow_user_code:

@@ -47,6 +47,11 @@ def code_of(
         for one in settings.rewards
         if isinstance(one, FunctionRewardConfig) and (all_rewards or one.replay)
     ]
+    found += [
+        f"the program {one.command[0]}, as [[tools.servers]] says" if one.command else f"the server {one.url}"
+        for one in (() if settings.tools is None else settings.tools.servers)
+        if one.offers is None  # else it is not asked
+    ]
     found += _of_the_workspace(settings)
     return found if python is None else [*found, f"the program {python}, as [sandbox] python"]
 

@@ -45,6 +45,7 @@ from nmoe.recipes.setup import (
     optimizer_settings,
     run_path,
     settle,
+    with_offers,
 )
 from nmoe.rl.advantages import Advantages
 from nmoe.rl.update import PolicyUpdate
@@ -129,6 +130,7 @@ def selfplay(config: SelfplayConfig) -> Path:
     _refuse_other_rounds(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(selfplay_environment(config), tokenizer)
+    config = with_offers(config, environment)
     held_out = None
     if config.eval:
         held_out = Environment.from_settings(config.eval[0].environment, tokenizer)

@@ -24,6 +24,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import in_format
 from nmoe.envs.tools.builtin import load_tools, sandbox_limits
 from nmoe.envs.tools.executor import AsyncToolExecutor
+from nmoe.envs.tools.servers import pinned
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.tools.tool import Tool
 from nmoe.errors import UserError
@@ -246,17 +247,15 @@ class _Server:
 
 def _toolbox(settings: EnvironmentSettings, sandbox: SandboxSettings) -> tuple[Toolbox | None, str | None]:
     """Returns the tools of an environment, or a line that says why there are none; neither if it has none."""
-    if settings.tools is None or not settings.tools.use:
+    if (tools := pinned(settings.tools)) is None:
         return None, None
-    names = ", ".join(settings.tools.use)
+    names = ", ".join([*tools.use, *(server.name for server in tools.servers)])
     if settings.workspace is not None:
         return None, f"the tools of the training ({names}) work on files of its problems, and are not offered here"
     if settings.format == "boxed":
         return None, f"the tools of the training ({names}) are not offered in plain text"
     try:
-        return Toolbox(
-            settings, load_tools(settings.tools.use, settings.budget), sandbox.model_copy(update={"warm": 0})
-        ), None
+        return Toolbox(settings, load_tools(tools, settings.budget), sandbox.model_copy(update={"warm": 0})), None
     except SandboxSetupError as error:
         return None, f"the tools of the training ({names}) are not offered here: {error}"
 

@@ -16,7 +16,7 @@ from fake_sandbox import FakeSandbox, FakeSandboxes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.config.tables.rollout import BudgetSettings
+from nmoe.config.tables.rollout import BudgetSettings, ToolsSettings
 from nmoe.envs.tools import executor as executor_module
 from nmoe.envs.tools.builtin import builtin_tools, load_tools, sandbox_limits
 from nmoe.envs.tools.executor import AsyncToolExecutor
@@ -53,7 +53,7 @@ def run(
     budget: BudgetSettings = BUDGET,
 ) -> list[ToolEvent]:
     async def within() -> list[ToolEvent]:
-        executor = AsyncToolExecutor(load_tools(names, budget), budget)
+        executor = AsyncToolExecutor(load_tools(ToolsSettings(use=names), budget), budget)
         made = [ToolCall(name, arguments, f"0/{place}") for place, (name, arguments) in enumerate(calls)]
         async with ToolSession(FakeSandboxes(sandbox or FakeSandbox())) as session:
             return await executor.run(made, session)
@@ -125,11 +125,11 @@ def test_functions_that_can_not_be_tools(function: Any, reason: str) -> None:
 )
 def test_functions_that_are_not_there(name: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        load_tools([name], BUDGET)
+        load_tools(ToolsSettings(use=[name]), BUDGET)
 
 
 def test_without_user_code_nothing_is_imported() -> None:
-    assert list(load_tools(["no_such_module:f", "bash"], BUDGET, user_code=False)) == ["bash"]
+    assert list(load_tools(ToolsSettings(use=["no_such_module:f", "bash"]), BUDGET, user_code=False)) == ["bash"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_every_call_has_its_own_named_end(call: tuple[str, str], failure: str, o
 
 
 def test_a_call_whose_form_is_broken_is_answered_with_its_fault() -> None:
-    executor = AsyncToolExecutor(load_tools(NAMES, BUDGET), BUDGET)
+    executor = AsyncToolExecutor(load_tools(ToolsSettings(use=NAMES), BUDGET), BUDGET)
 
     async def within() -> list[ToolEvent]:
         async with ToolSession(None) as session:
@@ -293,7 +293,7 @@ def test_a_file_that_the_sandbox_denies() -> None:
 
 def test_the_sandbox_is_opened_once_and_only_when_asked_for() -> None:
     sandboxes = FakeSandboxes(FakeSandbox())
-    executor = AsyncToolExecutor(load_tools(NAMES, BUDGET), BUDGET)
+    executor = AsyncToolExecutor(load_tools(ToolsSettings(use=NAMES), BUDGET), BUDGET)
 
     async def within() -> None:
         async with ToolSession(sandboxes) as session:
@@ -344,7 +344,7 @@ def test_calls_of_many_episodes_take_turns(monkeypatch: pytest.MonkeyPatch) -> N
             return CrowdedSandbox()
 
     budget = BudgetSettings(tool_s=0.5)
-    runner = AsyncToolExecutor(load_tools(["python"], budget), budget)
+    runner = AsyncToolExecutor(load_tools(ToolsSettings(use=["python"]), budget), budget)
 
     async def episode(number: int) -> ToolEvent:
         async with ToolSession(Slow(FakeSandbox())) as session:

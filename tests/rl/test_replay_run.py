@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -13,9 +15,13 @@ from typer.testing import CliRunner
 from nmoe.cli.command import app
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
+from nmoe.config.tables.evaluation import RLEvalSection
 from nmoe.config.tables.pools import JsonlPool, ProgramPool
+from nmoe.config.tables.rollout import OfferedTool, ToolServerSettings, ToolsSettings
+from nmoe.config.toml import to_toml
 from nmoe.engine.native.held import OtherTokensError
 from nmoe.errors import UserError
+from nmoe.recipes.setup import with_offers
 from nmoe.rl.explain import Explainer, Finding
 from nmoe.rl.launch import train
 from nmoe.rl.replay_bundle import ReplayDifferenceError
@@ -235,6 +241,30 @@ def test_a_run_that_others_took_part_in_is_refused(run: Path) -> None:
     ):
         other = config.model_copy(update={"environment": config.environment.model_copy(update={"task_pool": pool})})
         with pytest.raises(UserError, match=said):
+            refuse_other_numbers(run, other, allow_user_code=True)
+
+
+def test_servers_that_only_the_journal_has_the_answers_of_are_refused(run: Path) -> None:
+    config = load_run(run / "config.toml", RLConfig)
+    offer = OfferedTool(name="add", description="Adds.", parameters='{"type": "object"}')
+    server = ToolServerSettings(name="notes", command=["notes"])
+    asked, environment = (
+        config.environment.model_copy(update={"tools": ToolsSettings(servers=[one])})
+        for one in (server, server.model_copy(update={"offers": (offer,)}))
+    )
+    # As a run stores it.
+    with_server = with_offers(config.model_copy(update={"environment": asked}), SimpleNamespace(settings=environment))  # type: ignore[arg-type]
+    assert tomllib.loads(to_toml(with_server))["environment"]["tools"]["servers"][0]["offers"] == [offer.model_dump()]
+    refuse_other_numbers(run, with_server.model_copy(update={"eval": ()}), allow_user_code=True)
+    evaluation = RLEvalSection(every_steps=1)
+    elsewhere = evaluation.model_copy(update={"environment": environment})
+    in_step = config.asynchrony.model_copy(update={"max_staleness": 0})
+    for other in (
+        with_server.model_copy(update={"eval": (), "async": in_step}),
+        with_server.model_copy(update={"eval": (evaluation,)}),
+        config.model_copy(update={"eval": (elsewhere,)}),
+    ):
+        with pytest.raises(UserError, match=r"tools of servers \(\[\[tools.servers\]\]\) answered the policy"):
             refuse_other_numbers(run, other, allow_user_code=True)
 
 

@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field
 
-from nmoe.config.base import Array, Conflict, DataPath, NameIn, Section, duplicates
+from nmoe.config.base import VARIABLE, Array, Conflict, DataPath, NameIn, Section, duplicates
 from nmoe.config.registry import REWARDS
 
 GateMetric = Literal["format_ok", "structure_ok", "reasoning_ok", "tool_use_ok", "correctness"]
@@ -152,7 +152,6 @@ RUBRIC_COMPONENTS = ("format", "structure", "reasoning", "tool_use", "correctnes
 PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 _NAME = re.compile(r"\w[\w.-]*")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class RewardKeys(Section):
@@ -213,7 +212,7 @@ class ServiceKeys(RewardKeys):
             yield Conflict(
                 "url", "contains a user or password, which would be written to the run's config.toml; use token_env"
             )
-        if self.token_env is not None and not _VARIABLE.fullmatch(self.token_env):
+        if self.token_env is not None and not VARIABLE.fullmatch(self.token_env):
             yield Conflict("token_env", "must be the name of an environment variable, not the token")
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from nmoe.config.base import Array, Conflict, DataPath, Section
+from nmoe.config.base import VARIABLE, Array, Conflict, DataPath, Section, duplicates
 from nmoe.config.registry import ENGINES, TOOLS
 from nmoe.errors import UserError
 
@@ -188,20 +188,86 @@ class SandboxSettings(Section):
                     yield Conflict(name, 'needs cgroups, which cgroup = "off" does without')
 
 
+class OfferedTool(Section):
+    """A tool as its server described it."""
+
+    name: str
+    """name that the server gives to it"""
+    description: str
+    """what the policy reads about it"""
+    parameters: str
+    """JSON schema of its arguments, as JSON text"""
+
+
+class ToolServerSettings(Section):
+    """[[tools.servers]]: a server whose tools the policy may call, by the Model Context Protocol (MCP)."""
+
+    name: str = Field(min_length=1)
+    """name of the server in messages, unique among the servers"""
+    command: Array[str] = ()
+    """program and arguments that talk MCP over standard input and output; the alternative is `url`"""
+    url: str | None = None
+    """address that talks MCP over streamable HTTP, such as http://127.0.0.1:8000/mcp"""
+    use: Array[str] = ()
+    """the server's tools that the policy may call; default: all"""
+    rename: dict[str, str] = Field(default={})
+    """other names for tools, such as `{ "get-weather" = "get_weather" }`"""
+    scope: Literal["episode", "run"] = "episode"
+    """how long a process or session of the server lasts; `run`: all episodes share one, which must not keep anything between
+    calls"""
+    env: Array[str] = ()
+    """environment variables that the program gets besides HOME, LOGNAME, PATH, SHELL, TERM and USER"""
+    token_env: str | None = None
+    """environment variable with the bearer token for `url`; the token itself is never stored"""
+    start_s: float = Field(default=60.0, gt=0)
+    """maximum seconds until the server has started"""
+    offers: Array[OfferedTool] | None = None
+    """the tools as the server listed them when the run began, which nmoe writes into the run's config.toml; a server that lists
+    others is refused"""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if (self.url is None) == (not self.command):
+            yield Conflict("command", "give either the `command` that starts a server, or the `url` of one")
+        if self.url is not None:
+            if (fault := fault_of_urls([self.url])) is not None:
+                yield Conflict("url", fault)
+            elif "@" in urlsplit(self.url).netloc:
+                yield Conflict("url", "contains a user or password, which records would show; use token_env")
+            elif urlsplit(self.url).query:
+                yield Conflict("url", "contains a query, which records would show; use token_env")
+            if self.env:
+                yield Conflict("env", "is for a program; the token of an address is named by token_env")
+        elif self.token_env is not None:
+            yield Conflict("token_env", "is for a `url`; name the variables that a program reads in `env`")
+        for key, names in (("env", self.env), ("token_env", [self.token_env] if self.token_env else [])):
+            for name in names:
+                if not VARIABLE.fullmatch(name):
+                    yield Conflict(key, "must be the name of an environment variable, not its value")
+                elif name.startswith("NMOE_"):
+                    yield Conflict(key, f"{name} is nmoe's own, and no server gets it")
+        for name in self.rename if self.use else ():
+            if name not in self.use:
+                yield Conflict("rename", f"{name!r} is not among the tools of `use`")
+
+
 class ToolsSettings(Section):
     """[tools]: the tools that the policy may call between its turns."""
 
     use: Array[str] = Field(
-        description=f"the tools: {', '.join(TOOLS.builtin)}, or a function of your own as `package.module:function`"
+        default=(),
+        description=f"the tools: {', '.join(TOOLS.builtin)}, or a function of your own as `package.module:function`",
     )
+    servers: Array[ToolServerSettings] = ()
+    """servers that have tools, as [[tools.servers]]; docs/guides/tools.md"""
     read: Array[str] | None = None
     """paths in the workspace that calls may read, `.` for all; writable paths are readable too. Default: all"""
     write: Array[str] | None = None
     """paths in the workspace that calls may write. Default: all"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        if not self.use:
+        if not self.use and not self.servers:
             yield Conflict("use", "names no tool; leave [tools] out if there are none")
+        yield from duplicates("servers", (server.name for server in self.servers))
         for index, name in enumerate(self.use):
             if name not in TOOLS:
                 yield Conflict(f"use.{index}", TOOLS.refusal(name))

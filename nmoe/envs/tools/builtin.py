@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ast
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from nmoe.config.registry import TOOLS
-from nmoe.config.tables.rollout import BudgetSettings
+from nmoe.config.tables.rollout import BudgetSettings, ToolsSettings
+from nmoe.envs.tools.servers import server_tools
 from nmoe.envs.tools.tool import Tool, ToolOutput
 from nmoe.envs.user_code import find_definition, load_function
 from nmoe.errors import UserError
@@ -131,18 +132,27 @@ def _exit_reason(code: int | None) -> str:
     return f"exit code {code}" if code >= 0 else f"ended by signal {-code}"
 
 
-def load_tools(names: Sequence[str], budget: BudgetSettings, *, user_code: bool = True) -> dict[str, Tool]:
-    """Loads the tools that `[tools] use` names, in order. Without `user_code`, the user's own are left out and not imported.
+def load_tools(settings: ToolsSettings, budget: BudgetSettings, *, user_code: bool = True) -> dict[str, Tool]:
+    """Loads the tools of `[tools]`: what `use` names, in order, and then the tools of servers, which have been `pinned`. Without
+    `user_code`, the user's functions are left out and not imported.
 
-    Raises UserError for a function that does not exist or cannot be a tool.
+    Raises UserError for a function that does not exist or cannot be a tool, and for two tools of one name.
     """
     builtin = builtin_tools(budget)
-    tools = [
+    loaded = [
         builtin[name] if name in builtin else Tool(load_function(TOOLS, name))
-        for name in names
+        for name in settings.use
         if user_code or name in builtin
     ]
-    return {tool.name: tool for tool in tools}
+    tools = {tool.name: tool for tool in loaded}
+    for tool in server_tools(settings):
+        if tool.name in tools:
+            raise UserError(
+                f"tool {tool.name!r} of the server {tool.server.settings.name!r}: another tool has that name; give it another one "
+                "in `rename`"
+            )
+        tools[tool.name] = tool
+    return tools
 
 
 def check_source(name: str) -> Path:

@@ -14,9 +14,11 @@ from typing import Any
 
 from nmoe.config.tables.rollout import BudgetSettings
 from nmoe.cores import usable_cores
+from nmoe.envs.tools.servers import LostError, ServerTool
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.tools.tool import ArgumentsError, Tool, ToolOutput, as_output, shortened
 from nmoe.envs.user_code import in_thread
+from nmoe.errors import UserError
 from nmoe.sandbox.api import SandboxFileError, SandboxSetupError
 from nmoe.sandbox.workspaces.sources import WorkspaceError
 from nmoe.types import ToolCall, ToolEvent
@@ -43,9 +45,16 @@ class AsyncToolExecutor:
         """Runs all calls concurrently and returns their events in order."""
         if len(calls) == 1:
             return [await self._run(calls[0], session)]
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._run(call, session)) for call in calls]
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._run(call, session)) for call in calls]
+        except* UserError as found:  # of a server that cannot be used
+            raise found.exceptions[0] from None
         return [task.result() for task in running]
+
+    def asks_server(self, calls: Sequence[ToolCall]) -> bool:
+        """Returns whether one of the calls is answered by a server."""
+        return any(isinstance(self.tools.get(call.name), ServerTool) for call in calls)
 
     async def _run(self, call: ToolCall, session: ToolSession) -> ToolEvent:
         tool = self.tools.get(call.name)
@@ -77,6 +86,11 @@ class AsyncToolExecutor:
             arguments = tool.parse(call.arguments)
         except ArgumentsError as error:
             return ToolOutput("", "parse_error", f"the arguments are not what {call.name} takes: {error}")
+        if isinstance(tool, ServerTool):
+            try:
+                return await tool.server.call(session.servers, tool, arguments, self._budget.tool_s)
+            except LostError as error:
+                return ToolOutput("", "environment_error", shortened(str(error)))
         deadline_s = self._budget.tool_s + (GRACE_S if tool.sandbox_parameter else 0.0)
         clock = None
         try:

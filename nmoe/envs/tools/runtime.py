@@ -12,14 +12,15 @@ from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.envs.environment import Environment
 from nmoe.envs.golds import check_golds, to_stderr
 from nmoe.envs.tools.builtin import sandbox_limits
+from nmoe.envs.tools.servers import close_servers
 from nmoe.runs.waiting import wait_for
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
 
 
 class ToolRuntime:
-    """Holds the sandboxes and workspaces of an environment, and closes them when its context ends. Starts no sandbox if the
-    environment needs none.
+    """Holds the sandboxes and workspaces of an environment, and closes them and the environment's tool servers when its context
+    ends. Starts no sandbox if the environment needs none.
     """
 
     def __init__(self, environment: Environment, settings: SandboxSettings) -> None:
@@ -30,6 +31,7 @@ class ToolRuntime:
         self.sandboxes: Sandboxes | None = None
         self.workspaces: Workspaces | None = None
         self._settings = settings
+        self._tools = environment.tools
         if environment.wants_sandbox:
             self.sandboxes = Sandboxes(settings, sandbox_limits(environment.budget))
             if environment.settings.workspace is not None:
@@ -56,6 +58,7 @@ class ToolRuntime:
         return {} if self.sandboxes is None else {"sandbox": self.sandboxes.describe()}
 
     def close(self) -> None:
+        close_servers(self._tools.values())
         if self.workspaces is not None:
             self.workspaces.close()
         if self.sandboxes is not None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from nmoe.envs.tools.servers import Connection, ToolServer
 from nmoe.errors import UserError
 from nmoe.sandbox.api import Access, OpensSandboxes, Sandbox, SandboxFileError, SandboxSetupError
 from nmoe.sandbox.workspaces.prepare import Prepared
@@ -21,8 +22,9 @@ class ToolSession:
 
     `workspace` provides the sandbox's initial files and is called once; `files`, by path, are the problem's own and are added
     to them. `access` lists the parts of the workspace that calls may touch, until `lift` removes the limits. `sandboxes` also
-    opens the sandboxes of the trajectory's verifier. `lost` means that a call which held the sandbox was cancelled: the
-    sandbox's state is then unknown, and a call that ran inside has closed it.
+    opens the sandboxes of the trajectory's verifier. `servers` are the trajectory's connections to tool servers. `lost` means
+    that a call which held the sandbox was cancelled: the sandbox's state is then unknown, and a call that ran inside has closed
+    it.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ToolSession:
         self._files = files or {}
         self._workspace = workspace
         self.access = access
+        self.servers: dict[ToolServer, Connection] = {}
         self._opening = asyncio.Lock()
 
     async def prepare(self) -> None:
@@ -89,5 +92,7 @@ class ToolSession:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for connection in self.servers.values():
+            connection.end()
         if self.opened is not None:
             await self.opened.close()

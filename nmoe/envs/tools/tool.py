@@ -26,7 +26,7 @@ from nmoe.sandbox.api import Sandbox
 from nmoe.text.conversation import ToolDefinition
 from nmoe.types import Failure
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 # A longer reason does not help the policy.
 _REASON_CHARS = 500
@@ -59,7 +59,7 @@ class Tool:
         self.function = function
         self.name = function.__name__
         description = inspect.getdoc(function)
-        if not _NAME.fullmatch(self.name):
+        if not NAME.fullmatch(self.name):
             raise UserError(f"{where}: a tool's name is letters, digits and _, at most 64, not {self.name!r}")
         if not description:
             raise UserError(f"{where}: has no docstring; the policy reads it to know what the tool does")
@@ -90,7 +90,7 @@ class Tool:
             schema = self._arguments.json_schema()
         except PydanticUserError as error:
             raise UserError(f"{where}: a hint has no JSON form: {error.message}") from error
-        self.definition = ToolDefinition(self.name, description, _simplified(schema, defaults) if fields else None)
+        self.definition = ToolDefinition(self.name, description, simplified(schema, defaults) if fields else None)
 
     @property
     def is_async(self) -> bool:
@@ -119,7 +119,7 @@ def shortened(text: str) -> str:
     return cut(" ".join(text.split()), _REASON_CHARS)
 
 
-def _simplified(schema: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def simplified(schema: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Simplifies a JSON schema of arguments: references resolved, `X | None` as nullable, defaults that JSON can express, no
     titles.
     """

@@ -357,6 +357,26 @@ def _type(schema: Mapping[str, Any], indent: str) -> str:
     return "any"
 
 
+def unshown(schema: Any, path: str = "") -> str | None:
+    """Returns the path of the first parameter whose type the declaration leaves open although its schema gives it: as one of
+    several schemas, say, or with names of any kind."""
+    if not isinstance(schema, Mapping):
+        return None
+    kind = schema.get("type")
+    says = schema.keys() - {"description", "default", "nullable", "title", "examples"}
+    simple = ("string", "number", "integer", "boolean", "null")
+    if (kind is None and says) or (isinstance(kind, list) and not set(kind) <= set(simple)):
+        return path or "."
+    if kind == "array":
+        return unshown(schema.get("items"), f"{path}[]")
+    if kind == "object":
+        if isinstance(schema.get("additionalProperties"), Mapping) or schema.get("patternProperties"):
+            return path or "."
+        parts = ((one, f"{path}.{name}" if path else name) for name, one in schema.get("properties", {}).items())
+        return next(filter(None, (unshown(one, where) for one, where in parts)), None)
+    return None
+
+
 def _object(schema: Mapping[str, Any], indent: str) -> str:
     lines = ["{"]
     if "description" in schema:

@@ -16,9 +16,9 @@ R = TypeVar("R")
 class Background:
     """Runs coroutines on an event loop in a thread, until `end`. Whoever waits then, or comes later, gets a UserError."""
 
-    def __init__(self, name: str) -> None:
-        """Starts the thread; `name` is whose it is."""
-        self._name = name
+    def __init__(self, name: str, closed: str = "") -> None:
+        """Starts the thread. `name` is whose it is, and `closed` the error of who comes after its end."""
+        self._said = closed
         self._loop = asyncio.new_event_loop()
         # Its holder may be the garbage collector, which can run a finalizer at any point of any thread.
         self._lock = threading.RLock()
@@ -78,7 +78,7 @@ class Background:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _closed(self) -> UserError:
-        return UserError(f"the environment {self._name!r} was closed, so that nothing in it can be played or graded")
+        return UserError(self._said)
 
 
 async def _ended(last: Coroutine[Any, Any, None] | None) -> None:
