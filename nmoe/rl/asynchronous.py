@@ -201,6 +201,7 @@ class AsyncRollouts(RolloutSampler):
             "versions_per_sample_max": max(versions, default=0),
             "groups_running": self._guards.running,
             "groups_ready": self._guards.ready_groups,
+            "steps_ahead": self._guards.ahead,
             "void_overdue": rollouts.dropped["overdue"],
             "trainer_wait_s": waited_s,
             "reprefill_tokens": self._fleet.reprefilled_tokens - self._reprefilled,

@@ -58,6 +58,7 @@ _OF_THE_MOMENT = {
     "tokens_in_flight",
     "groups_running",
     "groups_ready",
+    "steps_ahead",
     "problems_left_out",
 }
 

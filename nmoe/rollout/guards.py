@@ -10,6 +10,11 @@ most the staleness K of the run. At admission, at most K + 1 steps' worth of gro
 group has been trained on or is void, not when it has been sampled. At consumption, a step takes the oldest groups first. It does
 not begin while a running group would be too old after it: that group is waited for, or void.
 
+Groups that wait for a step grow old for nothing. So no more of them are outstanding than keep the learner busy. Besides a step's
+own groups there is one step's worth at first. After each step that had to wait there is one more, up to K, and one fewer after
+some steps that left a whole step's worth ready. With K = 8 always used, `sort_grpo` over two fast servers ended 10 points below the
+synchronous run, after 50 steps and after 75.
+
 `Guards` has no clock and no event loop, so that any order of events can be tried, and simulated.
 """
 
@@ -20,6 +25,10 @@ from typing import Literal
 Overdue = Literal["wait", "drop"]
 """What becomes of a running group that would be too old after the next step."""
 
+# Steps in a row that leave a whole step's worth ready before fewer are sampled ahead: at first, and at most. Each step that waits
+# doubles their number, so that a run of which a step needs the room now and then seldom waits.
+_PATIENCE, _LONGEST_PATIENCE = 4, 64
+
 
 class Guards:
     """The outstanding groups of a run, with their versions. Raises RuntimeError or KeyError where a position is issued twice, or
@@ -28,14 +37,21 @@ class Guards:
     def __init__(self, staleness: int, groups: int, overdue: Overdue = "wait") -> None:
         """Lets a group be `staleness` versions old when a step trains on it. A step trains on so many `groups`, or more."""
         self._staleness, self._groups, self._overdue = staleness, groups, overdue
+        self._ahead, self._waits = min(1, staleness), False
+        self._spare, self._patience = 0, _PATIENCE
         self._running: dict[int, int] = {}  # position: version at its issue, which none of its tokens is older than
         self._ready: dict[int, int] = {}  # position: oldest version of its tokens
         self._taken: set[int] = set()
 
     @property
     def room(self) -> int:
-        """The number of groups that may be issued now."""
-        return (self._staleness + 1) * self._groups - self.running - self.ready_groups - len(self._taken)
+        """The number of groups that may be issued now; negative where fewer are to be outstanding than are."""
+        return (self._ahead + 1) * self._groups - self.running - self.ready_groups - len(self._taken)
+
+    @property
+    def ahead(self) -> int:
+        """The number of later steps whose groups are sampled while a step trains, from 1 to the staleness."""
+        return self._ahead
 
     @property
     def running(self) -> int:
@@ -81,6 +97,7 @@ class Guards:
         would be too old after it. None while fewer than that (or than `least`) are ready, and while a running group would be too
         old after it."""
         if len(self._ready) < (self._groups if least is None else least):
+            self._waits = True
             return None
         if any(self._too_old(oldest, version) for oldest in self._running.values()):
             return None
@@ -89,7 +106,21 @@ class Guards:
         for position in taken:
             del self._ready[position]
         self._taken.update(taken)
+        self._look_ahead()
         return taken
+
+    def _look_ahead(self) -> None:
+        """Chooses how many steps' groups are sampled ahead, by whether this one waited for any, and how many it leaves."""
+        if self._waits:
+            self._ahead = min(self._ahead + 1, self._staleness)
+            self._spare, self._patience = 0, min(2 * self._patience, _LONGEST_PATIENCE)
+        elif len(self._ready) < self._groups:
+            self._spare = 0
+        elif self._ahead > 1 and self._spare + 1 == self._patience:
+            self._ahead, self._spare = self._ahead - 1, 0
+        else:
+            self._spare = min(self._spare + 1, self._patience - 1)
+        self._waits = False
 
     def _too_old(self, oldest: int, version: int) -> bool:
         """Whether such a group would be too old at the step after one at this version."""

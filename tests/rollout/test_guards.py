@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ class Schedules(RuleBasedStateMachine):
         self.ages: list[int] = []
 
     def capacity(self) -> int:
-        return (self.staleness + 1) * self.groups
+        return (self.guards.ahead + 1) * self.groups
 
     def outstanding(self) -> int:
         return len(self.running) + len(self.ready) + len(self.step or ())
@@ -115,6 +116,8 @@ class Schedules(RuleBasedStateMachine):
         assert len(set(self.trained)) == len(self.trained)
         assert max(self.ages, default=0) <= self.staleness
         assert self.guards.room == self.capacity() - self.outstanding()
+        assert min(1, self.staleness) <= self.guards.ahead <= self.staleness
+        assert self.outstanding() <= (self.staleness + 1) * self.groups
         assert (self.guards.running, self.guards.ready_groups) == (len(self.running), len(self.ready))
 
 
@@ -143,6 +146,55 @@ def test_with_waiting_the_age_holds_although_every_place_is_filled_at_once(
         for one in taken:
             guards.end(one)
     assert version == 60
+
+
+def steps_of(guards: Guards, lengths: Iterable[float]) -> list[tuple[int, int, float]]:
+    """Takes steps of one unit and one group, for as many groups as have these times to sample, over engines with room for all.
+    Returns each step's `ahead`, and the age and the wait of its group."""
+    version, now, following = 0, 0.0, enumerate(lengths)
+    running: dict[int, float] = {}
+    issued: dict[int, int] = {}
+    found = []
+    while True:
+        began = now
+        for position, length in islice(following, max(0, guards.room)):
+            guards.issue(position, version)
+            issued[position], running[position] = version, now + length
+        while (taken := guards.take(version)) is None:
+            if not running:
+                return found
+            now = max(now, min(running.values()))
+            for position in [position for position, end in running.items() if end <= now]:
+                guards.ready(position, issued[position])
+                del running[position]
+        (position,) = taken
+        found.append((guards.ahead, version - issued[position], now - began))
+        version, now = version + 1, now + 1
+        for position in [position for position, end in running.items() if end <= now]:
+            guards.ready(position, issued[position])
+            del running[position]
+        guards.end(taken[0])
+
+
+def test_groups_are_sampled_as_far_ahead_as_steps_wait_for_them() -> None:
+    fast = steps_of(Guards(8, 1), [0.5] * 40)
+    assert [ahead for ahead, _, _ in fast] == [2] * 9 + [1] * 31, (
+        "the first waits, and from the third on eight leave one ready"
+    )
+    assert {age for _, age, _ in fast[12:]} == {1}
+    assert [wait for _, _, wait in fast if wait] == [0.5]
+    slow = steps_of(Guards(3, 1), [9.0] * 40)
+    assert [ahead for ahead, _, _ in slow[:4]] == [2, 2, 3, 3]
+    assert max(age for _, age, _ in slow) == 3
+
+
+def test_now_and_then_a_long_group_delays_few_steps() -> None:
+    """Of twenty groups one takes five steps to sample. As far ahead as K allows at all times, the first step alone would wait."""
+    lengths = [5.0 if number % 20 == 7 else 0.5 for number in range(2000)]
+    always = Guards(8, 1)
+    always._ahead, always._patience = 8, 10**9
+    waits = [[wait for _, _, wait in steps_of(guards, lengths) if wait] for guards in (always, Guards(8, 1))]
+    assert waits == [[0.5], [0.5, 0.5, 0.5]]
 
 
 def test_an_overdue_group_is_waited_for() -> None:

@@ -28,7 +28,9 @@ class Flight(SimulatedFleet):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._most = (setting.staleness + 1) * setting.groups
+        self._least, self._most = (
+            (steps + 1) * setting.groups for steps in (min(1, setting.staleness), setting.staleness)
+        )
         self._ended: dict[int, None] = {}  # in order
         self._life = 0  # counts the ends of the learner
         self.tickets, self._version = Tickets(), 0
@@ -81,8 +83,8 @@ class Flight(SimulatedFleet):
             self.tickets.issue(position)
             self._issue(position)
         outstanding = len(self._running) + len(self._ready) + len(self._taken)
-        if outstanding > self._most or (outstanding < self._most and self.tickets.next < self.setting.tickets):
-            raise Violation(f"{outstanding} groups are outstanding, and the most is {self._most}")
+        if outstanding > self._most or (outstanding < self._least and self.tickets.next < self.setting.tickets):
+            raise Violation(f"{outstanding} groups are outstanding, and there have to be {self._least} to {self._most}")
 
     def _blocked(self) -> bool:
         """Whether a group that runs would be too old after a step that began now."""
