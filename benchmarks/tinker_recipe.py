@@ -2,8 +2,8 @@
 
 CLIENT_PYTHON is an interpreter that has tinker and tinker_cookbook (`prepare_tinker` of benchmarks/environments.sh). The recipe is
 `math_rl` with its own arithmetic, 32 problems of 16 samples a step. Its base is made here by supervised training on generated sums:
-until it knows them, and then on answers of which half are wrong by 1, 2 or 10, so that it has something to unlearn. Prints the
-reward before and after, and the CPU seconds of client and server.
+until it knows them, and then on answers of which half are wrong by 1, 2 or 10, so that it has something to unlearn. Each seed makes
+another base. Prints the reward before and after, and the CPU seconds of client and server. Exit code 1 where a promise is broken.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ RIGHT = 0.5
 # Steps until sums are known, as twenty losses below KNOWN in a row show: seeds differ. Then steps with wrong answers.
 MOST_STEPS, WRONG_STEPS = 5000, 400
 KNOWN = 0.03
+# The promises: rewards before and after, the least gain, the steps, and the CPU seconds of client and server.
+MOST_FIRST, LEAST_LAST, LEAST_GAIN, MOST_RL_STEPS, MOST_CPU_S = 0.6, 0.9, 0.3, 40, 300.0
 END = "<|endoftext|>"
 
 
@@ -129,26 +131,36 @@ def children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def main() -> None:
+def kept(run: dict[str, Any]) -> bool:
+    """Returns whether a run keeps the promises."""
+    first, last = run["first_reward"], run["last_reward"]
+    learned = first <= MOST_FIRST and last >= max(LEAST_LAST, first + LEAST_GAIN)
+    return learned and run["steps"] <= MOST_RL_STEPS and run["client_cpu_s"] + run["server_cpu_s"] <= MOST_CPU_S
+
+
+def main() -> int:
+    """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("client", help="an interpreter with the cookbook")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--base", type=Path, help="a base that was made before; default: a new one")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--loss", default="importance_sampling")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        base = asked.base or Path(scratch) / "base"
-        if not (base / "config.json").exists():
-            base.mkdir(parents=True, exist_ok=True)
-            make_base(base, asked.seed)
-        print(json.dumps(result := train(asked, base, Path(scratch)), indent=2))
-    if asked.out is not None:
-        settings = {"seed": asked.seed, "loss": asked.loss, "learning_rate": asked.learning_rate}
-        write_results(asked.out, {"settings": settings, **result, "machine": machine()})
+    runs = []
+    for seed in asked.seeds:
+        with tempfile.TemporaryDirectory() as scratch:
+            base = Path(scratch) / "base"
+            base.mkdir()
+            make_base(base, seed)
+            runs.append({"seed": seed, **train(asked, base, Path(scratch))})
+        print(json.dumps(runs[-1], indent=2), flush=True)
+        if asked.out is not None:
+            settings = {"loss": asked.loss, "learning_rate": asked.learning_rate}
+            write_results(asked.out, {"settings": settings, "runs": runs, "machine": machine()})
+    return int(not all(map(kept, runs)))
 
 
 def train(asked: argparse.Namespace, base: Path, scratch: Path) -> dict[str, Any]:
@@ -188,4 +200,4 @@ def train(asked: argparse.Namespace, base: Path, scratch: Path) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -140,13 +140,18 @@ def test_whole_models_are_described_and_saved_as_checkpoints(
     assert scores(client, sampler, 1) == of_adapter
     assert scores(client, base, 1) == of_base != scores(client, model.sampler())
     info = client.post("get_info", model_id=model.model_id)
-    assert (info["is_lora"], info["lora_rank"]) == (False, None)
+    assert (info["is_lora"], info["lora_rank"]) == (False, 0)
     path = model.save("save_weights_for_sampler", "mine")["path"]
     state = model.save("save_weights", "state")["path"]
     listed = client.http.get(f"/api/v1/training_runs/{model.model_id}").json()
-    assert (listed["is_lora"], listed["lora_rank"]) == (False, None)
+    assert (listed["is_lora"], listed["lora_rank"]) == (False, 0)
     about = client.post("weights_info", tinker_path=state)
-    assert (about["is_lora"], about["train_unembed"], about["base_model"]) == (False, True, "tiny")
+    assert (about["is_lora"], about["lora_rank"], about["train_unembed"], about["base_model"]) == (
+        False,
+        0,
+        True,
+        "tiny",
+    )
     directory = saved / model.model_id / "sampler_weights" / "mine"
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():

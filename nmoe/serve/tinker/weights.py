@@ -59,9 +59,9 @@ class Shape:
         return self.rank == 0
 
     @property
-    def about(self) -> dict[str, bool | int | None]:
-        """What the protocol says of it."""
-        return {"is_lora": not self.whole, "lora_rank": self.rank or None}
+    def about(self) -> dict[str, bool | int]:
+        """What the protocol says of it. SDKs before 0.38 make another model of that rank before they load its weights."""
+        return {"is_lora": not self.whole, "lora_rank": self.rank}
 
     def settings(self, model: Transformer) -> LoraSettings:
         """Raises TinkerError for an adapter that changes nothing."""
