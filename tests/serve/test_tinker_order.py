@@ -62,11 +62,35 @@ def test_requests_that_come_meanwhile_do_not_prolong_the_wait() -> None:
             await asyncio.sleep(0.05)
         with pytest.raises(TinkerError, match="seq_id = 2: the request 1 before it never came"):
             await waits
-        assert done, "the others went on as soon as it had failed"
-        await asyncio.gather(*others, return_exceptions=True)
+        ends = await asyncio.gather(*others, return_exceptions=True)
+        assert done, "those that came later went on"
+        assert all(
+            f"seq_id = {done[0] - 1}: the request 1 before it" in str(end) for end in ends[done[0] - 4 : done[0] - 3]
+        )
         return done
 
-    assert asyncio.run(run()) == list(range(3, 20))
+    done = asyncio.run(run())
+    assert done == list(range(done[0], 20))
+
+
+def test_a_step_is_not_taken_on_a_part_of_its_batch() -> None:
+    """Of three passes the first never comes: the others fail, and the step after them; so does one that is in no order with them.
+    The next batch goes on."""
+
+    async def run() -> list[int]:
+        order, done = Order(patience_s=0.1), list[int]()
+        found = await asyncio.gather(*(take(order, one, done) for one in (2, 3, 4, 6)), return_exceptions=True)
+        assert [str(one) for one in found] == [
+            f"seq_id = {n}: the request 1 before it never came" for n in (2, 3, 4, 6)
+        ]
+        for late in (1, 5, 6):
+            with pytest.raises(TinkerError, match=f"seq_id = {late}: was there already; the next is 7"):
+                order.check(late)
+        await asyncio.gather(*(take(order, one, done) for one in (8, 7)))
+        assert not order._over
+        return done
+
+    assert asyncio.run(run()) == [7, 8]
 
 
 def test_a_cancelled_request_lets_none_overtake_those_before_it() -> None:

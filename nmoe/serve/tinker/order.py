@@ -22,6 +22,7 @@ class Order:
         self.next = first
         self._patience_s = patience_s
         self._here, self._over = set[int](), set(over)
+        self._lost = dict[int, int]()  # the missing request by each that waited for it
         self._moved = asyncio.Condition()
 
     def check(self, seq_id: int) -> None:
@@ -34,7 +35,8 @@ class Order:
             raise TinkerError(f"seq_id = {seq_id}: was there already; the next is {self.next}")
 
     async def turn(self, seq_id: int) -> None:
-        """Returns once all earlier requests are done. Raises TinkerError if one of them does not come; one that runs may take any
+        """Returns once all earlier requests are done. If one of them does not come, all that wait raise TinkerError: the client sent
+        them as if it had, and a step after a pass that is missing would be on a part of its batch. One that runs may take any
         time."""
         async with self._moved:
             self._here.add(seq_id)
@@ -49,8 +51,11 @@ class Order:
                 except TimeoutError:
                     if self.next != missing:  # another one has just failed of it
                         continue
-                    self.next = min(self._here | self._over)
-                    raise TinkerError(f"seq_id = {seq_id}: the request {missing} before it never came") from None
+                    self._lost = dict.fromkeys(self._here, missing)
+                    self.next = max(self._here) + 1
+                    self._moved.notify_all()
+            if seq_id in self._lost:
+                raise TinkerError(f"seq_id = {seq_id}: the request {self._lost[seq_id]} before it never came")
 
     async def idle(self) -> None:
         """Returns once no request waits or runs."""
@@ -61,6 +66,7 @@ class Order:
         """Lets the next request follow, once all before it are done: one that waits for its turn can be cancelled."""
         async with self._moved:
             self._here.discard(seq_id)
+            self._lost.pop(seq_id, None)
             self.skip(seq_id)
             self._moved.notify_all()
 
@@ -68,5 +74,5 @@ class Order:
         """Ends a turn that no request has taken, before any waits for another."""
         self._over.add(seq_id)
         while self.next in self._over:
-            self._over.remove(self.next)
             self.next += 1
+        self._over = {one for one in self._over if one > self.next}
