@@ -35,8 +35,8 @@ class Order:
             raise TinkerError(f"seq_id = {seq_id}: was there already; the next is {self.next}")
 
     async def turn(self, seq_id: int) -> None:
-        """Returns once all earlier requests are done. If one of them does not come, all that wait raise TinkerError: the client sent
-        them as if it had, and a step after a pass that is missing would be on a part of its batch. One that runs may take any
+        """Returns once all earlier requests are done. If one of them does not come, all that wait raise TinkerError: the client
+        sent them as if it had, and a step after a pass that is missing would be on a part of its batch. One that runs may take any
         time."""
         async with self._moved:
             self._here.add(seq_id)
