@@ -390,21 +390,14 @@ async def test_a_row_that_no_disk_takes_holds_up_its_session_alone(life: Life, m
 
 @lives
 async def test_requests_before_one_that_failed_go_on(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seventh came first, and failed where the first did not come; then a kill comes while the fifth waits."""
-    _, run = await life.made()
-    run.order._patience_s = 0.05
-    seventh = life.begin_step(run, 7)
-    await asyncio.sleep(0)
-    ready, between = asyncio.Event(), life.service.engine.between_steps
-
-    async def slow(act: Callable[[], Any]) -> Any:
-        await ready.wait()
-        return await between(act)
-
-    monkeypatch.setattr(life.service.engine, "between_steps", slow)
+    """All three fail where the first request does not come; the kill comes when the failure of the seventh alone is on the disk."""
+    session, run = await life.made()
     early = [await life.begin_pass(run, 5), life.begin_step(run, 6)]
-    told = await life.result(seventh)
-    assert b"seq_id = 7: the request 1 before it never came" in told
+    seventh, told = f"{run.model_id}:7", json.dumps({"error": "the request 1 before it never came"}).encode()
+    request = Request(seventh, run.model_id, 7, "optim_step", b"", b"")
+    taken = life.service.journal.take(request, session.session_id)
+    done = life.service.journal.done(request, session.session_id, told, "application/json", 5)
+    await life.service.journal.settled(taken, done)
     again = life.killed()
     order = again.service.sessions.run(run.model_id).order
     assert order.next == 5
