@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from subprocess import PIPE
 from types import ModuleType, SimpleNamespace
@@ -26,6 +28,7 @@ from scripted_engine import ScriptedEngine
 from nmoe.engine.api import Request
 from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
+from nmoe.envs.outside.host import failed
 from nmoe.envs.outside.process import HOST
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.rollout.bundle import read_bundle
@@ -524,6 +527,62 @@ def test_a_rubric_calls_its_functions_with_what_they_take(version_0: Any) -> Non
     answer = play_version_0(version_0, rubric)
     assert answer == {"reward": 45.0, "rewards": {}, "metrics": {}, "said": []}
     assert rubric.cleaned == 1
+
+
+class MathRubric(SwallowingRubric):
+    """Verifies in a process, as the rubric of that name does: there, whatever fails is 0."""
+
+    max_verify_chars, timeout_seconds, HARD_TIMEOUT_SECONDS = 100, 5.0, 60.0
+
+    def __init__(self, executor: Any) -> None:
+        super().__init__([self.correct_answer])
+        self.executor = executor
+
+    def score_objects(self, state: dict[str, Any]) -> dict[str, Any]:
+        parser = SimpleNamespace(parse_answer=lambda completion: completion.strip())
+        return {**super().score_objects(state), "completion": " 42 ", "parser": parser}
+
+    async def correct_answer(self, parser: Any, completion: Any, answer: str, **more: Any) -> float:
+        return 0.0
+
+
+class Executor:
+    """Ends no call, or each with an exception."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def submit(self, *call: Any) -> Any:
+        found = Future[Any]()
+        if self.error is not None:
+            found.set_exception(self.error)
+        return found
+
+
+@pytest.fixture
+def math_verify(version_0: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = ModuleType("verifiers.legacy.rubrics.math_rubric")
+    module.__dict__.update(verify_response=lambda response, answer, most, seconds: (response == answer, 0.1))
+    monkeypatch.setitem(sys.modules, "verifiers.legacy.rubrics", ModuleType("verifiers.legacy.rubrics"))
+    monkeypatch.setitem(sys.modules, "verifiers.legacy.rubrics.math_rubric", module)
+    return module
+
+
+def test_an_answer_is_verified_in_a_process(version_0: Any, math_verify: Any) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        assert play_version_0(version_0, MathRubric(executor))["reward"] == 1.0
+        math_verify.verify_response = lambda *given: (True, 5.1)
+        assert play_version_0(version_0, MathRubric(executor))["reward"] == 0.0, "it took longer than its 5 s"
+
+
+@pytest.mark.parametrize("error", [BrokenProcessPool("a worker was lost"), None])
+def test_an_answer_that_was_not_verified_is_lost(error: Exception | None, version_0: Any, math_verify: Any) -> None:
+    rubric = MathRubric(executor := Executor(error))
+    rubric.HARD_TIMEOUT_SECONDS = 0.01
+    with pytest.raises((BrokenProcessPool, TimeoutError)) as raised:
+        play_version_0(version_0, rubric)
+    assert list(failed(raised.value, "s")) == ["lost"]
+    assert (rubric.executor is executor) == (error is None), "the next answer has another process"
 
 
 def gives_none(**given: Any) -> None:

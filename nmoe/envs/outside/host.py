@@ -34,7 +34,7 @@ _LOST = (
     "Timeout", "TimeoutError", "TimeoutException", "ConnectionError", "ConnectError", "ReadError", "WriteError", "CloseError",
     "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError", "gaierror",
     "IncompleteReadError", "RemoteProtocolError", "ServerDisconnectedError", "ConnectionClosed", "ConnectionClosedError",
-    "InternalServerError", "RateLimitError",
+    "InternalServerError", "RateLimitError", "BrokenProcessPool",
 )  # fmt: skip
 
 

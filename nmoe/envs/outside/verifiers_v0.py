@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import openai
@@ -100,6 +104,8 @@ async def _earned(rubric: vf.Rubric, func: Callable[..., Any], state: Any) -> fl
     given = rubric.score_objects(state)
     if not any(one.kind == one.VAR_KEYWORD for one in parameters.values()):
         given = {name: value for name, value in given.items() if name in parameters}
+    if getattr(func, "__qualname__", "") == "MathRubric.correct_answer":
+        func = partial(_verified, getattr(func, "__self__", rubric))
     found = func(**given)
     if inspect.isawaitable(found):
         found = await found
@@ -107,6 +113,21 @@ async def _earned(rubric: vf.Rubric, func: Callable[..., Any], state: Any) -> fl
         return float(found)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{getattr(func, '__name__', func)} gave the reward {found!r}, not a number") from error
+
+
+async def _verified(rubric: Any, parser: Any, completion: Any, answer: str, **_: Any) -> float:
+    """Does what `MathRubric.correct_answer` does. That takes 0 also where its process was lost, or did not come to this answer."""
+    from verifiers.legacy.rubrics.math_rubric import verify_response
+
+    response = parser.parse_answer(completion) or ""
+    limits = (rubric.max_verify_chars, int(rubric.timeout_seconds))
+    try:
+        asked = asyncio.get_running_loop().run_in_executor(rubric.executor, verify_response, response, answer, *limits)
+        right, seconds = await asyncio.wait_for(asked, rubric.HARD_TIMEOUT_SECONDS)
+    except BrokenProcessPool:
+        rubric.executor = ProcessPoolExecutor(max_workers=1)
+        raise
+    return float(right) if seconds <= rubric.timeout_seconds else 0.0
 
 
 # On the class, because rubrics are in groups of rubrics and of environments, and functions may be added at any time.
