@@ -87,13 +87,16 @@ class PackedStream:
         return [[order[at] for pack in packs[step::steps] for at in pack] for step in range(steps)]
 
 
-class Mixture:
-    """Hands out sequences of several sources in proportion to their weights, by a token budget; the order within a source is a pure
-    function of (seed, epoch).
+def furthest_behind(tokens: Sequence[int], weights: Sequence[float]) -> int:
+    """Returns the source that gives the next sequence of a mixture: the one with the fewest positions for its weight, the first in
+    case of a tie. So nothing is drawn at random, and after any number of sequences a source of share w is never ahead of w of all
+    tokens by more than the longest sequence's, and never behind by more than that for each other source."""
+    return min(range(len(tokens)), key=lambda source: tokens[source] / weights[source])
 
-    The next sequence is always from the source that is furthest behind: the one with the fewest positions for its weight, the first
-    in case of a tie. So nothing is drawn at random, and after any number of sequences a source of share w is never ahead of w of
-    all tokens by more than the longest sequence's, and never behind by more than that for each other source.
+
+class Mixture:
+    """Hands out sequences of several sources in proportion to their weights (`furthest_behind`), by a token budget; the order
+    within a source is a pure function of (seed, epoch).
 
     position: the number of sequences taken of each source; set it to continue from there.
     """
@@ -130,7 +133,7 @@ class Mixture:
         taken: list[tuple[int, int]] = []
         budget = tokens
         while True:
-            source = min(range(len(self._lengths)), key=lambda i: self._tokens_handed_out[i] / self._weights[i])
+            source = furthest_behind(self._tokens_handed_out, self._weights)
             epoch, offset = divmod(self._handed_out[source], len(self._lengths[source]))
             index = self._order(source, epoch)[offset]
             length = self._lengths[source][index]

@@ -3,7 +3,8 @@
 A path names one of these, and the first that exists is read:
 
   1. a file: JSON lines (.jsonl), JSON (.json: an array of objects, or lines all the same), Parquet (.parquet), CSV (.csv, all
-     fields texts), the texts among them also compressed (.jsonl.gz); or several, by a pattern (`data/train-*.parquet`);
+     fields texts), the texts among them also compressed (.jsonl.gz, .jsonl.zst); or several, by a pattern
+     (`data/train-*.parquet`);
   2. a directory of such files as a hub repository has them, or as `Dataset.save_to_disk` writes them;
   3. either of these below $NMOE_DATASETS, where local copies of hub datasets are kept under their names (`nmoe.data.hub`):
      `hendrycks/competition_math`, which has left the hub, is then `$NMOE_DATASETS/hendrycks/competition_math/`;
@@ -52,6 +53,8 @@ _SAVED_MARKERS = (
     "state.json",
 )  # the files by which save_to_disk marks a DatasetDict and a Dataset
 
+COMPRESSED = (".gz", ".zst")
+
 _MUCH_ALIKE = 0.8  # of names, as difflib measures it
 _PARQUET_ROWS = 1024  # at once: as Python objects, a row of a conversation is some kilobytes
 _LONGEST_FIELD = 2**31 - 1  # of a CSV; the csv module's own limit is 128 KB
@@ -77,17 +80,15 @@ def read_rows(
     if data_files and name in _BUILDERS:
         files, form = matching(Path(), data_files), _BUILDERS[name]
     else:
-        pattern = is_pattern(name)
-        local = Path(name) if form or pattern else local_copy(name)
-        if local is None and _is_path(name):
-            raise MissingInputError(f"{name}: cannot be read: No such file or directory{_similar(name)}", path)
-        if local is not None and (local / "config.toml").is_file() and (local / "checkpoints").is_dir():
-            raise MissingInputError(f"{name}: is a run, not a dataset; name a file of rows or a dataset", path)
-        if local is None or (local.is_dir() and form is None and not data_files and not pattern):
+        local = _local(name, path, form)
+        named = _files(name, local, form, data_files)
+        if named is None:
             dataset = _load_dataset(name, subset, split, data_files, local, path)
-            yield from _dataset_rows(dataset, f"{name if local is None else local}: {split}", part)
+            yield from dataset_rows(
+                dataset, f"{name if local is None else local}: {split}", rows_of(part, len(dataset))
+            )
             return
-        files = matching(Path(), [name]) if pattern else matching(local, data_files) if data_files else [local]
+        files = named
     within = _file_slice(name, split)
 
     def rows() -> Iterator[Row]:
@@ -95,6 +96,41 @@ def read_rows(
             yield from _file_rows(file, form, columns, optional)
 
     yield from _sliced(lambda: _sliced(rows, within), part)
+
+
+def named_files(path: str) -> list[Path] | None:
+    """Returns the files that `path` names, which may end in a slice; None if it names a dataset that `open_dataset` loads."""
+    name = split_path(path)[0]
+    return _files(name, _local(name, path, None), None, ())
+
+
+def open_dataset(path: str) -> tuple[Dataset, str, Slice]:
+    """Loads the dataset that `path` names, split "train". Returns it with its name for errors and the slice of rows."""
+    name, part = split_path(path)
+    local = _local(name, path, None)
+    return (
+        _load_dataset(name, None, "train", (), local, path),
+        f"{name if local is None else local}: train",
+        part,
+    )
+
+
+def _local(name: str, path: str, form: Form | None) -> Path | None:
+    """Returns the file, pattern or directory that a name means on this machine; None for a dataset on the hub."""
+    local = Path(name) if form or is_pattern(name) else local_copy(name)
+    if local is None and _is_path(name):
+        raise MissingInputError(f"{name}: cannot be read: No such file or directory{_similar(name)}", path)
+    if local is not None and (local / "config.toml").is_file() and (local / "checkpoints").is_dir():
+        raise MissingInputError(f"{name}: is a run, not a dataset; name a file of rows or a dataset", path)
+    return local
+
+
+def _files(name: str, local: Path | None, form: Form | None, data_files: Sequence[str]) -> list[Path] | None:
+    """Returns the files to read; for a dataset that `datasets` has to load, None."""
+    pattern = is_pattern(name)
+    if local is None or (local.is_dir() and form is None and not data_files and not pattern):
+        return None
+    return matching(Path(), [name]) if pattern else matching(local, data_files) if data_files else [local]
 
 
 def local_copy(name: str) -> Path | None:
@@ -113,10 +149,11 @@ def read_lines(name: str, lines: Iterable[bytes]) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{name}:{number}"
-            yield where, _object(where, line)
+            yield where, json_object(where, line)
 
 
-def _object(where: str, line: bytes) -> dict[str, object]:
+def json_object(where: str, line: bytes) -> dict[str, object]:
+    """Parses a line of a file. `where` names it in errors ("train.jsonl:17"). Raises UserError if it is not an object."""
     if line.startswith(b"version https://git-lfs"):
         raise UserError(f"{where}: a pointer of Git LFS in place of the data; fetch it with `git lfs pull`")
     try:
@@ -144,7 +181,7 @@ def _is_path(name: str) -> bool:
     return (
         name.startswith((".", "/", "~"))
         or name.count("/") > 1
-        or _form_of(path) is not None
+        or form_of(path) is not None
         or path.suffix[1:].isalpha()
     )
 
@@ -157,8 +194,9 @@ def _similar(name: str) -> str:
     return f"; did you mean {str(path.parent / found[0])!r}?" if found else ""
 
 
-def _form_of(path: Path) -> Form | None:
-    return _FORMS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix)
+def form_of(path: Path) -> Form | None:
+    """Returns the format that a file's name says; None if it says none."""
+    return _FORMS.get(path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix)
 
 
 def matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
@@ -177,7 +215,7 @@ def matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _file_rows(path: Path, form: Form | None, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Row]:
-    named = _form_of(path)
+    named = form_of(path)
     if form is not None and named not in (None, form) and {form, named} & {"csv", "parquet"}:
         raise UserError(f'{path}: a {named} file, and {form} is wanted here; write type = "{named}"')
     form = form or named
@@ -186,23 +224,35 @@ def _file_rows(path: Path, form: Form | None, columns: Sequence[str] | None, opt
             f"{path}: files of type {path.suffix!r} are not read; {', '.join(_FORMS)} are", str(path)
         )
     if form == "parquet":
-        yield from _parquet(path, columns, optional)
+        yield from parquet_rows(path, columns, optional)
         return
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             if form == "jsonl":
                 yield from read_lines(str(path), file)
             elif form == "json":
                 yield from _json(path, file)
             else:
                 yield from _csv(path, file)
-    except (OSError, EOFError, zlib.error) as error:  # an EOFError where a compressed file is cut
-        remedy = "; name a file in it" if isinstance(error, IsADirectoryError) else ""
-        message = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{remedy}"
-        raise MissingInputError(message, str(path)) from error
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
 
 
-def _opened(path: Path) -> IO[bytes]:
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What reading a file may raise; an EOFError where a compressed file is cut."""
+
+
+def unreadable(path: Path, error: BaseException) -> MissingInputError:
+    remedy = "; name a file in it" if isinstance(error, IsADirectoryError) else ""
+    return MissingInputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{remedy}", str(path))
+
+
+def opened(path: Path) -> IO[bytes]:
+    """Opens a file of text, which may be compressed. Raises OSError, and so may reading."""
+    if path.suffix == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
@@ -248,7 +298,10 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Row]:
         raise UserError(f"{path}:{reader.line_num + 1}: not CSV in UTF-8: {error}") from error
 
 
-def _parquet(path: Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Row]:
+def parquet_rows(
+    path: Path, columns: Sequence[str] | None, optional: Sequence[str] = (), group: int | None = None
+) -> Iterator[Row]:
+    """Yields the rows of a Parquet file, or of one of its row groups. Raises UserError as `read_rows` does."""
     import pyarrow
     import pyarrow.parquet
 
@@ -261,7 +314,10 @@ def _parquet(path: Path, columns: Sequence[str] | None, optional: Sequence[str])
                     f"{path}: no column {', '.join(map(repr, absent))}; the columns are {', '.join(map(repr, there))}"
                 )
             wanted = None if columns is None else [*columns, *(name for name in optional if name in there)]
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=wanted):
+            number = sum(file.metadata.row_group(before).num_rows for before in range(group or 0))
+            for batch in file.iter_batches(
+                _PARQUET_ROWS, row_groups=None if group is None else [group], columns=wanted
+            ):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", _own_keys(row)
@@ -357,9 +413,8 @@ def _end(part: Any, lengths: dict[str, int]) -> int:
     return lengths[part.splitname] if part.to is None else part.to
 
 
-def _dataset_rows(dataset: Dataset, where: str, part: Slice) -> Iterator[Row]:
-    """Yields the rows of a slice of a dataset; their locations count rows from 1, including those before the slice."""
-    chosen = rows_of(part, len(dataset))
+def dataset_rows(dataset: Dataset, where: str, chosen: range) -> Iterator[Row]:
+    """Yields the chosen rows of a dataset; their locations count rows from 1, including the rows before."""
     for number, row in zip(chosen, dataset.select(chosen), strict=True):
         yield f"{where} row {number + 1}", _own_keys(row)
 

@@ -1,6 +1,7 @@
 """Pretraining: trains a language model on documents by next-token cross-entropy. `nmoe pretrain CONFIG`
 
-Documents are packed into batches, but do not attend to each other. Several sources are mixed by weight.
+Documents are streamed from the disk (`nmoe.data.stream`) and packed into batches, but do not attend to each other. Several sources
+are mixed by weight.
 """
 
 # Shapes: T predicting positions.
@@ -14,8 +15,9 @@ import numpy as np
 import torch
 
 from nmoe.config.commands import PretrainConfig
-from nmoe.data.documents import Document, DocumentMixture, DocumentSource, read_documents
-from nmoe.errors import UserError
+from nmoe.data.documents import Document, DocumentReader
+from nmoe.data.stream import DocumentMixture, DocumentSource
+from nmoe.data.tokenising import DocumentWorkers
 from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.gang import everywhere
@@ -44,8 +46,27 @@ def pretrain(config: PretrainConfig) -> Path:
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     start = everywhere(Start.of, config, tokenizer)
-    sources, held_out = _read_sources(config, tokenizer, start.model.config.context_tokens)
-    mixture = DocumentMixture(sources, config.run.seed)
+    reader = DocumentReader(tokenizer, start.model.config.context_tokens)
+    with DocumentWorkers(reader, None if config.data.workers == "auto" else config.data.workers) as workers:
+        return _train(config, threads, tokenizer, start, workers)
+
+
+def _train(config: PretrainConfig, threads: int, tokenizer: Tokenizer, start: Start, workers: DocumentWorkers) -> Path:
+    data = config.data
+    sources = [
+        DocumentSource(
+            section.path,
+            workers,
+            config.run.seed,
+            data.shuffle_mb << 20,
+            data.held_out_documents,
+            section.weight,
+            section.label,
+        )
+        for section in data.mixture
+    ]
+    mixture = DocumentMixture(sources, workers.reader, data.held_out_documents)
+    held_out = [source.held_out for source in sources]
     learner = everywhere(start.learner, config)
     shares = [source.weight / sum(source.weight for source in sources) for source in sources]
     several = len(sources) > 1
@@ -95,33 +116,16 @@ def pretrain(config: PretrainConfig) -> Path:
         data_notes=_shares_and_epochs(config, sources, shares),
         held_out=evaluate if config.data.held_out_documents else None,
         metrics=lambda batch, result: tokens_of_step,
+        changes=mixture.changes,
     )
     return supervise(recipe, threads)
-
-
-def _read_sources(
-    config: PretrainConfig, tokenizer: Tokenizer, context_tokens: int
-) -> tuple[list[DocumentSource], list[list[Document]]]:
-    """Reads the documents of each source; returns the documents to train on, and the last documents of each source,
-    which are held out."""
-    sources, held_out = [], []
-    for section in config.data.mixture:
-        documents = read_documents(section.path, tokenizer, context_tokens)
-        kept = len(documents) - config.data.held_out_documents
-        if kept < 1:
-            raise UserError(
-                f"{section.path}: data.held_out_documents = {config.data.held_out_documents} leaves none of its "
-                f"{len(documents)} documents to train on"
-            )
-        sources.append(DocumentSource(section.label, documents[:kept], section.weight))
-        held_out.append(documents[kept:])
-    return sources, held_out
 
 
 def _shares_and_epochs(config: PretrainConfig, sources: Sequence[DocumentSource], shares: Sequence[float]) -> list[str]:
     notes = []
     for source, share in zip(sources, shares, strict=True):
         epochs = share * config.run.steps * config.data.tokens_per_step / source.tokens
-        note = f"{len(source.documents):,} documents of {source.tokens:,} tokens: {epochs:.2f} epochs"
+        about = "" if source.bytes <= source.buffer_bytes else f" in {source.bytes / 1e6:,.0f} MB, about"
+        note = f"{source.documents:,} documents{about or ' of'} {source.tokens:,} tokens: {epochs:.2f} epochs"
         notes.append(note if len(sources) == 1 else f"{source.name}, {share:.1%} of the tokens: {note}")
     return notes

@@ -34,8 +34,7 @@ from nmoe.text.tokenizer import Tokenizer
 class Examples(Protocol):
     """The training data of a run, as checkpoints record it.
 
-    `position` counts the examples that were used, per source if there are several. `fingerprint` is a digest of all
-    examples.
+    `position` says which examples were used. `fingerprint`, which JSON can express, differs if the examples do.
     """
 
     @property
@@ -45,7 +44,11 @@ class Examples(Protocol):
     def position(self, position: Any) -> None: ...
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> Any: ...
+
+
+def _no_changes(recorded: Any) -> list[str]:
+    return []
 
 
 def _no_metrics(batch: Batch, result: PassResult) -> dict[str, float]:
@@ -66,6 +69,7 @@ class Supervised(Recipe):
     held_out: evaluates on held-out data before the first step, every `config.evaluate_every` steps and at the end; None
         without such data.
     metrics: returns additional metrics of a step, beside loss, speed, optimizer and routing.
+    changes: compares a checkpoint's fingerprint of the examples with theirs, and returns what changed, as texts.
     save_more: writes additional files of the recipe into a checkpoint, beside weights, optimizer state and tokenizer.
     run: the run, once it is open.
     probing: samples the environments of the [[eval]] tables; None without them.
@@ -81,6 +85,7 @@ class Supervised(Recipe):
     data_notes: Sequence[str]
     held_out: Callable[[], HeldOut] | None = None
     metrics: Callable[[Batch, PassResult], Mapping[str, float]] = field(default=_no_metrics)
+    changes: Callable[[Any], list[str]] = field(default=_no_changes)
     save_more: Callable[[Path], None] = field(default=_save_nothing)
     run: Run | None = None
     probing: Probing | None = None
@@ -151,7 +156,10 @@ class Supervised(Recipe):
     def _go_to(self, state: Mapping[str, Any]) -> None:
         """Restores the position in the data from a checkpoint. Raises UserError if the data changed since the run began."""
         if state["documents"] != self.examples.fingerprint:
-            raise UserError(f"{self.source}: not the documents that this run began with; put them back")
+            found = f" ({', '.join(changes)})" if (changes := self.changes(state["documents"])) else ""
+            raise UserError(
+                f"{self.source}: not the documents that this run began with{found}; put them back, or start a new run"
+            )
         self.examples.position = state["position"]
 
 

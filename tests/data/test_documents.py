@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from nmoe.data.corpus import _passages, train_tokenizer
-from nmoe.data.documents import Document, DocumentMixture, DocumentSource, read_documents
+from nmoe.data.documents import Document, DocumentReader
+from nmoe.data.spans import spans_of
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import PIECE_PATTERN, SMALLEST_VOCABULARY, Tokenizer
 
@@ -32,8 +32,13 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
+def documents_of(path: Path, tokenizer: Tokenizer, context_tokens: int) -> list[Document]:
+    found = [DocumentReader(tokenizer, context_tokens).read(span).pieces for span in spans_of(str(path), 1 << 20)]
+    return [document for pieces in found if pieces is not None for document in pieces]
+
+
 def read(path: Path, tokenizer: Tokenizer, context_tokens: int = 8) -> list[list[int]]:
-    return [document.ids.tolist() for document in read_documents(str(path), tokenizer, context_tokens)]
+    return [document.ids.tolist() for document in documents_of(path, tokenizer, context_tokens)]
 
 
 def test_text_is_encoded_and_ended_and_ids_are_taken_as_they_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -89,29 +94,29 @@ NEITHER = r"neither `text` \(a string\) nor `token_ids` \(two whole numbers or m
 )
 def test_a_line_that_is_no_document_is_named(line: object, message: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path / "d.jsonl", {"text": "a"}, "", line, {"text": "b"})
-    with pytest.raises(UserError, match=rf"d\.jsonl:3: .*{message}"):
-        read(path, tokenizer)
+    reader = DocumentReader(tokenizer, 8)
+    for begin in (reader.read, reader.check):
+        with pytest.raises(UserError, match=rf"d\.jsonl:3: .*{message}"):
+            begin(spans_of(str(path), 1 << 20)[0])
 
 
-def test_a_file_without_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"d\.jsonl: holds no documents"):
-        read(write(tmp_path / "d.jsonl", "", " "), tokenizer)
+def test_a_file_that_is_not_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"absent\.jsonl: cannot be read: No such file"):
         read(tmp_path / "absent.jsonl", tokenizer)
 
 
 def test_prompts_are_read_and_not_learned(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path / "d.jsonl", {"token_ids": [5, 6, 7, 8, 9], "prompt_tokens": 3})
-    (whole,) = read_documents(str(path), tokenizer, 64)
+    (whole,) = documents_of(path, tokenizer, 64)
     assert (whole.prompt, whole.positions, whole.learned.tolist()) == (3, 4, [False, False, True, True])
     # Cut after two positions: the first piece would be prompt alone.
-    (rest,) = read_documents(str(path), tokenizer, 2)
+    (rest,) = documents_of(path, tokenizer, 2)
     assert (rest.ids.tolist(), rest.prompt, rest.learned.tolist()) == ([7, 8, 9], 1, [True, True])
 
 
 def test_a_null_says_that_there_is_no_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"token_ids": [5, 6, 7], "prompt_tokens": None}, {"token_ids": [5, 6, 7], "prompt_tokens": 2}]
-    documents = read_documents(str(write(tmp_path / "d.jsonl", *rows)), tokenizer, 64)
+    documents = documents_of(write(tmp_path / "d.jsonl", *rows), tokenizer, 64)
     assert [document.prompt for document in documents] == [0, 2]
 
 
@@ -128,115 +133,7 @@ def test_prompt_tokens_that_count_nothing(
     tmp_path: Path, tokenizer: Tokenizer, record: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=rf"d\.jsonl:1: {message}"):
-        read_documents(str(write(tmp_path / "d.jsonl", record)), tokenizer, 64)
-
-
-def source(lengths: list[int], name: str = "only", weight: float = 1.0, first: int = 0) -> DocumentSource:
-    """Document i is first + i, first + i, ..., with `lengths[i]` predicted tokens."""
-    return DocumentSource(name, [Document(np.full(length + 1, first + i)) for i, length in enumerate(lengths)], weight)
-
-
-def stream(lengths: list[int], seed: int = 0) -> DocumentMixture:
-    return DocumentMixture([source(lengths)], seed)
-
-
-def taken(mixture: DocumentMixture, tokens: int) -> list[int]:
-    return [int(document.ids[0]) for _, document in mixture.take(tokens)]
-
-
-def test_each_epoch_has_every_document_once_in_an_order_of_its_own() -> None:
-    documents = stream([1] * 20)
-    epochs = [taken(documents, 20) for _ in range(3)]
-    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert documents.position == [60]
-    assert epochs == [taken(again, 20) for again in [stream([1] * 20)] for _ in range(3)]
-    assert taken(stream([1] * 20, seed=1), 20) != epochs[0]
-
-
-def test_the_budget_counts_predicted_tokens_and_is_met_exactly() -> None:
-    documents = stream([3] * 6)
-    assert len(taken(documents, 9)) == 3
-    assert len(taken(documents, 8)) == 2  # a third would exceed it
-    assert len(taken(documents, 11)) == 3
-    assert documents.position == [8]
-    assert len(taken(documents, 1)) == 1  # one is always handed out
-    assert documents.position == [9]
-
-
-def test_what_did_not_fit_comes_next_and_a_position_goes_on_across_epochs() -> None:
-    lengths = [2, 5, 3, 7, 1, 4]
-    whole = stream(lengths)
-    order = [document for _ in range(12) for document in taken(whole, 1)]
-    documents = stream(lengths)
-    joined: list[int] = []
-    while len(joined) < 12:
-        part = taken(documents, 8)
-        assert sum(lengths[i] for i in part) <= 8
-        joined += part
-    assert joined[:12] == order
-    resumed = stream(lengths)
-    resumed.position = [7]
-    assert [document for _ in range(5) for document in taken(resumed, 1)] == order[7:]
-
-
-lengths = st.lists(st.integers(1, 30), min_size=1, max_size=6)
-
-
-@given(st.lists(st.tuples(lengths, st.floats(0.05, 20)), min_size=1, max_size=4), st.integers(0, 99))
-def test_shares_of_the_tokens_are_the_weights_to_a_document(kinds: list[tuple[list[int], float]], seed: int) -> None:
-    sources = [source(each, f"s{i}", weight, first=100 * i) for i, (each, weight) in enumerate(kinds)]
-    mixture = DocumentMixture(sources, seed)
-    longest = max(max(each) for each, _ in kinds)
-    given_out = [0] * len(sources)
-    for _ in range(60):
-        ((index, document),) = mixture.take(1)
-        assert document.ids[0] // 100 == index
-        given_out[index] += document.positions
-        for tokens, each in zip(given_out, sources, strict=True):
-            exact = each.weight / sum(one.weight for one in sources) * sum(given_out)
-            assert -(len(sources) - 1) * longest - 1e-6 <= tokens - exact <= longest + 1e-6
-
-
-def test_three_sources_converge_to_their_weights_whatever_their_sizes() -> None:
-    sources = [source([9] * 5, "a", 2.0), source([1, 2], "b", 1.0), source([30] * 40, "c", 1.0)]
-    mixture = DocumentMixture(sources, 3)
-    tokens = [0, 0, 0]
-    for _ in range(200):
-        for index, document in mixture.take(100):
-            tokens[index] += document.positions
-    assert [one / sum(tokens) for one in tokens] == pytest.approx([0.5, 0.25, 0.25], abs=0.002)
-
-
-@given(st.integers(0, 40), st.integers(1, 50))
-def test_a_mixture_goes_on_from_a_position_alone(steps: int, budget: int) -> None:
-    def made() -> DocumentMixture:
-        return DocumentMixture([source([3, 1, 4, 1, 5], "a", 0.7), source([9, 2, 6], "b", 0.3, first=100)], 5)
-
-    whole = made()
-    for _ in range(steps):
-        whole.take(budget)
-    resumed = made()
-    resumed.position = json.loads(json.dumps(whole.position))
-    assert [taken(whole, budget) for _ in range(9)] == [taken(resumed, budget) for _ in range(9)]
-    assert resumed.position == whole.position
-
-
-def test_a_fingerprint_tells_documents_sources_and_weights_apart() -> None:
-    def fingerprint(*sources: DocumentSource) -> str:
-        return DocumentMixture(sources, 0).fingerprint
-
-    one, other = source([2, 3], "a"), source([4], "b", first=9)
-    prints = [
-        fingerprint(one, other),
-        fingerprint(other, one),
-        fingerprint(one),
-        fingerprint(one, source([4], "b", 0.5, first=9)),
-        fingerprint(one, source([4], "b", first=8)),
-        fingerprint(DocumentSource("a", [*one.documents, *other.documents])),
-    ]
-    assert len(set(prints)) == len(prints)
-    assert fingerprint(one, other) == prints[0]
+        documents_of(write(tmp_path / "d.jsonl", record), tokenizer, 64)
 
 
 TEXTS = ["the cat sat on the mat\n", "the hat sat on the cat\n", "Grüße, the 42 cats\n"] * 4

@@ -100,9 +100,23 @@ def jobs(workshop: Path, base: Path, tmp_path: Path) -> list[tuple[str, str, lis
     def reinforce(name: str, *more: str) -> tuple[str, str, list[str]]:
         return "rl", f"{tmp_path}/rl.toml", [*SMALL, f"--run.name={name}", *more]
 
+    corpus = (workshop / "corpus.jsonl").read_text()
+    (tmp_path / "streamed.jsonl").write_text(corpus * (1_100_000 // len(corpus) + 1))
+
+    def stream(name: str, *more: str) -> tuple[str, str, list[str]]:
+        fixed = [f"--data.documents={tmp_path}/streamed.jsonl", "--data.shuffle_mb=1", "--data.workers=1"]
+        return (
+            "pretrain",
+            str(workshop / "base.toml"),
+            [*fixed, "--optimizer.schedule_steps=3", f"--run.name={name}", *more],
+        )
+
     critic = ("--algorithm.advantage=gae", "--critic.learning_rate=1e-3")
     return [
         ("pretrain", str(workshop / "base.toml"), ["--run.steps=3", "--model.router_aux_loss_coef=0.01"]),
+        stream("streamed", "--run.steps=3"),
+        stream("resumed", "--run.steps=2"),
+        stream("resumed", "--run.steps=3", "--run.resume=true"),
         *((name, f"{tmp_path}/{name}.toml", []) for name in ("sft", "dpo", "reward", "verifier")),
         ("verifier", f"{tmp_path}/verifier.toml", ["--run.name=judge", "--verifier.head=discriminative"]),
         reinforce("reference", "--algorithm.kl_coef=0.05", "--algorithm.reference_every_steps=2"),
@@ -130,6 +144,15 @@ def test_two_ranks_are_one_process(jobs: list[tuple[str, str, list[str]]], tmp_p
             for name, value in ours.items():
                 if name not in OF_RANKS and not name.startswith("time") and not name.endswith("per_second"):
                     assert value == pytest.approx(theirs[name], rel=2e-4, abs=2e-6), (alone.name, ours["step"], name)
+    # A corpus that is larger than its buffer: resumed, two ranks have the same batches, and the same numbers.
+    streamed, resumed = (
+        [
+            {name: value for name, value in row.items() if "time" not in name and "per_second" not in name}
+            for row in read_metrics(tmp_path / "two" / run)
+        ]
+        for run in ("streamed", "resumed")
+    )
+    assert resumed == streamed
     # A renewed reference, of which each rank holds a part, is saved whole.
     ours, theirs = (
         load_file(tmp_path / where / "reference/checkpoints/latest/reference/model.safetensors")

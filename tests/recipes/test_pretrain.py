@@ -16,7 +16,8 @@ from interrupted_runs import figures, interrupted_at
 
 from nmoe.config.commands import PretrainConfig
 from nmoe.config.loader import load_run
-from nmoe.data.documents import Document, read_documents
+from nmoe.data.documents import Document, DocumentReader
+from nmoe.data.spans import spans_of
 from nmoe.errors import UserError
 from nmoe.learner.passes import batch_logprobs
 from nmoe.model.checkpoint import load_model
@@ -29,6 +30,11 @@ from nmoe.runs.summary import show_run
 from nmoe.text.tokenizer import Tokenizer
 
 SHORT = ("--run.steps=1", "--optimizer.warmup_steps=0", "--eval=[]", "--data.tokens_per_step=64")
+
+
+def documents_of(path: Path, tokenizer: Tokenizer) -> list[Document]:
+    found = [DocumentReader(tokenizer, 64).read(span).pieces for span in spans_of(str(path), 1 << 20)]
+    return [document for pieces in found if pieces is not None for document in pieces]
 
 
 def test_every_token_after_the_first_is_predicted() -> None:
@@ -50,7 +56,7 @@ def test_the_held_out_loss_is_that_of_the_last_documents(workshop: Path, base: P
     rows = read_metrics(base)
     assert [row["step"] for row in rows if "held_out_loss" in row] == [200, 400, 600]
     directory = resolve_checkpoint(base)
-    held_out = read_documents(str(workshop / "corpus.jsonl"), Tokenizer.load(directory), 64)[-50:]
+    held_out = documents_of(workshop / "corpus.jsonl", Tokenizer.load(directory))[-50:]
     logprobs_N = batch_logprobs(load_model(directory), document_batch(held_out), 4096, 1.0)
     assert len(logprobs_N) == sum(document.positions for document in held_out)
     assert rows[-1]["held_out_loss"] == pytest.approx(float(-logprobs_N.mean()), abs=1e-6)
@@ -116,7 +122,8 @@ def test_a_run_does_not_go_on_with_other_documents(workshop: Path, tmp_path: Pat
     pretrain(load_run(workshop / "base.toml", PretrainConfig, overrides))
     first = json.loads(lines[0])["token_ids"]
     documents.write_text("\n".join([json.dumps({"token_ids": [*first[:-1], first[0]]}), *lines[1:100]]))
-    with pytest.raises(UserError, match=r"documents\.jsonl: not the documents that this run began with"):
+    message = r"not the documents that this run began with \(documents\.jsonl has other documents, 100 as before\)"
+    with pytest.raises(UserError, match=message):
         pretrain(load_run(workshop / "base.toml", PretrainConfig, [*overrides, "--run.steps=2", "--run.resume=true"]))
 
 
@@ -162,7 +169,7 @@ def test_a_mixture_trains_by_weight_and_is_evaluated_by_source(
     directory = resolve_checkpoint(run)
     tokenizer, model = Tokenizer.load(directory), load_model(directory)
     for path, name, last in (("digits.jsonl", "digits", 200), ("letters.jsonl", "words", 40)):
-        held_out = read_documents(path, tokenizer, 64)[last - 5 : last]
+        held_out = documents_of(Path(path), tokenizer)[last - 5 : last]
         logprobs_N = batch_logprobs(model, document_batch(held_out), 4096, 1.0)
         assert rows[-1][f"held_out_loss/{name}"] == pytest.approx(float(-logprobs_N.mean()), abs=1e-6)
     digits, words = (rows[-1][f"held_out_loss/{name}"] for name in ("digits", "words"))
@@ -170,6 +177,31 @@ def test_a_mixture_trains_by_weight_and_is_evaluated_by_source(
     shown = capfd.readouterr().out
     assert "digits, 75.0% of the tokens: 195 documents of" in shown
     assert "words, 25.0% of the tokens: 35 documents of" in shown
+
+
+def test_a_corpus_larger_than_its_buffer_is_streamed_and_resumed(
+    workshop: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = (workshop / "corpus.jsonl").read_text().splitlines(keepends=True)
+    for part in range(3):
+        (tmp_path / f"part-{part}.jsonl").write_text(
+            "".join(lines[part::3]) * (400_000 // len("".join(lines[part::3])) + 1)
+        )
+    overrides = [f"--run.directory={tmp_path}", f"--data.documents={tmp_path}/part-*.jsonl", "--data.shuffle_mb=1"]
+    overrides += ["--run.steps=6", "--eval.0.every_steps=3", "--data.held_out_documents=9", "--data.workers=0"]
+
+    def run(*more: str) -> Path:
+        return pretrain(load_run(workshop / "base.toml", PretrainConfig, [*overrides, *more]))
+
+    whole = read_metrics(run("--run.name=whole"))
+    shown = capfd.readouterr().out
+    assert re.search(r"documents in \d MB, about [\d,]+ tokens: 0\.\d\d epochs", shown), shown
+    with interrupted_at(4):
+        run("--run.name=broken")
+    assert figures(read_metrics(run("--run.name=broken", "--run.resume=true"))) == figures(whole)
+    (tmp_path / "part-1.jsonl").write_text("".join(lines))
+    with pytest.raises(UserError, match=r"part-1\.jsonl has [\d,]+ documents, had [\d,]+"):
+        run("--run.name=broken", "--run.resume=true", "--run.steps=7")
 
 
 def test_a_mixture_that_was_interrupted_goes_on_number_for_number(

@@ -51,6 +51,11 @@ class DataSection(Section):
     """tokens per optimizer step"""
     held_out_documents: int = Field(default=0, ge=0)
     """documents of each source held out for evaluation"""
+    shuffle_mb: int = Field(default=64, gt=0)
+    """MiB of text of each source that are in memory and shuffled together; a smaller source is shuffled as a whole"""
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """processes that read and tokenise documents; 0: the run's own alone; auto: one for each two cores, at most 8, and none if all
+    sources are smaller than `shuffle_mb`"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.documents is None and not self.sources:
@@ -62,7 +67,9 @@ class DataSection(Section):
     @property
     def mixture(self) -> tuple[DocumentSourceSection, ...]:
         """The sources to pretrain on; `documents` counts as a single source."""
-        return self.sources if self.documents is None else (DocumentSourceSection(path=self.documents),)
+        return (
+            self.sources if self.documents is None else (DocumentSourceSection(path=self.documents, name="documents"),)
+        )
 
 
 Kind = Literal["text", "messages", "prompt", "prompt_completion", "preference", "stepwise"]
