@@ -13,6 +13,7 @@ from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_environment, load_run
 from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
+from nmoe.statistics import binomial_interval
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,22 @@ def test_the_guide_to_the_library_runs_as_printed(
     assert len(names["answers"]) == 4, "samples of a loaded model"
     assert set(map(len, names["lengths"])) == {4}, "one request for each group"
     assert [run.name for run in sorted((tmp_path / "runs").iterdir())][:2] == ["Boxes", "Greater"]
+
+
+def test_the_reference_figures_of_gpt_oss_have_their_intervals_and_an_environment(tmp_path: Path) -> None:
+    page = (GUIDES / "gpt_oss.md").read_text()
+    rows = re.findall(r"\| (\d+), ([\d.]+)% \| .* \| ([\d.]+)% to ([\d.]+)% \|$", page, re.MULTILINE)
+    for right, *percents in rows:
+        interval = binomial_interval(int(right), 18)
+        assert [f"{100 * value:.1f}" for value in (int(right) / 18, interval.low, interval.high)] == percents
+    assert [row[0] for row in rows] == ["5", "9", "8"]
+    (block,) = blocks(page, "toml")
+    (tmp_path / "aime_18.toml").write_text(block)
+    found = load_environment(tmp_path / "aime_18.toml")
+    asked = load_run(Path("gpt_oss_20b"), RLConfig).eval[2].environment
+    assert asked is not None
+    assert (found.extraction, found.reasoning_effort) == (asked.extraction, asked.reasoning_effort)
+    assert found.system == asked.system_by_format.harmony
 
 
 def test_the_live_environment_is_opened_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
