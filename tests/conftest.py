@@ -13,6 +13,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,17 +143,27 @@ keep = 1
 gc.set_threshold(1_000_000)
 
 
+LOADED = [0]
+
+
+def leave_imports_alone() -> None:
+    """Exempts from garbage collection what there is once more modules are loaded: a run collects at each of its checkpoints, and
+    took 40% of its CPU seconds to search the objects of imports."""
+    if len(sys.modules) > LOADED[0] + 20:
+        gc.collect()
+        gc.freeze()
+        LOADED[0] = len(sys.modules)
+
+
 def pytest_collection_finish() -> None:
-    """Exempts the objects of imports and collection from garbage collection: to search them again and again cost 6% of the tests'
-    CPU seconds."""
-    gc.collect()
-    gc.freeze()
+    leave_imports_alone()
     gc.set_threshold(100_000)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Seeds torch's generator before a test and its fixtures draw from it: some builds of torch start it at random."""
+    leave_imports_alone()
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)  # what an earlier test chose
 
