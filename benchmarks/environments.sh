@@ -20,7 +20,8 @@ OLDER_TINKER=(0.30.0 0.25.0)
 VERIFIERS=(verifiers==0.4.0 textarena==0.7.4)
 OLDER_VERIFIERS=verifiers==0.3.1
 
-MCP=mcp==2.3.0
+MCP=(mcp==2.3.0 websockets==17.4)
+OPENENV=(openenv==0.10.0 ors-sdk==0.1.0)
 
 require_python() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -154,15 +155,18 @@ prepare_lent() { # root
     done
 }
 
-# Makes .venv-mcp: the package mcp, with nmoe and the packages of .venv behind its own.
+# Makes .venv-mcp: the packages mcp and websockets, with nmoe and the packages of .venv behind its own; and .venv-openenv with the
+# servers of OpenEnv and of the Open Reward Standard.
 prepare_mcp() { # root
-    local root="$1" venv="$1/.venv-mcp" site
-    if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$MCP" ]; then
+    local root="$1" venv="$1/.venv-mcp" site wanted="${MCP[*]} ${OPENENV[*]}"
+    if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
         [ -x "$venv/bin/python" ] || "$root/.venv/bin/python" -m venv "$venv"
-        echo "installing $MCP into .venv-mcp"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$MCP"
+        echo "installing ${MCP[*]} into .venv-mcp, and ${OPENENV[*]} into .venv-openenv"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "${MCP[@]}" "$UV"
+        [ -x "$root/.venv-openenv/bin/python" ] || "$PYTHON" -m venv --without-pip "$root/.venv-openenv"
+        "$venv/bin/uv" pip install --quiet --python "$root/.venv-openenv/bin/python" "${OPENENV[@]}"
         site="$("$root/.venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')"
         printf '%s\n' "$root" "$site" >"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/zz_nmoe.pth"
-        echo "$MCP" >"$venv/.installed"
+        echo "$wanted" >"$venv/.installed"
     fi
 }

@@ -250,6 +250,8 @@ DATASET_TASKS: Mapping[str, str] = {
     "text_match": f"{_TASKS}.text:TextMatchTask",
     "open": f"{_TASKS}.text:OpenTask",
     "skyrl_gym": f"{_TASKS}.skyrl_gym:SkyrlGymEpisode",
+    "openenv": f"{_TASKS}.openenv:OpenEnvEpisode",
+    "ors": f"{_TASKS}.ors:OrsEpisode",
 }
 """The built-in tasks that can grade the records of a dataset."""
 
