@@ -42,8 +42,8 @@ from nmoe.text.tokenizer import Tokenizer  # noqa: E402
 # The largest number of the cookbook's arithmetic.
 LARGEST = 100
 RIGHT = 0.5
-# Steps until sums are known, as twenty losses below KNOWN in a row show: seeds differ. Then steps at a falling rate, without which a
-# tenth of the sums stayed wrong, and steps with wrong answers.
+# Steps until sums are known, as twenty losses below KNOWN in a row show: seeds differ. Then steps at a falling rate, without which
+# a tenth of the sums stayed wrong, and steps with wrong answers.
 MOST_STEPS, SURE_STEPS, WRONG_STEPS = 5000, 300, 400
 KNOWN = 0.03
 # The promises: rewards before and after, the least gain, the steps, and the CPU seconds of client and server.

@@ -153,6 +153,11 @@ def test_metadata_are_bounded() -> None:
     assert metadata_of(Fields({"user_metadata": {"run": "one"}})) == {"run": "one"}
     with pytest.raises(TinkerError, match="user_metadata: has 70,002 bytes as JSON; at most 65,536 are kept"):
         metadata_of(Fields({"user_metadata": "x" * 70_000}))
+    nested: Any = []
+    for _ in range(200):
+        nested = [nested]
+    with pytest.raises(TinkerError, match="user_metadata: is nested more than 100 deep"):
+        metadata_of(Fields({"user_metadata": nested}))
 
 
 @pytest.mark.parametrize(

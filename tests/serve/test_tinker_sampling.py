@@ -13,7 +13,10 @@ from served_client import Client, serving
 from tinker_client import Model, Tinker, arrays, datum
 from transformers import AutoModelForCausalLM
 
+from nmoe.serve.tinker.errors import TinkerError
+from nmoe.serve.tinker.fields import Fields
 from nmoe.serve.tinker.messages import LENGTH, STOP
+from nmoe.serve.tinker.sampling import read_sample_request
 from nmoe.text.tokenizer import Tokenizer
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
@@ -367,6 +370,12 @@ def test_bad_requests_for_samples(fields: dict[str, object], why: str, client: T
     failed = client.sample(client.model().sampler(), PROMPT, **{"max_tokens": 2, **fields})
     assert why in failed["error"]
     assert failed["category"] == "user"
+
+
+def test_a_stop_of_half_a_character_is_the_clients_fault(tokenizer: Tokenizer) -> None:
+    prompt = {"chunks": [{"tokens": PROMPT}]}
+    with pytest.raises(TinkerError, match="holds half a character"):
+        read_sample_request(Fields({"prompt": prompt, "sampling_params": {"stop": "a\ud800"}}), tokenizer, 100)
 
 
 @pytest.mark.parametrize("count", [0, 1025, 2**31])

@@ -102,7 +102,10 @@ def _stops(stop: Any, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[byte
         raise TinkerError(f"sampling_params.stop = {shown(stop)}: must be a string, strings, or token ids")
     ids = [one for one in stops if isinstance(one, int)]
     ends = tuple(dict.fromkeys([*tokenizer.end_ids, *ids])) if stops else ()
-    return ends, tuple(one.encode() for one in stops if isinstance(one, str))
+    try:
+        return ends, tuple(one.encode() for one in stops if isinstance(one, str))
+    except UnicodeEncodeError:
+        raise TinkerError(f"sampling_params.stop = {shown(stop)}: holds half a character") from None
 
 
 async def sample(

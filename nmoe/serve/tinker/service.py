@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import DivergenceError, StorageError
 from nmoe.learner.objectives import Objective
+from nmoe.parsing import MOST_NESTED, is_deep
 from nmoe.runs.storage import storage_errors, sync
 from nmoe.serve.tinker.data import PassRequest, parsed, read_pass
 from nmoe.serve.tinker.errors import TinkerError
@@ -88,6 +89,8 @@ def digest(body: bytes) -> bytes:
 def metadata_of(fields: Fields) -> Any:
     """Returns what a client says about a session, a model or weights. Raises TinkerError for more than is kept."""
     given = fields.raw("user_metadata")
+    if is_deep(given):  # what one call can write, one with a longer stack may not read
+        raise TinkerError(f"user_metadata: is nested more than {MOST_NESTED} deep")
     if (size := len(json.dumps(given))) > _MOST_METADATA:
         raise TinkerError(f"user_metadata: has {size:,} bytes as JSON; at most {_MOST_METADATA:,} are kept")
     return given
