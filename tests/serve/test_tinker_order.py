@@ -86,6 +86,10 @@ def test_a_step_is_not_taken_on_a_part_of_its_batch() -> None:
         for late in (1, 5, 6):
             with pytest.raises(TinkerError, match=f"seq_id = {late}: was there already; the next is 7"):
                 order.check(late)
+            with pytest.raises(
+                TinkerError, match=f"seq_id = {late}: was there already"
+            ):  # it came in time, and is late here
+                await take(order, late, done)
         await asyncio.gather(*(take(order, one, done) for one in (8, 7)))
         assert not order._over
         return done

@@ -39,6 +39,8 @@ class Order:
         sent them as if it had, and a step after a pass that is missing would be on a part of its batch. One that runs may take any
         time."""
         async with self._moved:
+            if seq_id < self.next:  # those behind it failed while it was written to the disk
+                self.check(seq_id)
             self._here.add(seq_id)
             self._moved.notify_all()
             now, missing, until = asyncio.get_running_loop().time, -1, 0.0
