@@ -159,7 +159,7 @@ def main() -> int:
             runs.append({"seed": seed, **train(asked, base, Path(scratch))})
         print(json.dumps(runs[-1], indent=2), flush=True)
         if asked.out is not None:
-            settings = {"loss": asked.loss, "learning_rate": asked.learning_rate}
+            settings = {"loss": asked.loss, "learning_rate": asked.learning_rate, "sure_steps": SURE_STEPS}
             write_results(asked.out, {"settings": settings, "runs": runs, "machine": machine()})
     return int(not all(map(kept, runs)))
 
