@@ -37,7 +37,9 @@ from nmoe.text.renderers.harmony import unshown
 T = TypeVar("T", ToolsSettings, ToolsSettings | None)
 
 # The connections, which a loop alone does not keep.
-_LIVE: set[asyncio.Task[None]] = set()
+_LIVE: set[Connection] = set()
+# Seconds that their programs have to end in, when the process ends.
+_END_S = 5.0
 # A server that is lost so often, and answers nothing in between, is broken: the run stops. Each new start waits twice as long.
 MOST_LOSSES = 10
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
@@ -209,10 +211,10 @@ class Connection:
         self.began = time.monotonic()
         self._settings, self._wait_s = settings, wait_s
         self._peer: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
-        self._closing = asyncio.Event()
-        task = asyncio.create_task(self._live())
-        _LIVE.add(task)
-        task.add_done_callback(_LIVE.discard)
+        self.closing = asyncio.Event()
+        self.task = asyncio.create_task(self._live())
+        _LIVE.add(self)
+        self.task.add_done_callback(lambda _: _LIVE.discard(self))
 
     async def peer(self) -> Peer:
         """Returns the server when it is connected. Raises PeerError if it cannot be."""
@@ -220,7 +222,7 @@ class Connection:
 
     def end(self) -> None:
         """Has the connection closed, without waiting for that. May be called from any thread."""
-        background().call(self._closing.set)
+        background().call(self.closing.set)
 
     async def _live(self) -> None:
         try:
@@ -231,7 +233,7 @@ class Connection:
                     clock.reschedule(None)
                     await start.aclose()
                     self._peer.set_result(peer)
-                    await self._closing.wait()
+                    await self.closing.wait()
         except BaseException as error:
             if isinstance(error, TimeoutError):
                 error = PeerError(f"it has not started within {self._settings.start_s:g} s")
@@ -280,8 +282,22 @@ def close_servers(tools: Iterable[Tool]) -> None:
 def background() -> Background:
     """The thread of all connections, which are closed when the process ends."""
     thread = Background("tool-servers", "the process ends, and its tool servers with it")
-    atexit.register(thread.end)
+    atexit.register(_end, thread)
     return thread
+
+
+def _end(thread: Background) -> None:
+    """Closes all connections, and then ends their thread: a task that is cancelled would leave its program to itself."""
+
+    async def closed() -> None:
+        tasks = [connection.task for connection in _LIVE]
+        for connection in _LIVE:
+            connection.closing.set()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_S)
+
+    thread.wait(closed())
+    thread.end()
 
 
 @cache
