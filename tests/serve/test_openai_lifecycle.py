@@ -65,13 +65,18 @@ def test_others_are_answered_while_a_long_prompt_is_read(client: Client) -> None
     def ask() -> None:
         replies.append(httpx2.post(client.http.base_url.join(TEXT), json=body, timeout=120).status_code)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    until(lambda: client.metric("nmoe_requests_open") == 1, 60, "it is not read")
-    assert client.http.get("/health").status_code == 200
-    assert not replies
-    asking.join()
-    assert replies == [400], "it is longer than the context"
+    for _ in range(5):  # a busy machine may not ask about it before it was read
+        asking = threading.Thread(target=ask)
+        asking.start()
+        until(lambda: replies or client.metric("nmoe_requests_open") == 1, 60, "it is not read")
+        assert client.http.get("/health").status_code == 200
+        answered = not replies
+        asking.join()
+        assert set(replies) == {400}, "it is longer than the context"
+        if answered:
+            return
+        replies.clear()
+    pytest.fail("it was read before others were answered, five times")
 
 
 @pytest.fixture(scope="module")
