@@ -113,6 +113,10 @@ class AdaptableConfig(RunConfig):
     def conflicts(self) -> Iterator[Conflict]:
         if self.lora is not None and self.model.path is None:
             yield Conflict("lora", "an adapter needs a base; name its checkpoint in model.path")
+        if self.lora is not None and self.optimizer.kind == "muon":
+            yield Conflict(
+                "optimizer.kind", 'muon trains the weights within the blocks, which [lora] freezes; set it to "adamw"'
+            )
         if self.lora is not None and self.model.expert_profile is not None:
             yield Conflict(
                 "model.expert_profile",

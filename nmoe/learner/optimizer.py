@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with global-norm clipping and a learning-rate schedule, saved without
-pickling. Weight decay applies to matrices only, never to norms or biases.
+"""AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101), and Muon for matrices (`nmoe.learner.muon`), with global-norm clipping and
+a learning-rate schedule, saved without pickling. Weight decay applies to matrices only, never to norms or biases.
 
 The model keeps its weights in low precision, as the engine that shares them needs, and they are too coarse to train: the spacing of
 bf16, 2^-8 of a weight, is far above a learning rate. The optimizer therefore holds fp32 master copies, accumulates their gradients
@@ -27,6 +27,7 @@ from torch.optim.adamw import adamw
 
 from nmoe.config.tables.model import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
+from nmoe.learner.muon import Muon, hidden_matrices
 from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.model.device import on_own_pages
 from nmoe.model.snapshot import Snapshot, hold
@@ -137,15 +138,17 @@ class Optimizer:
         peak = settings.learning_rate
         # The biases of a layer's experts are stacked into a matrix, which is still a bias.
         decays = [p.dim() >= 2 and not name.endswith("bias") for name, p in zip(self.names, body, strict=False)]
+        self.muon = self._muon(model, settings)
+        by_adamw = [(p, d) for p, d in zip(body, decays, strict=True) if self.muon is None or p not in self.muon]
         groups: list[dict[str, Any]] = [
             {
-                "params": [p for p, d in zip(body, decays, strict=True) if d],
+                "params": [p for p, d in by_adamw if d],
                 "weight_decay": settings.weight_decay,
                 "peak": peak,
                 "decays": True,
             },
             {
-                "params": [p for p, d in zip(body, decays, strict=True) if not d],
+                "params": [p for p, d in by_adamw if not d],
                 "weight_decay": 0.0,
                 "peak": peak,
                 "decays": False,
@@ -155,26 +158,45 @@ class Optimizer:
         parts = [group for group in groups if group["params"]]
         self.adamw = AdamW(parts, settings.beta1, settings.beta2, settings.eps)
 
+    def _muon(self, model: nn.Module, settings: OptimizerSection) -> Muon | None:
+        """Returns Muon for the model's hidden matrices, if the settings ask for it and any are trained."""
+        if settings.kind == "adamw":
+            return None
+        matrices = hidden_matrices(model)
+        trained = [(mine, master, matrices[name]) for name, _, master, mine in self._all() if name in matrices]
+        group = {"weight_decay": settings.weight_decay, "peak": settings.learning_rate, "decays": True}
+        return Muon(trained, settings.momentum, group) if trained else None
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [*self.adamw.param_groups, *([] if self.muon is None else self.muon.param_groups)]
+
+    def _trains(self, mine: Tensor) -> AdamW | Muon:
+        """Returns what updates a parameter."""
+        return self.muon if self.muon is not None and mine in self.muon else self.adamw
+
     def change(self, settings: OptimizerSection) -> None:
         """Takes other settings from the next step on; the moments stay. The length of the schedule stays, too, and a head's own
         rate."""
         self.settings = settings
         self.schedule = replace(self.schedule, warmup_steps=settings.warmup_steps, min_lr_ratio=settings.min_lr_ratio)
         self.adamw.beta1, self.adamw.beta2, self.adamw.eps = settings.beta1, settings.beta2, settings.eps
-        for group in self.adamw.param_groups:
+        if self.muon is not None:
+            self.muon.momentum = settings.momentum
+        for group in self._groups:
             if "decays" in group:
                 group["peak"] = settings.learning_rate
                 group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
 
     def step(self) -> StepResult:
-        """Takes one AdamW step with gradient clipping, and clears the gradient. A step whose fp16 gradient overflowed is skipped,
+        """Takes one step with gradient clipping, and clears the gradient. A step whose fp16 gradient overflowed is skipped,
         and halves the loss scale. Returns the gradient norm and the learning rate (`StepResult`).
 
         Raises DivergenceError, with the weights unchanged, if the gradient is not finite for another reason than the loss scale.
         """
         settings = self.settings
         factor = self.schedule.factor(self.steps)
-        for group in self.adamw.param_groups:
+        for group in self._groups:
             group["lr"] = group["peak"] * factor
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if (
@@ -199,6 +221,8 @@ class Optimizer:
             if mine is not master:  # FSDP may have moved what this rank holds, to pad it
                 mine.data, mine.grad = local(master.detach()), None if master.grad is None else local(master.grad)
         self.adamw.step()
+        if self.muon is not None:
+            self.muon.step()
         self.forget_gradient()
         self._write_back()
         self.steps += 1
@@ -266,12 +290,13 @@ class Optimizer:
         return Snapshot(write, size)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns AdamW's moments and the fp32 master copy of each parameter as `{"parameter/key": tensor}`, sharded as the
+        """Returns the moments and the fp32 master copy of each parameter as `{"parameter/key": tensor}`, sharded as the
         parameter is."""
         tensors: dict[str, Tensor] = {}
         for name, parameter, master, mine in self._all():
             # After a step all have moments, also a parameter without a gradient so far, so that a lost one is noticed.
-            moments = self.adamw.moments(mine) if self.steps else self.adamw.state.get(mine, {})
+            trains = self._trains(mine)
+            moments = trains.moments(mine) if self.steps else trains.state.get(mine, {})
             states = {key: sharded_as(value, master) for key, value in moments.items()}
             if master is not parameter:
                 states["master"] = master.detach()
@@ -324,7 +349,13 @@ class Optimizer:
                 master.data.copy_(states.pop("master"))
             if not states and self.steps:
                 raise UserError(f"{directory / TENSORS}: no state for parameter {name}")
-            self.adamw.state[mine] = {key: local(value) for key, value in states.items()}
+            trains = self._trains(mine)
+            if states and ("momentum" in states) != isinstance(trains, Muon):
+                kind = "muon" if "momentum" in states else "adamw"
+                raise UserError(
+                    f'{directory / TENSORS}: {name} was trained by another optimizer; resume with optimizer.kind = "{kind}"'
+                )
+            trains.state[mine] = {key: local(value) for key, value in states.items()}
 
     def _all(self) -> Iterable[tuple[str, Tensor, Tensor, Tensor]]:
         """Returns for each trained parameter its name, the parameter, its master (see `MasterGradients`), and this rank's part of

@@ -17,6 +17,7 @@ from nmoe.config.tables.model import LoraSection
 from nmoe.engine.native.cache import BLOCK_TOKENS, bytes_per_block, cache_size
 from nmoe.engine.native.runner import PACKED_BYTES
 from nmoe.errors import UserError
+from nmoe.learner.muon import hidden_matrices
 from nmoe.model.checkpoint import read_config
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import kind_of
@@ -28,7 +29,7 @@ from nmoe.plan.work import Work, work_of
 from nmoe.recipes.setup import device_and_dtype, load_tokenizer
 from nmoe.runs.resolve import resolve_checkpoint, resolve_shape
 
-# AdamW's two moments, and where weights are in low precision the master of each: bytes in fp32.
+# The moments, and where weights are in low precision the master of each: bytes in fp32.
 _FLOAT = 4
 
 
@@ -36,7 +37,7 @@ _FLOAT = 4
 class Size:
     """The size of a model that a run trains: its dimensions (`shape`), device, dtype, and numbers of parameters.
 
-    `trained` counts the trained parameters: the adapter's if `adapts` is true, else all.
+    `trained` counts the trained parameters: the adapter's if `adapts` is true, else all; `by_muon` counts what Muon trains.
     """
 
     shape: ModelConfig
@@ -45,6 +46,7 @@ class Size:
     parameters: int
     trained: int
     adapts: bool
+    by_muon: int = 0
 
     @property
     def weights(self) -> int:
@@ -58,8 +60,9 @@ class Size:
 
     @property
     def optimizer(self) -> int:
-        """The memory of AdamW's state in bytes: two fp32 moments, and fp32 master weights if the weights have lower precision."""
-        return self.trained * _FLOAT * (2 if self.dtype == torch.float32 else 3)
+        """The memory of the optimizer's state in bytes: AdamW's two fp32 moments or Muon's one, and fp32 master weights if the
+        weights have lower precision."""
+        return (self.trained * (2 if self.dtype == torch.float32 else 3) - self.by_muon) * _FLOAT
 
     @property
     def checkpoint(self) -> int:
@@ -85,7 +88,10 @@ def size_of(config: RunConfig) -> Size:
     parameters = count(model)
     section = config.lora if isinstance(config, AdaptableConfig) else None
     trained = parameters if section is None else _adapter(model, section)
-    return Size(shape, device, dtype, parameters, trained, section is not None)
+    by_muon = 0
+    if config.optimizer.kind == "muon" and section is None:
+        by_muon = sum(model.get_parameter(name).numel() for name in hidden_matrices(model))
+    return Size(shape, device, dtype, parameters, trained, section is not None, by_muon)
 
 
 def shape_of(checkpoint: str) -> ModelConfig:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
 from nmoe.config.commands import PretrainConfig, RecordsConfig, RLConfig, RunConfig, SelfplayConfig, VerifierConfig
 from nmoe.config.tables.model import Offload
+from nmoe.learner.muon import hidden_matrices
 from nmoe.model.device import kind_of
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.axes import Axes, expert_axis
@@ -62,7 +63,7 @@ def plan(config: RunConfig, world: int, per_node: int, prompts: Prompts | None =
     with torch.device("meta"):
         model = Transformer(size.shape)
     axes = axes_here(config.parallel, world, per_node, size.shape.routed_experts)
-    return _counted(config, size, Parts.of(model, axes), axes, world, prompts)
+    return _counted(config, size, Parts.of(model, axes, config.optimizer.kind), axes, world, prompts)
 
 
 def with_offload(config: C, world: int, per_node: int, memory: int) -> C:
@@ -83,11 +84,13 @@ def with_offload(config: C, world: int, per_node: int, memory: int) -> C:
 
 @dataclass(frozen=True)
 class Part:
-    """How a parameter is sharded: how many of its numbers rank 0 holds, and how many the `ranks` that share it hold together."""
+    """How a parameter is sharded: how many of its numbers rank 0 holds, how many the `ranks` that share it hold together, and
+    whether Muon trains it."""
 
     local: int
     together: int
     ranks: int
+    by_muon: bool
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,11 @@ class Parts:
     outside: list[Part]
 
     @classmethod
-    def of(cls, model: Transformer, axes: Axes) -> Parts:
+    def of(cls, model: Transformer, axes: Axes, kind: Literal["adamw", "muon"]) -> Parts:
         stacked = {parameter for moe in model.moe_layers() for parameter in moe.parameters(recurse=False)}
         inside = {parameter for block in model.blocks for parameter in block.parameters()}
+
+        matrices = {model.get_parameter(name) for name in hidden_matrices(model)} if kind == "muon" else set()
 
         def part(parameter: nn.Parameter) -> Part:
             shape, ep, ranks, axis = parameter.shape, 1, axes.dp_shard, 0
@@ -110,7 +115,7 @@ class Parts:
                 axis = expert_axis(shape, ranks, ep)
             # Rank 0 has the first of equal pieces, of which the last may be shorter.
             first = math.ceil(shape[axis] / ranks)
-            return Part(shape.numel() // max(1, shape[axis]) * first, shape.numel(), ranks)
+            return Part(shape.numel() // max(1, shape[axis]) * first, shape.numel(), ranks, parameter in matrices)
 
         outside = [part(one) for one in model.parameters() if one not in inside]
         return cls([[part(one) for one in block.parameters()] for block in model.blocks], outside)
@@ -126,10 +131,11 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
     here = sum(part.local for part in parts.all())
     # An adapter and a head are not sharded.
     trained = 0 if not config.trains else size.trained if size.adapts else here
+    by_muon = sum(part.local for part in parts.all() if part.by_muon) if trained and not size.adapts else 0
     held = {
         "weights": here * width + (size.trained * width if size.adapts else 0),
         "gradients": trained * _FLOAT,
-        "optimizer": trained * _FLOAT * (2 if size.dtype == torch.float32 else 3),
+        "optimizer": (trained * (2 if size.dtype == torch.float32 else 3) - by_muon) * _FLOAT,
         "activations": config.trains * activations,
     }
     blocks = sorted((sum(part.together for part in block) for block in parts.blocks), reverse=True)

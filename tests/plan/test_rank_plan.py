@@ -79,7 +79,13 @@ def held_bytes(tensors: list[torch.Tensor]) -> int:
 
 @pytest.mark.parametrize(
     ("world", "axes"),
-    [(4, ()), (4, ("--parallel.ep=2",)), (4, ("--parallel.ep=1", "--parallel.dp_replicate=2")), (3, ())],
+    [
+        (4, ()),
+        (4, ("--parallel.ep=2",)),
+        (4, ("--parallel.ep=1", "--parallel.dp_replicate=2")),
+        (3, ()),
+        (4, ("--optimizer.kind=muon",)),
+    ],
 )
 def test_bytes_are_those_of_real_tensors(workshop: Path, world: int, axes: tuple[str, ...]) -> None:
     """Rank 0's own part of real weights, their gradients, and the state of an optimizer that took a step."""
@@ -92,8 +98,9 @@ def test_bytes_are_those_of_real_tensors(workshop: Path, world: int, axes: tuple
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         learner.optimizer.step()
-        states = [learner.optimizer.adamw.state[one] for one in learner.optimizer.stepped]
-        moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+        trained_by = [one for one in (learner.optimizer.adamw, learner.optimizer.muon) if one is not None]
+        states = [state for one in trained_by for state in one.state.values()]
+        moments = [value for state in states for name, value in state.items() if name != "step"]
         counted = {
             "weights": held_bytes(parameters),
             "gradients": held_bytes(parameters),

@@ -471,7 +471,14 @@ _OPERATION = (
     without("the best checkpoint is chosen by the first probe", "ckpt.best_metric_key"),
 )  # fmt: skip
 
-_MUON = ("AdamW is nmoe's optimizer", "muon.lr", "muon.momentum", "muon.ns_steps", "muon.nesterov", "muon.no_nesterov")
+_MUON = (
+    "nmoe's Muon has AdamW's learning rate, see optimizer.kind",
+    "muon.lr",
+    "muon.momentum",
+    "muon.ns_steps",
+    "muon.nesterov",
+    "muon.no_nesterov",
+)
 
 _PPO_ROWS: tuple[Row, ...] = (
     model("actor.model_name_or_path"),
@@ -578,7 +585,7 @@ _PPO_ROWS: tuple[Row, ...] = (
     without("nmoe's value head has its own name", "ds.value_head_prefix"),
     without("nmoe trains on text", "data.image_key", "data.max_images_per_prompt", "actor.freeze_visual_encoder"),
     without("AdamW is nmoe's optimizer", "actor.optim", "critic.optim", neutral="adam"),
-    without("AdamW is nmoe's optimizer", "actor.muon.*", "critic.muon.*"),
+    without("nmoe's Muon has AdamW's learning rate, see optimizer.kind", "actor.muon.*", "critic.muon.*"),
     without("the critic has AdamW's settings from [optimizer], and its own learning rate", "critic.adam.betas",
         "critic.adam.eps", "critic.adam.weight_decay",
             "critic.lr_scheduler", "critic.lr_warmup_ratio", "critic.min_lr_ratio", "critic.max_norm"),

@@ -1,4 +1,4 @@
-"""[model], [lora], [parallel] and [optimizer]: the trained model or adapter, its division over ranks, and AdamW."""
+"""[model], [lora], [parallel] and [optimizer]: the trained model or adapter, its division over ranks, and the optimizer."""
 
 import re
 from collections.abc import Iterator
@@ -235,9 +235,14 @@ def _learning_rate(default: float) -> Any:
     return Field(default=default, gt=0, description="peak learning rate; with a [lora] the default is ten times this")
 
 
-class OptimizerSection(Section):
-    """[optimizer]: AdamW with linear warm-up and cosine decay."""
+_MUON_MOMENTUM = 0.95
 
+
+class OptimizerSection(Section):
+    """[optimizer]: AdamW or Muon, with linear warm-up and cosine decay."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: momentum with orthogonalised matrices for the weights within the blocks, AdamW for the other parameters"""
     learning_rate: float = _learning_rate(1e-6)
     warmup_steps: int = Field(default=0, ge=0)
     """steps of linear warm-up; if the run is no longer than this, it warms up until its last step"""
@@ -260,8 +265,12 @@ class OptimizerSection(Section):
     """epsilon, added to the root of the second moment"""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """gradients with a larger norm are clipped to this norm"""
+    momentum: float = Field(default=_MUON_MOMENTUM, ge=0, lt=1)
+    """decay of Muon's momentum"""
 
     def conflicts(self) -> Iterator[Conflict]:
+        if self.kind == "adamw" and self.momentum != _MUON_MOMENTUM:
+            yield Conflict("momentum", 'is Muon\'s; set kind = "muon", or leave it out')
         if self.warmup_steps and self.warmup_ratio:
             yield Conflict("warmup_ratio", f"excludes warmup_steps = {self.warmup_steps}; give one of the two")
 
