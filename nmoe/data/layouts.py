@@ -3,6 +3,7 @@ r"""Converts common layouts of datasets to nmoe's columns: messages of OpenAI's 
 {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}    ShareGPT: messages
 {"instruction": "...", "input": "...", "output": "..."}                         Alpaca: prompt, completion
 {"question": "...", "choices": ["4", "5"], "answer": 1}                        MMLU: prompt with lettered choices, completion
+{"question": "...", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}                  GSM8K: prompt, completion without calculations
 {"chosen": "\n\nHuman: ...\n\nAssistant: ...", "rejected": "..."}             hh-rlhf: message lists with a common start
 """
 
@@ -219,6 +220,9 @@ def _optional(value: Mapping[str, Any], key: str, where: str) -> str | None:
     return None if value.get(key) is None else _text(value[key], f"{where}: {key!r}")
 
 
+# GSM8K's last line, and its calculations for a calculator, which repeat what the text says.
+_HASH = re.compile(r"^#### [^\n]+\s*\Z", re.MULTILINE)
+_CALCULATION = re.compile(r"<<[^<>\n]*>>")
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
@@ -243,6 +247,16 @@ def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
             *(columns.pop(name) for name in ("question", "choices", "answer"))
         )
         made |= {"prompt": "question and choices", "completion": "answer"}
+    worked = columns.get("answer")
+    if (
+        "question" in columns
+        and isinstance(worked, str)
+        and _HASH.search(worked)
+        and not {"prompt", "completion"} & columns.keys()
+    ):
+        columns["prompt"] = _plain_text(columns.pop("question"), "question")
+        columns["completion"] = _CALCULATION.sub("", columns.pop("answer"))
+        made |= {"prompt": "question", "completion": "answer"}
     for side in ("chosen", "rejected"):
         if isinstance(said := columns.get(side), str) and said.startswith("\n\nHuman:"):
             columns[side] = _dialogue(said, side)

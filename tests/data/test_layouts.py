@@ -95,6 +95,20 @@ def test_alpaca(tmp_path: Path) -> None:
         one(path, {"instruction": "Square the number.", "input": 7, "output": "49"})
 
 
+def test_worked_answers_of_gsm8k_are_read_without_their_calculations(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    worked = "She has 48/2 = <<48/2=24>>24.\nIn all $<<48+24=72>>72, and 3 << 4 is kept.\n#### 72"
+    record, _ = one(path, {"question": "6 * 7?", "answer": worked})
+    kept = "She has 48/2 = 24.\nIn all $72, and 3 << 4 is kept.\n#### 72"
+    assert record == PromptCompletion(f"{path}:1", (USER,), (ChatMessage("assistant", kept),))
+    (mapped,) = read_records(DatasetSettings(path=str(path), columns={"prompt": "question", "completion": "answer"}))
+    assert isinstance(mapped, PromptCompletion)
+    assert mapped.completion[0].content == worked, "columns that are named are taken as they are"
+    for answer in ("72", "#### 72\nis it", "The answer is #### 72"):
+        with pytest.raises(UserError, match=r"x\.jsonl:1: "):
+            one(path, {"question": "6 * 7?", "answer": answer})
+
+
 def test_dialogues_of_hh_rlhf(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     before = "\n\nHuman: hi\n\nAssistant: Hello.\n\nHuman: 6 * 7?\n\nAssistant:"
@@ -134,7 +148,7 @@ def test_the_reference_budget_reads_the_hubs_datasets(
     expected = {
         "HuggingFaceTB/smol-smoltalk": ["Hi.", "Hello."],
         "cais/mmlu": ["Even?\n\nA. 3\nB. 4", "B"],
-        "openai/gsm8k": ["6 * 7?", "6 * 7 = <<6*7=42>>42\n#### 42"],
+        "openai/gsm8k": ["6 * 7?", "6 * 7 = 42\n#### 42"],
     }
     assert found == {path: expected[path] for path in found}
     assert found.keys() == expected.keys() - ({"cais/mmlu"} if name.endswith("sft") else set())
