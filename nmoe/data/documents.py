@@ -139,8 +139,7 @@ class DocumentReader:
         return Found(documents, digest.hexdigest(), pieces if span.pieces is None else pieces.first(span.pieces))
 
     def _tokens(self, record: Mapping[str, Any], where: str, encodes: bool, digest: hashlib._Hash) -> list[int]:
-        text = record.get("text")
-        if not isinstance(text, str) or not text:
+        if (text := _text(record)) is None:
             ids = _given_ids(record, self.tokenizer, where)
             digest.update(np.array(ids, dtype=np.int64).tobytes())
             return ids
@@ -151,6 +150,11 @@ class DocumentReader:
             raise UserError(
                 f"{where}: the text has a lone surrogate, {text[error.start]!r}, which is no character; mend or remove the document"
             ) from None
+
+
+def _text(record: Mapping[str, Any]) -> str | None:
+    text = record.get("text")
+    return text if isinstance(text, str) and text else None
 
 
 def _given_ids(record: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> list[int]:
@@ -170,7 +174,7 @@ def _prompt_tokens(record: Mapping[str, Any], tokens: int, where: str) -> int:
         return 0
     if type(prompt) is not int or prompt < 0:
         raise UserError(f"{where}: prompt_tokens is {prompt!r}, which is not a count of tokens")
-    if prompt and record.get("token_ids") is None:
+    if prompt and _text(record) is not None:
         raise UserError(f"{where}: prompt_tokens counts `token_ids`, and this document is text")
     if prompt >= tokens:
         raise UserError(f"{where}: prompt_tokens = {prompt} leaves none of {tokens} tokens to learn")

@@ -47,7 +47,7 @@ class Span:
     size: the bytes of its text, about.
     skip, take: the rows of it that a slice of the dataset leaves; a `take` of None means all.
     pieces: the pieces of its documents to read, the first ones, because the others are held out; None means all.
-    stamp: size and time of modification of the file when the span was made.
+    stamp: size and time of modification of the file when the span was made; of several files of a whole, their sums.
     """
 
     path: str
@@ -73,7 +73,8 @@ def spans_of(path: str, span_bytes: int) -> list[Span]:
     if files is None:
         return list(_of_dataset(path, span_bytes))
     if not all(form_of(file) in ("jsonl", "parquet") for file in files):
-        return [Span(path, "whole", 0, 0, sum(file.stat().st_size for file in files))]
+        stamp = _stamp(*files)
+        return [Span(path, "whole", 0, 0, stamp[0], stamp=stamp)]
     spans = [span for file in files for span in _of_file(file, span_bytes)]
     return spans if part == (None, None) else list(_sliced(spans, part))
 
@@ -96,12 +97,15 @@ def _of_file(file: Path, span_bytes: int) -> Iterator[Span]:
         yield Span(str(file), "lines", first, last, last - first, stamp=stamp)
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    try:
-        found = file.stat()
-    except OSError as error:
-        raise unreadable(file, error) from error
-    return found.st_size, found.st_mtime_ns
+def _stamp(*files: Path) -> tuple[int, int]:
+    size = time = 0
+    for file in files:
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise unreadable(file, error) from error
+        size, time = size + found.st_size, time + found.st_mtime_ns
+    return size, time
 
 
 def _row_groups(file: Path) -> list[tuple[int, int]]:
@@ -165,7 +169,8 @@ class SpanReader:
     def rows(self, span: Span) -> Iterator[Row]:
         """Yields the rows of a span, each with its location. Raises UserError if they cannot be read, and if the file was changed
         since the span was made."""
-        if span.stamp is not None and (now := _stamp(Path(span.path))) != span.stamp:
+        files = named_files(span.path) or () if span.form == "whole" else (Path(span.path),)
+        if span.stamp is not None and (now := _stamp(*files)) != span.stamp:
             sizes = f"{now[0]:,} bytes, were {span.stamp[0]:,}" if now[0] != span.stamp[0] else "written anew"
             raise UserError(
                 f"{span.path}: was changed while the run reads it ({sizes}); put it back and resume the run"

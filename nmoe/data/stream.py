@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -258,13 +259,17 @@ class DocumentMixture:
         ]
         before = [FileRecord(*file) for source in recorded["files"] for file in source]
         now = [FileRecord(*file) for source in self.fingerprint["files"] for file in source]
+        if (
+            self.fingerprint["buffer_bytes"] != recorded["buffer_bytes"]
+        ):  # a digest is one of the spans that this divides
+            before, now = ([replace(file, digest="") for file in files] for files in (before, now))
         return changes + _changed_files(before, now)
 
 
 def _changed_files(before: Sequence[FileRecord], now: Sequence[FileRecord]) -> list[str]:
     if before == now:
         return []
-    were, are = {file.name: file for file in before}, {file.name: file for file in now}
+    were, are = _by_name(before), _by_name(now)
     found = [f"{name} is missing" for name in were.keys() - are.keys()]
     found += [f"{name} is new" for name in are.keys() - were.keys()]
     for name in were.keys() & are.keys():
@@ -274,3 +279,13 @@ def _changed_files(before: Sequence[FileRecord], now: Sequence[FileRecord]) -> l
         elif old != new:
             found.append(f"{name} has other documents, {new.documents:,} as before")
     return sorted(found) or ["the files are in another order"]
+
+
+def _by_name(files: Sequence[FileRecord]) -> dict[str, FileRecord]:
+    """Returns the files by name; of one name, of several directories, the second is "a.jsonl (2)"."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for file in files:
+        seen[file.name] += 1
+        found[file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})"] = file
+    return found

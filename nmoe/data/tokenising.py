@@ -42,10 +42,11 @@ class Pending(Protocol):
 
 class DocumentWorkers:
     """Reads spans in `workers` processes or, with 0, in this one, when their result is asked for. With None there are processes
-    only from `need` on. Used in a `with` block, at whose end the processes end."""
+    only from `need` on: half as many as cores, of which each of `sharing` processes has its part. Used in a `with` block, at whose
+    end the processes end."""
 
-    def __init__(self, reader: DocumentReader, workers: int | None) -> None:
-        self.reader = reader
+    def __init__(self, reader: DocumentReader, workers: int | None, sharing: int = 1) -> None:
+        self.reader, self._sharing = reader, sharing
         self._waits = workers is None
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all: list[_Worker] = []
@@ -57,7 +58,7 @@ class DocumentWorkers:
         """Starts processes for a large source, if their number was left open."""
         if self._waits:
             self._waits = False
-            self._start(min(_MOST_WORKERS, max(1, usable_cores() // 2)))
+            self._start(min(_MOST_WORKERS, max(1, usable_cores() // (2 * self._sharing))))
 
     def _start(self, workers: int) -> None:
         self._all = [_Worker(self.reader) for _ in range(workers)]
@@ -147,7 +148,11 @@ class _Worker:
 
 def serve(connection: Connection) -> None:
     """Reads spans until the parent closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends its workers
+    for one in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the parent, which gets them too, ends its workers when it has saved its state
+        signal.signal(one, signal.SIG_IGN)
     with suppress(EOFError, OSError):
         reader: DocumentReader = connection.recv()
         while True:

@@ -20,7 +20,7 @@ from nmoe.data.stream import DocumentMixture, DocumentSource
 from nmoe.data.tokenising import DocumentWorkers
 from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.objectives import cross_entropy
-from nmoe.parallel.gang import everywhere
+from nmoe.parallel.gang import everywhere, gang
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.sequence_losses import SequenceLosses, content_keys, loss_note, loss_result
 from nmoe.recipes.setup import Start, load_tokenizer, settle
@@ -47,7 +47,8 @@ def pretrain(config: PretrainConfig) -> Path:
     tokenizer = load_tokenizer(config.model)
     start = everywhere(Start.of, config, tokenizer)
     reader = DocumentReader(tokenizer, start.model.config.context_tokens)
-    with DocumentWorkers(reader, None if config.data.workers == "auto" else config.data.workers) as workers:
+    asked = None if config.data.workers == "auto" else config.data.workers
+    with DocumentWorkers(reader, asked, gang().local_size) as workers:
         return _train(config, threads, tokenizer, start, workers)
 
 

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nmoe.data import tokenising
 from nmoe.data.documents import DocumentReader
 from nmoe.data.spans import spans_of
 from nmoe.data.stream import DocumentMixture, DocumentSource
@@ -258,6 +259,14 @@ def test_workers_give_the_documents_that_one_process_gives(corpora: Path, two_wo
         assert here.position == there.position
 
 
+def test_a_signal_to_all_processes_of_a_run_loses_no_document(corpora: Path, two_workers: DocumentWorkers) -> None:
+    """A scheduler sends SIGTERM to all of them, and the run still ends its step and saves a checkpoint."""
+    documents = streamed(corpora / "one.jsonl", workers=two_workers)
+    for pid in two_workers.pids():
+        os.kill(pid, signal.SIGTERM)
+    assert sorted(map(identity, texts(documents, COUNT))) == sorted(map(identity, TEXTS))
+
+
 def test_processes_are_started_for_large_sources_alone(corpora: Path) -> None:
     with DocumentWorkers(READER, None) as workers:
         DocumentSource(str(corpora / "one.jsonl"), workers, 0, WHOLE)
@@ -268,6 +277,15 @@ def test_processes_are_started_for_large_sources_alone(corpora: Path) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenising, "usable_cores", lambda: 32)
+    started: list[int] = []
+    monkeypatch.setattr(DocumentWorkers, "_start", lambda self, workers: started.append(workers))
+    for ranks in (1, 4, 64):
+        DocumentWorkers(READER, None, ranks).need()
+    assert started == [8, 4, 1]
 
 
 def test_a_lost_worker_is_named(corpora: Path) -> None:
@@ -342,16 +360,25 @@ def test_held_out_documents_leave_some(corpora: Path, held_out: int, buffer: int
         DocumentSource(str(corpora / "one.jsonl"), HERE, 0, buffer, held_out)
 
 
-def test_a_file_that_changes_under_a_run(tmp_path: Path, corpora: Path) -> None:
-    path = tmp_path / "one.jsonl"
-    path.write_bytes(content := (corpora / "one.jsonl").read_bytes())
-    documents = streamed(path)
+@pytest.mark.parametrize("name", ["one.jsonl", "one.csv", "*.csv"])
+def test_a_file_that_changes_under_a_run(tmp_path: Path, corpora: Path, name: str) -> None:
+    path = tmp_path / name.replace("*", "some")
+    content = (corpora / "one.jsonl").read_bytes() if path.suffix == ".jsonl" else "\n".join(["text", *TEXTS]).encode()
+    path.write_bytes(content)
+    documents = streamed(tmp_path / name)
     texts(documents, 1)
     path.write_bytes(content[:-100])
-    with pytest.raises(
-        UserError, match=r"one\.jsonl: was changed while the run reads it \([\d,]+ bytes, were [\d,]+\)"
-    ):
+    said = rf"{name.replace('*', '.')}: was changed while the run reads it \([\d,]+ bytes, were [\d,]+\)"
+    with pytest.raises(UserError, match=said):
         texts(documents, COUNT)
+
+
+@pytest.mark.parametrize("buffer", [4000, WHOLE])
+def test_tokens_of_a_prompt_are_of_given_ids_alone(tmp_path: Path, buffer: int) -> None:
+    row = json.dumps({"text": "five words and some more", "token_ids": [1, 2, 3], "prompt_tokens": 2})
+    (tmp_path / "d.jsonl").write_text(f"{row}\n" * 200)
+    with pytest.raises(UserError, match=r"d\.jsonl:1: prompt_tokens counts `token_ids`, and this document is text"):
+        DocumentSource(str(tmp_path / "d.jsonl"), HERE, 0, buffer)
 
 
 def test_what_changed_since_a_checkpoint_is_said(tmp_path: Path) -> None:
@@ -375,9 +402,21 @@ def test_what_changed_since_a_checkpoint_is_said(tmp_path: Path) -> None:
     ]
     other = DocumentMixture([DocumentSource(pattern, HERE, 0, 8000)], DocumentReader(READER.tokenizer, 32))
     assert other.changes(recorded)[:2] == ["the context has 32 tokens, was 64", "data.shuffle_mb is another one"]
+    unchanged = DocumentMixture([DocumentSource(pattern, HERE, 0, 8000)], READER)
+    assert unchanged.changes(mixed(streamed(pattern)).fingerprint) == ["data.shuffle_mb is another one"]
     assert before.changes("a digest") == [
         "the checkpoint is of a version of nmoe that recorded other things of its documents"
     ]
+
+
+def test_files_of_one_name_in_several_directories(tmp_path: Path) -> None:
+    for part in "abc":
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "d.jsonl").write_text(json.dumps({"text": part}) + "\n")
+    recorded = mixed(DocumentSource(f"{tmp_path}/*/d.jsonl", HERE, 0, WHOLE)).fingerprint
+    (tmp_path / "b/d.jsonl").write_text('{"text": "other"}\n')
+    now = mixed(DocumentSource(f"{tmp_path}/*/d.jsonl", HERE, 0, WHOLE))
+    assert now.changes(recorded) == ["d.jsonl (2) has other documents, 1 as before"]
 
 
 def test_spans_divide_lines_at_their_beginnings(tmp_path: Path) -> None:
