@@ -132,6 +132,12 @@ def children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def cpu_s(process: int) -> float:
+    """Returns the CPU seconds of a process and of the system for it."""
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def kept(run: dict[str, Any]) -> bool:
     """Returns whether a run keeps the promises."""
     first, last = run["first_reward"], run["last_reward"]
@@ -185,6 +191,7 @@ def train(asked: argparse.Namespace, base: Path, scratch: Path) -> dict[str, Any
         if done.returncode:
             sys.exit(f"the recipe ended with {done.returncode}:\n{log.read_text()[-4000:]}")
         client_s = children_s() - before
+        server_s = cpu_s(server.process.pid)  # it is no child of this process
     rows = [json.loads(line) for line in (scratch / "log/metrics.jsonl").read_text().splitlines()]
     rewards = [row["env/all/reward/total"] for row in rows if "env/all/reward/total" in row]
     correct = [row["env/all/correct"] for row in rows if "env/all/correct" in row]
@@ -195,7 +202,7 @@ def train(asked: argparse.Namespace, base: Path, scratch: Path) -> dict[str, Any
         "first_reward": rewards[0],
         "last_reward": sum(rewards[-3:]) / len(rewards[-3:]),
         "client_cpu_s": client_s,
-        "server_cpu_s": children_s() - before - client_s,
+        "server_cpu_s": server_s,
         "rewards": rewards,
     }
 
