@@ -214,6 +214,26 @@ def test_calls_end_as_the_server_says_and_never_in_a_made_up_reply(fake: Fake) -
     ]
 
 
+def test_arguments_that_no_message_carries_are_the_policys_mistake(fake: Fake) -> None:
+    half = {"type": "number", "multipleOf": 0.5}
+    tree = {"type": "array", "items": {"$ref": "#/$defs/tree"}}
+    properties = {"half": half, "tree": {"$ref": "#/$defs/tree"}, "any": {}}
+    fake.offered = [offer("count", schema={"type": "object", "properties": properties, "$defs": {"tree": tree}})]
+    deep = "[" * 900 + "]" * 900
+    given = ['{"any": "\\ud800"}', '{"any": NaN}', '{"half": 1e999}', f'{{"half": {"9" * 4000}}}']
+    given += [f'{{"tree": {deep}}}', f'{{"any": {deep}}}']
+    (events,) = runner(settings(), BUDGET)([f"count {arguments}" for arguments in given])
+    assert [event.failure for event in events] == ["parse_error"] * 6
+    assert [event.reason.partition("takes: ")[2][:27] for event in events] == [
+        "they cannot be sent: 'utf-8",
+        "they cannot be sent: Out of",
+        "they cannot be sent: Out of",
+        "they cannot be sent: int to",
+        *["arrays or objects nested to"] * 2,
+    ]
+    assert fake.opened == 1, "which listed the tools"
+
+
 def test_an_episode_has_a_connection_of_its_own_unless_the_run_has_one(fake: Fake) -> None:
     keys = {"use": ["count"]}
     own = runner(settings(**keys), BUDGET)(["count", "count"], ["count"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -88,7 +89,16 @@ class ServerTool(Tool):
             raise ArgumentsError(shortened(f"Invalid JSON: {error}")) from error
         if not isinstance(given, dict):
             raise ArgumentsError("the arguments should be an object")
-        faults = [f"{one.json_path.removeprefix('$.')}: {one.message}" for one in self._validator.iter_errors(given)]
+        if is_deep(given):
+            raise ArgumentsError("arrays or objects nested too deeply")
+        try:
+            # No message can carry a lone surrogate or an infinite number, and the server would count as lost.
+            json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
+            faults = [
+                f"{one.json_path.removeprefix('$.')}: {one.message}" for one in self._validator.iter_errors(given)
+            ]
+        except (ValueError, OverflowError) as error:
+            raise ArgumentsError(shortened(f"they cannot be sent: {error}")) from error
         if faults:
             raise ArgumentsError(shortened("; ".join(faults[:3])))
         return given
