@@ -109,16 +109,19 @@ class ChatTemplate:
             self.continuation_ids([Message("user", "?")], [[said], [said]])
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Renders the conversation and the start of the assistant's next turn. Raises UserError if neither the template nor a
-        message names a declared tool, because a policy would never call it."""
+        """Renders the conversation and the start of the assistant's next turn. No text becomes a control token, in tools neither.
+        Raises UserError if neither the template nor a message names a declared tool, because a policy would never call it."""
         unnamed = [name for name in self._undeclared if not any(name in message.content for message in messages)]
         if unnamed:
             raise UserError(
                 f"the chat template does not declare tools, so the policy cannot know {', '.join(unnamed)}; describe each by "
                 "its name in `system`, or use a template that declares tools"
             )
-        breaker, _ = self._guard.unused(message.content for message in messages)
-        return self._guard.encode(self._render(self._guard.messages(messages, breaker), opens_turn=True), breaker)
+        declared = self._tools or []
+        breaker, _ = self._guard.unused(strings([*(message.content for message in messages), *declared]))
+        functions = [self._guard.value(tool, breaker) for tool in declared] or None
+        guarded = self._guard.messages(messages, breaker)
+        return self._guard.encode(self._render(guarded, tools=functions, opens_turn=True), breaker)
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolDefinition] = ()) -> list[int]:
         """Renders a whole conversation, with tools declared beside it, and the start of the assistant's next turn. No text becomes
