@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -67,6 +68,7 @@ class DocumentSource:
         fits = self.bytes <= buffer_bytes
         if not fits:
             workers.need()
+            print(f"{path}: checking all {self.bytes / 1e6:,.0f} MB of documents", file=sys.stderr, flush=True)
         task: Task = "read" if fits else "check"
         pending = [workers.submit(task, span) for span in self._spans]
         found = [one.result() for one in pending]
