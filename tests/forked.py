@@ -3,6 +3,7 @@ imported it forks them."""
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import multiprocessing
 import os
@@ -10,11 +11,14 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["nmoe.cli", "nmoe.recipes.pretrain", "nmoe.rl.launch"])
@@ -120,7 +124,12 @@ def _call(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["nmoe", *arguments]
-    if before is not None:
-        before()
-    module, _, function = main.partition(":")
-    getattr(importlib.import_module(module), function)()
+    np.random.seed()  # a program begins with numbers of its own; `random` draws others after a fork
+    try:
+        if before is not None:
+            before()
+        module, _, function = main.partition(":")
+        getattr(importlib.import_module(module), function)()
+    finally:
+        threading._shutdown()  # multiprocessing leaves out what a program does at its end
+        atexit._run_exitfuncs()
