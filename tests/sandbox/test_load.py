@@ -115,13 +115,16 @@ def test_starvation_is_what_is_missing_to_one_cpu_while_a_thread_waits(monkeypat
     assert look(1.0, a=(200, 1700)) == 0.8
     burst = {f"t{number}": (1, 25) for number in range(50)}
     assert look(1.0, **burst) == 0.025, "fifty that wake at once and run for a millisecond each, on two CPUs"
-    assert look(1.0, d=(100, 900)) == 0.9
     ready = True
+    assert look(1.0, d=(100, 900)) == 0.9
     assert look(2.0, d=(100, 900)) == 2.0, "it waits, and the kernel says so once that is over"
     assert look(1.0, d=(100, 900)) == 1.0
     ready = False
     assert look(1.0, d=(200, 4100)) == 0.2, "its wait took 3.2 s, of which 3 are counted"
     assert look(1.0, d=(200, 4100)) == 0.0
+    ready = True
+    assert look(1.0, d=(200, 4100)) == 0.0, "it slept, and has just woken"
+    assert look(1.0, d=(200, 4100)) == 1.0
 
 
 def test_cpu_time_is_that_of_the_living_as_it_grows_and_of_the_ended_as_far_as_it_was_seen(

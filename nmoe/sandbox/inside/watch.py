@@ -131,28 +131,29 @@ class Starvation:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        # Of each thread: nanoseconds that it ran, that it waited as the kernel says, and as they were counted here.
-        self._before: dict[str, tuple[int, int, int]] = {}
+        # Of each thread: nanoseconds that it ran, that it waited as the kernel says, and as they were counted here; and whether it
+        # was ready to run.
+        self._before: dict[str, tuple[int, int, int, bool]] = {}
 
     def look(self, elapsed_s: float, *, hidden: bool = False) -> None:
         """Adds to `seconds` how long processes waited for a CPU in the last `elapsed_s` seconds, since the last call.
 
         `hidden` says that some processes ended since then.
         """
-        now: dict[str, tuple[int, int, int]] = {}
+        now: dict[str, tuple[int, int, int, bool]] = {}
         ran = waited = 0
         for thread in _threads():
             try:
                 with open(f"/proc/{thread}/schedstat", "rb") as file:
                     fields = file.read().split()
                 runs, waits = int(fields[0]), int(fields[1])
-                before = self._before.get(thread, (0, 0, 0))
+                before, ready = self._before.get(thread, (0, 0, 0, False)), _is_ready(thread)
                 # The kernel adds a wait once it is over, and one can be longer than the deadline.
-                still = thread in self._before and before[:2] == (runs, waits) and _is_ready(thread)
+                still = ready and before[3] and before[:2] == (runs, waits)
             except (OSError, IndexError, ValueError):
                 continue
             counted = before[2] + int(elapsed_s * 1e9) if still else max(before[2], waits)
-            now[thread] = runs, waits, counted
+            now[thread] = runs, waits, counted, ready
             ran += max(0, runs - before[0])
             waited = max(waited, counted - before[2])
         self._before = now
