@@ -194,7 +194,8 @@ def test_the_overrides_of_verl_are_answered_one_by_one(tmp_path: Path) -> None:
     assert refusals(path, COMMANDS["rl train"], "--data.val_batch_size=4", "--data.train_files=x") == [
         "8: [data]: unknown table; for train_batch_size write [batch] prompts_per_step, for max_response_length write "
         "[sampling] max_new_tokens",
-        "--data.val_batch_size=4: unknown key; `nmoe rl train` has no [data], `nmoe pretrain` has",
+        "--data.val_batch_size=4: unknown key; it has no counterpart: a run reads its data in its own process, in an order drawn "
+        "from its seed",
         "--data.train_files=x: unknown key; did you mean --environment.task_pool.path?",
     ]
 
