@@ -57,6 +57,7 @@ class Fake:
         self.offered = [offer("add", "Adds.", ADD), offer("count"), offer("other-tool")]
         self.opened = self.open = 0
         self.refuses: Exception | None = None
+        self.answers = True
 
     @asynccontextmanager
     async def connected(self, settings: ToolServerSettings) -> AsyncIterator[Any]:
@@ -74,6 +75,8 @@ class _Peer:
         self._fake, self._calls = fake, Counter[str]()
 
     async def offers(self) -> tuple[OfferedTool, ...]:
+        if self._calls["hang"] or not self._fake.answers:
+            raise TimeoutError
         return tuple(self._fake.offered)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
@@ -82,7 +85,7 @@ class _Peer:
             return ToolOutput(str(arguments["x"] + (arguments.get("y") or 0)))
         if name == "count":
             return ToolOutput(str(self._calls[name]))
-        if name == "hang":
+        if name in ("hang", "slow"):
             raise TimeoutError  # as its deadline does
         if name == "sleep":
             await asyncio.sleep(arguments["seconds"])
@@ -177,7 +180,7 @@ def test_a_server_that_does_not_start_is_named(fake: Fake) -> None:
 
 
 def test_calls_end_as_the_server_says_and_never_in_a_made_up_reply(fake: Fake) -> None:
-    fake.offered += [offer("fail"), offer("refuse"), offer("crash"), offer("hang")]
+    fake.offered += [offer("fail"), offer("refuse"), offer("crash"), offer("slow"), offer("hang")]
     run = runner(settings(rename={"other-tool": "other"}), BUDGET)
     (events,) = run(
         [
@@ -188,6 +191,8 @@ def test_calls_end_as_the_server_says_and_never_in_a_made_up_reply(fake: Fake) -
             "fail",
             "refuse",
             "crash",
+            "count",
+            "slow",
             "count",
             "hang",
             "count",
@@ -209,6 +214,8 @@ def test_calls_end_as_the_server_says_and_never_in_a_made_up_reply(fake: Fake) -
             "error (environment_error): tool server 'notes': MCPError: Connection closed; its program wrote: out of memory",
         ),
         ("ok", "1"),
+        ("timeout", "error (timeout): slow took longer than 10 s"),
+        ("ok", "2"),
         ("environment_error", "error (environment_error): tool server 'notes': hang took longer than 10 s"),
         ("ok", "1"),
     ]
@@ -289,6 +296,7 @@ def test_many_that_are_lost_at_once_count_once(fake: Fake) -> None:
     fake.offered = [offer("sleep", schema=SLEEP)]
     budget = BudgetSettings(tool_s=0.3)
     executor = AsyncToolExecutor(load_tools(pinned(settings()), budget), budget)
+    fake.answers = False
 
     async def episode() -> ToolEvent:
         async with ToolSession(None) as session:

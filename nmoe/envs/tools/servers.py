@@ -4,7 +4,8 @@ A server describes its tools when a run begins, and the settings keep the descri
 server that offers other tools later is an error. Connections live in a thread with its own event loop, since the engine's loop
 changes from batch to batch.
 
-A call that the server does not answer is no fault of the policy's: its sample is masked, and the next call gets a new connection.
+A server that answers nothing is no fault of the policy's: the sample is masked, and the next call gets a new connection. One that
+answers, but not the call, has a tool that takes long by what the policy gave it: that is a failed call.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
 REMEDY = "leave it out of `use`, which names the tools that the policy may call"
 # Programs that start at once, for each core: hundreds of episodes may begin in the same moment.
 _STARTS_PER_CORE = 2
+# Seconds in which a server lists its tools after a call that took too long, or is lost.
+_ANSWER_S = 5.0
 # A server's list of tools is read again with the first call after so many seconds, or after a loss.
 _CHECK_S = 60.0
 
@@ -136,8 +139,8 @@ class ToolServer:
     ) -> ToolOutput:
         """Calls a tool. `own` holds the episode's connections.
 
-        Raises LostError if no reply comes within so many seconds after the server has started, and ToolServerError for a server
-        that cannot be used.
+        The reply has the failure "timeout" if it does not come within so many seconds after the server has started. Raises LostError
+        if the server does not answer at all, and ToolServerError for one that cannot be used.
         """
         refuse_missing_variables(self.settings)
         return await background().awaited(self._call(own, tool, arguments, seconds))
@@ -171,7 +174,14 @@ class ToolServer:
                     reason = f"the arguments are not what {tool.name} takes: {error}"
                     output = ToolOutput("", "parse_error", shortened(reason))
         except TimeoutError:
-            raise self._lost(connection, own, f"{tool.name} took longer than {seconds:g} s") from None
+            reason = f"{tool.name} took longer than {seconds:g} s"
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    await self._check(peer)
+            except (TimeoutError, PeerError):
+                raise self._lost(connection, own, reason) from None
+            # The server answers, so the call is what takes long, and its arguments are the policy's.
+            output = ToolOutput("", "timeout", reason)
         except PeerError as error:
             raise self._lost(connection, own, str(error)) from error
         finally:
