@@ -8,7 +8,7 @@ where the two differ, so that any schedule that meets a fault of that code shows
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from copy import deepcopy
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -64,8 +64,7 @@ class Flight(SimulatedFleet):
         self._ready: dict[int, Attempt] = {}
         self._taken: list[Attempt] = []
         self._sampled = self.account.tokens + self.account.void
-        for position in self.tickets.unanswered:
-            self._issue(position)
+        self._left = deque(self.tickets.unanswered)  # issued again before any new one
 
     def _pump(self) -> None:
         """Begins a step and issues tickets, where that is allowed."""
@@ -78,12 +77,18 @@ class Flight(SimulatedFleet):
                 self._begin(taken)
             elif len(self._ready) >= self.setting.groups and not self._blocked():
                 raise Violation(f"the learner waits at version {self._version}, with {len(self._ready)} groups ready")
-        while self.guards.room > 0 and self.tickets.next < self.setting.tickets:
-            position = self.tickets.next
-            self.tickets.issue(position)
+        while self.guards.room > 0 and (self._left or self.tickets.next < self.setting.tickets):
+            if self._left:
+                position = self._left.popleft()
+            else:
+                position = self.tickets.next
+                self.tickets.issue(position)
             self._issue(position)
-        outstanding = len(self._running) + len(self._ready) + len(self._taken)
-        if outstanding > self._most or (outstanding < self._least and self.tickets.next < self.setting.tickets):
+        outstanding, more = (
+            len(self._running) + len(self._ready) + len(self._taken),
+            self.tickets.next < self.setting.tickets,
+        )
+        if outstanding > self._most or (outstanding < self._least and (self._left or more)):
             raise Violation(f"{outstanding} groups are outstanding, and there have to be {self._least} to {self._most}")
 
     def _blocked(self) -> bool:
@@ -228,7 +233,10 @@ class Flight(SimulatedFleet):
             raise Violation(f"the run ends with the positions {sorted(self._running)[:5]} running, and a step to take")
         there = [*self._ready.values(), *self._taken]
         issued = self.tickets.next if self.stopped else self.setting.tickets
-        if len(self._ended) + len(self._running) + len(there) != issued or len(self._ended) != self.account.ended:
+        if (
+            len(self._ended) + len(self._left) + len(self._running) + len(there) != issued
+            or len(self._ended) != self.account.ended
+        ):
             raise Violation(f"of {issued} positions {len(self._ended)} ended, and {len(there)} are outstanding")
         self.tickets.check()
         tokens = self._sampled, self.account.tokens, self.account.void

@@ -139,8 +139,8 @@ class ToolServer:
     ) -> ToolOutput:
         """Calls a tool. `own` holds the episode's connections.
 
-        The reply has the failure "timeout" if it does not come within so many seconds after the server has started. Raises LostError
-        if the server does not answer at all, and ToolServerError for one that cannot be used.
+        The reply has the failure "timeout" if it does not come within so many seconds after the server has started. Raises
+        LostError if the server does not answer at all, and ToolServerError for one that cannot be used.
         """
         refuse_missing_variables(self.settings)
         return await background().awaited(self._call(own, tool, arguments, seconds))
