@@ -63,15 +63,19 @@ class Forked:
         self._process = _SERVER.Process(target=_call, args=call, daemon=True)
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None, "it was started"
+        return self._process.pid
+
     def poll(self) -> int | None:
         """Its exit code if it has ended, negative after a signal."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         """Does nothing where it has ended."""
-        assert self._process.pid is not None
         with suppress(ProcessLookupError):
-            os.kill(self._process.pid, number)
+            os.kill(self.pid, number)
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Its exit code; None if it has not ended in these seconds."""

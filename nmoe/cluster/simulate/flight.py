@@ -84,11 +84,9 @@ class Flight(SimulatedFleet):
                 position = self.tickets.next
                 self.tickets.issue(position)
             self._issue(position)
-        outstanding, more = (
-            len(self._running) + len(self._ready) + len(self._taken),
-            self.tickets.next < self.setting.tickets,
-        )
-        if outstanding > self._most or (outstanding < self._least and (self._left or more)):
+        outstanding = len(self._running) + len(self._ready) + len(self._taken)
+        more = self._left or self.tickets.next < self.setting.tickets
+        if outstanding > self._most or (outstanding < self._least and more):
             raise Violation(f"{outstanding} groups are outstanding, and there have to be {self._least} to {self._most}")
 
     def _blocked(self) -> bool:
