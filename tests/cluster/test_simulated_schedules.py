@@ -88,7 +88,7 @@ def test_a_thousand_schedules_break_no_promise() -> None:
     drawn(1000, one)
     # Schedules that met nothing would show nothing.
     assert len(met) == 6, met
-    assert min(met.values()) > 25, met
+    assert min(met.values()) > 10, met
 
 
 def test_a_schedule_is_replayed_from_its_seed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from boxes import LIMITS, Box
@@ -19,6 +21,7 @@ from nmoe.errors import UserError
 from nmoe.sandbox import probe
 from nmoe.sandbox import sandboxes as factory_module
 from nmoe.sandbox.api import Access, SandboxFileError, SandboxSetupError
+from nmoe.sandbox.inside import kernel
 from nmoe.sandbox.sandboxes import Sandboxes
 
 
@@ -220,6 +223,35 @@ LINKS = """
 ln -s /etc/passwd link; ln -s / root; ln -s a dir; mkdir a; echo x > a/file; mkfifo fifo
 echo o > a/other; ln a/other hard; mkdir -p /tmp/out; echo t > /tmp/out/file
 """
+
+
+@pytest.mark.parametrize("refusals", [3, 10**9])
+def test_a_path_that_the_kernel_could_not_follow_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    """openat2 says EAGAIN for a path with `..` while anything on the machine is renamed."""
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "file").write_text("x")
+    made, left = kernel.syscall, iter(range(refusals))
+
+    def busy(what: str, *arguments: Any) -> int:
+        if next(left, None) is not None:
+            raise BlockingIOError(errno.EAGAIN, what)
+        return made(what, *arguments)
+
+    monkeypatch.setattr(kernel, "syscall", busy)
+    directory = os.open(tmp_path, os.O_PATH)
+    try:
+        if refusals > 3:
+            with pytest.raises(OSError, match="renamed all the time") as refused:
+                kernel.open_beneath(directory, "dir/../file", os.O_RDONLY)
+            assert refused.value.errno == errno.EXDEV
+        else:
+            descriptor = kernel.open_beneath(directory, "dir/../file", os.O_RDONLY)
+            assert os.read(descriptor, 9) == b"x"
+            os.close(descriptor)
+    finally:
+        os.close(directory)
 
 
 @pytest.mark.parametrize(

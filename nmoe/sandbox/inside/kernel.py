@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
+from contextlib import suppress
 
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
@@ -18,6 +20,9 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 0x1, 0x2, 0x4
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 # Numbers from 424 on are the same on every architecture.
 _MOUNT_SETATTR, _OPENAT2 = 442, 437
+# openat2 gives up a path with `..` where anything on the machine was renamed or mounted meanwhile, and asks to be called again
+# (openat2(2), EAGAIN).
+_OPENINGS = 100
 _PIVOT_ROOT, _CAPSET = (155, 126) if os.uname().machine == "x86_64" else (41, 91)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -84,7 +89,10 @@ def drop_capabilities() -> None:
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
     """Opens a path by openat2 that cannot leave `directory` and follows no symbolic link; returns the descriptor."""
     how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS)
-    return syscall(f"open {path}", _OPENAT2, directory, path.encode(), how, len(how))
+    for _ in range(_OPENINGS):
+        with suppress(BlockingIOError):
+            return syscall(f"open {path}", _OPENAT2, directory, path.encode(), how, len(how))
+    raise OSError(errno.EXDEV, f"open {path}: files are renamed all the time, so that the kernel trusts no ..")
 
 
 def _checked(result: int, what: str) -> int:
