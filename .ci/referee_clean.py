@@ -121,4 +121,5 @@ def main() -> None:
     sys.exit(alarms > 0)
 
 
-main()
+if __name__ == "__main__":  # a forked server imports this module
+    main()

@@ -120,4 +120,5 @@ def main() -> None:
     sys.exit(noticed < least[0] * len(rows) or named < least[1] * len(rows))
 
 
-main()
+if __name__ == "__main__":  # a forked server imports this module
+    main()

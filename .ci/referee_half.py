@@ -130,4 +130,5 @@ def main() -> None:
     sys.exit(bool(alarms))
 
 
-main()
+if __name__ == "__main__":  # a forked server imports this module
+    main()
