@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
+from forked import ended_cpu_s
 from referee_servers import MODELS, SHARED_S, drawn_checkpoint, serving
 
 from nmoe.referee.checks import CATALOGUE
@@ -101,7 +102,7 @@ def main() -> None:
                 asyncio.run(waves(url, judges, list(seeds), model))
     alarms, late = sum(bool(row["seen"]) for row in rows), sum(bool(row["late"]) for row in rows)
     checks, took = sum(row["ok"] for row in rows) / max(1, len(rows)), os.times()
-    cpu_s = (took.user + took.system, took.children_user + took.children_system)
+    cpu_s = (took.user + took.system, ended_cpu_s())
     whole = sum(row["whole"] for row in rows)
     print(
         f"{alarms} false alarms and {late} with a late check in {len(rows)} rounds, {whole} whole, of {checks:.1f} checks"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forked import Forked
+from forked import Forked, ended_cpu_s
 
 SCRIPT = """
 import atexit, os, sys, threading, time
@@ -30,3 +30,11 @@ def test_a_forked_process_begins_and_ends_as_a_program(tmp_path: Path) -> None:
     assert drawn != other
     assert said == [str(begun[0].pid), "thread", "exit"]
     assert [(one.code, one.err) for one in two] == [(3, "")] * 2
+
+
+def test_the_cpu_seconds_of_processes_that_have_ended_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import time\nwhile time.process_time() < 0.4: pass\n")
+    Forked(tmp_path, tmp_path / "script.py", main="forked:script").ended()
+    before = ended_cpu_s()
+    Forked(tmp_path, tmp_path / "script.py", main="forked:script").ended()
+    assert 0.3 <= ended_cpu_s() - before < 2
