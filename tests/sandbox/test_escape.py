@@ -656,9 +656,12 @@ def test_nothing_is_left(sandboxes: Sandboxes) -> None:
     locks: list[bytes] = []
 
     def host() -> tuple[object, ...]:
-        temporary = sorted(name for name in os.listdir("/tmp") if name.startswith("nmoe-probe"))
-        segments = Path("/proc/sysvipc/shm").read_text()
-        return temporary, segments, mounts(), len(os.listdir("/proc/self/fd")), os.uname().nodename
+        return mounts(), len(os.listdir("/proc/self/fd")), os.uname().nodename
+
+    def shared() -> set[str]:
+        """Files and segments, also of tests that run beside this one."""
+        temporary = {name for name in os.listdir("/tmp") if name.startswith("nmoe-probe")}
+        return temporary | {line.split()[1] for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]}
 
     async def leave() -> None:
         opened = [await sandboxes.open() for _ in range(4)]
@@ -673,9 +676,13 @@ def test_nothing_is_left(sandboxes: Sandboxes) -> None:
             await one.close()
             await one.close()
 
-    before = host()
+    before, shared_before = host(), shared()
     asyncio.run(leave())
     assert host() == before
+    end = time.monotonic() + 10  # in which others' end
+    while (left := shared() - shared_before) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left
     assert len(set(locks)) == (4 if os.getuid() == 0 else 0)
     for lock in locks:
         uid = int(lock.rpartition(b"-")[2])
