@@ -110,6 +110,8 @@ class Forked:
 def ended_cpu_s() -> float:
     """Returns the CPU seconds of the forked processes that have ended. They are no children of this one."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is None:
+        return 0.0
     fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
