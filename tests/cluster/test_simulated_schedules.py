@@ -74,7 +74,8 @@ def drawn(count: int, found: Callable[[Setting], Any]) -> None:
 
 def test_a_thousand_schedules_break_no_promise() -> None:
     """`Flight` checks each: a position ends once, no group is older than K, none is trained on that wrong weights sampled, the
-    learner never waits where K allows a step, free room is used at once, and every token is accounted for."""
+    learner never waits where K allows a step, two steps' worth of groups or more are outstanding, and every token is accounted
+    for."""
     met: Counter[str] = Counter()
 
     def one(setting: Setting) -> None:

@@ -20,10 +20,10 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 0x1, 0x2, 0x4
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 # Numbers from 424 on are the same on every architecture.
 _MOUNT_SETATTR, _OPENAT2 = 442, 437
+_PIVOT_ROOT, _CAPSET = (155, 126) if os.uname().machine == "x86_64" else (41, 91)
 # openat2 gives up a path with `..` where anything on the machine was renamed or mounted meanwhile, and asks to be called again
 # (openat2(2), EAGAIN).
 _OPENINGS = 100
-_PIVOT_ROOT, _CAPSET = (155, 126) if os.uname().machine == "x86_64" else (41, 91)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
