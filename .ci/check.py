@@ -8,6 +8,7 @@
     python .ci/check.py real [runs/real_full/summary.json]
     python .ci/check.py upcycled [runs/speedrun/real_moe]
     nmoe eval ... --best-of runs/speedrun/verifier | python .ci/check.py verifier runs/speedrun/verifier
+    python .ci/check.py unsteady .pytest_cache/v/cache/lastfailed
 
 Where a figure is out of its bounds, the course of each run, its alerts and its last samples are shown.
 """
@@ -37,6 +38,9 @@ MOST_OF_ALL_TASKS = (3600, 7200, 8192)
 # The lower bound of the paired interval over all held-out problems of a seed, and megabytes.
 WORST_LOSS = -0.05
 MOST_MB = 10240
+
+# Tests of a suite that may fail once.
+MOST_UNSTEADY = 2
 
 SHOWN_SAMPLES = 6
 SHOWN_STEPS = 12
@@ -339,6 +343,16 @@ def check_verifier(arguments: Sequence[str]) -> NoReturn:
         },
         [run],
     )
+
+
+def check_unsteady(arguments: Sequence[str]) -> None:
+    """Prints the failed tests of a suite by pytest's record of them, one a line; ends with 1 where there is none, as the suite then
+    failed by something else, or more than a few."""
+    record = Path(arguments[0])
+    failed = sorted(json.loads(record.read_text())) if record.exists() else []
+    if not 0 < len(failed) <= MOST_UNSTEADY:
+        sys.exit(f"{len(failed)} tests failed, where 1 to {MOST_UNSTEADY} may be tried again")
+    print("\n".join(failed))
 
 
 def main() -> None:
