@@ -7,6 +7,7 @@ the attempt before, and the results in the log afterwards.
 
 import re
 import shlex
+import textwrap
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ _ENTRY = re.compile(r"^## (attempt-\d+-\S+)$", re.MULTILINE)
 _CONFIG = re.compile(r"^- configuration: `(.*)`$", re.MULTILINE)
 _OVERRIDES = re.compile(r"^- overrides: `(.*)`$", re.MULTILINE)
 _OPEN = "- results: none yet\n"
+_SUBJECT_CHARACTERS = 72
 # What an attempt is called, and where it writes, is no change.
 _NO_CHANGE = ("run.name", "run.directory", "run.resume")
 
@@ -88,7 +90,7 @@ def start_attempt(
     try:
         lines = "\n".join([(before or "# Research log\n").rstrip() + "\n", *entry, _OPEN])
         write_atomically(log, lines.encode())
-        _commit(top, log, f"Start attempt {number:02d} to test: {hypothesis}", changes)
+        _commit(top, log, hypothesis, f"attempt {number:02d} starts", [f"changed: {change}" for change in changes])
         git(top, "tag", tag)
     except BaseException:  # Ctrl-C, too
         run_git(top, "reset", "--quiet", "--", str(log))
@@ -120,10 +122,14 @@ def finish_attempt(runs: Sequence[str], lesson: str, log: Path) -> Iterator[str]
     if not found:
         raise UserError(f"{log}: has no entry for the branch {branch}; nmoe runs attempt begins one")
     entry, following, rest = _split_entry(entry)
-    table = f"- lesson: {' '.join(lesson.split())}\n- results:\n\n{results_table(runs)}"
-    kept = entry.replace(_OPEN, "").rstrip()
-    write_atomically(log, f"{before}{found}{kept}\n{table}{following}{rest}".encode())
-    _commit(top, log, f"Record what {branch} showed", [lesson])
+    lesson, table = " ".join(lesson.split()), results_table(runs)
+    if not lesson:
+        raise UserError("--lesson is empty; state what the attempt showed")
+    kept = f"{entry.replace(_OPEN, '').rstrip()}\n- lesson: {lesson}\n- results:\n\n{table}"
+    write_atomically(log, f"{before}{found}{kept}{following}{rest}".encode())
+    numbers = _NUMBER.match(branch)
+    which = branch if numbers is None else f"attempt {numbers[1]}"
+    _commit(top, log, lesson, f"{which} ends", [row.strip("| ") for row in table.splitlines()[2:]])
     yield f"results of {branch} in {log.relative_to(top)}"
 
 
@@ -197,17 +203,11 @@ def _top(log: Path) -> Path:
     return Path(top)
 
 
-def _commit(top: Path, log: Path, subject: str, points: Sequence[str]) -> None:
+def _commit(top: Path, log: Path, why: str, what: str, points: Sequence[str]) -> None:
+    """Commits the log alone. The message begins with the reason, cut to the length of a subject, and the attempt's number; the
+    details follow."""
     git(top, "add", "--", str(log))
-    git(
-        top,
-        "commit",
-        "--quiet",
-        "-m",
-        subject,
-        "-m",
-        "\n".join(f"- {point}" for point in points),
-        "--only",
-        "--",
-        str(log),
-    )
+    short = textwrap.shorten(why, _SUBJECT_CHARACTERS - len(what) - 3, placeholder=" ...")
+    details = [*([why] if short != why else []), *points]
+    body = "\n".join(f"- {point}" for point in details)
+    git(top, "commit", "--quiet", "-m", f"{short} ({what})", "-m", body, "--only", "--", str(log))

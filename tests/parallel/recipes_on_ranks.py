@@ -22,6 +22,8 @@ from nmoe.config.commands import (
     VerifierConfig,
 )
 from nmoe.config.loader import load_run
+from nmoe.data.documents import DocumentReader
+from nmoe.data.spans import Span
 from nmoe.parallel.gang import Controller, Member
 from nmoe.parallel.join import join, leave
 from nmoe.recipes.dpo import dpo
@@ -48,9 +50,14 @@ def run(jobs: list[tuple[str, str, list[str]]]) -> list[Path]:
     return [RECIPES[name][0](load_run(Path(path), RECIPES[name][1], more)) for name, path, more in jobs]
 
 
+def no_member_reads(reader: DocumentReader, span: Span) -> None:
+    raise AssertionError(f"{span}: rank 0 reads the documents, and the other ranks receive their sequences")
+
+
 if __name__ == "__main__":
     gang = join(sys.argv[1:])
     if isinstance(gang, Member):
+        DocumentReader.read = DocumentReader.check = no_member_reads  # type: ignore[assignment]
         code = gang.serve()
         leave()
         sys.exit(code)

@@ -112,13 +112,16 @@ def jobs(workshop: Path, base: Path, tmp_path: Path) -> list[tuple[str, str, lis
             [*fixed, "--optimizer.schedule_steps=3", f"--run.name={name}", *more],
         )
 
+    def three_steps(name: str) -> list[tuple[str, str, list[str]]]:
+        return [stream(name, "--run.steps=2"), stream(name, "--run.steps=3", "--run.resume=true")]
+
     critic = ("--algorithm.advantage=gae", "--critic.learning_rate=1e-3")
     return [
         ("pretrain", str(workshop / "base.toml"), ["--run.steps=3", "--model.router_aux_loss_coef=0.01"]),
         ("pretrain", str(workshop / "base.toml"), ["--run.name=muon", "--run.steps=3", "--optimizer.kind=muon"]),
         stream("streamed", "--run.steps=3"),
-        stream("resumed", "--run.steps=2"),
-        stream("resumed", "--run.steps=3", "--run.resume=true"),
+        *three_steps("resumed"),
+        *three_steps("moved"),
         *((name, f"{tmp_path}/{name}.toml", []) for name in ("sft", "dpo", "reward", "verifier")),
         ("verifier", f"{tmp_path}/verifier.toml", ["--run.name=judge", "--verifier.head=discriminative"]),
         reinforce("reference", "--algorithm.kl_coef=0.05", "--algorithm.reference_every_steps=2"),
@@ -131,11 +134,17 @@ def jobs(workshop: Path, base: Path, tmp_path: Path) -> list[tuple[str, str, lis
 
 @pytest.mark.timeout(1000)
 def test_two_ranks_are_one_process(jobs: list[tuple[str, str, list[str]]], tmp_path: Path) -> None:
-    (tmp_path / "jobs.json").write_text(
-        json.dumps([(name, path, [*more, f"--run.directory={tmp_path}/two"]) for name, path, more in jobs])
-    )
+    def below(where: str, name: str, path: str, more: list[str]) -> tuple[str, str, list[str]]:
+        return name, path, [*more, f"--run.directory={tmp_path}/{where}"]
+
+    def goes_on_elsewhere(job: tuple[str, str, list[str]]) -> bool:
+        return "--run.name=moved" in job[2] and "--run.resume=true" in job[2]
+
+    (tmp_path / "jobs.json").write_text(json.dumps([below("two", *job) for job in jobs if not goes_on_elsewhere(job)]))
     on_ranks(2, "recipes_on_ranks.py", str(tmp_path / "jobs.json"))
-    runs = run([(name, path, [*more, f"--run.directory={tmp_path}/one"]) for name, path, more in jobs])
+    # What two ranks began, one process ends.
+    run([below("two", *job) for job in jobs if goes_on_elsewhere(job)])
+    runs = run([below("one", *job) for job in jobs])
     for (recipe, *_), alone in zip(jobs, runs, strict=True):
         together = read_metrics(tmp_path / "two" / alone.name)
         assert len(together) == 3

@@ -62,7 +62,8 @@ def test_an_attempt_is_a_branch_a_tag_and_an_entry(repository: Path) -> None:
     assert git("symbolic-ref", "--short", "HEAD") == "attempt-01-base"
     assert git("rev-parse", "attempt-01-start") == git("rev-parse", "HEAD")
     assert git("rev-parse", "HEAD~") == git("rev-parse", "main") == start
-    assert git("show", "--name-only", "--format=%s") == "Start attempt 01 to test: it learns\n\nresearch_log.md"
+    first = "- changed: nothing, this is the first attempt"
+    assert git("show", "--name-only", "--format=%B") == f"it learns (attempt 01 starts)\n\n{first}\n\n\nresearch_log.md"
     change(0.02)
     assert begin("higher-lr", "faster")[1:-1] == ["changed: `optimizer.learning_rate` from 0.01 to 0.02"]
     assert LOG.read_text() == (
@@ -72,6 +73,14 @@ def test_an_attempt_is_a_branch_a_tag_and_an_entry(repository: Path) -> None:
         "- changed: `optimizer.learning_rate` from 0.01 to 0.02\n- results: none yet\n"
     )
     assert git("status", "--porcelain") == ""
+
+
+def test_a_long_reason_is_cut_in_the_subject_and_whole_in_the_details(repository: Path) -> None:
+    begin("base", "a rate of 1e-5 learns faster than the rate before, because its gradients are small")
+    subject, _, whole, changed = git("show", "--no-patch", "--format=%B").splitlines()
+    assert subject == "a rate of 1e-5 learns faster than the rate ... (attempt 01 starts)"
+    assert whole == "- a rate of 1e-5 learns faster than the rate before, because its gradients are small"
+    assert changed == "- changed: nothing, this is the first attempt"
 
 
 def test_what_is_spelled_out_but_the_default_is_no_change_and_two_changes_are_warned_of(repository: Path) -> None:
@@ -167,7 +176,11 @@ def test_results_are_written_into_the_entry_of_the_branch(repository: Path) -> N
     text = LOG.read_text()
     assert "none yet" not in text
     assert "- lesson: it learns\n- results:\n\n| experiment | seeds |" in text
-    assert git("show", "--name-only", "--format=%s") == "Record what attempt-01-base showed\n\nresearch_log.md"
+    row = "base-0 and 2 more | 3 | 3 | greedy on sort | 70.0% | 50.0% | 70.0% [18.0%, 96.1%]"
+    said = f"it learns (attempt 01 ends)\n\n- {row} | EPYC, 2 threads | abcdef0123, abcdef0123+"
+    assert git("show", "--name-only", "--format=%B") == f"{said}\n\n\nresearch_log.md"
+    with pytest.raises(UserError, match="--lesson is empty"):
+        list(finish_attempt(["runs/base-*"], " ", LOG))
     git("switch", "--quiet", "main")
     with pytest.raises(UserError, match=r"has no entry for the branch main"):
         list(finish_attempt(["runs/base-*"], "x", LOG))
