@@ -1,7 +1,8 @@
 """Writes docs/reference/passports.md, the passports of the packaged environments and of foreign ones: python scripts/passports.py
 
 Takes about 25 CPU minutes. The hub's records are those of ../shared/eval_data beside the repository; foreign environments need the
-extras `environments` and `skyrl-gym`. `--only NAME...` prints the passports of some and writes nothing.
+extras `environments` and `skyrl-gym`. benchmarks/results/passports.json has the passports in full; `--only NAME...` measures some
+again, and keeps the others.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nmoe.config.packaged import packaged_environments
 from nmoe.envs.certify import certify
-from nmoe.envs.passport import Passport
-from nmoe.errors import UserError
+from nmoe.envs.passport import Example
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 from real_benchmarks import DATA, REAL  # noqa: E402
 
 PAGE = ROOT / "docs/reference/passports.md"
+KEPT = ROOT / "benchmarks/results/passports.json"
 REASONING_GYM = (
     *(
         "basic_arithmetic",
@@ -71,28 +73,34 @@ def foreign(directory: Path) -> Iterator[Path]:
         yield path
 
 
-def page(passports: list[Passport]) -> str:
+def page(passports: list[dict[str, Any]]) -> str:
     """Returns the page: a table, then every failure with the answer that shows it, then what was not here."""
-    here = [one for one in passports if not one.missing]
+    here = [one for one in passports if not one["missing"]]
     lines = [HEAD, "| environment | " + " | ".join(ROWS) + " |", "|---" * (1 + len(ROWS)) + "|"]
     for one in here:
-        rows = {row.name: row for row in one.rows}
+        rows = [one["rows"][name] for name in ROWS]
         cells = [
-            {"fail": "**fail**: ", "not tried": "not tried: "}.get(rows[name].status, "") + rows[name].said
-            for name in ROWS
+            {"fail": "**fail**: ", "not tried": "not tried: "}.get(row["status"], "") + row["said"] for row in rows
         ]
-        lines.append(f"| `{one.environment}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    failing = [one for one in here if one.failed]
+        lines.append(f"| `{one['environment']}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    failing = [one for one in here if one["result"] == "fail"]
     lines += ["", "## Failures", ""] if failing else []
     for one in failing:
-        lines += [f"### {one.environment}", ""]
-        for row in one.rows:
-            if row.status == "fail":
-                shown = [line for example in row.examples for line in example.lines()]
-                lines += [f"{row.name}: {row.said}. Remedy: {row.remedy}.", "", "```text", *shown, "```", ""]
-    absent = ", ".join(f"`{one.environment}`" for one in passports if one.missing)
+        lines += [f"### {one['environment']}", ""]
+        for name, row in one["rows"].items():
+            if row["status"] == "fail":
+                shown = [line for example in row["examples"] for line in Example(**example).lines()]
+                lines += [f"{name}: {row['said']}. Remedy: {row['remedy']}.", "", "```text", *shown, "```", ""]
+    absent = ", ".join(f"`{one['environment']}`" for one in passports if one["missing"])
     return "\n".join(
-        [*lines, "## No data here", "", f"{absent}. Fetch their data, and run `nmoe env certify NAME`.", ""]
+        [
+            *lines,
+            *([""] if not failing else []),
+            "## No data here",
+            "",
+            f"{absent}. Fetch their data, and run `nmoe env certify NAME`.",
+            "",
+        ]
     )
 
 
@@ -100,26 +108,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME")
     only = parser.parse_args().only
-    with tempfile.TemporaryDirectory() as kept:
-        os.environ["NMOE_DATASETS"] = kept
+    kept: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["NMOE_DATASETS"] = directory
         for benchmark in REAL.values():
-            benchmark.keep(Path(kept), None)
-        named = [*(Path(one.name) for one in packaged_environments() if one.package == "nmoe"), *foreign(Path(kept))]
-        passports = []
-        for path in named:
-            if only and path.stem not in only:
+            benchmark.keep(Path(directory), None)
+        packaged = (Path(one.name) for one in packaged_environments() if one.package == "nmoe")
+        named = {path.stem: path for path in [*packaged, *foreign(Path(directory))]}
+        for name, path in named.items():
+            if only and name not in only:
                 continue
             began = time.process_time()
-            try:
-                passports.append(certify(path, None))
-            except UserError as error:
-                print(f"{path.stem}: {error}", file=sys.stderr, flush=True)
-                continue
-            for line in passports[-1].lines():
+            passport = certify(path, None)
+            kept[name] = passport.record()
+            for line in passport.lines():
                 print(line, file=sys.stderr)
             print(f"{time.process_time() - began:.0f} CPU s\n", file=sys.stderr, flush=True)
-    if not only:
-        PAGE.write_text(page(passports))
+            KEPT.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(page([kept[name] for name in named if name in kept]))
 
 
 if __name__ == "__main__":
