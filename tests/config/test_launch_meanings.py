@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ VERL = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m actor_rol
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 OPENRLHF = "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --algo.advantage.estimator group_norm "
 SKYRL = "python -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m "
+SLIME = "python train.py --hf-checkpoint m --prompt-data a.jsonl --rollout-batch-size 8 --n-samples-per-prompt 4 --colocate "
+PRIME = "uv run rl --model.name m --orchestrator.batch-size 64 --orchestrator.group-size 8 "
 SKYRL_LOSS = f"{SKYRL} trainer.algorithm"
 
 # A launch, values that it becomes, a remark that it gets, and where the trainer's own definition stands.
@@ -182,6 +185,48 @@ MEANINGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "skyrl: nucleus sampling in evaluations": (
         f"{SKYRL} generator.eval_sampling_params.top_p=0.9", {}, "eval_sampling_params.top_p = 0.9: nmoe's evaluations",
     ),
+    # Megatron's get_muon_scale_factor: max(rows, columns) ** 0.5, times muon_extra_scale_factor.
+    "slime: Muon": (
+        f"{SLIME} --optimizer muon --muon-momentum 0.9", {"optimizer.kind": "muon", "optimizer.momentum": 0.9}, "by 0.2 of it",
+    ),
+    "slime: neither AdamW nor Muon": (f"{SLIME} --optimizer sgd", {"optimizer.kind": "adamw"}, "sgd: nmoe has AdamW and Muon"),
+    # slime_validate_args: colocated engines take all GPUs unless rollout_num_gpus is given; one path alone is of AIME.
+    "slime: some of the GPUs": (
+        f"{SLIME} --actor-num-gpus-per-node 4 --rollout-num-gpus 2 --eval-interval 5 --eval-prompt-data a.jsonl",
+        {"placement.learner_gpus": 4, "placement.engines": 2, "eval.0.environment.env_id": "aime_eval", "eval.0.every_steps": 5},
+        "",
+    ),
+    "openrlhf: Muon": (
+        f"{OPENRLHF} --actor.optim muon", {"optimizer.kind": "muon", "optimizer.momentum": 0.95}, "of its own, muon.lr",
+    ),
+    "trl: another optimizer": (f"{TRL} --optim adafactor", {"optimizer.kind": "adamw"}, "adafactor: nmoe has AdamW"),
+    # prime-rl 004274e, configs/rl.py: MultiNodeDeploymentConfig counts inference nodes of each replica.
+    "prime-rl: several machines": (
+        f"{PRIME} --deployment.type multi_node --deployment.num-train-nodes 2 --deployment.num-infer-nodes 1 "
+        "--deployment.num-infer-replicas 3 --deployment.gpus-per-node 4 --inference.parallel.tp 2",
+        {"placement.learner_gpus": 8, "placement.engines": 6, "placement.launcher": "ray"},
+        "",
+    ),
+    # configs/orchestrator.py: pre_batch_filters only watch unless they enforce; the filter behind the batch enforces by itself.
+    "prime-rl: a batch full of groups with a signal": (
+        f"{PRIME} --orchestrator.pre-batch-filters.0.type zero_advantage --orchestrator.pre-batch-filters.0.enforce true",
+        {"batch.max_refills": 8},
+        "samples until the batch is full",
+    ),
+    "prime-rl: a filter that watches": (
+        f"{PRIME} --orchestrator.pre-batch-filters.0.type zero_advantage --orchestrator.pre-batch-filters.0.enforce false", {}, "",
+    ),
+    "prime-rl: groups without a signal in the mean": (
+        f"{PRIME} --orchestrator.post-batch-filters.0.type zero_advantage --orchestrator.post-batch-filters.0.enforce false",
+        {},
+        "their tokens count in the mean",
+    ),
+    "prime-rl: Muon": (
+        f"{PRIME} --trainer.optim.type muon", {"optimizer.kind": "muon", "optimizer.momentum": 0.95}, "steers the routers by Muon",
+    ),
+    "prime-rl: activations on the host alone": (
+        f"{PRIME} --trainer.model.ac-offloading.max-inflight-activations 2", {"model.checkpoint_activations": True}, "",
+    ),
 }  # fmt: skip
 
 
@@ -261,6 +306,8 @@ _GIVEN_OR_NOT = (
     "ckpt_path",
     "default_local_dir",
     "ac.mode",
+    "ac.freq",
+    "max_inflight_activations",
     "recompute-granularity",
 )
 
@@ -308,7 +355,7 @@ def test_no_key_of_a_launch_is_dropped_silently(monkeypatch: pytest.MonkeyPatch)
     for case in CASES:
         launch = read_launch(str(case.values[0]))
         found[case.id] = list(silent(launch, recognised(launch, PROGRAMS, None)))
-    assert len(found) == 50
+    assert len(found) == 64
     assert {name: keys for name, keys in found.items() if keys} == {}
 
 
@@ -337,3 +384,16 @@ def test_a_table_of_toml_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch)
     assert [line.partition(":")[0] for line in found.without if "model.nam" in line] == ["model.nam = m"]
     with pytest.raises(UserError, match=r"absent\.toml: no such file \(named at command:1\)"):
         imported("uv run rl @ absent.toml")
+
+
+def test_an_array_that_nothing_sets_is_named_and_takes_no_key_s_place(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"source models/qwen.sh\nA=(--lr 2e-6)\n{SLIME} ${{MODEL_ARGS[@]}} --seed 7 ${{MORE[@]}} ${{A[@]}}\n"
+    )
+    found = imported(str(script))
+    assert (found.values["placement.layout"], found.values["run.seed"]) == ("colocated", 7)
+    assert found.values["optimizer.learning_rate"] == 2e-6
+    named = [line for line in found.without if "an array that the script does not set" in line]
+    assert [line.partition(": $")[2].partition(":")[0] for line in named] == ["{MODEL_ARGS[@]}", "{MORE[@]}"]
+    assert found.unknown == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,26 @@ def betas(key: str) -> Row:
         return {"optimizer.beta1": float(first), "optimizer.beta2": float(second)}
 
     return together({key: ("optimizer.beta1", "optimizer.beta2")}, convert, "the two of them")
+
+
+_ADAM = re.compile(r"(fused|cpu)?adamw?(_(torch|apex)\w*)?")
+_MUON = "nmoe's Muon moves weights as far as AdamW does at the same learning rate; set optimizer.learning_rate for that"
+
+
+def optimizer(key: str, momentum: str = "", muon: str = _MUON) -> Row:
+    """AdamW or Muon. `muon` is what differs in the trainer's Muon, and `momentum` the key of its momentum."""
+
+    def convert(reading: Reading) -> Converted:
+        kind = str(reading[key] or "adamw").lower()
+        if "muon" in kind:
+            reading.differs(f"{key} = {reading[key]}: {muon}")
+            return {"optimizer.kind": "muon", "optimizer.momentum": float(reading[momentum]) if momentum else None}
+        if not _ADAM.fullmatch(kind):
+            reading.differs(f"{key} = {reading[key]}: nmoe has AdamW and Muon; AdamW is written")
+        return {"optimizer.kind": "adamw"}
+
+    keys = {key: "optimizer.kind"} | ({momentum: "optimizer.momentum"} if momentum else {})
+    return together(keys, convert, "muon for names with it, else adamw")
 
 
 def lora(rank: str, alpha: str, targets: str) -> Row:

@@ -162,7 +162,9 @@ def _unset(row: Row, reading: Reading, found: Imported) -> None:
 def _account(key: str, one: Given, found: Imported) -> None:
     """Names a given key that has no counterpart, has no effect here, or is unknown."""
     row = found.program.row_of(key)
-    if row is None:
+    if key.startswith("${"):
+        found.without.append(f"{one.where}: {key}: an array that the script does not set; its keys are not read")
+    elif row is None:
         found.unknown.append(
             f"{one.where}: {_written(one, _is_secret(key, found.program))}{_closest(key, found.program)}"
         )

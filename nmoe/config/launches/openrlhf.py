@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmoe.config.launches.concepts import betas, columns, critic, lora, model, offload, overlong
+from nmoe.config.launches.concepts import betas, columns, critic, lora, model, offload, optimizer, overlong
 from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, same, switch, together, whole, without
 from nmoe.config.launches.shared import (
     ADVANTAGES,
@@ -471,14 +471,7 @@ _OPERATION = (
     without("the best checkpoint is chosen by the first probe", "ckpt.best_metric_key"),
 )  # fmt: skip
 
-_MUON = (
-    "nmoe's Muon has AdamW's learning rate, see optimizer.kind",
-    "muon.lr",
-    "muon.momentum",
-    "muon.ns_steps",
-    "muon.nesterov",
-    "muon.no_nesterov",
-)
+_MUON = "OpenRLHF's Muon has a learning rate of its own, muon.lr; nmoe's has AdamW's, and moves weights as far"
 
 _PPO_ROWS: tuple[Row, ...] = (
     model("actor.model_name_or_path"),
@@ -525,6 +518,7 @@ _PPO_ROWS: tuple[Row, ...] = (
               "algo.advantage.is_correction_threshold": ("algorithm.correction_cap", "algorithm.correction_window")}, _correction,
              "tis and clip: tis; icepop and mask of tokens: mask; mis and mask of sequences: sequence_mask"),
     overlong("reward.overlong_buffer_len", "reward.overlong_penalty_factor"),
+    optimizer("actor.optim", "actor.muon.momentum", _MUON),
     number("actor.adam.lr", "optimizer.learning_rate"),
     critic("algo.advantage.estimator", "critic.adam.lr", "critic.model_name_or_path", "algo.advantage.gamma",
            "algo.advantage.lambd", "critic.value_clip", "critic.freezing_steps"),
@@ -584,9 +578,9 @@ _PPO_ROWS: tuple[Row, ...] = (
     without("the critic is saved in every checkpoint", "critic.save_value_network"),
     without("nmoe's value head has its own name", "ds.value_head_prefix"),
     without("nmoe trains on text", "data.image_key", "data.max_images_per_prompt", "actor.freeze_visual_encoder"),
-    without("AdamW is nmoe's optimizer", "actor.optim", "critic.optim", neutral="adam"),
-    without("nmoe's Muon has AdamW's learning rate, see optimizer.kind", "actor.muon.*", "critic.muon.*"),
-    without("the critic has AdamW's settings from [optimizer], and its own learning rate", "critic.adam.betas",
+    without(_MUON, "actor.muon.*", "critic.muon.*"),
+    without("the critic has the policy's optimizer", "critic.optim", neutral="adam"),
+    without("the critic has the settings of [optimizer], and its own learning rate", "critic.adam.betas",
         "critic.adam.eps", "critic.adam.weight_decay",
             "critic.lr_scheduler", "critic.lr_warmup_ratio", "critic.min_lr_ratio", "critic.max_norm"),
     without("a switch of how OpenRLHF works; it changes no number", "perf", "actor_init_on_gpu"),
@@ -625,6 +619,7 @@ def _supervised(sequences: int) -> tuple[Row, ...]:
                  _tokens(sequences), "sequences times their longest length, as nmoe counts tokens"),
         number("train.max_epochs", "records.epochs"),
         same("train.seed", "run.seed"),
+        optimizer("optim", "muon.momentum", _MUON),
         number("adam.lr", "optimizer.learning_rate"),
         _schedule(""),
         betas("adam.betas"),
@@ -647,8 +642,7 @@ def _supervised(sequences: int) -> tuple[Row, ...]:
             "data.apply_chat_template",
                 "data.tokenizer_chat_template"),
         without("put the words around a prompt into the data", "data.input_template"),
-        without("AdamW is nmoe's optimizer", "optim", neutral="adam"),
-        without(*_MUON),
+        without(_MUON, "muon.lr", "muon.ns_steps", "muon.nesterov", "muon.no_nesterov"),
         *_OPERATION,
     )  # fmt: skip
 
@@ -704,7 +698,7 @@ _SUPERVISED_DEFAULTS: dict[str, Any] = {
     "train.batch_size": 128, "train.seed": 42, "adam.betas": [0.9, 0.95], "adam.eps": 1e-8, "adam.weight_decay": 0.0,
     "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03, "min_lr_ratio": 0.1, "max_norm": 1.0,
     "data.dataset_split": "train",
-    "eval.steps": -1, "ckpt.max_num": 3, "optim": "adam",
+    "eval.steps": -1, "ckpt.max_num": 3, "optim": "adam", "muon.momentum": 0.95,
 }  # fmt: skip
 
 _SOURCE = "openrlhf 0.11.2 and 0.9.3, openrlhf/cli/{}.py"
@@ -736,7 +730,7 @@ PPO = Program(
         "vllm.tensor_parallel_size": 1,
         "vllm.gpu_memory_utilization": 0.95, "actor.num_nodes": 1, "actor.num_gpus_per_node": 8, "train.async_queue_size": 1,
         "ckpt.max_num": 3,
-        "logger.wandb.project": "openrlhf_train_ppo", "actor.optim": "adam", "critic.optim": "adam",
+        "logger.wandb.project": "openrlhf_train_ppo", "actor.optim": "adam", "actor.muon.momentum": 0.95,
     },
     always=(GROUPS_DROPPED.format(trainer="OpenRLHF"),),
 )  # fmt: skip

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmoe.config.launches.concepts import lora, offload
+from nmoe.config.launches.concepts import lora, offload, optimizer
 from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, together, without
 from nmoe.config.launches.shared import FILL_IN, at_home, end_of_schedule, grader, name_of
 
 _ENV, _SAMPLING = "orchestrator.train.env.0", "orchestrator.train.sampling"
+# What an environment sets counts over what all of them share.
+_GROUP = tuple(f"{above}.{key}" for above in (_ENV, "orchestrator") for key in ("rollouts_per_example", "group_size"))
+_LENGTH = tuple(
+    f"{above}.{key}" for above in (f"{_ENV}.sampling", _SAMPLING) for key in ("max_tokens", "max_completion_tokens")
+)
+_HEAT = (f"{_ENV}.sampling.temperature", f"{_SAMPLING}.temperature")
+_ALGORITHM = (
+    *(f"{_ENV}.{key}" for key in ("algorithms", "algorithms.0.id")),
+    *(f"orchestrator.{key}" for key in ("algorithms", "algorithms.0.id")),
+)
 
 
 def _first(reading: Reading, *keys: str) -> Any:
@@ -30,7 +40,7 @@ def _model(reading: Reading) -> Converted:
 
 
 def _batch(reading: Reading) -> Converted:
-    group = max(1, int(_first(reading, "orchestrator.rollouts_per_example", "orchestrator.group_size")))
+    group = max(1, int(_first(reading, *_GROUP)))
     found: dict[str, Any] = {"batch.group_size": group, "batch.updates_per_step": 1}
     if tokens := reading["orchestrator.token_batch_size"]:
         reading.fill("batch.prompts_per_step", f"token_batch_size = {tokens}: nmoe counts a step in prompts")
@@ -83,11 +93,46 @@ def _loss(reading: Reading) -> Converted:
 
 
 def _advantage(reading: Reading) -> Converted:
-    key = "orchestrator.algorithms.0.id"
-    name = str(reading[key] or "grpo")
+    given = _first(reading, *_ALGORITHM) or "grpo"
+    several = given if isinstance(given, list) else [given]
+    name = str(several[0])
     if name not in ("grpo", "max_rl"):
-        reading.differs(f"{key} = {name}: nmoe has none like it; dr_grpo is written")
+        reading.differs(f"algorithm {name}: nmoe has none like it; dr_grpo is written")
+    if len(several) > 1:
+        reading.differs(
+            f"algorithms {', '.join(map(str, several[1:]))}: nmoe has one advantage estimator; {name} is written"
+        )
     return {"algorithm.advantage": "maxrl" if name == "max_rl" else "dr_grpo"}
+
+
+def _filtering(reading: Reading) -> Converted:
+    """By default a batch loses the groups whose advantages are 0, as nmoe leaves them out, and none is sampled in their place."""
+    refills = 0
+    for place in ("pre", "post"):
+        for index in range(3):
+            key = f"orchestrator.{place}_batch_filters.{index}"
+            if (kind := reading[f"{key}.type"]) is None:
+                continue
+            is_on = reading.yes(f"{key}.enforce") if reading.has(f"{key}.enforce") else kind == "zero_advantage"
+            if kind != "zero_advantage":
+                if is_on:
+                    reading.differs(f"{kind} filter: nmoe keeps rollouts of any probability")
+            elif place == "pre" and is_on:
+                refills = 8
+                reading.differs(
+                    "prime-rl samples until the batch is full of groups with a signal; nmoe refills at most batch.max_refills times"
+                )
+            elif not is_on and place == "post":
+                reading.differs(
+                    "groups whose advantages are 0 stay in prime-rl's batch, and their tokens count in the mean"
+                )
+    return {"batch.max_refills": refills}
+
+
+def _activations(reading: Reading) -> Converted:
+    given = [reading[f"trainer.model.{key}"] for key in ("ac", "ac.mode", "ac.freq")]
+    offloaded = [reading[f"trainer.model.{key}"] for key in ("ac_offloading", "ac_offloading.max_inflight_activations")]
+    return {"model.checkpoint_activations": any(one is not None for one in (*given, *offloaded))}
 
 
 def _asynchrony(reading: Reading) -> Converted:
@@ -109,12 +154,20 @@ def _environment(reading: Reading) -> Converted:
 
 def _placement(reading: Reading) -> Converted:
     parallel = max(1, reading.whole("inference.parallel.tp", 1))
-    return {
-        "engine.kind": "vllm",
-        "placement.learner_gpus": reading.whole("deployment.num_train_gpus", 1),
-        "placement.tensor_parallel": parallel,
-        "placement.engines": max(1, reading.whole("deployment.num_infer_gpus", 1) // parallel),
-    }
+    found: dict[str, Any] = {"engine.kind": "vllm", "placement.tensor_parallel": parallel}
+    if str(reading["deployment.type"]) == "multi_node":
+        of_each = reading.whole("deployment.gpus_per_node", 8)
+        training = of_each * reading.whole("deployment.num_train_nodes", 1)
+        sampling = (
+            of_each * reading.whole("deployment.num_infer_nodes", 1) * reading.whole("deployment.num_infer_replicas", 1)
+        )
+        found["placement.launcher"] = "ray"
+    else:
+        training, sampling = (
+            reading.whole("deployment.num_train_gpus", 1),
+            reading.whole("deployment.num_infer_gpus", 1),
+        )
+    return {**found, "placement.learner_gpus": training, "placement.engines": max(1, sampling // parallel)}
 
 
 def _saving(reading: Reading) -> Converted:
@@ -144,28 +197,29 @@ _SEVERAL = "nmoe has one table for trainer, orchestrator and engine"
 
 _ROWS: tuple[Row, ...] = (
     together(dict.fromkeys(("trainer.model.name", "orchestrator.model.name", "model.name"), "model.path"), _model, "the same"),
-    together({"trainer.model.ac": "model.checkpoint_activations", "trainer.model.ac.mode": "model.checkpoint_activations"},
-             lambda r: {"model.checkpoint_activations": (r["trainer.model.ac"], r["trainer.model.ac.mode"]) != (None, None)},
-             "full or selective: true"),
+    together(dict.fromkeys((f"trainer.model.{key}" for key in ("ac", "ac.mode", "ac.freq", "ac_offloading",
+             "ac_offloading.max_inflight_activations")), "model.checkpoint_activations"), _activations, "any of them: true"),
     offload("trainer.model.fsdp_cpu_offload", "trainer.model.optim_cpu_offload"),
     lora(*(f"trainer.model.lora.{key}" for key in ("rank", "alpha", "target_modules"))),
     together({"orchestrator.batch_size": "batch.prompts_per_step", "orchestrator.token_batch_size": "batch.prompts_per_step",
-              "orchestrator.group_size": "batch.group_size", "orchestrator.rollouts_per_example": "batch.group_size"}, _batch,
+              **dict.fromkeys(_GROUP, "batch.group_size")}, _batch,
              "batch_size / group_size prompts, in one update"),
     together(dict.fromkeys(("trainer.model.seq_len", "orchestrator.seq_len", "seq_len"), "batch.tokens_per_microbatch"),
              _microbatch, "packed micro-batches of so many tokens"),
     together(dict.fromkeys(("trainer.max_steps", "orchestrator.max_steps", "max_steps"), "run.steps"),
              lambda r: {"run.steps": _first(r, "trainer.max_steps", "orchestrator.max_steps", "max_steps")}, "the same"),
-    Row({}, "prime-rl does not replace groups without a signal", lambda r: {"batch.max_refills": 0}),
-    together(dict.fromkeys((f"{_SAMPLING}.max_completion_tokens", f"{_SAMPLING}.max_tokens"), "sampling.max_new_tokens"),
-             lambda r: {"sampling.max_new_tokens": _first(r, f"{_SAMPLING}.max_tokens", f"{_SAMPLING}.max_completion_tokens")},
+    together(dict.fromkeys((f"orchestrator.{place}_batch_filters.*" for place in ("pre", "post")), "batch.max_refills"),
+             _filtering, "0; 8 with a zero_advantage filter before the batch"),
+    together(dict.fromkeys(_LENGTH, "sampling.max_new_tokens"), lambda r: {"sampling.max_new_tokens": _first(r, *_LENGTH)},
              "the same; without it up to the context's end"),
-    number(f"{_SAMPLING}.temperature", "sampling.temperature"),
-    together({"orchestrator.algorithms.0.id": "algorithm.advantage"}, _advantage,
+    together(dict.fromkeys(_HEAT, "sampling.temperature"), lambda r: {"sampling.temperature": float(_first(r, *_HEAT))},
+            "the same"),
+    together(dict.fromkeys(_ALGORITHM, "algorithm.advantage"), _advantage,
              "grpo: dr_grpo, as it does not divide; max_rl: maxrl"),
     together({"trainer.loss.type": ("algorithm.loss", "algorithm.aggregation"), "trainer.loss.dppo_mask_low": "algorithm.clip_low",
               "trainer.loss.dppo_mask_high": "algorithm.clip_high", "trainer.loss.kl_tau": "algorithm.loss",
               "trainer.loss.adv_tau": "algorithm.loss"}, _loss, "default: dppo, over all tokens"),
+    optimizer("trainer.optim.type", "trainer.optim.mu", "prime-rl steers the routers by Muon, nmoe by AdamW"),
     number("trainer.optim.lr", "optimizer.learning_rate"),
     together({"trainer.scheduler.type": "optimizer.min_lr_ratio", "trainer.scheduler.min_lr": "optimizer.min_lr_ratio",
               "trainer.scheduler.warmup_steps": "optimizer.warmup_steps"}, _schedule,
@@ -177,7 +231,10 @@ _ROWS: tuple[Row, ...] = (
     together({"orchestrator.max_off_policy_steps": "async.max_staleness"}, _asynchrony, "the same, in versions of the weights"),
     together({f"{_ENV}.id": "environment.env_id", f"{_ENV}.taskset.id": "environment.env_id"}, _environment,
              "an environment of verifiers, to be named in nmoe's way"),
-    together({"deployment.num_train_gpus": "placement.learner_gpus", "deployment.num_infer_gpus": "placement.engines",
+    together({"deployment.type": "placement.launcher", "deployment.num_train_gpus": "placement.learner_gpus",
+              "deployment.num_infer_gpus": "placement.engines", "deployment.num_train_nodes": "placement.learner_gpus",
+              "deployment.num_infer_nodes": "placement.engines", "deployment.num_infer_replicas": "placement.engines",
+              "deployment.gpus_per_node": ("placement.learner_gpus", "placement.engines"),
               "inference.parallel.tp": "placement.tensor_parallel"}, _placement, "vLLM on its own GPUs"),
     together({"ckpt.interval": "checkpoint.every_steps", "trainer.ckpt.interval": "checkpoint.every_steps",
               "ckpt.keep_last": "checkpoint.keep", "trainer.ckpt.keep_last": "checkpoint.keep", "ckpt.resume_step": "run.resume",
@@ -186,13 +243,13 @@ _ROWS: tuple[Row, ...] = (
     together({"wandb": "sinks.to", "wandb.project": "sinks.project", "wandb.name": "sinks.to"}, _sinks, "wandb"),
     # Without counterpart.
     without("the file whose keys are read", "@"),
-    without("AdamW is nmoe's optimizer", "trainer.optim.type", neutral="adamw"),
     without("nmoe's adapters have no dropout", "trainer.model.lora.dropout", neutral=0.0),
     without("nmoe adapts projections alone", "trainer.model.lora.*"),
     without("the schedule ends with the run, or by optimizer.schedule_steps", "trainer.scheduler.decay_steps"),
-    without("nmoe keeps rollouts of any probability", "orchestrator.pre_batch_filters*", "orchestrator.post_batch_filters*"),
+    without("nmoe keeps as many samples under way as async.max_staleness allows", "orchestrator.oversampling_factor",
+            "orchestrator.max_inflight_rollouts"),
     without("nmoe samples by temperature, top_p and top_k alone", f"{_SAMPLING}.extra_body*"),
-    without("nmoe mixes pools by [[environment.task_pool.sources]]", "orchestrator.train.env.*", "orchestrator.env*",
+    without("nmoe mixes pools by [[environment.task_pool.sources]]", "orchestrator.train.env*", "orchestrator.env*",
             "orchestrator.train.max_retries"),
     without("write an [[eval]] with nmoe's environment", "orchestrator.eval*"),
     without("nmoe trains in one way of sharding; the numbers are the same", "trainer.model.*", "trainer.matmul_precision",
@@ -219,7 +276,13 @@ RL = Program(
         "trainer.optim.betas2": 0.999, "trainer.optim.weight_decay": 0.01, "trainer.optim.max_norm": 1.0,
         "trainer.scheduler.type": "constant", "trainer.scheduler.min_lr": 0.0, "trainer.scheduler.warmup_steps": 10,
         "orchestrator.max_off_policy_steps": 8, "deployment.num_train_gpus": 1, "deployment.num_infer_gpus": 1,
-        "output_dir": "outputs", "wandb.project": "prime-rl", "trainer.optim.type": "adamw", "trainer.model.lora.dropout": 0.0,
+        "deployment.type": "single_node", "deployment.gpus_per_node": 8, "output_dir": "outputs", "wandb.project": "prime-rl",
+            "trainer.optim.type": "adamw", "trainer.optim.mu": 0.95, "trainer.model.lora.dropout": 0.0,
+    },
+    # Older spellings, and those of tasksets in tables of their own.
+    aliases={
+        "orchestrator.env.0.id": f"{_ENV}.id", f"{_ENV}.env.taskset.id": f"{_ENV}.taskset.id",
+        **{f"orchestrator.sampling.{key}": f"{_SAMPLING}.{key}" for key in ("temperature", "max_tokens", "max_completion_tokens")},
     },
 )  # fmt: skip
 

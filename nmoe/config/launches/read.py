@@ -324,8 +324,12 @@ def _keys(words: Sequence[Word], launch: Launch, source: str) -> None:
         launch.given[key] = Given(key, value, where)
 
 
+# `"${ARGS[@]}"`, which has no words in a shell where nothing sets it.
+_UNSET_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
+
+
 def _begins_key(text: str) -> bool:
-    return bool(re.match(r"--?[A-Za-z]", text)) or (
+    return bool(re.match(r"--?[A-Za-z]", text) or _UNSET_ARRAY.fullmatch(text)) or (
         _HYDRA.fullmatch(text) is not None and "." in text.partition("=")[0]
     )
 

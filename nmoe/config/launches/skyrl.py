@@ -498,7 +498,7 @@ _ROWS: tuple[Row, ...] = (
             "trainer.remove_microbatch_padding", "trainer.use_sample_packing", "trainer.recompute_old_logprobs_per_minibatch",
             "trainer.logprobs_chunk_size",
             "trainer.vocab_entropy_*", "trainer.fused_lm_head_*", "trainer.flash_attn"),
-    without("the critic has the policy's batches, and AdamW's settings from [optimizer]", "trainer.critic_mini_batch_size",
+    without("the critic has the policy's batches, and the settings of [optimizer]", "trainer.critic_mini_batch_size",
         "trainer.critic.*"),
     without("nmoe evaluates before the first step", "trainer.eval_before_train", "trainer.eval_batch_size"),
     without("samples and evaluations are in the run's directory", "trainer.dump_*", "trainer.print_example_interval",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmoe.config.launches.concepts import critic, model, template
+from nmoe.config.launches.concepts import critic, model, optimizer, template
 from nmoe.config.launches.rows import Converted, Program, Reading, Row, number, same, together, whole, without
 from nmoe.config.launches.shared import (
     ADVANTAGES,
@@ -183,6 +183,7 @@ def _rewards(reading: Reading) -> Converted:
 
 def _evaluation(reading: Reading) -> Converted:
     every, named = reading.whole("eval_interval"), reading["eval_prompt_data"]
+    named = ["aime", named] if isinstance(named, str) else named
     if every <= 0 or not isinstance(named, list) or len(named) < 2:
         return {}
     if len(named) > 2:
@@ -220,9 +221,9 @@ def _placement(reading: Reading) -> Converted:
         "placement.tensor_parallel": parallel,
         "placement.memory_share": None if share is None else float(share),
     }
-    if reading.yes("colocate"):
-        return {**found, "placement.engines": max(1, gpus // parallel), **colocated(reading, nodes)}
     sampling = reading.whole("rollout_num_gpus")
+    if reading.yes("colocate"):
+        return {**found, "placement.engines": max(1, (sampling or gpus) // parallel), **colocated(reading, nodes)}
     if not sampling:
         reading.fill("placement.engines", "the engines that sample: rollout_num_gpus is not given")
     found |= {"placement.engines": max(1, sampling // parallel)}
@@ -288,6 +289,8 @@ _ROWS: tuple[Row, ...] = (
     together({"lr_decay_style": "optimizer.min_lr_ratio", "min_lr": "optimizer.min_lr_ratio",
               "lr_warmup_iters": "optimizer.warmup_steps", "lr_warmup_fraction": "optimizer.warmup_ratio"}, _schedule,
              "linear warm-up, then a half cosine to min_lr / lr; a warm-up in optimizer steps"),
+    optimizer("optimizer", "muon_momentum", "Megatron's moves weights by sqrt(rows or columns) times muon_extra_scale_factor (1), "
+              "nmoe's by 0.2 of it, as far as AdamW: set optimizer.learning_rate for that"),
     number("adam_beta1", "optimizer.beta1"),
     number("adam_beta2", "optimizer.beta2"),
     number("adam_eps", "optimizer.eps"),
@@ -311,19 +314,26 @@ _ROWS: tuple[Row, ...] = (
     together({"save": "run.directory"}, _run, "the last part of the path is the run's name"),
     together({"use_wandb": "sinks.to", "use_tensorboard": "sinks.to", "wandb_project": "sinks.project"}, _sinks, "the sinks"),
     # Without counterpart.
+    without("nmoe trains no layers that predict tokens further on", "enable_mtp_training", neutral=False),
+    without("nmoe trains no layers that predict tokens further on", "mtp_*"),
     without(_MEGATRON, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
             "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel", "distributed_*", "allgather_cp",
             "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "attention_backend", "overlap_*",
             "use_precision_aware_optimizer", "recompute_method", "recompute_num_layers", "recompute_loss_function",
-            "log_probs_*", "qwen_gdn_backend", "train_env_vars", "train_backend", "num_gpus_per_node", "offload*", "moe_*"),
+            "log_probs_*", "qwen_gdn_backend", "train_env_vars", "train_backend", "num_gpus_per_node", "offload*", "moe_*",
+            "megatron_*", "decoder_*",
+            "data_pad_size_multiplier", "deterministic_mode", "use_distributed_optimizer", "no_load_*", "finetune", "ckpt_format"),
     without(_SHAPE, "model_name", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-            "group_query_attention", "kv_channels", "vocab_size", "rotary_base", "rotary_percent", "norm_epsilon",
+            "group_query_attention", "kv_channels", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "rotary_*",
+            "rope_*",
+            "no_rope_fusion", "mscale*", "multi_latent_attention", "*_lora_rank", "*_head_dim", "attention_output_gate",
+            "apply_layernorm_1p", "spec", "norm_epsilon",
             "normalization", "swiglu", "disable_bias_linear", "use_rotary_position_embeddings",
             "untie_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "seq_length", "max_position_embeddings",
             "custom_model_provider_path", "megatron_config_path",
             "post_self_attn_layernorm", "post_mlp_layernorm", "use_gated_attention"),
-    without("AdamW is nmoe's optimizer", "optimizer", neutral="adam"),
-    without("AdamW is nmoe's optimizer", "use_stateless_adam", "reset_optimizer_states", neutral=False),
+    without("nmoe keeps the optimizer's state", "use_stateless_adam", "reset_optimizer_states", neutral=False),
+    without("an option of Megatron's Muon, which nmoe's does not have", "muon_*"),
     without("the models of nmoe's families have no dropout", "attention_dropout", "hidden_dropout", neutral=0.0),
     without("the reference and the start of training are the checkpoint that model.path names", "ref_load", "ref_ckpt_step",
             "load", "start_rollout_id", "no_save_optim", "async_save", "save_hf"),
@@ -333,12 +343,16 @@ _ROWS: tuple[Row, ...] = (
     without("engine.weights chooses how weights are published (docs/guides/engines.md)", "update_weight_*", "release_train",
             "custom_update_weight_post_write_path", "flush_cache_interval", "force_fp8_ue8m0_scale"),
     without("an option of the engine's own; engine.args passes options of its command line on", "sglang_*", "use_fault_tolerance",
-            "rollout_health_*", "rollout_cleanup_timeout", "rollout_session_id", "rollout_external_engine_addrs", "router_*"),
+            "rollout_health_*", "rollout_cleanup_timeout", "rollout_session_id", "rollout_external_engine_addrs", "router_*",
+            "use_slime_router", "http_proxy",
+            "use_distributed_post"),
     without("turns end at the end tokens of the model", "rollout_stop", "rollout_stop_token_ids", neutral=None),
     without("turns end at the end tokens of the model", "rollout_skip_special_tokens", "rollout_max_context_len"),
     without("write an environment of your own (docs/guides/environments.md)", "rollout_function_path",
             "custom_generate_function_path", "eval_function_path", "data_source_path", "rollout_sample_hook_path",
-            "custom_*", "rollout_data_*", "rollout_storage_*", "rollout_queue_*", "rollout_io_concurrency", "buffer_*"),
+            "custom_*", "rollout_data_*", "rollout_storage_*", "rollout_queue_*", "rollout_io_concurrency",
+            "rollout_sample_filter_path", "rollout_all_samples_process_path", "rollout_task_type",
+            "rollout_buffer_url", "fetch_trajectory_retry_times", "min_batch_collection_ratio", "buffer_*"),
     without("nmoe's samples under way are kept by async.in_flight", "partial_rollout", neutral=False),
     without("nmoe's samples under way are kept by async.in_flight", "mask_offpolicy_in_partial_rollout"),
     without("a run reads its data in its own process, in an order drawn from its seed", "rollout_shuffle", "rollout_seed",
@@ -347,7 +361,8 @@ _ROWS: tuple[Row, ...] = (
     without("nmoe's evaluations sample from the whole distribution", "eval_top_p", "eval_top_k", neutral=None),
     without("nmoe's evaluations have the run's lengths", "eval_max_prompt_len", "eval_min_new_tokens", "eval_max_context_len",
             "eval_tool_key", "eval_config", "skip_eval_before_train"),
-    without("losses that nmoe does not have", "loss_type", neutral="policy_loss"),
+    without("sft_loss is `nmoe sft`, and its data [records]; custom losses nmoe does not have", "loss_type", neutral="policy_loss"),
+    without("nmoe trains on the tokens that the policy drew", "loss_mask_type"),
     without("losses that nmoe does not have", "use_score_centering", "use_opsm", neutral=False),
     without("losses that nmoe does not have", "score_centering_top_k", "opsm_delta", "disable_compute_advantages_and_returns"),
     without("nmoe replays routes by engine.routes", "use_routing_replay", "use_rollout_routing_replay",
@@ -355,7 +370,9 @@ _ROWS: tuple[Row, ...] = (
     without("a teacher is [distillation] in nmoe: write distillation.teacher", "use_opd", neutral=False),
     without("a teacher is [distillation] in nmoe: write distillation.teacher", "opd_*"),
     without("every step is recorded", "wandb_*", "tb_*", "log_*", "disable_wandb_random_suffix", "use_rollout_entropy",
-            "get_mismatch_metrics", "save_debug_*", "debug_*", "load_debug_*", "load_forge_*", "use_pytorch_profiler"),
+            "get_mismatch_metrics", "save_debug_*", "debug_*", "load_debug_*", "load_forge_*", "use_pytorch_profiler",
+            "dump_details", "memory_*", "record_memory_history", "check_weight_update_equal",
+            "ci_*"),
 )  # fmt: skip
 
 RL = Program(
@@ -373,7 +390,7 @@ RL = Program(
         "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.01, "clip_grad": 1.0, "calculate_per_token_loss": False,
         "input_key": "input", "n_samples_per_eval_prompt": 1, "actor_num_nodes": 1, "actor_num_gpus_per_node": 8,
         "rollout_num_gpus_per_engine": 1, "colocate": False, "use_wandb": False, "use_tensorboard": False,
-        "optimizer": "adam", "attention_dropout": 0.1, "hidden_dropout": 0.1, "loss_type": "policy_loss",
+        "optimizer": "adam", "muon_momentum": 0.95, "attention_dropout": 0.1, "hidden_dropout": 0.1, "loss_type": "policy_loss",
     },
     always=(GROUPS_DROPPED.format(trainer="slime"),),
 )  # fmt: skip

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.launches.concepts import length, model, sinks, template
+from nmoe.config.launches.concepts import length, model, optimizer, sinks, template
 from nmoe.config.launches.read import read_yaml
 from nmoe.config.launches.rows import (
     Converted,
@@ -444,6 +444,7 @@ _SHARED: tuple[Row, ...] = (
               "warmup_ratio": "optimizer.warmup_ratio"}, _schedule,
              "linear warm-up, then a half cosine to a share of the peak; constant schedules end at 1; warmup_steps below 1 "
              "are a share"),
+    optimizer("optim"),
     number("adam_beta1", "optimizer.beta1"),
     number("adam_beta2", "optimizer.beta2"),
     number("adam_epsilon", "optimizer.eps"),
@@ -486,7 +487,7 @@ _SHARED: tuple[Row, ...] = (
     without("the order of the data is drawn from the run's seed", "data_seed", "shuffle_dataset", "ignore_data_skip"),
     without("nmoe executes no code that comes with a checkpoint", "trust_remote_code"),
     without("a model's revision is chosen by `hf download`", "model_revision"),
-    without("AdamW is nmoe's optimizer", "optim", "optim_args", "optim_target_modules"),
+    without("nmoe's optimizers have their settings in [optimizer]", "optim_args", "optim_target_modules"),
     without("nmoe trains adapters on a base in the run's precision", "load_in_4bit", "load_in_8bit", "use_dora", neutral=False),
     without("nmoe trains adapters on a base in the run's precision", "bnb_4bit_quant_type", "use_bnb_nested_quant",
         "bnb_4bit_quant_storage", "lora_task_type"),
