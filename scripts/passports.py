@@ -1,6 +1,6 @@
 """Writes docs/reference/passports.md, the passports of the packaged environments and of foreign ones: python scripts/passports.py
 
-Takes about 25 CPU minutes. The hub's records are those of ../shared/eval_data beside the repository; foreign environments need the
+Takes about 20 minutes on two busy cores, most of them in sandboxes. The hub's records are those of ../shared/eval_data beside the repository; foreign environments need the
 extras `environments` and `skyrl-gym`. benchmarks/results/passports.json has the passports in full; `--only NAME...` measures some
 again, and keeps the others.
 """
@@ -120,7 +120,7 @@ def main() -> None:
                 continue
             began = time.process_time()
             passport = certify(path, None)
-            kept[name] = passport.record()
+            kept[name] = json.loads(json.dumps(passport.record()).replace(f"{directory}/", ""))
             for line in passport.lines():
                 print(line, file=sys.stderr)
             print(f"{time.process_time() - began:.0f} CPU s\n", file=sys.stderr, flush=True)

@@ -220,6 +220,10 @@ def test_what_the_infrastructure_lost_is_not_tried(tmp_path: Path, monkeypatch: 
         ("5", "-5", False),
         ("05", "5 or 6", False),
         ("1/0", "2/0", False),
+        ("['-28.0', '93.50']", "['-28.', '93.5']", True),
+        ("['-28.0']", "['-280']", False),
+        ("1.10.2", "1.1.2", True),
+        ("1.01", "1.1", False),
     ],
 )
 def test_the_same_answer_by_other_means(gold: str, answer: str, same: bool) -> None:

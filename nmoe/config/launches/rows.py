@@ -72,7 +72,7 @@ class Program:
         """Returns the catalogue's spelling of a key: by a name, else by a pattern."""
         spelled = key.replace("-", "_")
         if key not in self._by_name and (
-            spelled in self.aliases or spelled in self._by_name or self.row_of(key) is not self.row_of(spelled)
+            spelled in self.aliases or self.row_of(key) is None or self.row_of(spelled) not in (None, self.row_of(key))
         ):
             key = spelled
         plain = key if self._is_listed(key) else key.removeprefix("no_")

@@ -50,16 +50,17 @@ class Target:
 _BOX = re.compile(r"\\(?:boxed|fbox)\{(.*)\}", re.DOTALL)
 _TYPESETTING = re.compile(r"\\[!,;:]|\\left|\\right|[$\s]")
 _NUMBER = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|([\d,]*\.?\d+)(?:/(\d+))?)%?")
+_DECIMAL = re.compile(r"(\d)(\.\d*?)0*(?!\d)")
 _OPTION = re.compile(r"\(?([A-Z])[.):]\s+\S.*", re.DOTALL)
 
 
 def the_same(gold: str, answer: str) -> bool:
-    """Returns whether two answers are the same text but for typesetting and case, or numbers of the same value.
+    """Returns whether two answers are the same text but for typesetting, case and zeros behind a point, or numbers of the same value.
 
-    >>> the_same("1,000", r"$\\boxed{1000.0}$"), the_same("5", "50"), the_same("B", "B. Paris")
-    (True, False, True)
+    >>> the_same("1,000", r"$\\boxed{1000.0}$"), the_same("5", "50"), the_same("B", "B. Paris"), the_same("[2.0, 3]", "[2., 3]")
+    (True, False, True, True)
     """
-    one, other = _bare(gold), _bare(answer)
+    one, other = (_DECIMAL.sub(lambda found: found[1] + found[2].rstrip("."), _bare(text)) for text in (gold, answer))
     if one == other or (len(one) == 1 and (option := _OPTION.fullmatch(answer.strip())) and _bare(option[1]) == one):
         return True
     value = _value(one)
