@@ -197,7 +197,7 @@ MEANINGS: dict[str, tuple[str, dict[str, Any], str]] = {
         "",
     ),
     "openrlhf: Muon": (
-        f"{OPENRLHF} --actor.optim muon", {"optimizer.kind": "muon", "optimizer.momentum": 0.95}, "of its own, muon.lr",
+        f"{OPENRLHF} --actor.optim muon", {"optimizer.kind": "muon", "optimizer.momentum": 0.95}, "takes steps of muon.lr",
     ),
     "trl: another optimizer": (f"{TRL} --optim adafactor", {"optimizer.kind": "adamw"}, "adafactor: nmoe has AdamW"),
     # prime-rl 004274e, configs/rl.py: MultiNodeDeploymentConfig counts inference nodes of each replica.

@@ -471,7 +471,7 @@ _OPERATION = (
     without("the best checkpoint is chosen by the first probe", "ckpt.best_metric_key"),
 )  # fmt: skip
 
-_MUON = "OpenRLHF's Muon has a learning rate of its own, muon.lr; nmoe's has AdamW's, and moves weights as far"
+_MUON = "OpenRLHF's Muon takes steps of muon.lr; nmoe's moves weights as far as AdamW does, at its learning rate"
 
 _PPO_ROWS: tuple[Row, ...] = (
     model("actor.model_name_or_path"),

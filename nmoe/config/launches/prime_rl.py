@@ -106,23 +106,23 @@ def _advantage(reading: Reading) -> Converted:
 
 
 def _filtering(reading: Reading) -> Converted:
-    """By default a batch loses the groups whose advantages are 0, as nmoe leaves them out, and none is sampled in their place."""
+    """By default a batch loses the groups whose advantages are 0, as nmoe leaves them out, and no other is sampled instead."""
     refills = 0
-    for place in ("pre", "post"):
+    for slot in ("pre", "post"):
         for index in range(3):
-            key = f"orchestrator.{place}_batch_filters.{index}"
+            key = f"orchestrator.{slot}_batch_filters.{index}"
             if (kind := reading[f"{key}.type"]) is None:
                 continue
             is_on = reading.yes(f"{key}.enforce") if reading.has(f"{key}.enforce") else kind == "zero_advantage"
             if kind != "zero_advantage":
                 if is_on:
                     reading.differs(f"{kind} filter: nmoe keeps rollouts of any probability")
-            elif place == "pre" and is_on:
+            elif slot == "pre" and is_on:
                 refills = 8
                 reading.differs(
                     "prime-rl samples until the batch is full of groups with a signal; nmoe refills at most batch.max_refills times"
                 )
-            elif not is_on and place == "post":
+            elif not is_on and slot == "post":
                 reading.differs(
                     "groups whose advantages are 0 stay in prime-rl's batch, and their tokens count in the mean"
                 )
@@ -208,7 +208,7 @@ _ROWS: tuple[Row, ...] = (
              _microbatch, "packed micro-batches of so many tokens"),
     together(dict.fromkeys(("trainer.max_steps", "orchestrator.max_steps", "max_steps"), "run.steps"),
              lambda r: {"run.steps": _first(r, "trainer.max_steps", "orchestrator.max_steps", "max_steps")}, "the same"),
-    together(dict.fromkeys((f"orchestrator.{place}_batch_filters.*" for place in ("pre", "post")), "batch.max_refills"),
+    together(dict.fromkeys((f"orchestrator.{slot}_batch_filters.*" for slot in ("pre", "post")), "batch.max_refills"),
              _filtering, "0; 8 with a zero_advantage filter before the batch"),
     together(dict.fromkeys(_LENGTH, "sampling.max_new_tokens"), lambda r: {"sampling.max_new_tokens": _first(r, *_LENGTH)},
              "the same; without it up to the context's end"),
