@@ -279,7 +279,7 @@ RL = Program(
         "deployment.type": "single_node", "deployment.gpus_per_node": 8, "output_dir": "outputs", "wandb.project": "prime-rl",
             "trainer.optim.type": "adamw", "trainer.optim.mu": 0.95, "trainer.model.lora.dropout": 0.0,
     },
-    # Older spellings, and those of tasksets in tables of their own.
+    # Older spellings, and tasksets in a table `env`.
     aliases={
         "orchestrator.env.0.id": f"{_ENV}.id", f"{_ENV}.env.taskset.id": f"{_ENV}.taskset.id",
         **{f"orchestrator.sampling.{key}": f"{_SAMPLING}.{key}" for key in ("temperature", "max_tokens", "max_completion_tokens")},
