@@ -1,8 +1,8 @@
 """Writes docs/reference/passports.md, the passports of the packaged environments and of foreign ones: python scripts/passports.py
 
-Takes about 20 minutes on two busy cores, most of them in sandboxes. The hub's records are those of ../shared/eval_data beside the repository; foreign environments need the
-extras `environments` and `skyrl-gym`. benchmarks/results/passports.json has the passports in full; `--only NAME...` measures some
-again, and keeps the others.
+Takes about 20 minutes on two busy cores, most of them in sandboxes. The hub's records lie in ../shared/eval_data beside the
+repository; foreign environments need the extras `environments` and `skyrl-gym`. benchmarks/results/passports.json has the passports
+in full; `--only NAME...` measures some again, and keeps the others.
 """
 
 from __future__ import annotations
