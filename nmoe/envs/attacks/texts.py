@@ -55,7 +55,7 @@ _OPTION = re.compile(r"\(?([A-Z])[.):]\s+\S.*", re.DOTALL)
 
 
 def the_same(gold: str, answer: str) -> bool:
-    """Returns whether two answers are the same text but for typesetting, case and zeros behind a point, or numbers of the same value.
+    """Returns whether two answers are one text but for typesetting, case and zeros behind a point, or numbers of the same value.
 
     >>> the_same("1,000", r"$\\boxed{1000.0}$"), the_same("5", "50"), the_same("B", "B. Paris"), the_same("[2.0, 3]", "[2., 3]")
     (True, False, True, True)
